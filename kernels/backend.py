@@ -1,0 +1,118 @@
+"""The contract between the search and a kernel back end: tunables in, a checked and callable kernel out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from fuseplan.kernels.ir import KernelIR
+
+#: A kernel configuration, by parameter name (never by position): JSON-able.
+Config: TypeAlias = Mapping[str, int | str]
+
+
+class BuildError(Exception):
+    """A kernel could not be generated or compiled; the message names the back end and the reason."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device a kernel is compiled for; enough to compile without the device being present.
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        arch: ``"native"`` on CPUs, ``"sm_90"`` style on CUDA.
+        cores: CPU threads available, or streaming multiprocessors.
+        shared_memory_bytes: Shared memory one block may use (CUDA), 0 on CPUs.
+        registers_per_thread: Register limit of one thread (CUDA), 0 on CPUs.
+        l2_bytes: Last-level cache.
+    """
+
+    device_type: str
+    arch: str
+    cores: int
+    shared_memory_bytes: int = 0
+    registers_per_thread: int = 0
+    l2_bytes: int = 0
+
+
+#: Compile-only target: what an H100/H200 offers, for machines that have no GPU.
+SM90 = Target("cuda", "sm_90", 132, 232_448, 255, 50 * 2**20)
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """One dimension of a kernel's configuration space; ``choices`` are ordered, small to large."""
+
+    name: str
+    choices: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Facts read back from a compiled kernel. None where the back end cannot know."""
+
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class CompiledKernel(ABC):
+    """A loaded kernel. Call it with every buffer (inputs, then preallocated outputs), then the symbols' values.
+
+    Calling checks nothing: the caller passes tensors laid out as the IR's buffers say.
+    """
+
+    resources: Resources
+
+    @abstractmethod
+    def __call__(self, *args: torch.Tensor | int) -> None:
+        """Launch on the current stream (CUDA) or run to completion (CPU)."""
+
+
+class Backend(ABC):
+    """A way to turn a :class:`KernelIR` into machine code. Stateless."""
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why this back end cannot be used on this machine at all (no compiler, no package), or None."""
+
+    @abstractmethod
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        """Why this back end cannot express ``ir``, or None."""
+
+    @abstractmethod
+    def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+        """The configuration space of ``ir``; every combination is meaningful, not every one feasible."""
+
+    @abstractmethod
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        """Why ``config`` is not worth compiling (shared memory, registers, redundancy), or None. Pure arithmetic."""
+
+    @abstractmethod
+    def default_config(self, ir: KernelIR, target: Target) -> Config:
+        """The configuration used when nothing has been tuned; always feasible."""
+
+    @abstractmethod
+    def source(self, ir: KernelIR, config: Config) -> str:
+        """The generated source text (for people, ``plan explain --source``, and the compile cache's key)."""
+
+    @abstractmethod
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        """Compile into the on-disk cache without loading or needing the device; safe in a pool process."""
+
+    @abstractmethod
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        """Compile (or reuse the cache) and load."""
+
+
+def config_key(config: Config) -> str:
+    """A canonical text for a config, equal for equal configs."""
+    return ",".join(f"{name}={config[name]}" for name in sorted(config))

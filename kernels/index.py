@@ -1,0 +1,287 @@
+"""Integer index expressions: where in a buffer a value lives, as a function of the iteration coordinates.
+
+An :class:`Index` is affine, ``const + sum(coef * atom)``. An atom is a coordinate of the iteration space, or a
+floor division or remainder of another index (what a ``view`` that cuts across dimensions leaves behind).
+Sizes are plain integers, or sympy expressions over positive integer symbols when a shape is dynamic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+
+#: A size, stride or offset: an ``int``, or a sympy expression when the shape is dynamic.
+Size: TypeAlias = Any
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """A dynamic size: a positive integer symbol."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def as_size(value: Any) -> Size:
+    """Normalise to ``int`` where the value is a known integer."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, sympy.Expr):
+        value = sympy.expand(value)
+        return int(value) if value.is_Integer else value
+    return int(value)
+
+
+def is_static(*sizes: Size) -> bool:
+    return all(isinstance(size, int) for size in sizes)
+
+
+def evaluate(size: Size, values: Mapping[str, int]) -> int:
+    """The number a size stands for once its symbols have values."""
+    if isinstance(size, int):
+        return size
+    result = size.subs({sym: values[sym.name] for sym in size.free_symbols})
+    if not result.is_Integer:
+        raise ValueError(f"size {size} is not an integer for {dict(values)}")
+    return int(result)
+
+
+def symbols_of(*sizes: Size) -> set[str]:
+    return {sym.name for size in sizes if not isinstance(size, int) for sym in size.free_symbols}
+
+
+def known_less_equal(a: Size, b: Size) -> bool:
+    """True when ``a <= b`` for every value of the symbols (False also when it cannot be told)."""
+    if is_static(a, b):
+        return bool(a <= b)
+    return bool((sympy.expand(b - a)).is_nonnegative)
+
+
+def divides(k: Size, n: Size) -> Size | None:
+    """``n / k`` when it is exact for every value of the symbols, else None."""
+    if is_static(k, n):
+        return n // k if k != 0 and n % k == 0 else None
+    if n == 0:
+        return 0
+    quotient = sympy.cancel(sympy.sympify(n) / sympy.sympify(k))
+    _, denominator = quotient.as_numer_denom()
+    if denominator != 1:
+        return None
+    return as_size(quotient)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    result: Size = 1
+    for size in sizes:
+        result = as_size(result * size)
+    return result
+
+
+@dataclass(frozen=True)
+class Coord:
+    """Coordinate ``axis`` of the iteration space, ``0 <= value < extent``. The last axis is the column."""
+
+    axis: int
+    extent: Size
+
+
+@dataclass(frozen=True)
+class FloorDiv:
+    base: Index
+    divisor: Size
+
+
+@dataclass(frozen=True)
+class Mod:
+    base: Index
+    divisor: Size
+
+
+Atom: TypeAlias = Coord | FloorDiv | Mod
+
+
+def _atom_key(atom: Atom) -> str:
+    return repr(atom)
+
+
+@dataclass(frozen=True)
+class Index:
+    """``const + sum(coef * atom)``; terms are merged, non-zero and in a fixed order, so equal means equal."""
+
+    const: Size = 0
+    terms: tuple[tuple[Atom, Size], ...] = ()
+
+    @staticmethod
+    def build(const: Size, terms: Iterable[tuple[Atom, Size]]) -> Index:
+        merged: dict[Atom, Size] = {}
+        for atom, coef in terms:
+            merged[atom] = as_size(merged.get(atom, 0) + coef)
+        kept = [(atom, coef) for atom, coef in merged.items() if coef != 0]
+        kept.sort(key=lambda term: _atom_key(term[0]))
+        return Index(as_size(const), tuple(kept))
+
+    @staticmethod
+    def coord(axis: int, extent: Size) -> Index:
+        """The coordinate itself; a dimension of size one is the constant 0."""
+        if isinstance(extent, int) and extent == 1:
+            return Index(0)
+        return Index(0, ((Coord(axis, as_size(extent)), 1),))
+
+    def __add__(self, other: Index | Size) -> Index:
+        if not isinstance(other, Index):
+            return Index(as_size(self.const + other), self.terms)
+        return Index.build(self.const + other.const, (*self.terms, *other.terms))
+
+    def __mul__(self, factor: Size) -> Index:
+        if isinstance(factor, int) and factor == 1:
+            return self
+        return Index.build(self.const * factor, ((atom, coef * factor) for atom, coef in self.terms))
+
+    def __sub__(self, other: Index) -> Index:
+        return self + other * -1
+
+    def __floordiv__(self, divisor: Size) -> Index:
+        whole, rest = self._split(divisor)
+        if rest.is_zero or (rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor)):
+            return whole
+        return whole + Index(0, ((FloorDiv(rest, divisor), 1),))
+
+    def __mod__(self, divisor: Size) -> Index:
+        _, rest = self._split(divisor)
+        if rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor):
+            return rest
+        return Index(0, ((Mod(rest, divisor), 1),))
+
+    def _split(self, divisor: Size) -> tuple[Index, Index]:
+        """``(whole, rest)`` with ``self == whole * divisor + rest`` and every term of whole exact."""
+        whole: list[tuple[Atom, Size]] = []
+        rest: list[tuple[Atom, Size]] = []
+        for atom, coef in self.terms:
+            quotient = divides(divisor, coef)
+            if quotient is None:
+                rest.append((atom, coef))
+            else:
+                whole.append((atom, quotient))
+        const_quotient: Size = 0
+        const_rest: Size = self.const
+        if is_static(self.const, divisor):
+            const_quotient, const_rest = divmod(self.const, divisor)
+        else:
+            exact = divides(divisor, self.const)
+            if exact is not None:
+                const_quotient, const_rest = exact, 0
+        return Index.build(const_quotient, whole), Index.build(const_rest, rest)
+
+    @property
+    def is_zero(self) -> bool:
+        return not self.terms and isinstance(self.const, int) and self.const == 0
+
+    def _known_nonnegative(self) -> bool:
+        return known_less_equal(0, self.const) and all(known_less_equal(0, coef) for _, coef in self.terms)
+
+    def maximum(self) -> Size:
+        """Largest value, for indices whose coefficients are non-negative."""
+        total: Size = self.const
+        for atom, coef in self.terms:
+            if isinstance(atom, Coord):
+                top: Size = atom.extent - 1
+            elif isinstance(atom, Mod):
+                top = atom.divisor - 1
+            else:
+                limit = atom.base.maximum()
+                top = limit // atom.divisor if is_static(limit, atom.divisor) else limit
+            total = total + coef * top
+        return as_size(total)
+
+    def axes(self) -> set[int]:
+        """The axes whose coordinate this index depends on."""
+        found: set[int] = set()
+        for atom, _ in self.terms:
+            found |= {atom.axis} if isinstance(atom, Coord) else atom.base.axes()
+        return found
+
+    def coefficient(self, axis: int) -> Size:
+        """The coefficient of coordinate ``axis`` where it appears as a plain coordinate (0 when absent)."""
+        for atom, coef in self.terms:
+            if isinstance(atom, Coord) and atom.axis == axis:
+                return coef
+        return 0
+
+    def is_affine_in(self, axis: int) -> bool:
+        """True when ``axis`` appears at most as a plain coordinate (never inside a division)."""
+        return all(isinstance(atom, Coord) or axis not in atom.base.axes() for atom, _ in self.terms)
+
+    def substitute(self, values: Mapping[int, Index]) -> Index:
+        """Replace coordinates by index expressions (simplifying again)."""
+        result = Index(self.const)
+        for atom, coef in self.terms:
+            if isinstance(atom, Coord):
+                part = values.get(atom.axis, Index(0, ((atom, 1),)))
+            elif isinstance(atom, FloorDiv):
+                part = atom.base.substitute(values) // atom.divisor
+            else:
+                part = atom.base.substitute(values) % atom.divisor
+            result = result + part * coef
+        return result
+
+    def bind(self, symbols: Mapping[str, int]) -> Index:
+        """Replace dynamic sizes by numbers."""
+        def atom_of(atom: Atom) -> Index:
+            if isinstance(atom, Coord):
+                return Index.coord(atom.axis, evaluate(atom.extent, symbols))
+            base, divisor = atom.base.bind(symbols), evaluate(atom.divisor, symbols)
+            return base // divisor if isinstance(atom, FloorDiv) else base % divisor
+
+        result = Index(evaluate(self.const, symbols))
+        for atom, coef in self.terms:
+            result = result + atom_of(atom) * evaluate(coef, symbols)
+        return result
+
+    def symbols(self) -> set[str]:
+        """Names of the dynamic sizes in this index."""
+        found = symbols_of(self.const)
+        for atom, coef in self.terms:
+            found |= symbols_of(coef)
+            found |= symbols_of(atom.extent) if isinstance(atom, Coord) else (
+                atom.base.symbols() | symbols_of(atom.divisor)
+            )
+        return found
+
+    def render(
+        self,
+        coord: Callable[[int], str],
+        size: Callable[[Size], str] = str,
+        floordiv: Callable[[str, str], str] = lambda a, b: f"({a} / {b})",
+        mod: Callable[[str, str], str] = lambda a, b: f"({a} % {b})",
+    ) -> str:
+        """Source text of the index; the defaults spell C (all operands are non-negative)."""
+        parts: list[str] = []
+        for atom, coef in self.terms:
+            if isinstance(atom, Coord):
+                text = coord(atom.axis)
+            else:
+                inner = atom.base.render(coord, size, floordiv, mod)
+                spell = floordiv if isinstance(atom, FloorDiv) else mod
+                text = spell(inner if inner.isidentifier() else f"({inner})", size(atom.divisor))
+            parts.append(text if isinstance(coef, int) and coef == 1 else f"{text} * {size(coef)}")
+        if not parts or not (isinstance(self.const, int) and self.const == 0):
+            parts.append(size(self.const))
+        return " + ".join(parts)
+
+
+def row_major_strides(shape: Iterable[Size]) -> tuple[Size, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    strides: list[Size] = []
+    running: Size = 1
+    for extent in reversed(tuple(shape)):
+        strides.append(running)
+        running = as_size(running * extent)
+    return tuple(reversed(strides))
+
+
+def flatten(coords: Iterable[Index], strides: Iterable[Size], offset: Size = 0) -> Index:
+    """``offset + sum(coord * stride)``: the element offset of a coordinate tuple."""
+    total = Index(as_size(offset))
+    for coord, stride in zip(coords, strides, strict=True):
+        total = total + coord * stride
+    return total

@@ -1,0 +1,44 @@
+"""What the search tunes: one fusion group, seen only through this protocol (the planner implements it)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir import KernelIR
+
+
+class Subject(Protocol):
+    """A fusion group with concrete sizes. Picklable: it travels to the measuring process.
+
+    Attributes:
+        key: Canonical workload key (structure, shapes, dtypes, strides; no device).
+        label: Short name for people (``add+rms_norm 32x2048 bf16``).
+        ir: The fused kernel, static (symbols bound).
+        work: Bytes, flops and launches of the fused kernel.
+        hot_inputs: For each input, True when it was just produced on the device (an activation), False when it
+            comes cold from memory (a weight).
+    """
+
+    key: str
+    label: str
+    ir: KernelIR
+    work: Work
+    hot_inputs: tuple[bool, ...]
+
+    def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
+        """Fresh random tensors, one per IR input buffer, with the buffer's dtype, shape and strides."""
+        ...
+
+    def allocate_outputs(self, device: str) -> list[torch.Tensor]:
+        """Uninitialised tensors, one per IR output buffer, with its dtype, shape and strides."""
+        ...
+
+    def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The unfused chain: the ATen ops one by one, allocating as PyTorch does."""
+        ...
+
+    def reference(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The same maths with every float op in float64 and no intermediate rounding, on the CPU."""
+        ...

@@ -1,0 +1,105 @@
+"""Every mistake a user can make, as one family: a one-line message that names the thing and says what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FuseplanError(Exception):
+    """Base of the family. The command line prints ``str(error)`` on one line and exits with ``exit_code``.
+
+    Attributes:
+        exit_code: Process exit status for a user mistake.
+    """
+
+    exit_code = 2
+
+
+def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
+    """Up to ``limit`` known names closest in spelling to ``name``, best first; empty when nothing is close.
+
+    >>> nearest("lama", ["llama", "gpt2"])
+    ['llama']
+    """
+    return difflib.get_close_matches(name, sorted(set(known)), n=limit, cutoff=0.5)
+
+
+class _UnknownNameError(FuseplanError):
+    """A name that is not in a closed list."""
+
+    kind = "name"
+    advice = ""
+
+    def __init__(self, name: str, known: Iterable[str] = ()) -> None:
+        known = sorted(set(known))
+        close = nearest(name, known)
+        parts = [f"unknown {self.kind} {name!r}"]
+        if close:
+            parts.append(f"did you mean {' or '.join(close)}?")
+        elif known and len(known) <= 12:
+            parts.append(f"known: {', '.join(known)}")
+        if self.advice:
+            parts.append(self.advice)
+        super().__init__("; ".join(parts))
+        self.name = name
+
+
+class UnknownModelError(_UnknownNameError):
+    """No preset of that name."""
+
+    kind = "model"
+    advice = "or pass --config path/to/config.json, or --module package.module:factory"
+
+
+class UnknownPatternError(_UnknownNameError):
+    """No named pattern of that name."""
+
+    kind = "pattern"
+
+
+class UnknownOpError(_UnknownNameError):
+    """An op name that PyTorch does not have, or that the planner cannot execute."""
+
+    kind = "op"
+    advice = 'write it as "aten.<name>.<overload>"'
+
+
+class UnknownBackendError(_UnknownNameError):
+    """No kernel back end of that name."""
+
+    kind = "back end"
+
+
+class ConfigError(FuseplanError):
+    """A config file, option or value that cannot be used."""
+
+
+class ShapeError(FuseplanError):
+    """A shape that cannot be parsed, or that does not fit the op it is given to."""
+
+
+class DatabaseError(FuseplanError):
+    """The tuning database cannot be opened, read or written."""
+
+
+class CompilerMissingError(FuseplanError):
+    """No C++ compiler on this machine."""
+
+    def __init__(self, tried: Iterable[str] = ("c++", "g++", "clang++")) -> None:
+        super().__init__(
+            f"no C++ compiler found (tried {', '.join(tried)}); install g++ or clang++, "
+            "until then every group runs unfused"
+        )
+
+
+class DeviceError(FuseplanError):
+    """A device was asked for that this machine does not have, or that does not fit the plan."""
+
+
+class CaptureError(FuseplanError):
+    """A model whose graph cannot be captured or normalised; the message names the op or the step."""
+
+
+class PlanError(FuseplanError):
+    """A plan that is missing, or that does not fit the model, device or shapes it is used with."""

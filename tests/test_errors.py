@@ -1,0 +1,46 @@
+import inspect
+
+import pytest
+from fuseplan.planner import errors
+
+
+def family() -> list[type[Exception]]:
+    return [
+        cls for _, cls in inspect.getmembers(errors, inspect.isclass) if cls.__module__ == errors.__name__
+    ]
+
+
+def test_every_error_is_a_user_error_with_exit_code_two() -> None:
+    assert len(family()) >= 10
+    for cls in family():
+        assert issubclass(cls, errors.FuseplanError)
+        assert cls.exit_code == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (errors.UnknownModelError("lama", ["llama", "llama-3.2-1b", "gpt2"]), "did you mean llama"),
+        (errors.UnknownPatternError("swigl", ["swiglu", "geglu"]), "did you mean swiglu"),
+        (errors.UnknownOpError("aten.ad.Tensor", ["aten.add.Tensor"]), "did you mean aten.add.Tensor"),
+    ],
+)
+def test_unknown_names_suggest_the_nearest(error: errors.FuseplanError, expected: str) -> None:
+    assert expected in str(error)
+    assert "\n" not in str(error)
+
+
+def test_unknown_name_far_from_everything_lists_what_exists() -> None:
+    message = str(errors.UnknownModelError("zzz", ["llama", "gpt2"]))
+    assert "'zzz'" in message
+    assert "known: gpt2, llama" in message
+    assert "--config" in message
+
+
+def test_nearest_is_empty_when_nothing_is_close() -> None:
+    assert errors.nearest("qqqq", ["llama", "swiglu"]) == []
+    assert errors.nearest("swiglu", ["swiglu", "swiglu", "geglu"])[0] == "swiglu"
+
+
+def test_missing_compiler_names_what_was_tried() -> None:
+    assert "icpx" in str(errors.CompilerMissingError(["icpx"]))

@@ -1,0 +1,83 @@
+"""Passes over a row: every phase can run with what earlier phases left behind, and nothing is missing or dead."""
+
+from __future__ import annotations
+
+import ir_samples as samples
+import pytest
+from fuseplan.kernels.ir import Apply, Reduce, Segment, operands
+from fuseplan.kernels.schedule import Phase, schedule
+
+SEGMENTS = [
+    pytest.param(segment, id=f"{samples.label(sample)}-{number}")
+    for sample in samples.static_samples()
+    for number, segment in enumerate(sample.ir.segments)
+]
+
+
+def simulate(segment: Segment, phases: tuple[Phase, ...]) -> set[int]:
+    """Walk the phases as an emitter does; returns the stores done. Fails when a value is used before it exists."""
+    per_row = segment.per_row()
+    row_values: set[int] = set()
+    staged: set[int] = set()
+    stored: set[int] = set()
+    for phase in phases:
+        for value in phase.rows:
+            assert value not in row_values
+            assert row_values.issuperset(operands(segment.body[value]))
+            row_values.add(value)
+        assert all(segment.stores[n].value in row_values for n in phase.row_stores)
+        assert staged.issuperset(phase.reads)
+        here = row_values | set(phase.reads)
+        for value in phase.elements:
+            assert not per_row[value]
+            assert here.issuperset(operands(segment.body[value]))
+            here.add(value)
+        assert here.issuperset(segment.stores[n].value for n in phase.stores)
+        for value in phase.reductions:
+            assert operands(segment.body[value])[0] in here
+        staged.update(phase.stages)
+        assert set(phase.stages) <= set(phase.elements)
+        row_values.update(phase.reductions)
+        stored.update(phase.stores, phase.row_stores)
+    return stored
+
+
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_every_phase_runs_on_what_earlier_ones_left(segment: Segment, stage: bool) -> None:
+    phases = schedule(segment, stage)
+    assert simulate(segment, phases) == set(range(len(segment.stores)))
+    assert sorted(value for phase in phases for value in phase.reductions) == [
+        value for value, instr in enumerate(segment.body) if isinstance(instr, Reduce)
+    ]
+
+
+def test_softmax_takes_three_passes_and_stages_the_exponential() -> None:
+    segment = samples.softmax(2, 8).ir.segments[0]
+    exponential = next(
+        value for value, instr in enumerate(segment.body) if isinstance(instr, Apply) and instr.op == "exp"
+    )
+    recomputed = schedule(segment)
+    assert [len(phase.reductions) for phase in recomputed] == [1, 1, 0]
+    assert exponential in recomputed[2].elements
+    staged = schedule(segment, stage=True)
+    assert staged[1].stages == (exponential,) == staged[2].reads
+    assert exponential not in staged[2].elements
+
+
+def test_a_plain_load_is_never_staged() -> None:
+    phases = schedule(samples.rms_norm(2, 8).ir.segments[0], stage=True)
+    assert all(not phase.stages for phase in phases)
+
+
+def test_a_store_joins_the_pass_that_evaluates_its_value() -> None:
+    phases = schedule(samples.early_store(2, 8).ir.segments[0])
+    assert [phase.stores for phase in phases] == [(0, 1), ()]
+    assert phases[-1].row_stores == (2,)
+    assert not phases[-1].has_loop
+
+
+def test_dead_values_are_dropped() -> None:
+    segment = samples.rms_norm(2, 8).ir.segments[0]
+    dead = Segment(segment.rows, segment.cols, (*segment.body, Reduce("float32", "max", 0)), segment.stores)
+    assert schedule(dead) == schedule(segment)

@@ -255,8 +255,7 @@ class _Lowering:
 
 
 def _col_position(space: _Space, piece: int) -> Index:
-    offset: Size = piece * space.width
-    return Index.coord(len(space.rows), space.width) + offset
+    return Index.coord(len(space.rows), space.width) + Index(as_size(piece * space.width))
 
 
 def _memory_order(spec: TensorSpec) -> list[int]:

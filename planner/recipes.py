@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-
 from fuseplan.kernels.index import Index, Size, as_size, product
 from fuseplan.kernels.ir import RegisterType, register_type
 from fuseplan.planner.graph import OpNode, TensorSpec

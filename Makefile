@@ -1,0 +1,41 @@
+# make tune   one command from a clone to a tuned Llama: creates .venv, installs, runs the main job
+# make test   creates .venv, installs, runs the tests with coverage, ruff and mypy
+PYTHON ?= python3
+VENV ?= .venv
+# Without an NVIDIA GPU, `make TORCH="torch --index-url https://download.pytorch.org/whl/cpu" ...` saves the CUDA download.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: tune test lint types wheel clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+tune: $(VENV)/.installed
+	$(BIN)/plan tune --model llama
+	$(BIN)/plan report --model llama
+
+test: $(VENV)/.installed-dev lint types
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=85
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+wheel: $(VENV)/.installed-dev
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

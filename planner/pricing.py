@@ -1,0 +1,136 @@
+"""The work of a fused kernel, and of the ATen ops it would replace: exact byte and flop counts from the IR."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.index import Coord, Index, evaluate
+from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Load, Reduce, Segment
+from fuseplan.kernels.ops import op_spec
+from fuseplan.planner.graph import DataflowGraph, OpNode
+from fuseplan.planner.lower import NotLowerable, lower
+from fuseplan.planner.recipes import kind_of
+
+
+def kernel_work(ir: KernelIR) -> Work:
+    """Work of one launch of a static kernel.
+
+    ``dram_bytes`` counts each distinct element once however often the body reads it; ``l2_bytes`` counts what later
+    passes over a row read again; flops follow the op table.
+    """
+    touched: dict[int, dict[Index, int]] = {}
+    repeated = 0.0
+    flops: dict[str, float] = {}
+    for segment in ir.segments:
+        sizes = _extents(segment)
+        passes = _passes(segment)
+        for instr in segment.body:
+            if isinstance(instr, Load):
+                elements = _footprint(instr.index, sizes)
+                touched.setdefault(instr.buffer, {})[instr.index] = elements
+                if segment.col_axis in instr.index.axes():
+                    repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[instr.buffer].dtype]
+        for store in segment.stores:
+            touched.setdefault(store.buffer, {})[store.index] = _footprint(store.index, sizes)
+        _count_flops(segment, sizes, flops)
+    dram = sum(
+        ITEMSIZE[ir.buffers[number].dtype] * min(sum(indices.values()), _distinct(ir, number))
+        for number, indices in touched.items()
+    )
+    return Work(flops=flops, dram_bytes=float(dram), l2_bytes=repeated, launches=1)
+
+
+def _extents(segment: Segment) -> tuple[int, ...]:
+    return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
+
+
+def _passes(segment: Segment) -> int:
+    """Sweeps over the columns of a row: one per level of reductions that feed each other, plus the stores'."""
+    depth: list[int] = []
+    for instr in segment.body:
+        args = instr.args if isinstance(instr, Apply) else (instr.arg,) if hasattr(instr, "arg") else ()
+        level = max((depth[arg] for arg in args), default=0)
+        depth.append(level + 1 if isinstance(instr, Reduce) else level)
+    return max(depth, default=0) + 1
+
+
+def _footprint(index: Index, sizes: tuple[int, ...]) -> int:
+    """Distinct elements an index reaches: the product of the extents it depends on."""
+    total = 1
+    for axis in index.axes():
+        total *= sizes[axis]
+    if all(isinstance(atom, Coord) for atom, _ in index.terms):
+        return total
+    return min(total, evaluate(index.maximum(), {}) + 1)
+
+
+def _distinct(ir: KernelIR, number: int) -> int:
+    buffer = ir.buffers[number]
+    return buffer.distinct_bytes() // ITEMSIZE[buffer.dtype]
+
+
+def _count_flops(segment: Segment, sizes: tuple[int, ...], flops: dict[str, float]) -> None:
+    rows = 1
+    for extent in sizes[:-1]:
+        rows *= extent
+    elements = rows * sizes[-1]
+    for instr, once_per_row in zip(segment.body, segment.per_row(), strict=True):
+        if isinstance(instr, Reduce):
+            unit, cost, count = "fp32", 1.0, elements
+        elif isinstance(instr, Apply):
+            spec = op_spec(instr.op)
+            unit, cost, count = spec.unit, spec.flops, rows if once_per_row else elements
+        else:
+            continue
+        if instr.dtype == "float64":
+            unit = "fp64"
+        flops[unit] = flops.get(unit, 0.0) + cost * count
+
+
+def op_work(graph: DataflowGraph, name: str) -> Work:
+    """Work of one op run alone by ATen: a kernel for compute ops, a library call for extern ones, nothing for views."""
+    node = graph.op(name)
+    kind = kind_of(node, graph.specs)
+    if kind == "view":
+        return Work()
+    if kind == "compute":
+        try:
+            lowered = lower(graph, (name,), outputs=node.outputs)
+            return kernel_work(lowered.ir.bind(graph.symbols))
+        except NotLowerable:
+            pass
+    return Work(flops=_library_flops(graph, node), dram_bytes=float(_operand_bytes(graph, node)), launches=1)
+
+
+def chain_work(graph: DataflowGraph, ops: Iterable[str]) -> list[Work]:
+    """Work of each launch of the unfused chain, in order."""
+    works = [op_work(graph, name) for name in ops]
+    return [work for work in works if work.launches]
+
+
+def _operand_bytes(graph: DataflowGraph, node: OpNode) -> int:
+    return sum(graph.specs[value].nbytes(graph.symbols) for value in dict.fromkeys((*node.inputs, *node.outputs)))
+
+
+_MATMULS = {"aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.addmm.default"}
+
+
+def _library_flops(graph: DataflowGraph, node: OpNode) -> dict[str, float]:
+    """Flops of a library call: 2 M N K for matmuls, 4 B H S K D for attention (two matmuls)."""
+    specs = graph.specs
+    unit = {"bfloat16": "bf16_matmul", "float16": "fp16_matmul"}.get(specs[node.inputs[0]].dtype, "fp32_matmul")
+
+    def size(value: str, *dims: int) -> float:
+        total = 1.0
+        for dim in dims:
+            total *= evaluate(specs[value].shape[dim], graph.symbols)
+        return total
+
+    out = float(evaluate(specs[node.outputs[0]].numel, graph.symbols))
+    if node.op in _MATMULS:
+        operand = node.inputs[1] if node.op == "aten.addmm.default" else node.inputs[0]
+        return {unit: 2.0 * out * size(operand, -1)}
+    if node.op.startswith("aten.scaled_dot_product_attention"):
+        return {unit: 4.0 * out * size(node.inputs[1], -2)}
+    return {}

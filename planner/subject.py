@@ -1,0 +1,200 @@
+"""One fusion group as the search sees it: inputs to run it on, the unfused chain, a float64 oracle, the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.index import evaluate
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.reference import torch_dtype
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lower import Lowered, lower
+from fuseplan.planner.normalise import bind_call, resolve_op
+from fuseplan.planner.pricing import kernel_work
+from fuseplan.planner.recipes import kind_of
+
+
+@dataclass(frozen=True)
+class GroupSubject:
+    """A fusion group with concrete sizes (implements :class:`fuseplan.search.subject.Subject`).
+
+    Attributes:
+        key: Canonical workload key.
+        label: Short name for people.
+        ir: The fused kernel, static.
+        work: Bytes, flops and launches of the fused kernel.
+        hot_inputs: Per input, True for an activation just produced, False for a weight.
+        nodes: The ops of the unfused chain with the views between them, topological.
+        inputs: Value names of the kernel's inputs.
+        outputs: Value names of the kernel's outputs.
+        specs: Layouts of every value named above.
+    """
+
+    key: str
+    label: str
+    ir: KernelIR
+    work: Work
+    hot_inputs: tuple[bool, ...]
+    nodes: tuple[OpNode, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    specs: Mapping[str, TensorSpec]
+
+    def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
+        """Fresh random tensors: floats N(0, 1), integers 0..7, booleans fair, in the layout the kernel expects."""
+        generator = torch.Generator().manual_seed(seed)
+        return [random_tensor(self.specs[value], generator, device) for value in self.inputs]
+
+    def allocate_outputs(self, device: str) -> list[torch.Tensor]:
+        return [
+            torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)
+            for spec in (self.specs[value] for value in self.outputs)
+        ]
+
+    @cached_property
+    def chain(self) -> fx.GraphModule:
+        """The unfused chain as PyTorch would run it."""
+        return chain_module(self.nodes, self.inputs, self.outputs)
+
+    def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return list(self.chain(*inputs))
+
+    def reference(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The chain on the CPU with every float in float64; outputs stay float64."""
+        wide = [tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu() for tensor in inputs]
+        return list(chain_module([_widened(node) for node in self.nodes], self.inputs, self.outputs)(*wide))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "chain"}
+
+
+def random_tensor(spec: TensorSpec, generator: torch.Generator, device: str) -> torch.Tensor:
+    """A random tensor with exactly this layout (elements that share an address are equal)."""
+    span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))
+    dtype = torch_dtype(spec.dtype)
+    if 0 in spec.shape:
+        span = 0
+    if dtype.is_floating_point:
+        flat = torch.randn(span, generator=generator, dtype=torch.float32).to(dtype)
+    elif dtype == torch.bool:
+        flat = torch.rand(span, generator=generator) < 0.5
+    else:
+        flat = torch.randint(0, 8, (span,), generator=generator).to(dtype)
+    return flat.to(device).as_strided(spec.shape, spec.strides)
+
+
+def _widened(node: OpNode) -> OpNode:
+    """The op with every float dtype it names replaced by float64: no rounding between ops."""
+    attrs = {
+        name: "float64" if name == "dtype" and value in ("float32", "bfloat16", "float16") else value
+        for name, value in node.attrs.items()
+    }
+    if node.op == "aten.to.dtype_layout":
+        attrs.pop("layout", None)
+    return replace(node, attrs=attrs)
+
+
+def chain_module(nodes: Iterable[OpNode], inputs: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
+    """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs) -> tuple of outputs``."""
+    graph = fx.Graph()
+    values: dict[str, fx.Node] = {name: graph.placeholder(f"arg{number}") for number, name in enumerate(inputs)}
+    for node in nodes:
+        args, kwargs = bind_call(node, [values[name] for name in node.inputs])
+        call = graph.call_function(resolve_op(node.op), tuple(args), dict(kwargs))
+        if len(node.outputs) == 1:
+            values[node.outputs[0]] = call
+            continue
+        for number, name in enumerate(node.outputs):
+            values[name] = graph.call_function(_item, (call, number))
+    graph.output(tuple(values[name] for name in outputs))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+    return values[number]
+
+
+def group_nodes(graph: DataflowGraph, ops: Iterable[str], lowered: Lowered) -> tuple[OpNode, ...]:
+    """The group's ops and the views on the way from the kernel's inputs to them and to its outputs, topological."""
+    available = set(lowered.inputs)
+    needed: dict[str, None] = {}
+
+    def visit(value: str) -> None:
+        producer = graph.producer(value)
+        if value in available or producer is None or producer in needed:
+            return
+        node = graph.op(producer)
+        for operand in node.inputs:
+            visit(operand)
+        needed[producer] = None
+
+    for value in lowered.outputs:
+        visit(value)
+    return tuple(graph.op(name) for name in needed)
+
+
+def bound_specs(graph: DataflowGraph, values: Iterable[str]) -> dict[str, TensorSpec]:
+    """Specs with every dynamic size replaced by its hint."""
+    def number(size: object) -> int:
+        return evaluate(size, graph.symbols)
+
+    return {
+        value: TensorSpec(
+            tuple(map(number, graph.specs[value].shape)),
+            graph.specs[value].dtype,
+            tuple(map(number, graph.specs[value].strides)),
+        )
+        for value in values
+    }
+
+
+def group_subject(graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32") -> GroupSubject:
+    """The subject for the group ``ops`` of a static graph.
+
+    Raises:
+        NotLowerable: When the group cannot be one kernel.
+    """
+    lowered = lower(graph, ops, numerics)
+    ir = lowered.ir.bind(graph.symbols)
+    nodes = group_nodes(graph, ops, lowered)
+    values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)
+    return GroupSubject(
+        key=key,
+        label=group_label(graph, ops, lowered),
+        ir=ir,
+        work=kernel_work(ir),
+        hot_inputs=tuple(graph.producer(value) is not None for value in lowered.inputs),
+        nodes=nodes,
+        inputs=lowered.inputs,
+        outputs=lowered.outputs,
+        specs=bound_specs(graph, values),
+    )
+
+
+#: Spellings of long op runs by what they compute; only names for people, never used to decide anything.
+_SHORT = {"to": "", "_to_copy": "", "clone": "copy", "reshape": "copy", "contiguous": "copy"}
+
+
+def group_label(graph: DataflowGraph, ops: Sequence[str], lowered: Lowered) -> str:
+    """For people: the op names in order without repeats, the largest output's shape, the dtype."""
+    names: list[str] = []
+    for name in ops:
+        node = graph.op(name)
+        if kind_of(node, graph.specs) != "compute":
+            continue
+        short = node.op.split(".")[1]
+        short = _SHORT.get(short, short)
+        if short and short not in names:
+            names.append(short)
+    outputs = bound_specs(graph, lowered.outputs)
+    largest = max(outputs.values(), key=lambda spec: spec.nbytes())
+    shape = "x".join(str(extent) for extent in largest.shape)
+    text = "+".join(names) or "cast"
+    return f"{text if len(text) <= 40 else text[:37] + '...'} {shape} {largest.dtype}"

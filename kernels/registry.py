@@ -1,0 +1,58 @@
+"""The kernel back ends this package has, by device."""
+
+from __future__ import annotations
+
+import torch
+
+from fuseplan.kernels.backend import Backend, Target
+
+
+def backends_for(device_type: str) -> tuple[Backend, ...]:
+    """Every back end for ``"cpu"`` or ``"cuda"``, in order of preference, whether or not it can run here.
+
+    Ask each one's ``unavailable()`` before using it. Imported on demand: a CPU user never imports Triton.
+    """
+    if device_type == "cpu":
+        from fuseplan.kernels.cpp_backend import CppBackend
+
+        return (CppBackend(),)
+    if device_type == "cuda":
+        from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
+        from fuseplan.kernels.triton_backend import TritonBackend
+
+        return (TritonBackend(), NinetoothedBackend())
+    raise ValueError(f"no kernel back ends for device type '{device_type}'; known: cpu, cuda")
+
+
+def backend_named(name: str) -> Backend:
+    """The back end a record names (``"cpp"``, ``"triton"``, ``"ninetoothed"``).
+
+    Raises:
+        ValueError: No back end has that name.
+    """
+    for device_type in ("cpu", "cuda"):
+        for backend in backends_for(device_type):
+            if backend.name == name:
+                return backend
+    raise ValueError(f"no kernel back end is called '{name}'; known: cpp, triton, ninetoothed")
+
+
+def local_target(device_type: str) -> Target:
+    """What to compile for on this machine.
+
+    Raises:
+        RuntimeError: ``"cuda"`` is asked for and there is no CUDA device.
+    """
+    if device_type == "cpu":
+        return Target("cpu", "native", torch.get_num_threads())
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device is visible; use --device cpu, or check the driver with nvidia-smi")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Target(
+        device_type="cuda",
+        arch=f"sm_{properties.major}{properties.minor}",
+        cores=properties.multi_processor_count,
+        shared_memory_bytes=properties.shared_memory_per_block_optin,
+        registers_per_thread=255,
+        l2_bytes=properties.L2_cache_size,
+    )

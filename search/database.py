@@ -1,0 +1,334 @@
+"""The tuning database: device specs, tuning records, plans, trials, misses and captures. Data only, never code.
+
+SQLite in the user's data folder by default, any SQLAlchemy URL otherwise. Transactions are short, so several
+processes may tune and dispatch from one file. A record that other software versions produced is *stale*: offered for
+re-validation, never served as a hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from fuseplan.kernels.backend import config_key
+from fuseplan.search import codec, tables
+from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
+from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
+from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, Table, and_, select
+from sqlalchemy.exc import SQLAlchemyError
+
+R = TypeVar("R", TuningRecord, PlanRecord)
+
+
+@dataclass(frozen=True)
+class Lookup(Generic[R]):
+    """What a look-up found.
+
+    Attributes:
+        record: The stored record, or None.
+        mismatch: Version fields that differ from the caller's; empty for a hit.
+    """
+
+    record: R | None = None
+    mismatch: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> Literal["hit", "stale", "miss"]:
+        if self.record is None:
+            return "miss"
+        return "stale" if self.mismatch else "hit"
+
+    @property
+    def hit(self) -> R | None:
+        """The record if it may be used as it is, else None."""
+        return None if self.mismatch else self.record
+
+
+class Database:
+    """One tuning database.
+
+    Args:
+        location: File path or SQLAlchemy URL; None for the user's default file.
+        mode: ``"write"`` creates what is missing and sets a corrupt file aside. ``"read"`` never raises and never
+            writes records: what cannot be read is empty, with one warning.
+        versions: Software versions that look-ups compare with; None accepts any.
+
+    Raises:
+        DatabaseError: In ``"write"`` mode, the location cannot be used; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        location: str | Path | None = None,
+        mode: Literal["write", "read"] = "write",
+        versions: Versions | None = None,
+    ) -> None:
+        self.url = tables.resolve_url(location)
+        self.mode = mode
+        self.versions = versions
+        self._warned = False
+        self._engine: Engine | None
+        if mode == "write":
+            self._engine = tables.open_for_writing(self.url)
+        else:
+            try:
+                self._engine = tables.open_for_reading(self.url)
+            except DatabaseError as error:
+                self._engine = None
+                self._warn(str(error))
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release connections; the object may still be used."""
+        if self._engine is not None:
+            self._engine.dispose()
+
+    # -- records ------------------------------------------------------------------------------------------
+
+    def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
+        """The tuning record of exactly this key."""
+        return self._get(tables.TUNINGS, TuningRecord, key)
+
+    def put_record(self, record: TuningRecord) -> None:
+        """Store a tuning record and close the trials that led to it, in one transaction."""
+        with self.writing() as connection:
+            self._put(connection, tables.TUNINGS, record)
+            connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, record.key)).values(open=0))
+
+    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
+        """The plan of exactly this region key."""
+        return self._get(tables.PLANS, PlanRecord, key)
+
+    def put_plan(self, plan: PlanRecord) -> None:
+        """Store a plan."""
+        with self.writing() as connection:
+            self._put(connection, tables.PLANS, plan)
+
+    def records(self) -> Iterator[TuningRecord]:
+        """Every readable tuning record, in key order."""
+        yield from self._all(tables.TUNINGS, TuningRecord)
+
+    def plans(self) -> Iterator[PlanRecord]:
+        """Every readable plan, in key order."""
+        yield from self._all(tables.PLANS, PlanRecord)
+
+    # -- devices and captures -----------------------------------------------------------------------------
+
+    def get_device(self, device: str) -> dict[str, Any] | None:
+        """The stored device spec, as the JSON object it was stored from."""
+        return self._get_json(tables.DEVICES, tables.DEVICES.c.device == device)
+
+    def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
+        """Store a device spec (any JSON object) under the device's identity."""
+        self._put_json(tables.DEVICES, {"device": device}, spec)
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """Every stored device spec by identity."""
+        rows = self._select(tables.DEVICES)
+        return {row["device"]: _json_or_empty(row["payload"]) for row in rows}
+
+    def get_capture(self, name: str) -> dict[str, Any] | None:
+        """A cached capture, or None."""
+        return self._get_json(tables.CAPTURES, tables.CAPTURES.c.name == name)
+
+    def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
+        """Cache a capture (any JSON object)."""
+        self._put_json(tables.CAPTURES, {"name": name}, capture)
+
+    # -- trials -------------------------------------------------------------------------------------------
+
+    def log_trial(self, trial: Trial, versions: Versions) -> None:
+        """Store one finished trial at once, so that a killed tune never repeats it."""
+        row = key_columns(trial.key) | {
+            "backend": trial.backend,
+            "config_hash": codec.checksum(config_key(trial.config)),
+            "versions": codec.dumps(versions),
+            "payload": codec.dumps(trial),
+            "created": now(),
+            "open": 1,
+            "median_us": trial.median_us,
+        }
+        with self.writing() as connection:
+            tables.upsert(connection, tables.TRIALS, row)
+
+    def trials(self, key: RecordKey, versions: Versions | None = None, only_open: bool = False) -> list[Trial]:
+        """Finished trials of a key in the order they finished; of these versions only, when given."""
+        table = tables.TRIALS
+        where = same_key(table, key)
+        if only_open:
+            where = and_(where, table.c.open == 1)
+        if versions is not None:
+            where = and_(where, table.c.versions == codec.dumps(versions))
+        rows = self._select(table, where, order=("created", "config_hash"))
+        found = []
+        for row in rows:
+            with contextlib.suppress(RecordError):
+                found.append(codec.loads(Trial, row["payload"]))
+        return found
+
+    def forget_trials(self, key: RecordKey) -> None:
+        """Close a key's trials, so that the next tune starts from nothing."""
+        with self.writing() as connection:
+            connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, key)).values(open=0))
+
+    # -- misses -------------------------------------------------------------------------------------------
+
+    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
+        """Count a look-up that found nothing. Never raises; False when it could not be stored."""
+        table = tables.MISSES
+        row = key_columns(key) | {
+            "label": label, "payload": json.dumps(dict(payload or {})), "first_seen": now(), "count": 1,
+        }
+        try:
+            engine = self._engine if self.mode == "write" and self._engine else tables.open_for_writing(self.url)
+            with _transaction(engine) as connection:
+                where = same_key(table, key)
+                if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
+                    tables.upsert(connection, table, row)
+        except (DatabaseError, SQLAlchemyError, TypeError, ValueError):
+            return False
+        return True
+
+    def misses(self) -> list[dict[str, Any]]:
+        """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
+        rows = [dict(row) for row in self._select(tables.MISSES)]
+        for row in rows:
+            row["payload"] = _json_or_empty(row["payload"])
+        return sorted(rows, key=lambda row: (-row["count"], row["workload"]))
+
+    # -- plumbing shared with maintenance and transfer ----------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that holds the write lock; driver errors come out as :class:`DatabaseError`."""
+        if self.mode != "write" or self._engine is None:
+            raise ReadOnlyDatabaseError(f"{self.url.render_as_string()} was opened for reading only")
+        try:
+            with _transaction(self._engine) as connection:
+                yield connection
+        except SQLAlchemyError as error:
+            raise tables.explain(error, self._engine) from None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None when opened for reading and there is nothing to read."""
+        return self._engine
+
+    def _select(
+        self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
+    ) -> list[RowMapping]:
+        if self._engine is None:
+            return []
+        query = select(table)
+        if where is not None:
+            query = query.where(where)
+        columns = [table.c[name] for name in order] or list(table.primary_key)
+        try:
+            with self._engine.connect() as connection:
+                return list(connection.execute(query.order_by(*columns)).mappings())
+        except SQLAlchemyError as error:
+            explained = tables.explain(error, self._engine)
+            if self.mode == "write":
+                raise explained from None
+            self._warn(str(explained))
+            return []
+
+    def _get(self, table: Table, cls: type[R], key: RecordKey) -> Lookup[R]:
+        rows = self._select(table, same_key(table, key))
+        if not rows:
+            return Lookup()
+        record = self._decode(cls, rows[0])
+        if record is None:
+            return Lookup()
+        mismatch = self.versions.mismatch(record.evidence.versions) if self.versions is not None else ()
+        return Lookup(record, mismatch)
+
+    def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
+        for row in self._select(table):
+            record = self._decode(cls, row)
+            if record is not None:
+                yield record
+
+    def _decode(self, cls: type[R], row: RowMapping) -> R | None:
+        """The record of a row; a damaged row is reported and treated as absent."""
+        try:
+            if codec.checksum(row["payload"]) != row["checksum"]:
+                raise RecordError("checksum does not match")
+            return codec.loads(cls, row["payload"])
+        except RecordError as error:
+            self._warn(f"{self.url.render_as_string()}: damaged {cls.__name__} '{row['label']}' ({error}); ignored")
+            return None
+
+    @staticmethod
+    def _put(connection: Connection, table: Table, record: TuningRecord | PlanRecord) -> None:
+        tables.upsert(connection, table, record_row(record))
+
+    def _get_json(self, table: Table, where: ColumnElement[bool]) -> dict[str, Any] | None:
+        rows = self._select(table, where)
+        if not rows or codec.checksum(rows[0]["payload"]) != rows[0]["checksum"]:
+            return None
+        value = _json_or_empty(rows[0]["payload"])
+        return value or None
+
+    def _put_json(self, table: Table, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
+        row = json_row(key, value)
+        with self.writing() as connection:
+            tables.upsert(connection, table, row)
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            warnings.warn(f"{message}; going on without it", stacklevel=4)
+            self._warned = True
+
+
+@contextlib.contextmanager
+def _transaction(engine: Engine) -> Iterator[Connection]:
+    with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
+        yield connection
+
+
+def key_columns(key: RecordKey) -> dict[str, Any]:
+    return {"workload": key.workload, "device": key.device, "regime": key.regime, "numerics": key.numerics}
+
+
+def same_key(table: Table, key: RecordKey) -> ColumnElement[bool]:
+    return and_(*(table.c[name] == value for name, value in key_columns(key).items()))
+
+
+def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:
+    """The row that stores a record."""
+    payload = codec.dumps(record)
+    return key_columns(record.key) | {
+        "label": record.label,
+        "versions": codec.dumps(record.evidence.versions),
+        "payload": payload,
+        "checksum": codec.checksum(payload),
+        "created": record.evidence.created,
+    }
+
+
+def json_row(key: Mapping[str, str], value: Mapping[str, Any]) -> dict[str, Any]:
+    """The row that stores a JSON object."""
+    try:
+        payload = json.dumps(dict(value), sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{dict(key)}: cannot be stored as JSON: {error}") from error
+    return {**key, "payload": payload, "checksum": codec.checksum(payload), "created": now()}
+
+
+def _json_or_empty(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

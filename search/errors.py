@@ -1,0 +1,39 @@
+"""What can go wrong while searching, measuring or storing; every message says what happened and what to do."""
+
+from __future__ import annotations
+
+
+class SearchError(Exception):
+    """Base of the search package's errors."""
+
+
+class SubjectError(SearchError):
+    """A subject whose own unfused chain or reference fails: nothing can be compared with it."""
+
+
+class RecordError(SearchError):
+    """Data that does not describe a record of this schema."""
+
+
+class DatabaseError(SearchError):
+    """The tuning database cannot be opened, read or written."""
+
+
+class CorruptDatabaseError(DatabaseError):
+    """A database file that SQLite cannot read."""
+
+
+class SchemaVersionError(DatabaseError):
+    """A database or export of another schema version; nothing was modified."""
+
+
+class ForeignDatabaseError(DatabaseError):
+    """A database that belongs to another application; nothing was modified."""
+
+
+class ReadOnlyDatabaseError(DatabaseError):
+    """A database location that cannot be written."""
+
+
+class ImportRefusedError(DatabaseError):
+    """An export file that is truncated, altered, foreign or of another schema; the database is unchanged."""

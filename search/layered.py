@@ -1,0 +1,88 @@
+"""Tuned records that ship with the package, read-only, under the user's own database."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+from fuseplan.search.database import Database, Lookup, R
+from fuseplan.search.errors import DatabaseError
+from fuseplan.search.record import PlanRecord, RecordKey, TuningRecord, Versions
+from fuseplan.search.transfer import Bundle, read_bundle
+
+
+def shipped_files() -> tuple[Path, ...]:
+    """Export files in the installed package (``search/records/*.jsonl``), in name order."""
+    folder = Path(str(resources.files("fuseplan.search"))) / "records"
+    return tuple(sorted(folder.glob("*.jsonl"))) if folder.is_dir() else ()
+
+
+class LayeredDatabase:
+    """Look-ups that ask the user's database first, then the shipped records. Never raises.
+
+    A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last.
+
+    Args:
+        user: The user's database.
+        shipped: Export files; None for those of the package. An unreadable one is skipped with a warning.
+        versions: Software versions of this process.
+    """
+
+    def __init__(
+        self, user: Database, shipped: Iterable[Path] | None = None, versions: Versions | None = None
+    ) -> None:
+        self.user = user
+        self._versions = versions if versions is not None else user.versions
+        self._files = tuple(shipped) if shipped is not None else shipped_files()
+
+    def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
+        """The tuning record of exactly this key, from the first layer that has a hit."""
+        mine = self.user.get_record(key)
+        if mine.status == "hit":
+            return mine
+        shipped = self._records.get(key)
+        return _better(mine, Lookup(shipped, self._mismatch(shipped)))
+
+    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
+        """The plan of exactly this region key, from the first layer that has a hit."""
+        mine = self.user.get_plan(key)
+        if mine.status == "hit":
+            return mine
+        shipped = self._plans.get(key)
+        return _better(mine, Lookup(shipped, self._mismatch(shipped)))
+
+    def log_miss(self, key: RecordKey, label: str = "") -> bool:
+        """Count a miss in the user's layer."""
+        return self.user.log_miss(key, label)
+
+    def _mismatch(self, record: TuningRecord | PlanRecord | None) -> tuple[str, ...]:
+        if record is None or self._versions is None:
+            return ()
+        return self._versions.mismatch(record.evidence.versions)
+
+    @functools.cached_property
+    def _bundles(self) -> tuple[Bundle, ...]:
+        found = []
+        for path in self._files:
+            try:
+                found.append(read_bundle(path))
+            except DatabaseError as error:
+                warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
+        return tuple(found)
+
+    @functools.cached_property
+    def _records(self) -> dict[RecordKey, TuningRecord]:
+        return {record.key: record for bundle in self._bundles for record in bundle.records}
+
+    @functools.cached_property
+    def _plans(self) -> dict[RecordKey, PlanRecord]:
+        return {plan.key: plan for bundle in self._bundles for plan in bundle.plans}
+
+
+def _better(mine: Lookup[R], shipped: Lookup[R]) -> Lookup[R]:
+    if shipped.status == "hit" or mine.status == "miss":
+        return shipped
+    return mine

@@ -1,0 +1,300 @@
+"""Tables of the tuning database, and opening one safely: schema check, quarantine, read-only access."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from fuseplan.search.errors import (
+    CorruptDatabaseError,
+    DatabaseError,
+    ForeignDatabaseError,
+    ReadOnlyDatabaseError,
+    SchemaVersionError,
+)
+from fuseplan.search.record import SCHEMA_VERSION, now
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    create_engine,
+    event,
+    inspect,
+    make_url,
+    select,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+METADATA = MetaData()
+_APPLICATION = "fuseplan"
+#: Seconds a writer waits for another process's transaction.
+_BUSY_S = 30.0
+
+
+def _key(name: str) -> Column[str]:
+    return Column(name, String(255), primary_key=True)
+
+
+def _text(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False, default="")
+
+
+META = Table("fuseplan_meta", METADATA, _key("name"), _text("value"))
+#: Measured device specs, as JSON.
+DEVICES = Table("devices", METADATA, _key("device"), _text("payload"), _text("checksum"), _text("created"))
+
+
+def _record_table(name: str) -> Table:
+    return Table(
+        name, METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
+        _text("label"), _text("versions"), _text("payload"), _text("checksum"), _text("created"),
+    )
+
+
+TUNINGS = _record_table("tuning_records")
+PLANS = _record_table("plan_records")
+#: Trials of tunes under way (``open``) or finished; separate from what dispatch reads.
+TRIALS = Table(
+    "trials", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"), _key("backend"),
+    Column("config_hash", String(64), primary_key=True), _text("versions"), _text("payload"), _text("created"),
+    Column("open", Integer, nullable=False, default=1), Column("median_us", Float),
+)
+MISSES = Table(
+    "misses", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
+    _text("label"), _text("payload"), _text("first_seen"), Column("count", Integer, nullable=False, default=1),
+)
+#: Captured graphs, as JSON, so that a second tune need not trace the model again.
+CAPTURES = Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
+
+
+def default_path() -> Path:
+    """Where the database lives unless the user says otherwise."""
+    return Path(platformdirs.user_data_dir("fuseplan", appauthor=False)) / "tuning.db"
+
+
+def resolve_url(location: str | Path | None) -> URL:
+    """A SQLAlchemy URL from a URL, a file path, or None for the default file."""
+    if location is None:
+        location = default_path()
+    if isinstance(location, str) and "://" in location:
+        try:
+            return make_url(location)
+        except SQLAlchemyError as error:
+            raise DatabaseError(f"database URL {location!r} cannot be read: {error}") from None
+    return URL.create("sqlite", database=str(Path(location).expanduser()))
+
+
+def sqlite_file(url: URL) -> Path | None:
+    """The file behind a SQLite URL; None for other dialects and for memory databases."""
+    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
+        return None
+    return Path(url.database)
+
+
+def open_for_writing(url: URL) -> Engine:
+    """An engine whose tables exist; a corrupt file is set aside first, with a warning that names both files.
+
+    Raises:
+        ReadOnlyDatabaseError: The location cannot be written.
+        SchemaVersionError, ForeignDatabaseError: The database is not ours to change; it was not modified.
+        DatabaseError: Anything else, named.
+    """
+    file = sqlite_file(url)
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReadOnlyDatabaseError(_not_writable(url, error)) from None
+        if file.is_dir():
+            raise DatabaseError(f"database path {file} is a folder; pass a file, such as {file / 'tuning.db'}")
+    engine = _engine(url)
+    try:
+        _create_or_check(engine)
+    except CorruptDatabaseError as error:
+        if file is None:
+            raise
+        moved = quarantine(file)
+        warnings.warn(f"tuning database {file} is corrupt ({error}); kept as {moved}, started afresh", stacklevel=3)
+        _create_or_check(engine)
+    return engine
+
+
+def open_for_reading(url: URL) -> Engine | None:
+    """An engine that never writes, or None where there is nothing to read yet.
+
+    Raises:
+        DatabaseError: There is something, and it cannot be used; the caller goes on without it.
+    """
+    file = sqlite_file(url)
+    if file is None:
+        engine = _engine(url)
+        return engine if check_schema(engine) else None
+    if not file.exists() or file.stat().st_size == 0:
+        return None
+    engine = _engine(url, "mode=ro")
+    try:
+        usable = check_schema(engine)
+    except DatabaseError as error:
+        if isinstance(error, CorruptDatabaseError | SchemaVersionError | ForeignDatabaseError):
+            raise
+        # A read-only folder has no room for the shared-memory file that WAL readers need.
+        engine = _engine(url, "immutable=1")
+        usable = check_schema(engine)
+    return engine if usable else None
+
+
+def _engine(url: URL, sqlite_mode: str = "") -> Engine:
+    if url.get_backend_name() != "sqlite":
+        try:
+            return create_engine(url, pool_pre_ping=True)
+        except (SQLAlchemyError, ImportError) as error:
+            raise DatabaseError(f"cannot open database {url.render_as_string()}: {error}") from None
+    file = sqlite_file(url)
+    if file is None:
+        engine = create_engine(url, connect_args={"timeout": _BUSY_S})
+    else:
+        target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
+        engine = create_engine(
+            url,
+            creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode), check_same_thread=False),
+            poolclass=NullPool,
+        )
+    _own_transactions(engine, writable=not sqlite_mode)
+    return engine
+
+
+def _own_transactions(engine: Engine, writable: bool) -> None:
+    """Let writers take the lock when they begin, so that two processes queue instead of failing half-way."""
+
+    @event.listens_for(engine, "connect")
+    def _connect(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None
+        if writable:
+            # Some file systems cannot share memory between processes; the default journal is then right.
+            with contextlib.suppress(sqlite3.DatabaseError):
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.execute("PRAGMA synchronous=NORMAL")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        writing = connection.get_execution_options().get("fuseplan_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
+
+
+def _create_or_check(engine: Engine) -> None:
+    if check_schema(engine):
+        if engine.dialect.name == "sqlite":
+            _quick_check(engine)
+        return
+    try:
+        with engine.execution_options(fuseplan_write=True).begin() as connection:
+            METADATA.create_all(connection)
+            upsert(connection, META, {"name": "application", "value": _APPLICATION})
+            upsert(connection, META, {"name": "schema_version", "value": str(SCHEMA_VERSION)})
+            upsert(connection, META, {"name": "created", "value": now()})
+    except DBAPIError as error:
+        raise explain(error, engine) from None
+
+
+def _quick_check(engine: Engine) -> None:
+    try:
+        with engine.connect() as connection:
+            found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
+    except DBAPIError as error:
+        raise explain(error, engine) from None
+    if found != ["ok"]:
+        raise CorruptDatabaseError("; ".join(found))
+
+
+def check_schema(engine: Engine) -> bool:
+    """True when the tables exist and are ours; False for an empty database.
+
+    Raises:
+        DatabaseError: It cannot be read, is another application's, or has another schema version.
+    """
+    try:
+        with engine.connect() as connection:
+            names = set(inspect(connection).get_table_names())
+            if META.name not in names:
+                if names and engine.dialect.name == "sqlite":
+                    raise ForeignDatabaseError(
+                        f"{describe(engine)} holds tables of another application ({', '.join(sorted(names)[:3])}); "
+                        "pass another file with --db"
+                    )
+                return False
+            rows = connection.execute(select(META.c.name, META.c.value)).all()
+            meta = {str(name): str(value) for name, value in rows}
+    except DBAPIError as error:
+        raise explain(error, engine) from None
+    if meta.get("schema_version") != str(SCHEMA_VERSION):
+        raise SchemaVersionError(
+            f"{describe(engine)} has schema version {meta.get('schema_version', 'unknown')}, this fuseplan reads "
+            f"{SCHEMA_VERSION}; it was left as it is: use the fuseplan that wrote it, or pass another file with --db"
+        )
+    return True
+
+
+def quarantine(file: Path) -> Path:
+    """Rename a file (and SQLite's companions) beside itself; the new name of the main file."""
+    stamp = now().replace(":", "").replace("+0000", "Z")
+    target = file.with_name(f"{file.name}.corrupt-{stamp}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = file.with_name(f"{file.name}.corrupt-{stamp}-{number}")
+    for suffix in ("-wal", "-shm", ""):
+        with contextlib.suppress(FileNotFoundError):
+            file.with_name(file.name + suffix).rename(target.with_name(target.name + suffix))
+    return target
+
+
+def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: tuple[str, ...] = ()) -> None:
+    """Insert ``row``, or replace the row of the same primary key (columns in ``keep`` stay as they were)."""
+    keys = [column.name for column in table.primary_key]
+    changed = {name: value for name, value in row.items() if name not in keys and name not in keep}
+    if connection.dialect.name == "sqlite":
+        lite = sqlite.insert(table).values(**row)
+        connection.execute(lite.on_conflict_do_update(index_elements=keys, set_=changed))
+    elif connection.dialect.name == "postgresql":
+        post = postgresql.insert(table).values(**row)
+        connection.execute(post.on_conflict_do_update(index_elements=keys, set_=changed))
+    else:
+        same = [table.c[name] == row[name] for name in keys]
+        if connection.execute(table.update().where(*same).values(**changed)).rowcount == 0:
+            connection.execute(table.insert().values(**row))
+
+
+def describe(engine: Engine) -> str:
+    """The database's name in messages, without any password."""
+    if engine.dialect.name != "sqlite":
+        return engine.url.render_as_string()
+    return engine.url.database or "the memory database"
+
+
+def explain(error: SQLAlchemyError, engine: Engine) -> DatabaseError:
+    """The error of our family that a driver's error stands for."""
+    text = str(getattr(error, "orig", None) or error)
+    low = text.lower()
+    if "not a database" in low or "malformed" in low or "corrupt" in low:
+        return CorruptDatabaseError(text)
+    if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
+        return ReadOnlyDatabaseError(f"{describe(engine)} cannot be written ({text}); pass a writable file with --db")
+    return DatabaseError(f"{describe(engine)}: {text}")
+
+
+def _not_writable(url: URL, error: Exception) -> str:
+    return f"tuning database {url.database} cannot be written ({error}); pass a writable file with --db"

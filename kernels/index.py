@@ -118,7 +118,22 @@ class Index:
             merged[atom] = as_size(merged.get(atom, 0) + coef)
         kept = [(atom, coef) for atom, coef in merged.items() if coef != 0]
         kept.sort(key=lambda term: _atom_key(term[0]))
-        return Index(as_size(const), tuple(kept))
+        return Index(as_size(const), tuple(kept))._rejoined()
+
+    def _rejoined(self) -> Index:
+        """``(x // d) * d * c + (x % d) * c`` is ``x * c``: what a split and a join of the same dimension leave."""
+        for atom, coef in self.terms:
+            if not isinstance(atom, Mod):
+                continue
+            quotient = atom.base // atom.divisor
+            wanted = {part: as_size(share * coef * atom.divisor) for part, share in quotient.terms}
+            present = dict(self.terms)
+            if wanted and all(present.get(part) == share for part, share in wanted.items()):
+                rest = [term for term in self.terms if term[0] != atom and term[0] not in wanted]
+                const = self.const - quotient.const * coef * atom.divisor + atom.base.const * coef
+                joined = [(part, share * coef) for part, share in atom.base.terms]
+                return Index.build(const, [*rest, *joined])
+        return self
 
     @staticmethod
     def coord(axis: int, extent: Size) -> Index:
@@ -141,6 +156,10 @@ class Index:
         return self + other * -1
 
     def __floordiv__(self, divisor: Size) -> Index:
+        if len(self.terms) == 1 and self.const == 0 and self.terms[0][1] == 1:
+            atom = self.terms[0][0]
+            if isinstance(atom, FloorDiv):  # (x // a) // b
+                return atom.base.__floordiv__(as_size(atom.divisor * divisor))
         whole, rest = self._split(divisor)
         if rest.is_zero or (rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor)):
             return whole

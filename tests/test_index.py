@@ -6,14 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from fuseplan.kernels.index import (
-    Coord,
-    FloorDiv,
     Index,
-    Mod,
     divides,
     evaluate,
     flatten,
@@ -21,23 +15,11 @@ from fuseplan.kernels.index import (
     row_major_strides,
     symbol,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from index_oracle import value_of
 
 EXTENTS = (3, 4, 8)
-
-
-def value_of(index: Index, point: Sequence[int]) -> int:
-    """Straightforward evaluation, the oracle."""
-    total = evaluate(index.const, {})
-    for atom, coef in index.terms:
-        if isinstance(atom, Coord):
-            term = point[atom.axis]
-        elif isinstance(atom, FloorDiv):
-            term = value_of(atom.base, point) // atom.divisor
-        else:
-            assert isinstance(atom, Mod)
-            term = value_of(atom.base, point) % atom.divisor
-        total += term * coef
-    return total
 
 
 coefficients = st.lists(st.integers(0, 40), min_size=3, max_size=3)

@@ -1,0 +1,110 @@
+"""Memory bandwidth as a function of how many bytes a kernel touches."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class BandwidthPoint:
+    """Measured bandwidth at one footprint.
+
+    Attributes:
+        footprint_bytes: Distinct bytes read plus written by one kernel, run repeatedly (so caches are warm).
+        gbps: Typical (median) bandwidth, launch latency removed, in 1e9 bytes per second.
+        best_gbps: Fastest repetition of the fastest access pattern; at least ``gbps``.
+    """
+
+    footprint_bytes: float
+    gbps: float
+    best_gbps: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.footprint_bytes < math.inf and 0 < self.gbps <= self.best_gbps < math.inf):
+            raise ValueError(f"{self}: footprint_bytes > 0 and 0 < gbps <= best_gbps < inf are required")
+
+
+@dataclass(frozen=True)
+class BandwidthCurve:
+    """Bandwidth points in order of footprint; the steps are the cache levels.
+
+    Between points the logarithm of bandwidth is linear in the logarithm of the footprint, so a value never leaves
+    the interval of its two neighbours. Outside the measured range the nearest point's value holds: below it a
+    kernel is launch-bound anyway, above it the memory is the last level there is.
+    """
+
+    points: tuple[BandwidthPoint, ...]
+
+    def __post_init__(self) -> None:
+        sizes = [point.footprint_bytes for point in self.points]
+        if not sizes or any(a >= b for a, b in pairwise(sizes)):
+            raise ValueError("a bandwidth curve needs at least one point, with footprint_bytes strictly increasing")
+
+    @staticmethod
+    def of(points: Iterable[tuple[float, float]]) -> BandwidthCurve:
+        """A curve from ``(footprint_bytes, gbps)`` pairs whose typical and best bandwidths are the same."""
+        return BandwidthCurve(tuple(BandwidthPoint(size, gbps, gbps) for size, gbps in sorted(points)))
+
+    @cached_property
+    def _log_sizes(self) -> list[float]:
+        return [math.log(point.footprint_bytes) for point in self.points]
+
+    @cached_property
+    def _log_gbps(self) -> list[float]:
+        return [math.log(point.gbps) for point in self.points]
+
+    @cached_property
+    def _log_best(self) -> list[float]:
+        return [math.log(point.best_gbps) for point in self.points]
+
+    @cached_property
+    def _best_from(self) -> list[float]:
+        """Best log bandwidth of each point and every larger one."""
+        suffix = [-math.inf]
+        for value in reversed(self._log_best):
+            suffix.append(max(value, suffix[-1]))
+        return suffix[::-1]
+
+    def gbps(self, footprint_bytes: float) -> float:
+        """Typical bandwidth for a kernel that touches ``footprint_bytes``."""
+        return math.exp(self._interpolate(self._log_gbps, footprint_bytes))
+
+    def ideal_gbps(self, footprint_bytes: float) -> float:
+        """The best bandwidth seen at this footprint or at any larger one.
+
+        Data this small can sit in any cache level that serves a larger footprint, so a kernel with no inefficiency
+        gets at least this; a smaller footprint's faster cache may be out of its reach.
+        """
+        here = self._interpolate(self._log_best, footprint_bytes)
+        larger = bisect_right(self._log_sizes, _log(footprint_bytes))
+        return math.exp(max(here, self._best_from[larger]))
+
+    @property
+    def memory_gbps(self) -> float:
+        """Typical bandwidth of the last level: that of the largest footprint."""
+        return self.points[-1].gbps
+
+    @property
+    def ideal_memory_gbps(self) -> float:
+        """Best bandwidth of the last level."""
+        return self.points[-1].best_gbps
+
+    def _interpolate(self, values: Sequence[float], footprint_bytes: float) -> float:
+        x, sizes = _log(footprint_bytes), self._log_sizes
+        right = bisect_right(sizes, x)
+        if right == 0:
+            return values[0]
+        if right == len(sizes):
+            return values[-1]
+        left = right - 1
+        weight = (x - sizes[left]) / (sizes[right] - sizes[left])
+        return values[left] + weight * (values[right] - values[left])
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf

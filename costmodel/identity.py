@@ -1,0 +1,120 @@
+"""Which device this is, exactly: the part of a key that keeps one device's measurements from another's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+_GIB = 2**30
+_CPUINFO = Path("/proc/cpuinfo")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_CACHE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True)
+class DeviceIdentity:
+    """What makes two devices interchangeable for tuned records; architecture alone does not (H100 and H200 share it).
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        name: Marketing name; CPUs add family and model, because virtual machines hide them behind a generic name.
+        cores: Streaming multiprocessors, or the threads PyTorch uses on a CPU.
+        l2_bytes: Last-level cache (0 where the system does not tell).
+        memory_bytes: Total memory, rounded to GiB: drivers and kernels reserve slightly different amounts.
+    """
+
+    device_type: str
+    name: str
+    cores: int
+    l2_bytes: int
+    memory_bytes: int
+
+    def canonical(self) -> str:
+        """One line of JSON with every field; equal text means equal identity."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def key(self) -> str:
+        """Exact, readable database key: a slug of the name plus a hash of every field.
+
+        >>> DeviceIdentity("cuda", "NVIDIA H200", 132, 52428800, 150323855360).key()
+        'cuda-nvidia-h200-4702ed953224'
+        """
+        slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
+        return f"{self.device_type}-{slug}-{digest}"
+
+
+def current_identity(device_type: str) -> DeviceIdentity:
+    """Identity of this machine's processor, or of the current CUDA device. Measures nothing.
+
+    Raises:
+        ValueError: ``device_type`` is unknown, or ``"cuda"`` is asked for and there is no CUDA device.
+    """
+    if device_type == "cpu":
+        return DeviceIdentity("cpu", _cpu_name(), torch.get_num_threads(), _cpu_cache_bytes(), _cpu_memory_bytes())
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device_type 'cuda': PyTorch finds no CUDA device here; use 'cpu'")
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return DeviceIdentity(
+            "cuda",
+            properties.name,
+            properties.multi_processor_count,
+            properties.L2_cache_size,
+            _whole_gib(properties.total_memory),
+        )
+    raise ValueError(f"unknown device_type {device_type!r}; known: 'cpu', 'cuda'")
+
+
+def current_versions(device_type: str) -> dict[str, str]:
+    """Versions that a measurement depends on: Python, torch, the platform, and CUDA's where it is used."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()}
+    if device_type == "cuda" and torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def _whole_gib(nbytes: int) -> int:
+    return round(nbytes / _GIB) * _GIB
+
+
+def parse_cpu_name(cpuinfo: str) -> str | None:
+    """Model name, family and model number from the text of ``/proc/cpuinfo``; None where it names no model."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(name.strip(), value.strip())
+    if "model name" not in fields:
+        return None
+    if "cpu family" in fields and "model" in fields:
+        return f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"
+    return fields["model name"]
+
+
+def parse_cache_bytes(size: str) -> int:
+    """Bytes of a sysfs cache size such as ``32768K``; 0 for anything else."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", size.strip())
+    return int(match[1]) * _CACHE_UNITS[match[2]] if match else 0
+
+
+def _cpu_name() -> str:
+    name = parse_cpu_name(_CPUINFO.read_text(errors="replace")) if _CPUINFO.exists() else None
+    return name or platform.processor() or platform.machine()
+
+
+def _cpu_cache_bytes() -> int:
+    return max((parse_cache_bytes(path.read_text()) for path in _CACHES.glob("index*/size")), default=0)
+
+
+def _cpu_memory_bytes() -> int:
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 0
+    return _whole_gib(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,126 @@
+"""``probe``: measure this device and return the :class:`DeviceSpec` every prediction rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+import torch
+from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode, current_identity, current_versions
+from fuseplan.costmodel.fit import (
+    RateTiming,
+    StreamTiming,
+    bandwidth_curve,
+    fit_launches,
+    latency,
+    memory_fit,
+    noise_of,
+    peaks,
+)
+from fuseplan.costmodel.identity import DeviceIdentity
+from fuseplan.costmodel.timing import Call, Timing
+
+#: Receives the fraction done (0 to 1) and what is being measured.
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything a probe times, before any fit.
+
+    Attributes:
+        streams: Streaming kernels over sizes, whole device.
+        thread_streams: The same with one CPU thread; empty where that is the whole device.
+        eager: ATen calls that allocate their result, by bytes touched, as unfused models run them.
+        rates: Compute-bound calls.
+        kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
+        graph_source: What a node of the CUDA graphs is, where ``streams`` ran in graphs; None on CPUs.
+    """
+
+    streams: Sequence[StreamTiming]
+    eager: Mapping[int, Timing]
+    rates: Sequence[RateTiming]
+    thread_streams: Sequence[StreamTiming] = ()
+    kernel: Timing | None = None
+    graph_source: str | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def probe(
+    device_type: str,
+    quick: bool = True,
+    progress: Progress | None = None,
+    kernel_call: Call | None = None,
+) -> DeviceSpec:
+    """Measure the processor, or the current CUDA device.
+
+    Takes a few seconds (``quick``) to about a minute, and up to 1 GiB of device memory. Nothing else should run on
+    the device meanwhile; :attr:`DeviceSpec.noise` says how quiet it was. No device setting is changed.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        quick: Fewer sizes and repetitions.
+        progress: Called with the fraction done and the name of the current step.
+        kernel_call: Launches one tiny fused kernel through our own launcher (this package knows no kernel); it
+            gives the latency of mode ``"kernel"``. Without it that mode gets the latency of an ATen call that
+            writes into a preallocated output, and no lower bound above zero.
+
+    Raises:
+        ValueError: Unknown ``device_type``, or no such device here.
+    """
+    identity = current_identity(device_type)
+    report = progress or (lambda fraction, label: None)
+    with torch.no_grad():
+        if device_type == "cuda":
+            from fuseplan.costmodel.probe_cuda import measure_cuda  # needs a GPU's libraries
+
+            measured = measure_cuda(identity, quick, report, kernel_call)
+        else:
+            from fuseplan.costmodel.probe_cpu import measure_cpu
+
+            measured = measure_cpu(identity, quick, report, kernel_call)
+    report(1.0, "done")
+    return assemble(identity, measured)
+
+
+def assemble(identity: DeviceIdentity, measured: Measurements) -> DeviceSpec:
+    """The spec that follows from the raw timings."""
+    typical, best = fit_launches(measured.streams)
+    fits = {f"launch:{pattern}": fit for pattern, fit in typical.items()}
+    fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
+    launch: dict[Mode, Latency] = {"eager": _eager_latency(measured.eager, fits)}
+    quickest = min(typical, key=lambda pattern: typical[pattern].t0_us)
+    if measured.graph_source is not None:
+        launch["graph"] = latency(typical[quickest], best[quickest], measured.graph_source)
+    if measured.kernel is not None:
+        launch["kernel"] = Latency(measured.kernel.median_us, measured.kernel.best_us, "our own launcher")
+    elif measured.graph_source is None:
+        launch["kernel"] = Latency(typical[quickest].t0_us, 0.0, "ATen call with out= (no launcher was given)")
+    else:
+        launch["kernel"] = replace(launch["eager"], best_us=0.0, source="ATen call (no launcher was given)")
+    timings = {
+        "streams": [stream.timing for stream in (*measured.streams, *measured.thread_streams)],
+        "eager": list(measured.eager.values()),
+        "rates": [rate.timing for rate in measured.rates],
+    }
+    return DeviceSpec(
+        identity=identity,
+        bandwidth=bandwidth_curve(measured.streams),
+        launch=launch,
+        peaks=peaks(measured.rates),
+        noise=noise_of(timings),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=current_versions(identity.device_type),
+        thread_bandwidth=bandwidth_curve(measured.thread_streams) if measured.thread_streams else None,
+        fits=fits,
+    )
+
+
+def _eager_latency(eager: Mapping[int, Timing], fits: dict[str, LinearFit]) -> Latency:
+    """Fit the small allocating calls; adds the fit to ``fits``."""
+    from fuseplan.costmodel.fit import fit_linear
+
+    sizes = sorted(eager)
+    fits["eager"] = fit_linear(sizes, [eager[size].median_us for size in sizes])
+    return latency(fits["eager"], fit_linear(sizes, [eager[size].best_us for size in sizes]), "aten.add, allocating")

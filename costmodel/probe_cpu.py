@@ -1,0 +1,123 @@
+"""Measures a CPU with ATen calls and the wall clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from fuseplan.costmodel.fit import RateTiming, StreamTiming
+from fuseplan.costmodel.identity import DeviceIdentity
+from fuseplan.costmodel.probe import Measurements, Progress
+from fuseplan.costmodel.probe_streams import stream_sizes, time_streams
+from fuseplan.costmodel.timing import Call, HostTimer, Timing, time_calls
+
+_MIB = 2**20
+_LARGEST_BYTES = 256 * _MIB
+_PATTERNS = ("neg", "add", "copy", "read")
+_EAGER_BYTES = (256, 1024, 4096, 8192, 16_384)
+_MATMUL_SIZES = (128, 256, 512, 1024, 2048, 4096)
+_MATMUL_UNITS = {
+    "fp32_matmul": torch.float32,
+    "bf16_matmul": torch.bfloat16,
+    "fp16_matmul": torch.float16,
+    "fp64": torch.float64,
+}
+
+
+def measure_cpu(
+    identity: DeviceIdentity, quick: bool, progress: Progress, kernel_call: Call | None
+) -> Measurements:
+    """Time everything a CPU spec needs, with all of PyTorch's threads (and once with one)."""
+    timer = HostTimer(sample_us=500.0 if quick else 2000.0, repeats=9 if quick else 25)
+    largest_bytes = _largest_bytes(identity)
+    step = 2.0 if quick else 2.0**0.5
+    streams = time_streams(
+        stream_sizes(largest_bytes, step), _PATTERNS, "cpu", timer, _step(progress, 0.0, 0.4, "memory bandwidth")
+    )
+    thread_streams: list[StreamTiming] = []
+    if identity.cores > 1:
+        with _one_thread():
+            thread_streams = time_streams(
+                stream_sizes(largest_bytes // 4, step * step), _PATTERNS, "cpu", timer,
+                _step(progress, 0.4, 0.55, "memory bandwidth, one thread"),
+            )
+    eager = time_calls(
+        {size: _eager_call(size) for size in _EAGER_BYTES}, timer, _step(progress, 0.55, 0.6, "launch latency")
+    )
+    kernel = None if kernel_call is None else time_calls({"kernel": kernel_call}, timer)["kernel"]
+    rates = _special_rates(identity, timer) + _matmul_rates(quick, _step(progress, 0.65, 1.0, "arithmetic"))
+    return Measurements(streams, eager, rates, thread_streams, kernel)
+
+
+def _largest_bytes(identity: DeviceIdentity) -> int:
+    """Well past the last-level cache, yet a small part of the memory."""
+    wanted = max(_LARGEST_BYTES, 4 * identity.l2_bytes)
+    return min(wanted, max(_MIB, identity.memory_bytes // 8)) if identity.memory_bytes else wanted
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _eager_call(footprint_bytes: int) -> Call:
+    x = torch.rand(footprint_bytes // 12)
+    return partial(torch.add, x, torch.rand_like(x))
+
+
+def _special_rates(identity: DeviceIdentity, timer: HostTimer) -> list[RateTiming]:
+    """Special functions on data that stays in the first-level caches, 16 Ki elements to each thread."""
+    x = torch.rand(2**14 * 4 * identity.cores) + 0.5
+    out = torch.empty_like(x)
+    calls: dict[str, Call] = {
+        "exp": partial(torch.exp, x, out=out),
+        "reciprocal": partial(torch.reciprocal, x, out=out),
+    }
+    timings = time_calls(calls, timer)
+    # Division runs on the special unit too and is its cheapest operation.
+    return [RateTiming("sfu", x.numel(), timing, typical=name == "exp") for name, timing in timings.items()]
+
+
+def _matmul_rates(quick: bool, progress: Callable[[float], None]) -> list[RateTiming]:
+    """Square matmuls, each type at the first size that keeps it busy (some CPUs have no fast half precision)."""
+    rates: list[RateTiming] = []
+    for number, (unit, dtype) in enumerate(_MATMUL_UNITS.items()):
+        flops, timing = _matmul(dtype, enough_us=4_000.0 if quick else 40_000.0, repeats=5 if quick else 15)
+        if unit.endswith("_matmul"):
+            rates.append(RateTiming(unit, flops, timing))
+        if unit in ("fp32_matmul", "fp64"):
+            # A matmul issues fused multiply-adds, two operations in a slot where elementwise maths issues one.
+            elementwise = unit.removesuffix("_matmul")
+            rates.append(RateTiming(elementwise, flops / 2, timing))
+            rates.append(RateTiming(elementwise, flops, timing, typical=False))
+        progress((number + 1) / len(_MATMUL_UNITS))
+    return rates
+
+
+def _matmul(dtype: torch.dtype, enough_us: float, repeats: int) -> tuple[float, Timing]:
+    """Operations and time of the smallest square matmul that takes ``enough_us`` (or the largest one tried)."""
+    for size in _MATMUL_SIZES:
+        a = torch.rand(size, size).to(dtype)
+        b, out = a.t().contiguous(), torch.empty_like(a)
+        call = partial(torch.mm, a, b, out=out)
+        call()
+        start = time.perf_counter()
+        call()
+        elapsed_us = (time.perf_counter() - start) * 1e6
+        if elapsed_us >= enough_us:
+            break
+    timing = time_calls({size: call}, HostTimer(sample_us=1.0, repeats=repeats))[size]
+    return 2.0 * size**3, timing
+
+
+def _step(progress: Progress, begin: float, end: float, label: str) -> Callable[[float], None]:
+    """Maps a step's own fraction into the whole probe's."""
+    return lambda fraction: progress(begin + fraction * (end - begin), label)

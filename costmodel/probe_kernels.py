@@ -1,0 +1,32 @@
+"""Triton kernels that keep one arithmetic unit of a GPU busy. Imported only where a GPU is probed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fma_chain(x_ptr, y_ptr, steps, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``steps`` dependent fused multiply-adds on every element; the factors keep any start value finite."""
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    x = tl.load(x_ptr + offsets)
+    for _ in range(0, steps, 4):
+        x = x * 0.5 + 0.25
+        x = x * 0.5 + 0.75
+        x = x * 0.5 + 0.25
+        x = x * 0.5 + 0.75
+    tl.store(y_ptr + offsets, x)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def exp2_chain(x_ptr, y_ptr, steps, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``steps`` dependent ``x = 2 ** -x`` on every element; they converge to 0.64."""
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    x = tl.load(x_ptr + offsets)
+    for _ in range(0, steps, 4):
+        x = tl.exp2(-x)
+        x = tl.exp2(-x)
+        x = tl.exp2(-x)
+        x = tl.exp2(-x)
+    tl.store(y_ptr + offsets, x)

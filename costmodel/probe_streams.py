@@ -1,0 +1,66 @@
+"""The streaming kernels a probe times: every byte is read or written once, and hardly anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from fuseplan.costmodel.fit import StreamTiming
+from fuseplan.costmodel.timing import Call, Timer, time_calls
+
+_ITEM_BYTES = 4
+#: Parts of the buffer start on multiples of this many elements, so every kernel sees aligned vectors.
+_ALIGN = 256
+_PATTERN_PARTS = {"copy": 2, "neg": 2, "add": 3, "read": 1}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One access pattern at one size: ``copy`` and ``neg`` read one part and write one, ``add`` reads two and
+    writes one, ``read`` sums everything."""
+
+    pattern: str
+    footprint_bytes: int
+
+    @property
+    def typical(self) -> bool:
+        """A library's copy may bypass the cache, which no compiled loop does; a sum writes nothing."""
+        return self.pattern in ("neg", "add")
+
+
+def stream_sizes(largest_bytes: int, step: float) -> list[int]:
+    """Footprints from 4 KiB up to ``largest_bytes``, each ``step`` times the one before, in whole KiB."""
+    count = math.floor(math.log(largest_bytes / 4096, step) + 1e-9)
+    return [round(4 * step**number) * 1024 for number in range(count + 1)]
+
+
+def time_streams(
+    sizes: Iterable[int], patterns: Iterable[str], device: str, timer: Timer, progress: Callable[[float], None]
+) -> list[StreamTiming]:
+    """Time every pattern at every size, in one buffer as large as the largest."""
+    sizes = list(sizes)
+    buffer = torch.rand(max(sizes) // _ITEM_BYTES + 3 * _ALIGN, device=device)
+    total = torch.empty((), device=device)
+    streams = [Stream(pattern, size) for size in sizes for pattern in patterns]
+    timings = time_calls({stream: _call(stream, buffer, total) for stream in streams}, timer, progress)
+    return [
+        StreamTiming(stream.pattern, stream.footprint_bytes, timing, stream.typical)
+        for stream, timing in timings.items()
+    ]
+
+
+def _call(stream: Stream, buffer: torch.Tensor, total: torch.Tensor) -> Call:
+    parts = _PATTERN_PARTS[stream.pattern]
+    length = stream.footprint_bytes // _ITEM_BYTES // parts
+    pitch = -(-length // _ALIGN) * _ALIGN
+    first, *others = (buffer[part * pitch : part * pitch + length] for part in range(parts))
+    if stream.pattern == "copy":
+        return partial(others[0].copy_, first)
+    if stream.pattern == "neg":
+        return partial(torch.neg, first, out=others[0])
+    if stream.pattern == "add":
+        return partial(torch.add, first, others[0], out=others[1])
+    return partial(torch.sum, first, 0, out=total)

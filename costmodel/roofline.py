@@ -1,0 +1,196 @@
+"""Time of a kernel on a measured device: a prediction, and a bound it cannot beat.
+
+A CPU call and a node of a CUDA graph run one after the other with their launch, so
+
+    time = launches * t0 + max(bytes / BW(bytes), flops / peak)
+
+An eager CUDA launch is queued by the host while the device still works, so there only the slower of the two shows
+(the launch is counted once, on one side or the other):
+
+    time = max(launches * t0_host, launches * t0_graph + max(bytes / BW(bytes), flops / peak))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from fuseplan.costmodel.curve import BandwidthCurve
+from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
+from fuseplan.costmodel.work import Work
+
+_IDENTITY = Calibration()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of the roofline, before they are combined.
+
+    Attributes:
+        launch_us: Launch latency that nothing hides.
+        host_us: Launch latency on the host, in parallel with the device.
+        memory_us: Moving the bytes.
+        compute_us: The arithmetic.
+    """
+
+    launch_us: float
+    host_us: float
+    memory_us: float
+    compute_us: float
+
+    @property
+    def time_us(self) -> float:
+        return max(self.host_us, self.launch_us + max(self.memory_us, self.compute_us))
+
+    @property
+    def bound_by(self) -> Literal["memory", "compute", "launch"]:
+        """The largest term."""
+        busy_us = max(self.memory_us, self.compute_us)
+        if self.launch_us > busy_us or self.host_us > self.launch_us + busy_us:
+            return "launch"
+        return "memory" if self.memory_us >= self.compute_us else "compute"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time, what limits it, and the calibrated terms it is made of."""
+
+    time_us: float
+    bound_by: Literal["memory", "compute", "launch"]
+    parts: Terms
+
+
+def predict(
+    work: Work,
+    spec: DeviceSpec,
+    mode: Mode,
+    *,
+    cold_bytes: float = 0.0,
+    threads: int | None = None,
+    backend: str | None = None,
+) -> Prediction:
+    """Predicted time of a kernel (or of a chain whose ``Work`` was summed) on the device ``spec`` describes.
+
+    Args:
+        work: What the kernel does.
+        spec: The measured device.
+        mode: How it is launched.
+        cold_bytes: How many of ``work.dram_bytes`` come from memory because nothing touched them recently (weights);
+            the rest moves at the bandwidth of a cache that holds the kernel's footprint, where there is one.
+        threads: CPU threads, at most ``spec.identity.cores``; None for all of them.
+        backend: Apply the calibration stored for this kernel back end, if any.
+
+    Raises:
+        DeviceSpecError: The device has no such mode, or no measured peak for a unit the work needs.
+        ValueError: ``cold_bytes`` or ``threads`` out of range.
+    """
+    calibration = spec.calibrations.get(backend, _IDENTITY) if backend is not None else _IDENTITY
+    terms = calibrated(roofline_terms(work, spec, mode, cold_bytes=cold_bytes, threads=threads), calibration)
+    # A calibration fitted elsewhere must not promise more than the hardware has shown.
+    floor_us = lower_bound(work, spec, mode, cold_bytes=cold_bytes, threads=threads)
+    return Prediction(max(terms.time_us, floor_us), terms.bound_by, terms)
+
+
+def predict_sequence(
+    works: Iterable[Work], spec: DeviceSpec, mode: Mode, *, backend: str | None = None
+) -> Prediction:
+    """Predicted time of kernels run one after the other (the unfused chain): the sum of their times.
+
+    ``parts`` holds the summed terms and ``bound_by`` the limit that accounts for most of the time.
+    """
+    predictions = [predict(work, spec, mode, backend=backend) for work in works]
+    share_us: dict[Literal["memory", "compute", "launch"], float] = {"memory": 0.0, "compute": 0.0, "launch": 0.0}
+    for prediction in predictions:
+        share_us[prediction.bound_by] += prediction.time_us
+    parts = Terms(
+        launch_us=sum(prediction.parts.launch_us for prediction in predictions),
+        host_us=sum(prediction.parts.host_us for prediction in predictions),
+        memory_us=sum(prediction.parts.memory_us for prediction in predictions),
+        compute_us=sum(prediction.parts.compute_us for prediction in predictions),
+    )
+    total_us = sum(prediction.time_us for prediction in predictions)
+    return Prediction(total_us, max(share_us, key=lambda limit: share_us[limit]), parts)
+
+
+def lower_bound(
+    work: Work, spec: DeviceSpec, mode: Mode, *, cold_bytes: float = 0.0, threads: int | None = None
+) -> float:
+    """Microseconds that no kernel doing ``work`` can beat, as far as measurements tell.
+
+    Every term takes its ideal value: the shortest launch seen, the best bandwidth of any pattern at this footprint
+    or a larger one, the highest rate of every unit with all units busy at once, and no byte read twice
+    (``l2_bytes`` is left out: a better kernel would have kept it in registers).
+    """
+    _check(work, spec, cold_bytes, threads)
+    launch_us, host_us = _launch_us(work, spec, mode, best=True)
+    hot_bytes = work.dram_bytes - cold_bytes
+    memory_us = _us(hot_bytes, spec.bandwidth.ideal_gbps(hot_bytes)) + _us(
+        cold_bytes, spec.bandwidth.ideal_memory_gbps
+    )
+    compute_us = max((flops / spec.peak(unit).best_per_s * 1e6 for unit, flops in work.flops.items()), default=0.0)
+    return Terms(launch_us, host_us, memory_us, compute_us).time_us
+
+
+def roofline_terms(
+    work: Work, spec: DeviceSpec, mode: Mode, *, cold_bytes: float = 0.0, threads: int | None = None
+) -> Terms:
+    """The uncalibrated terms of :func:`predict`; same arguments and errors."""
+    _check(work, spec, cold_bytes, threads)
+    threads = threads or spec.identity.cores
+    launch_us, host_us = _launch_us(work, spec, mode, best=False)
+    cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
+    memory_us = (
+        _us(work.dram_bytes - cold_bytes, _gbps(spec, work.dram_bytes, threads))
+        + _us(cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads))
+        + _us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
+    )
+    # Units share issue slots, so their times add; only the lower bound lets them overlap.
+    share = threads / spec.identity.cores if spec.identity.device_type == "cpu" else 1.0
+    compute_us = sum(flops / (spec.peak(unit).per_s * share) * 1e6 for unit, flops in work.flops.items())
+    return Terms(launch_us, host_us, memory_us, compute_us)
+
+
+def calibrated(terms: Terms, calibration: Calibration) -> Terms:
+    """The terms multiplied by a calibration's factors."""
+    return Terms(
+        terms.launch_us * calibration.launch_scale,
+        terms.host_us * calibration.launch_scale,
+        terms.memory_us * calibration.memory_scale,
+        terms.compute_us * calibration.compute_scale,
+    )
+
+
+def _check(work: Work, spec: DeviceSpec, cold_bytes: float, threads: int | None) -> None:
+    if not 0 <= cold_bytes <= work.dram_bytes:
+        raise ValueError(f"cold_bytes {cold_bytes} is not between 0 and dram_bytes {work.dram_bytes}")
+    if threads is not None and not 1 <= threads <= spec.identity.cores:
+        raise ValueError(f"threads {threads} is not between 1 and the device's {spec.identity.cores}")
+
+
+def _launch_us(work: Work, spec: DeviceSpec, mode: Mode, *, best: bool) -> tuple[float, float]:
+    """Launch latency in series with the device's work, and the part the host pays in parallel with it."""
+
+    def of(mode: Mode) -> float:
+        latency = spec.latency(mode)
+        return work.launches * (latency.best_us if best else latency.us)
+
+    if spec.identity.device_type == "cpu" or mode == "graph":
+        return of(mode), 0.0
+    return of("graph"), of(mode)
+
+
+def _gbps(spec: DeviceSpec, footprint_bytes: float, threads: int) -> float:
+    gbps = spec.bandwidth.gbps(footprint_bytes)
+    if spec.thread_bandwidth is None or threads == spec.identity.cores:
+        return gbps
+    return min(gbps, threads * _single(spec.thread_bandwidth, footprint_bytes, threads))
+
+
+def _single(curve: BandwidthCurve, footprint_bytes: float, threads: int) -> float:
+    """Bandwidth of one of ``threads`` threads that share a footprint evenly."""
+    return curve.gbps(footprint_bytes / threads)
+
+
+def _us(nbytes: float, gbps: float) -> float:
+    return nbytes / gbps * 1e-3

@@ -1,0 +1,148 @@
+"""Clocks for the probe: repeated, interleaved samples of small calls, on the host and inside CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+#: Something to time: launches work and returns nothing of interest.
+Call = Callable[[], object]
+#: Gives one batch of samples, in microseconds per call.
+Sampler = Callable[[], list[float]]
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and minimum of the samples, and how far two halves of them disagree (A/A noise, relative)."""
+
+    median_us: float
+    best_us: float
+    noise: float
+
+    @staticmethod
+    def of(first: Sequence[float], second: Sequence[float]) -> Timing:
+        """From two batches of samples of the same thing, taken at different moments."""
+        samples = [*first, *second]
+        median_us = statistics.median(samples)
+        noise = abs(statistics.median(first) - statistics.median(second)) / median_us
+        return Timing(median_us, min(samples), noise)
+
+
+class Timer(Protocol):
+    def prepare(self, call: Call) -> Sampler:
+        """Warm ``call`` up, decide how often to repeat it, and return its sampler."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostTimer:
+    """Wall-clock time per call, averaged over enough calls that the clock's own cost vanishes.
+
+    Attributes:
+        sample_us: How long one sample should take.
+        repeats: Samples in a batch.
+        finish: Waits for the device. With one that waits (CUDA), calls are only queued during a sample, so a call
+            whose kernel is short costs what the host pays to launch it.
+        max_calls: Most calls in one sample (a device's launch queue is finite).
+    """
+
+    sample_us: float
+    repeats: int
+    finish: Callable[[], None] = lambda: None
+    max_calls: int = 10_000
+
+    def prepare(self, call: Call) -> Sampler:
+        self._run(call, 2)
+        calls = _count(self.sample_us, self._run(call, 3), self.max_calls)
+        return lambda: [self._run(call, calls) for _ in range(self.repeats)]
+
+    def _run(self, call: Call, calls: int) -> float:
+        self.finish()
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        self.finish()
+        return (time.perf_counter_ns() - start) * 1e-3 / calls
+
+
+@dataclass(frozen=True)
+class GraphTimer:
+    """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
+
+    Attributes:
+        sample_us: How long one replay should take, so that starting it is a small part.
+        repeats: Samples in a batch.
+        max_calls: Most calls in one graph.
+    """
+
+    sample_us: float
+    repeats: int
+    max_calls: int = 1000
+
+    def prepare(self, call: Call) -> Sampler:
+        # Capture forbids lazy initialisation, so the first calls happen outside it, on a stream of their own.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        estimate_us = self._replay(self._capture(call, 10), 10)
+        calls = _count(self.sample_us, estimate_us, self.max_calls)
+        graph = self._capture(call, calls)
+        self._replay(graph, calls)
+        return lambda: [self._replay(graph, calls) for _ in range(self.repeats)]
+
+    @staticmethod
+    def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph
+
+    @staticmethod
+    def _replay(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The first replay keeps the device busy while the host queues the second, so that the events
+        # enclose device time only.
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+def time_calls(
+    calls: Mapping[_Key, Call], timer: Timer, progress: Callable[[float], None] | None = None
+) -> dict[_Key, Timing]:
+    """Time every call in two passes over all of them.
+
+    A disturbance that lasts less than a pass then spoils one half of a call's samples, and shows as noise.
+    ``progress`` receives the fraction done.
+    """
+    samplers = {key: timer.prepare(call) for key, call in calls.items()}
+    passes: list[dict[_Key, list[float]]] = []
+    for number in range(2):
+        batch: dict[_Key, list[float]] = {}
+        for position, (key, sampler) in enumerate(samplers.items(), start=1):
+            batch[key] = sampler()
+            if progress is not None:
+                progress((number + position / len(samplers)) / 2)
+        passes.append(batch)
+    return {key: Timing.of(passes[0][key], passes[1][key]) for key in samplers}
+
+
+def _count(sample_us: float, call_us: float, max_calls: int) -> int:
+    return min(max_calls, max(1, math.ceil(sample_us / max(call_us, 1e-3))))

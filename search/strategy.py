@@ -1,0 +1,250 @@
+"""Which configuration to try next: all of a small space, else seeded TPE and then coordinate descent.
+
+A strategy answers :meth:`Strategy.ask` with positions in a :class:`~fuseplan.search.space.Space` and is told their
+times. It never asks for the same position twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fuseplan.search.space import Space
+
+if TYPE_CHECKING:
+    import optuna
+
+#: Spaces up to this size are measured whole, budget allowing.
+EXHAUSTIVE_LIMIT = 200
+#: Asks of the sampler that may hit known or infeasible points before the enumerated list fills in.
+_SAMPLER_TRIES = 20
+#: Part of the trials left over after the seeds that the sampler gets; coordinate descent has the rest.
+_SAMPLER_SHARE = 0.5
+
+
+class Strategy(ABC):
+    """Proposes positions of a space until its trials are used up or there is nothing left to learn."""
+
+    def __init__(self, space: Space, trials: int) -> None:
+        self.space = space
+        self.limit = min(trials, len(space))
+        self.times: dict[int, float] = {}
+        self._asked: dict[int, None] = {}
+
+    @property
+    def best(self) -> int | None:
+        """The fastest position told so far, the earliest among equals; None when all failed."""
+        good = [(time, position) for position, time in self.times.items() if math.isfinite(time)]
+        return min(good)[1] if good else None
+
+    def ask(self, count: int) -> list[int]:
+        """Up to ``count`` new positions; [] when done. Those of one call may be tried in any order."""
+        proposed: list[int] = []
+        while len(proposed) < count and len(self._asked) < self.limit:
+            position = self._propose()
+            if position is None:
+                break
+            self._asked[position] = None
+            proposed.append(position)
+        return proposed
+
+    def tell(self, position: int, median_us: float | None) -> None:
+        """Report a time in microseconds; None for a configuration that failed."""
+        self._asked.setdefault(position, None)
+        self.times[position] = math.inf if median_us is None else median_us
+        self._learn(position)
+
+    @abstractmethod
+    def _propose(self) -> int | None:
+        """A position not yet asked for; None when there is none for now."""
+
+    @abstractmethod
+    def _learn(self, position: int) -> None:
+        """Take in the time of ``position``."""
+
+
+def make_strategy(space: Space, trials: int, seed: int, first: Iterable[int] = ()) -> Strategy:
+    """Exhaustive for a space that is small and fits the trials, else guided.
+
+    Args:
+        space: The feasible configurations.
+        trials: How many may be tried.
+        seed: Seed of the sampler.
+        first: Positions worth trying early, best guess first (the default always leads).
+    """
+    seeds = list(dict.fromkeys([0, *first]))
+    if len(space) <= min(EXHAUSTIVE_LIMIT, trials):
+        return ExhaustiveStrategy(space, trials, seeds)
+    return GuidedStrategy(space, trials, seeds, seed)
+
+
+class ExhaustiveStrategy(Strategy):
+    """Seeds, then every other position in enumeration order."""
+
+    def __init__(self, space: Space, trials: int, seeds: list[int]) -> None:
+        super().__init__(space, trials)
+        self._order = list(dict.fromkeys([*seeds, *range(len(space))]))
+
+    def _propose(self) -> int | None:
+        return next((position for position in self._order if position not in self._asked), None)
+
+    def _learn(self, position: int) -> None:
+        pass
+
+
+class GuidedStrategy(Strategy):
+    """Seeds; then Optuna's TPE for a share of the trials; then coordinate descent from the best.
+
+    The descent walks the enumerated list, so that it never proposes an infeasible point; it ends where no one-step
+    neighbour is faster, and what trials are left go to the sampler again.
+    """
+
+    def __init__(self, space: Space, trials: int, seeds: list[int], seed: int) -> None:
+        super().__init__(space, trials)
+        self._seeds = seeds
+        self._sampler = _Sampler(space, seed)
+        # A sampler knows nothing before it has seen a few points: with very few trials descent alone is better.
+        spare = max(0, self.limit - len(seeds))
+        self._sampled_until = len(seeds) + (int(spare * _SAMPLER_SHARE) if spare >= 8 else 0)
+
+    def _propose(self) -> int | None:
+        for position in self._seeds:
+            if position not in self._asked:
+                return position
+        if len(self._asked) < self._sampled_until:
+            return self._sampler.ask(self._asked)
+        around = self._descend()
+        if around is not None:
+            return around
+        if set(self._asked) - set(self.times):
+            # The centre of the descent may move once the outstanding times are in.
+            return None
+        return self._sampler.ask(self._asked)
+
+    def _descend(self) -> int | None:
+        best = self.best
+        if best is None:
+            return None
+        return next((position for position in self.space.neighbours(best) if position not in self._asked), None)
+
+    def _learn(self, position: int) -> None:
+        self._sampler.tell(position, self.times[position])
+
+
+class _Sampler:
+    """Optuna's TPE by ask and tell over positions; a duplicate or infeasible ask is told and asked again."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self._space = space
+        self._seed = seed
+        self._study: optuna.Study | None = None
+        self._open: dict[int, optuna.trial.Trial] = {}
+        self._told: dict[int, float] = {}
+        self._early: list[tuple[int, float]] = []
+
+    def ask(self, known: Iterable[int]) -> int | None:
+        """A position outside ``known``; None when there is none."""
+        known = set(known)
+        if len(known) >= len(self._space):
+            return None
+        study = self._ready()
+        for _ in range(_SAMPLER_TRIES):
+            trial = study.ask(self._distributions())
+            position = self._space.find(self._config(trial.params))
+            if position is None:
+                study.tell(trial, state=_state("FAIL"))
+            elif position in known:
+                self._repeat(study, trial, position)
+            else:
+                self._open[position] = trial
+                return position
+        return next(position for position in range(len(self._space)) if position not in known)
+
+    def tell(self, position: int, time: float) -> None:
+        """Report the time of a position; infinite when it failed."""
+        self._told[position] = time
+        if self._study is None:
+            self._early.append((position, time))
+            return
+        trial = self._open.pop(position, None)
+        if trial is None:
+            self._add(self._study, position, time)
+        elif math.isfinite(time):
+            self._study.tell(trial, math.log(time))
+        else:
+            self._study.tell(trial, state=_state("FAIL"))
+
+    def _repeat(self, study: optuna.Study, trial: optuna.trial.Trial, position: int) -> None:
+        time = self._told.get(position, math.inf)
+        if math.isfinite(time):
+            study.tell(trial, math.log(time))
+        else:
+            study.tell(trial, state=_state("FAIL"))
+
+    def _ready(self) -> optuna.Study:
+        if self._study is None:
+            import optuna
+
+            # Optuna announces every study; its users' own verbosity is put back at once.
+            level = optuna.logging.get_verbosity()
+            optuna.logging.set_verbosity(logging.WARNING)
+            try:
+                sampler = optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=4)
+                self._study = optuna.create_study(sampler=sampler)
+            finally:
+                optuna.logging.set_verbosity(level)
+            for position, time in self._early:
+                self._add(self._study, position, time)
+        return self._study
+
+    def _add(self, study: optuna.Study, position: int, time: float) -> None:
+        import optuna
+
+        params = self._params(position)
+        if params is None or not math.isfinite(time):
+            return
+        study.add_trial(
+            optuna.trial.create_trial(params=params, distributions=self._distributions(), value=math.log(time))
+        )
+
+    def _params(self, position: int) -> dict[str, Any] | None:
+        """The sampler's parameters of a position; None for a default outside the tunables' choices."""
+        config = self._space.configs[position]
+        params: dict[str, Any] = {}
+        for tunable in self._space.tunables:
+            if config.get(tunable.name) not in tunable.choices:
+                return None
+            value = config[tunable.name]
+            params[tunable.name] = tunable.choices.index(value) if _is_ordered(tunable.choices) else value
+        return params
+
+    def _config(self, params: dict[str, Any]) -> dict[str, int | str]:
+        return {
+            tunable.name: tunable.choices[params[tunable.name]] if _is_ordered(tunable.choices)
+            else params[tunable.name]
+            for tunable in self._space.tunables
+        }
+
+    def _distributions(self) -> dict[str, Any]:
+        import optuna
+
+        return {
+            tunable.name: optuna.distributions.IntDistribution(0, len(tunable.choices) - 1)
+            if _is_ordered(tunable.choices)
+            else optuna.distributions.CategoricalDistribution(tunable.choices)
+            for tunable in self._space.tunables
+        }
+
+
+def _is_ordered(choices: tuple[int | str, ...]) -> bool:
+    """Numbers have an order that the sampler can use, through their position."""
+    return all(isinstance(choice, int) for choice in choices)
+
+
+def _state(name: str) -> Any:
+    import optuna
+
+    return optuna.trial.TrialState[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 from dataclasses import asdict, dataclass
@@ -27,7 +26,8 @@ class DeviceIdentity:
         name: Marketing name; CPUs add family and model, because virtual machines hide them behind a generic name.
         cores: Streaming multiprocessors, or the threads PyTorch uses on a CPU.
         l2_bytes: Last-level cache (0 where the system does not tell).
-        memory_bytes: Total memory, rounded to GiB: drivers and kernels reserve slightly different amounts.
+        memory_bytes: Total device memory, rounded to GiB because drivers reserve slightly different amounts; 0 on
+            CPUs, where a virtual machine may grow its memory while it runs and no kernel depends on it.
     """
 
     device_type: str
@@ -58,7 +58,7 @@ def current_identity(device_type: str) -> DeviceIdentity:
         ValueError: ``device_type`` is unknown, or ``"cuda"`` is asked for and there is no CUDA device.
     """
     if device_type == "cpu":
-        return DeviceIdentity("cpu", _cpu_name(), torch.get_num_threads(), _cpu_cache_bytes(), _cpu_memory_bytes())
+        return DeviceIdentity("cpu", _cpu_name(), torch.get_num_threads(), _cpu_cache_bytes(), 0)
     if device_type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device_type 'cuda': PyTorch finds no CUDA device here; use 'cpu'")
@@ -68,7 +68,7 @@ def current_identity(device_type: str) -> DeviceIdentity:
             properties.name,
             properties.multi_processor_count,
             properties.L2_cache_size,
-            _whole_gib(properties.total_memory),
+            round(properties.total_memory / _GIB) * _GIB,
         )
     raise ValueError(f"unknown device_type {device_type!r}; known: 'cpu', 'cuda'")
 
@@ -79,10 +79,6 @@ def current_versions(device_type: str) -> dict[str, str]:
     if device_type == "cuda" and torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     return versions
-
-
-def _whole_gib(nbytes: int) -> int:
-    return round(nbytes / _GIB) * _GIB
 
 
 def parse_cpu_name(cpuinfo: str) -> str | None:
@@ -112,9 +108,3 @@ def _cpu_name() -> str:
 
 def _cpu_cache_bytes() -> int:
     return max((parse_cache_bytes(path.read_text()) for path in _CACHES.glob("index*/size")), default=0)
-
-
-def _cpu_memory_bytes() -> int:
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return 0
-    return _whole_gib(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,7 +56,10 @@ def measure_cpu(
 def _largest_bytes(identity: DeviceIdentity) -> int:
     """Well past the last-level cache, yet a small part of the memory."""
     wanted = max(_LARGEST_BYTES, 4 * identity.l2_bytes)
-    return min(wanted, max(_MIB, identity.memory_bytes // 8)) if identity.memory_bytes else wanted
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return wanted
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return min(wanted, max(_MIB, available // 4))
 
 
 @contextmanager

@@ -12,10 +12,10 @@ def fma_chain(x_ptr, y_ptr, steps, block: tl.constexpr):  # type: ignore[no-unty
     offsets = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + offsets)
     for _ in range(0, steps, 4):
-        x = x * 0.5 + 0.25
-        x = x * 0.5 + 0.75
-        x = x * 0.5 + 0.25
-        x = x * 0.5 + 0.75
+        x = tl.fma(x, 0.5, 0.25)
+        x = tl.fma(x, 0.5, 0.75)
+        x = tl.fma(x, 0.5, 0.25)
+        x = tl.fma(x, 0.5, 0.75)
     tl.store(y_ptr + offsets, x)
 
 

@@ -93,6 +93,8 @@ class DataflowGraph:
         self.symbols = dict(symbols or {})
         self._producer: dict[str, str] = {}
         self._consumers: dict[str, list[str]] = {}
+        self._position: dict[str, int] = {}
+        self._returned = frozenset(self.outputs)
         for node in nodes:
             self._add(node)
         for before, after in order:
@@ -104,6 +106,7 @@ class DataflowGraph:
         if name in self.graph:
             raise ValueError(f"value {name} is produced twice")
         self.graph.add_node(name, op=node)
+        self._position[name] = len(self._position)
         for value in node.outputs:
             self._producer[value] = name
         for value in dict.fromkeys(node.inputs):
@@ -131,6 +134,14 @@ class DataflowGraph:
         node = self.graph.nodes[name]["op"]
         assert isinstance(node, OpNode)
         return node
+
+    def position(self, name: str) -> int:
+        """Rank of an op in capture order."""
+        return self._position[name]
+
+    def is_returned(self, value: str) -> bool:
+        """True when the graph returns ``value``."""
+        return value in self._returned
 
     def producer(self, value: str) -> str | None:
         """Name of the op that produces ``value``; None for a graph input."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Literal
 
+from fuseplan.costmodel.work import Work
+
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
 SCHEMA_VERSION = 1
 
@@ -199,6 +201,7 @@ class TuningRecord:
         measured: Configurations timed in this tune and the runs it resumes.
         resources: Compiled facts of the best kernel (registers, spill and shared bytes); absent where unknown.
         evidence: How it came about.
+        work: Bytes and flops of the fused kernel, for rooflines; empty where unknown.
     """
 
     key: RecordKey
@@ -221,6 +224,7 @@ class TuningRecord:
     measured: int
     resources: Mapping[str, int]
     evidence: Evidence
+    work: Work = field(default_factory=Work)
 
     @property
     def best_us(self) -> float:

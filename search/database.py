@@ -141,6 +141,13 @@ class Database:
         """A cached capture, or None."""
         return self._get_json(tables.CAPTURES, tables.CAPTURES.c.name == name)
 
+    def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
+        """Readable captures whose names start with ``prefix``, oldest first."""
+        where = tables.CAPTURES.c.name.startswith(prefix, autoescape=True)
+        rows = self._select(tables.CAPTURES, where, order=("created", "name"))
+        sound = (row for row in rows if codec.checksum(row["payload"]) == row["checksum"])
+        return {row["name"]: _json_or_empty(row["payload"]) for row in sound}
+
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
         """Cache a capture (any JSON object)."""
         self._put_json(tables.CAPTURES, {"name": name}, capture)

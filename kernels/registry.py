@@ -52,7 +52,7 @@ def local_target(device_type: str) -> Target:
         device_type="cuda",
         arch=f"sm_{properties.major}{properties.minor}",
         cores=properties.multi_processor_count,
-        shared_memory_bytes=properties.shared_memory_per_block_optin,
+        shared_memory_bytes=int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)),
         registers_per_thread=255,
         l2_bytes=properties.L2_cache_size,
     )

@@ -202,7 +202,11 @@ class _Lowering:
 
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
         self.boundaries = set()
-        space = self._fill(_Space(rows, cols), members)
+        try:
+            space = self._fill(_Space(rows, cols), members)
+        except NotLowerable:
+            if _equal_pieces(self.boundaries, cols) == 1:
+                raise
         pieces = _equal_pieces(self.boundaries, cols)
         if pieces > 1:
             # Unroll at the cat boundaries: every choice is then decided at build time and each operand is loaded once.

@@ -324,13 +324,14 @@ def _cat(p: Puller, node: OpNode, position: Position) -> int:
     dtype = _result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     index = position[dim]
+    parts = [value for value in node.inputs if p.specs[value].shape[dim] != 0]
     starts: list[Size] = [0]
-    for value in node.inputs:
+    for value in parts:
         starts.append(as_size(starts[-1] + p.specs[value].shape[dim]))
 
     def piece(puller: Puller, number: int) -> int:
         moved = (*position[:dim], index + as_size(-starts[number]), *position[dim + 1 :])
-        return puller.cast(puller.pull(node.inputs[number], moved), dtype)
+        return puller.cast(puller.pull(parts[number], moved), dtype)
 
     return _choose(p, index, starts, piece, 0)
 
@@ -541,7 +542,7 @@ def _table() -> Mapping[str, Recipe]:
     rows["aten.mean.dim"] = Recipe(_mean, _reduced_dims, _float_result)
     for name in ("var.dim", "var.correction"):
         rows[f"aten.{name}"] = Recipe(_var, _reduced_dims, _float_result)
-    for name in ("softmax.int", "_softmax.default", "special_softmax.int"):
+    for name in ("softmax.int", "_softmax.default", "special_softmax.default"):
         rows[f"aten.{name}"] = _softmax(log=False)
     for name in ("log_softmax.int", "_log_softmax.default"):
         rows[f"aten.{name}"] = _softmax(log=True)

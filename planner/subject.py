@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.index import evaluate
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import torch_dtype
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lower import Lowered, lower
-from fuseplan.planner.normalise import bind_call, resolve_op
+from fuseplan.planner.binding import bind_spec
+from fuseplan.planner.execute import bind_call, resolve_op
 from fuseplan.planner.pricing import kernel_work
 from fuseplan.planner.recipes import kind_of
 
@@ -34,6 +34,7 @@ class GroupSubject:
         inputs: Value names of the kernel's inputs.
         outputs: Value names of the kernel's outputs.
         specs: Layouts of every value named above.
+        device: Device type the unfused chain creates tensors on.
     """
 
     key: str
@@ -45,6 +46,7 @@ class GroupSubject:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     specs: Mapping[str, TensorSpec]
+    device: str = "cpu"
 
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
         """Fresh random tensors: floats N(0, 1), integers 0..7, booleans fair, in the layout the kernel expects."""
@@ -60,7 +62,7 @@ class GroupSubject:
     @cached_property
     def chain(self) -> fx.GraphModule:
         """The unfused chain as PyTorch would run it."""
-        return chain_module(self.nodes, self.inputs, self.outputs)
+        return chain_module(self.nodes, self.inputs, self.outputs, self.device)
 
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return list(self.chain(*inputs))
@@ -68,7 +70,7 @@ class GroupSubject:
     def reference(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """The chain on the CPU with every float in float64; outputs stay float64."""
         wide = [tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu() for tensor in inputs]
-        return list(chain_module([_widened(node) for node in self.nodes], self.inputs, self.outputs)(*wide))
+        return list(chain_module([_widened(node) for node in self.nodes], self.inputs, self.outputs, "cpu")(*wide))
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "chain"}
@@ -100,12 +102,14 @@ def _widened(node: OpNode) -> OpNode:
     return replace(node, attrs=attrs)
 
 
-def chain_module(nodes: Iterable[OpNode], inputs: Sequence[str], outputs: Sequence[str]) -> fx.GraphModule:
+def chain_module(
+    nodes: Iterable[OpNode], inputs: Sequence[str], outputs: Sequence[str], device: str | None = None
+) -> fx.GraphModule:
     """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs) -> tuple of outputs``."""
     graph = fx.Graph()
     values: dict[str, fx.Node] = {name: graph.placeholder(f"arg{number}") for number, name in enumerate(inputs)}
     for node in nodes:
-        args, kwargs = bind_call(node, [values[name] for name in node.inputs])
+        args, kwargs = bind_call(node, [values[name] for name in node.inputs], None, device)
         call = graph.call_function(resolve_op(node.op), tuple(args), dict(kwargs))
         if len(node.outputs) == 1:
             values[node.outputs[0]] = call
@@ -142,20 +146,12 @@ def group_nodes(graph: DataflowGraph, ops: Iterable[str], lowered: Lowered) -> t
 
 def bound_specs(graph: DataflowGraph, values: Iterable[str]) -> dict[str, TensorSpec]:
     """Specs with every dynamic size replaced by its hint."""
-    def number(size: object) -> int:
-        return evaluate(size, graph.symbols)
-
-    return {
-        value: TensorSpec(
-            tuple(map(number, graph.specs[value].shape)),
-            graph.specs[value].dtype,
-            tuple(map(number, graph.specs[value].strides)),
-        )
-        for value in values
-    }
+    return {value: bind_spec(graph.specs[value], graph.symbols) for value in values}
 
 
-def group_subject(graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32") -> GroupSubject:
+def group_subject(
+    graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu"
+) -> GroupSubject:
     """The subject for the group ``ops`` of a static graph.
 
     Raises:
@@ -175,6 +171,7 @@ def group_subject(graph: DataflowGraph, ops: Sequence[str], key: str, numerics: 
         inputs=lowered.inputs,
         outputs=lowered.outputs,
         specs=bound_specs(graph, values),
+        device=device,
     )
 
 

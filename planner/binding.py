@@ -1,0 +1,47 @@
+"""A graph with its dynamic sizes replaced by numbers: what is planned when a shape is only known by a hint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+
+from fuseplan.kernels.index import evaluate
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+
+
+def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> DataflowGraph:
+    """The same graph with every symbol replaced by ``sizes`` (its capture-time hints where not given).
+
+    Op and value names are kept, so that a plan of the bound graph names groups of the dynamic one.
+    """
+    if not graph.symbols:
+        return graph
+    values = {**graph.symbols, **(sizes or {})}
+    specs = {name: bind_spec(spec, values) for name, spec in graph.specs.items()}
+    nodes = (
+        OpNode(node.op, node.inputs, node.outputs, {key: bind_value(value, values) for key, value in node.attrs.items()})
+        for node in graph
+    )
+    order = [(a, b) for a, b, data in graph.graph.edges(data=True) if not data["values"]]
+    return DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=order)
+
+
+def bind_spec(spec: TensorSpec, values: Mapping[str, int]) -> TensorSpec:
+    if spec.is_static:
+        return spec
+    return TensorSpec(
+        tuple(evaluate(extent, values) for extent in spec.shape),
+        spec.dtype,
+        tuple(evaluate(stride, values) for stride in spec.strides),
+    )
+
+
+def bind_value(value: Any, values: Mapping[str, int]) -> Any:
+    """An attribute with the sizes in it replaced, however nested."""
+    if isinstance(value, sympy.Expr):
+        return evaluate(value, values)
+    if isinstance(value, tuple | list):
+        return tuple(bind_value(item, values) for item in value)
+    return value

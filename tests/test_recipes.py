@@ -1,0 +1,194 @@
+"""Every recipe against the ATen op it stands for, in float64, on odd shapes, strides and broadcasts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fuseplan.kernels.reference import run_reference
+from fuseplan.planner.lower import lower
+from fuseplan.planner.recipes import RECIPES, kind_of, mutates, why_extern
+from fuseplan.planner.subject import _widened, chain_module, group_nodes
+from graphs import Builder, wide
+
+torch.manual_seed(0)
+X = torch.randn(3, 5, 7)
+P = X.abs() + 0.1
+T = torch.randn(7, 5, 3).permute(2, 1, 0)  # same shape, other strides
+ROW = torch.randn(7)
+COL = torch.randn(5, 1)
+EDGE = torch.randn(3, 1, 7).expand(3, 5, 7)  # stride 0
+COUNTS = torch.randint(0, 9, (3, 5, 7))
+MORE = torch.randint(0, 9, (5, 7))
+B = X > 0
+C = T > 0
+
+#: (op, operands, attributes): at least one per recipe.
+SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
+    *((f"aten.{name}.default", (X,), {}) for name in ("exp", "exp2", "sin", "cos", "tanh", "sigmoid", "erf", "neg",
+                                                      "abs", "floor", "ceil", "relu", "silu", "square")),
+    *((f"aten.{name}.default", (P,), {}) for name in ("log", "sqrt", "rsqrt", "reciprocal")),
+    ("aten.exp.default", (T,), {}),
+    ("aten.add.Tensor", (X, T), {}),
+    ("aten.add.Tensor", (X, ROW), {"alpha": 2}),
+    ("aten.add.Tensor", (COUNTS, MORE), {}),
+    ("aten.add.Tensor", (COUNTS, X), {}),
+    ("aten.add.Scalar", (X,), {"other": 1.5}),
+    ("aten.add.Tensor", (COUNTS,), {"other": 3}),
+    ("aten.sub.Tensor", (X, COL), {}),
+    ("aten.sub.Scalar", (X,), {"other": 2.0}),
+    ("aten.mul.Tensor", (COL, ROW), {}),
+    ("aten.mul.Tensor", (EDGE, T), {}),
+    ("aten.mul.Scalar", (X,), {"other": -0.5}),
+    ("aten.div.Tensor", (X, P), {}),
+    ("aten.div.Tensor", (COUNTS, MORE + 1), {}),
+    ("aten.div.Scalar", (X,), {"other": 3.0}),
+    ("aten.div.Tensor", (X,), {"other": 8.0}),
+    ("aten.true_divide.Tensor", (X, P), {}),
+    ("aten.true_divide.Scalar", (X,), {"other": 7.0}),
+    ("aten.maximum.default", (X, T), {}),
+    ("aten.minimum.default", (X, T), {}),
+    ("aten.rsub.Scalar", (X,), {"other": 1.0, "alpha": 3}),
+    ("aten.rsub.Tensor", (X, T), {}),
+    *(("aten.pow.Tensor_Scalar", (P,), {"exponent": e}) for e in (2, 3, 1, 0.5, -0.5, -1, 1.7)),
+    ("aten.pow.Tensor_Tensor", (P, X), {}),
+    ("aten.pow.Scalar", (X,), {"self": 2.0}),
+    ("aten.gelu.default", (X,), {}),
+    ("aten.gelu.default", (X,), {"approximate": "tanh"}),
+    ("aten.clamp.default", (X,), {"min": -0.5, "max": 0.5}),
+    ("aten.clamp.default", (X,), {"max": 0.1}),
+    ("aten.clamp_min.default", (X,), {"min": 0.2}),
+    ("aten.clamp_max.default", (X,), {"max": 0.2}),
+    ("aten.hardtanh.default", (X,), {"min_val": -0.3, "max_val": 0.6}),
+    *((f"aten.{name}.Tensor", (X, T), {}) for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *((f"aten.{name}.Scalar", (COUNTS,), {"other": 4}) for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    ("aten.lt.Scalar", (COUNTS,), {"other": 3.5}),
+    ("aten.le.Tensor", (COUNTS, MORE), {}),
+    *((f"aten.logical_{name}.default", (B, C), {}) for name in ("and", "or", "xor")),
+    *((f"aten.bitwise_{name}.Tensor", (B, C), {}) for name in ("and", "or", "xor")),
+    *((f"aten.__{name}__.Tensor", (B, C), {}) for name in ("and", "or", "xor")),
+    ("aten.logical_not.default", (B,), {}),
+    ("aten.logical_not.default", (X,), {}),
+    ("aten.bitwise_not.default", (B,), {}),
+    ("aten.where.self", (B, X, ROW), {}),
+    ("aten.where.ScalarSelf", (B, X), {"self": 1.0}),
+    ("aten.where.ScalarOther", (B, X), {"other": -1.0}),
+    ("aten.where.Scalar", (B,), {"self": 1.0, "other": 0.25}),
+    ("aten.masked_fill.Scalar", (X, B), {"value": -3.0}),
+    ("aten.masked_fill.Tensor", (X, B, torch.tensor(2.0)), {}),
+    ("aten.to.dtype", (COUNTS,), {"dtype": "float32"}),
+    ("aten.to.dtype", (X,), {"dtype": "int64"}),
+    ("aten.to.dtype", (X.round(),), {"dtype": "bool"}),
+    ("aten.to.dtype_layout", (B,), {"dtype": "float32"}),
+    ("aten.to.device", (X,), {"device": "cpu", "dtype": "float64"}),
+    ("aten.to.other", (COUNTS, X), {}),
+    ("aten._to_copy.default", (T,), {"dtype": "float64"}),
+    ("aten.type_as.default", (COUNTS, X), {}),
+    ("aten.clone.default", (T,), {"memory_format": "contiguous_format"}),
+    ("aten.clone.default", (EDGE,), {}),
+    ("aten.contiguous.default", (T,), {}),
+    ("aten.lift_fresh_copy.default", (X,), {}),
+    ("aten.dropout.default", (X,), {"p": 0.1, "train": False}),
+    ("aten.full.default", (), {"size": (3, 4), "fill_value": 2.5}),
+    ("aten.zeros.default", (), {"size": (3, 4)}),
+    ("aten.ones.default", (), {"size": (2, 127)}),
+    ("aten.full_like.default", (T,), {"fill_value": -1.5}),
+    ("aten.zeros_like.default", (X,), {}),
+    ("aten.ones_like.default", (X,), {}),
+    ("aten.new_zeros.default", (X,), {"size": (4,)}),
+    ("aten.new_ones.default", (X,), {"size": (4, 1)}),
+    ("aten.new_full.default", (X,), {"size": (4,), "fill_value": 3.0}),
+    ("aten.scalar_tensor.default", (), {"s": 4.0}),
+    ("aten.arange.default", (), {"end": 127}),
+    ("aten.arange.start", (), {"start": 3, "end": 20}),
+    ("aten.arange.start_step", (), {"start": 1, "end": 20, "step": 3}),
+    ("aten.tril.default", (X,), {}),
+    ("aten.tril.default", (X,), {"diagonal": -2}),
+    ("aten.triu.default", (X,), {"diagonal": 1}),
+    ("aten.cat.default", (X, T), {"dim": -1}),
+    ("aten.cat.default", (X, X[:, :, :2], T), {"dim": 2}),
+    ("aten.cat.default", (X, T), {"dim": 0}),
+    ("aten.concat.default", (X, X[:, 1:]), {"dim": 1}),
+    ("aten.stack.default", (X, T), {"dim": -1}),
+    ("aten.stack.default", (X, T), {"dim": 1}),
+    ("aten.reshape.default", (T,), {"shape": (15, 7)}),
+    ("aten._unsafe_view.default", (X,), {"size": (15, 7)}),
+    ("aten.flatten.using_ints", (T,), {"start_dim": 0, "end_dim": 1}),
+    ("aten.reshape_as.default", (T, X.reshape(7, 15)), {}),
+    ("aten.sum.dim_IntList", (X,), {"dim": (-1,), "keepdim": True}),
+    ("aten.sum.dim_IntList", (T,), {"dim": (2,)}),
+    ("aten.sum.dim_IntList", (EDGE,), {"dim": (2,)}),
+    ("aten.amax.default", (X,), {"dim": (-1,)}),
+    ("aten.amin.default", (X,), {"dim": (2,), "keepdim": True}),
+    ("aten.mean.dim", (X,), {"dim": (-1,), "keepdim": True}),
+    ("aten.mean.dim", (ROW,), {"dim": (0,)}),
+    ("aten.var.correction", (X,), {"dim": (-1,), "correction": 1, "keepdim": True}),
+    ("aten.var.correction", (X,), {"dim": (-1,), "correction": 0}),
+    ("aten.var.dim", (X,), {"dim": (-1,), "unbiased": False}),
+    ("aten.softmax.int", (X,), {"dim": -1}),
+    ("aten.special_softmax.default", (T,), {"dim": -1}),
+    ("aten._softmax.default", (X,), {"dim": 2, "half_to_float": False}),
+    ("aten.log_softmax.int", (X,), {"dim": -1}),
+    ("aten._log_softmax.default", (X,), {"dim": 2, "half_to_float": False}),
+    ("aten.layer_norm.default", (X, ROW, ROW + 1), {"normalized_shape": (7,), "eps": 1e-5}),
+    ("aten.layer_norm.default", (T,), {"normalized_shape": (7,), "weight": None, "bias": None}),
+    ("aten.rms_norm.default", (X, ROW), {"normalized_shape": (7,), "eps": 1e-6}),
+    ("aten.rms_norm.default", (X.double(),), {"normalized_shape": (7,), "weight": None}),
+]
+
+
+@pytest.mark.parametrize(("op", "operands", "attrs"), SAMPLES, ids=[f"{s[0]}-{n}" for n, s in enumerate(SAMPLES)])
+def test_recipe_computes_the_aten_op(op: str, operands: tuple[torch.Tensor, ...], attrs: dict[str, Any]) -> None:
+    names = [f"x{number}" for number in range(len(operands))]
+    builder = Builder(**dict(zip(names, operands, strict=True)))
+    value = builder(op, *names, **attrs)
+    graph = builder.graph(value)
+    lowered = lower(graph, (value,))
+    (result,) = run_reference(lowered.ir, builder.values(lowered.inputs))
+    nodes = [_widened(node) for node in group_nodes(graph, (value,), lowered)]
+    inputs = wide(builder.values(builder.inputs))
+    (expected,) = chain_module(nodes, builder.inputs, (value,), "cpu")(*inputs)
+    assert result.shape == expected.shape
+    # Integer division has a float32 result that widening the float operands does not reach.
+    tolerance = 1e-9 if expected.dtype != torch.float32 else 1e-6
+    torch.testing.assert_close(result.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_every_recipe_has_a_sample() -> None:
+    assert set(RECIPES) == {op for op, _, _ in SAMPLES}
+
+
+@pytest.mark.parametrize(
+    ("op", "operands", "attrs", "words"),
+    [
+        ("aten.sum.dim_IntList", (X,), {"dim": (0,)}, "reduces dimensions"),
+        ("aten.softmax.int", (X,), {"dim": 1}, "reduces dimensions"),
+        ("aten.bitwise_and.Tensor", (COUNTS, MORE), {}, "boolean"),
+        ("aten.div.Tensor", (X.to(torch.complex64), P), {}, "complex64"),
+        ("aten.linear.default", (X, torch.randn(4, 7)), {}, "no recipe"),
+        ("aten.to.dtype", (X,), {"dtype": "int8"}, "wraps"),
+        ("aten.dropout.default", (X,), {"p": 0.5, "train": True}, "training"),
+        ("aten.arange.start_step", (), {"start": 5, "end": 0, "step": -1}, "not positive"),
+        ("aten.clamp.Tensor", (X, T), {}, "no recipe"),
+    ],
+)
+def test_what_cannot_be_lowered_says_why(
+    op: str, operands: tuple[torch.Tensor, ...], attrs: dict[str, Any], words: str
+) -> None:
+    names = [f"x{number}" for number in range(len(operands))]
+    builder = Builder(**dict(zip(names, operands, strict=True)))
+    graph = builder.graph(builder(op, *names, **attrs))
+    node = next(iter(graph))
+    assert kind_of(node, graph.specs) == "extern"
+    assert words in (why_extern(node, graph.specs) or "")
+
+
+def test_mutations_are_known_by_name() -> None:
+    from fuseplan.planner.graph import OpNode
+
+    assert mutates(OpNode("aten.add_.Tensor", ("x", "y"), ("z",)))
+    assert mutates(OpNode("aten.index_copy_.default", ("x",), ("z",)))
+    assert mutates(OpNode("aten.add.out", ("x", "y"), ("z",)))
+    assert not mutates(OpNode("aten.add.Tensor", ("x", "y"), ("z",)))
+    assert not mutates(OpNode("aten.__and__.Tensor", ("x", "y"), ("z",)))

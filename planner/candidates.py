@@ -126,6 +126,15 @@ def region_dependencies(graph: DataflowGraph, region: Region, classify: Classify
     return Dependencies.of(flow, compute_positions(flow, region))
 
 
+def region_candidates(
+    graph: DataflowGraph, region: Region, masks: Iterable[int], classify: Classify | None = None
+) -> list[Candidate]:
+    """The candidates that ``masks`` stand for, whether or not they are legal."""
+    flow = flow_of(graph, classify)
+    dependencies = Dependencies.of(flow, compute_positions(flow, region))
+    return [_candidate(flow, dependencies, mask) for mask in masks]
+
+
 def group_form(
     graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], classify: Classify | None = None
 ) -> CanonicalForm:

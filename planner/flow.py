@@ -7,6 +7,7 @@ input, a compute op or an extern op holds. Positions are capture order, which is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -112,6 +113,17 @@ class Flow:
             if producer is not None and producer not in seen and self.kinds[producer] == "compute":
                 seen.add(producer)
                 yield producer
+
+    @cached_property
+    def preds_behind_views(self) -> list[list[int]]:
+        """What :attr:`preds` becomes when views are looked through: positions of compute and extern ops."""
+        result: list[list[int]] = []
+        for preds in self.preds:
+            found: dict[int, None] = {}
+            for pred in preds:
+                found.update(dict.fromkeys(result[pred] if self.kinds[pred] == "view" else (pred,)))
+            result.append(list(found))
+        return result
 
     def views_behind(self, ops: Iterable[int]) -> list[int]:
         """View ops on the way from source values to ``ops``, in capture order."""

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
-from fuseplan.kernels.index import Size
 from fuseplan.planner.flow import Kind
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 

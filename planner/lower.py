@@ -151,6 +151,8 @@ class _Lowering:
         for value, plan in planned:
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
         segments = [self._segment(rows, cols, members) for (rows, cols), members in spaces.items()]
+        for value in self._leaves(wanted):
+            self.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
         buffers = self._buffers()
         ir = KernelIR(buffers, tuple(coalesce(self._renumber(segment)) for segment in segments))
         validate(ir)
@@ -199,6 +201,26 @@ class _Lowering:
         if len(distinct) > 1:
             raise NotLowerable(f"reductions over rows of different lengths ({distinct[0]} and {distinct[1]})")
         return distinct[0] if distinct else None
+
+    def _leaves(self, wanted: tuple[str, ...]) -> list[str]:
+        """Values from outside that the ops name as operands, views looked through."""
+        found: dict[str, None] = {}
+        seen: set[str] = set()
+        stack = list(wanted)
+        while stack:
+            value = stack.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            producer = self.graph.producer(value)
+            inside = producer is not None and (
+                producer in self.members or kind_of(self.graph.op(producer), self.graph.specs) == "view"
+            )
+            if producer is not None and inside:
+                stack.extend(self.graph.op(producer).inputs)
+            else:
+                found[value] = None
+        return sorted(found)
 
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
         self.boundaries = set()

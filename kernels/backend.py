@@ -53,7 +53,11 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Resources:
-    """Facts read back from a compiled kernel. None where the back end cannot know."""
+    """Facts read back from a compiled kernel. None where the back end cannot know.
+
+    ``extra["binary"]``, where given, is equal for configurations that run the same machine code in the same way: only
+    one of them is measured.
+    """
 
     registers: int | None = None
     spill_bytes: int | None = None
@@ -99,6 +103,10 @@ class Backend(ABC):
     @abstractmethod
     def default_config(self, ir: KernelIR, target: Target) -> Config:
         """The configuration used when nothing has been tuned; always feasible."""
+
+    def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
+        """Configurations worth trying before any search, best guess first; () when there is no opinion."""
+        return ()
 
     @abstractmethod
     def source(self, ir: KernelIR, config: Config) -> str:

@@ -1,0 +1,215 @@
+"""What the worker processes do: compile, check and screen one configuration, decide between finalists.
+
+Module-level functions of picklable arguments. What a subject needs (inputs, oracle, operand sets) is made once per
+process and kept until the next subject comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from fuseplan.kernels.backend import Backend, CompiledKernel, Config, Resources, Target
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.search.measure import Contest, cache_bytes, contest, rotating_operands, screen
+from fuseplan.search.record import Measurement
+from fuseplan.search.subject import Subject
+from fuseplan.search.timers import Operands, Run, Timer
+from fuseplan.search.verify import Oracle, Verdict, make_oracle, verify
+
+#: Name of the unfused chain among the contestants.
+UNFUSED = "unfused"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How subjects are checked and timed.
+
+    Attributes:
+        target: The device.
+        timer: How one call is timed.
+        seed: Seed of the inputs.
+        screen_s: Seconds of samples for one screening.
+        decide_s: Seconds of interleaved rounds for the decision.
+        operand_bytes: Memory that rotating operands may take; 0 for a quarter of what is free.
+    """
+
+    target: Target
+    timer: Timer
+    seed: int = 0
+    screen_s: float = 0.1
+    decide_s: float = 0.6
+    operand_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Facts of a compiled kernel; ``binary`` is "" where the back end does not name it."""
+
+    resources: Mapping[str, int]
+    binary: str
+
+
+@dataclass(frozen=True)
+class Screened:
+    """A checked configuration, and its time when it is right."""
+
+    verdict: Verdict
+    time: Measurement | None
+    resources: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A kernel in the decisive run."""
+
+    name: str
+    backend: Backend
+    config: Config
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decisive run: everyone's samples, and entrants that failed on fresh inputs."""
+
+    contest: Contest
+    failed: Mapping[str, str]
+    clocks_mhz: Mapping[str, float]
+
+
+class _Desk:
+    """One subject's inputs, oracle and operand sets."""
+
+    def __init__(self, bench: Bench, subject: Subject) -> None:
+        self.bench = bench
+        self.subject = subject
+        self.device = bench.target.device_type
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        return make_oracle(self.subject, self.bench.seed, self.device)
+
+    @cached_property
+    def operands(self) -> Operands:
+        limit = self.bench.operand_bytes or free_bytes(self.device) // 4
+        llc = cache_bytes(self.bench.target.l2_bytes)
+        return rotating_operands(self.oracle.inputs, self.subject.hot_inputs, llc, limit)
+
+
+_desks: dict[tuple[str, int], _Desk] = {}
+
+
+def _desk(bench: Bench, subject: Subject) -> _Desk:
+    key = (subject.key, bench.seed)
+    if key not in _desks:
+        _desks.clear()
+        _desks[key] = _Desk(bench, subject)
+    return _desks[key]
+
+
+def prepare(backend: Backend, ir: KernelIR, config: Config, target: Target) -> Prepared:
+    """Compile into the cache; runs in a compile lane."""
+    resources = backend.prepare(ir, config, target)
+    return Prepared(resource_facts(resources), str(resources.extra.get("binary", "")))
+
+
+def resource_facts(resources: Resources) -> dict[str, int]:
+    """The numbers that are known."""
+    facts = {
+        "registers": resources.registers, "spill_bytes": resources.spill_bytes, "shared_bytes": resources.shared_bytes
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def open_subject(bench: Bench, subject: Subject) -> Measurement:
+    """Make a subject's inputs and oracle, and screen its unfused chain."""
+    with torch.no_grad():
+        desk = _desk(bench, subject)
+        return screen(bench.timer, desk.subject.eager, desk.operands, bench.screen_s)
+
+
+def screen_config(bench: Bench, subject: Subject, backend: Backend, config: Config) -> Screened:
+    """Load a configuration, check it, and time it shortly when it is right."""
+    with torch.no_grad():
+        desk = _desk(bench, subject)
+        kernel = backend.load(subject.ir, config, bench.target)
+        facts = resource_facts(kernel.resources)
+        verdict = verify(kernel, subject, desk.oracle, desk.device)
+        if not verdict.ok:
+            return Screened(verdict, None, facts)
+        run = fused_run(backend, subject, config, bench.target, kernel)
+        return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s), facts)
+
+
+def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
+    """Check every entrant once more on fresh inputs, then time them and the unfused chain in interleaved rounds.
+
+    Args:
+        bench: How to time.
+        subject: The fusion group.
+        entrants: Kernels.
+        twice: The contestant whose second copy shows the noise.
+    """
+    with torch.no_grad():
+        desk = _desk(bench, subject)
+        fresh = make_oracle(subject, bench.seed + 1, desk.device) if entrants else None
+        runs: dict[str, Run] = {UNFUSED: desk.subject.eager}
+        failed: dict[str, str] = {}
+        for entrant in entrants:
+            assert fresh is not None
+            kernel = entrant.backend.load(subject.ir, entrant.config, bench.target)
+            verdict = verify(kernel, subject, fresh, desk.device)
+            if verdict.ok:
+                runs[entrant.name] = fused_run(entrant.backend, subject, entrant.config, bench.target, kernel)
+            else:
+                failed[entrant.name] = verdict.reason
+        result = contest(
+            bench.timer, runs, desk.operands, bench.decide_s, twice if twice in runs else None
+        )
+        return Decision(result, failed, clocks_mhz(desk.device))
+
+
+def release() -> None:
+    """Let go of the current subject's memory."""
+    _desks.clear()
+
+
+def fused_run(backend: Backend, subject: Subject, config: Config, target: Target, kernel: CompiledKernel) -> Run:
+    """The kernel as inference calls it: inputs in, outputs allocated inside."""
+    make = getattr(backend, "fused_callable", None)
+    if make is not None:
+        ready: Run = make(subject.ir, config, target)
+        return ready
+    device = target.device_type
+
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        outputs = subject.allocate_outputs(device)
+        kernel(*inputs, *outputs)
+        return outputs
+
+    return run
+
+
+def free_bytes(device: str) -> int:
+    """Memory that is free on the device."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def clocks_mhz(device: str) -> dict[str, float]:
+    """Clocks right now; {} where they cannot be read. Nothing is ever set."""
+    if device == "cuda":
+        with contextlib.suppress(Exception):
+            return {"sm": float(torch.cuda.clock_rate())}
+        return {}
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        values = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+        return {"core": round(sum(values) / len(values), 1)} if values else {}
+    return {}

@@ -1,0 +1,202 @@
+"""The far side of :mod:`fuseplan.search.worker`: imports torch once, forks workers, watches them.
+
+A forked worker starts in milliseconds, so a crash or a hang costs one job and almost no time. The supervisor itself
+never touches a device, runs no job and starts no thread, which is what makes the fork safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+#: Reply states. The payload of ``OK`` is a pickled result, of the others a text.
+OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
+
+_PR_SET_PDEATHSIG = 1
+#: Errors after which a CUDA context cannot be used again.
+_FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job for one lane: a pickled ``(function, args)``, at most ``limit_s`` seconds long."""
+
+    lane: int
+    job: int
+    limit_s: float
+    payload: bytes
+
+
+@dataclass
+class _Lane:
+    """A worker process and the job it is at."""
+
+    pid: int
+    pipe: Connection
+    job: int = -1
+    deadline: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.job >= 0
+
+
+class Supervisor:
+    """Runs requests of its parent in one worker process per lane, until the parent is gone.
+
+    Args:
+        parent: Requests in, ``(job, state, payload)`` out.
+        threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
+    """
+
+    def __init__(self, parent: Connection, threads: int) -> None:
+        self._parent = parent
+        self._threads = threads
+        self._lanes: dict[int, _Lane] = {}
+
+    def run(self) -> None:
+        try:
+            while True:
+                self._step()
+        except (EOFError, ConnectionError):
+            pass
+        finally:
+            for number in list(self._lanes):
+                self._end(number)
+
+    def _step(self) -> None:
+        deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
+        patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        ready = wait([self._parent, *(lane.pipe for lane in self._lanes.values())], patience)
+        for number, lane in list(self._lanes.items()):
+            if lane.pipe in ready:
+                self._collect(number, lane)
+            elif lane.busy and time.monotonic() >= lane.deadline:
+                job = lane.job
+                self._end(number)
+                self._parent.send((job, TIMED_OUT, ""))
+        if self._parent in ready:
+            self._start(self._parent.recv())
+
+    def _start(self, request: Request) -> None:
+        lane = self._lanes.get(request.lane)
+        if lane is None:
+            lane = self._lanes[request.lane] = self._fork(request.lane)
+        lane.job = request.job
+        lane.deadline = time.monotonic() + request.limit_s
+        # A worker that died while idle shows when its pipe is read.
+        with contextlib.suppress(OSError):
+            lane.pipe.send_bytes(request.payload)
+
+    def _collect(self, number: int, lane: _Lane) -> None:
+        job = lane.job
+        try:
+            state, payload = lane.pipe.recv()
+        except (EOFError, OSError):
+            cause = self._end(number)
+            if job >= 0:
+                self._parent.send((job, CRASHED, cause))
+            return
+        lane.job = -1
+        self._parent.send((job, state, payload))
+
+    def _end(self, number: int) -> str:
+        """Kill a lane's worker with everything it started; the cause of its death in words."""
+        lane = self._lanes.pop(number)
+        lane.pipe.close()
+        # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
+        status = _reap(lane.pid, 0.0 if lane.busy and time.monotonic() >= lane.deadline else 0.5)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(lane.pid, signal.SIGKILL)
+        if status is None:
+            status = os.waitpid(lane.pid, 0)[1]
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"exited with status {os.WEXITSTATUS(status)}"
+
+    def _fork(self, number: int) -> _Lane:
+        from multiprocessing import Pipe
+
+        near, far = Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            near.close()
+            self._parent.close()
+            for lane in self._lanes.values():
+                lane.pipe.close()
+            _work(far, self._threads if number == 0 else 1)
+        far.close()
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        return _Lane(pid, near)
+
+
+def _reap(pid: int, patience_s: float) -> int | None:
+    end = time.monotonic() + patience_s
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        if time.monotonic() >= end:
+            return None
+        time.sleep(0.005)
+
+
+def _work(pipe: Connection, threads: int) -> None:
+    """A worker's life: jobs in, results out, until the pipe closes. Never returns."""
+    import torch
+
+    code = 0
+    try:
+        os.setpgid(0, 0)
+        _die_with_parent()
+        torch.set_num_threads(threads)
+        while True:
+            state, payload, fatal = _attempt(pipe.recv_bytes())
+            pipe.send((state, payload))
+            if fatal:
+                break
+    except (EOFError, ConnectionError):
+        pass
+    except BaseException as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        code = 1
+    # Skip the interpreter's shutdown: it would run exit handlers that belong to the supervisor.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _attempt(request: bytes) -> tuple[str, Any, bool]:
+    """Run one job: its state, its payload, and whether the process is beyond further use."""
+    try:
+        function, args = pickle.loads(request)
+        return OK, pickle.dumps(function(*args)), False
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return RAISED, text, any(sign in text for sign in _FATAL)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for a kill when the supervisor is gone, even in the middle of a job that hangs (Linux)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(handle: int, threads: int) -> None:
+    """Serve the parent behind the socket ``handle``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import fuseplan.search.jobs  # noqa: F401  # pulls in torch before any fork
+
+    Supervisor(Connection(handle), threads).run()

@@ -1,0 +1,183 @@
+"""Running jobs where a crash, a hang or an illegal access costs one job and nothing else.
+
+:class:`WorkerPool` keeps one supervisor process (:mod:`fuseplan.search.supervisor`) for as long as it lives; lane 0
+measures, the other lanes compile. When this process ends, however it ends, the workers end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+from fuseplan.search.supervisor import CRASHED, OK, TIMED_OUT, Request
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from fuseplan.search.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: its value, or the reason why there is none."""
+
+    value: Any = None
+    failure: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failure
+
+
+class Executor(Protocol):
+    """Somewhere to run jobs: a module-level function and picklable arguments each."""
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        """Run one job in the measuring process, alone."""
+        ...
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+class InlineExecutor:
+    """Runs jobs in this process: no isolation and no time limit; for tests and trusted kernels."""
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        try:
+            return Outcome(function(*args))
+        except Exception as error:
+            return Outcome(failure=f"{type(error).__name__}: {error}")
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        return [self.call(function, *args, limit_s=limit_s) for args in arguments]
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerPool:
+    """Worker processes with time limits; starts at once, restarts by itself, and is a context manager.
+
+    Args:
+        compilers: Parallel compile lanes; the usable cores by default.
+        threads: torch threads of the measuring worker; those of this process by default.
+    """
+
+    def __init__(self, compilers: int | None = None, threads: int | None = None) -> None:
+        self.compilers = max(1, compilers if compilers is not None else len(os.sched_getaffinity(0)))
+        self.threads = threads if threads is not None else torch.get_num_threads()
+        self._jobs = 0
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._start()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        return self._run(function, [args], limit_s, lanes=[0])[0]
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        return self._run(function, arguments, limit_s, lanes=list(range(1, self.compilers + 1)))
+
+    def close(self) -> None:
+        """End every process of the pool; a later job starts a new one."""
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None
+        if pipe is not None:
+            pipe.close()
+        if process is None:
+            return
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            paths = json.dumps([os.fspath(path) for path in sys.path])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                # Ctrl-C goes to this process alone, which then ends the others in order.
+                start_new_session=True,
+            )
+        self._pipe = Connection(ours.detach())
+
+    def _run(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, lanes: list[int]
+    ) -> list[Outcome]:
+        if self._pipe is None or self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        assert self._pipe is not None
+        first = self._jobs
+        self._jobs += len(arguments)
+        outcomes: dict[int, Outcome] = {}
+        lane_of: dict[int, int] = {}
+        log_start = self._log.seek(0, os.SEEK_END)
+        try:
+            while len(outcomes) < len(arguments):
+                while lanes and len(outcomes) + len(lane_of) < len(arguments):
+                    number = len(outcomes) + len(lane_of)
+                    lane_of[first + number] = lane = lanes.pop()
+                    payload = pickle.dumps((function, arguments[number]))
+                    self._pipe.send(Request(lane, first + number, limit_s, payload))
+                job, state, payload = self._pipe.recv()
+                lanes.append(lane_of.pop(job))
+                outcomes[job - first] = self._outcome(state, payload, limit_s, log_start)
+        except (EOFError, ConnectionError):
+            last = self._last_words(log_start)
+            self.close()
+            lost = Outcome(failure=f"the worker's supervisor ended{last}")
+            return [outcomes.get(number, lost) for number in range(len(arguments))]
+        except BaseException:
+            # Interrupted with jobs under way: their lanes are busy, so the next job gets new ones.
+            self.close()
+            raise
+        return [outcomes[number] for number in range(len(arguments))]
+
+    def _outcome(self, state: str, payload: Any, limit_s: float, log_start: int) -> Outcome:
+        if state == OK:
+            return Outcome(pickle.loads(payload))
+        if state == TIMED_OUT:
+            return Outcome(failure=f"no result within {limit_s:g} s")
+        if state == CRASHED:
+            return Outcome(failure=f"crashed: {payload}{self._last_words(log_start)}")
+        return Outcome(failure=str(payload))
+
+    def _last_words(self, start: int) -> str:
+        """The last line that the workers wrote since ``start``."""
+        self._log.seek(start)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        self._log.seek(0, os.SEEK_END)
+        return f": {lines[-1][:200]}" if lines else ""

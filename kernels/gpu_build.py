@@ -1,0 +1,193 @@
+"""Generated GPU modules: written to the user's cache, imported by path, compiled to a cubin with or without a GPU."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import platformdirs
+from fuseplan.kernels.backend import BuildError, Resources, Target
+
+#: Storage type -> Triton's spelling in a kernel signature.
+POINTER_TYPES: Mapping[str, str] = {
+    "float64": "*fp64", "float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int64": "*i64",
+    "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1",
+}
+
+
+def digest(text: str) -> str:
+    """A short content hash for file names."""
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+class ModuleStore:
+    """A folder of generated Python modules, each named by the hash of its text.
+
+    Args:
+        kind: Sub-folder, one for each back end.
+        cache_dir: The folder that holds them; by default the user's cache folder.
+    """
+
+    def __init__(self, kind: str, cache_dir: Path | str | None = None) -> None:
+        self.folder = Path(cache_dir or platformdirs.user_cache_dir("fuseplan")) / kind
+
+    def write(self, source: str) -> Path:
+        """The file that holds ``source``; written whole or not at all, so that processes can share the folder."""
+        path = self.folder / f"kernel_{digest(source)}.py"
+        if not path.exists():
+            self.write_text(path, source)
+        return path
+
+    def write_text(self, path: Path, text: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(temporary).replace(path)
+        except OSError as error:
+            raise BuildError(f"cannot write generated kernels to {path.parent}: {error}") from error
+
+    def load(self, source: str) -> ModuleType:
+        """The module of ``source``, imported from its file (Triton reads a kernel's text from there)."""
+        return _import_from(self.write(source))
+
+
+@functools.lru_cache(maxsize=4096)
+def _import_from(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"fuseplan_generated_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What a compiler needs beside a kernel's source.
+
+    Attributes:
+        signature: Triton type of every argument, in order, by name (``"*bf16"``, ``"i32"``).
+        aligned: Names of arguments that are multiples of 16 (addresses in bytes, integers by value).
+        constants: Values of compile-time arguments (their type in ``signature`` is ``"constexpr"``).
+        num_warps: Warps of one program.
+        num_stages: Software pipeline depth.
+    """
+
+    signature: Mapping[str, str]
+    aligned: Sequence[str]
+    num_warps: int
+    num_stages: int = 1
+    constants: Mapping[str, Any] | None = None
+
+
+def compile_kernel(function: Any, spec: KernelSpec, target: Target) -> Any:
+    """Compile a ``@triton.jit`` function to a cubin, through Triton's own on-disk cache. Needs no GPU.
+
+    Returns:
+        Triton's ``CompiledKernel``.
+
+    Raises:
+        BuildError: Triton or ptxas refused; the message has their first complaint.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = list(spec.signature)
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned}
+    constants = {(names.index(name),): value for name, value in (spec.constants or {}).items()}
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
+    try:
+        source = ASTSource(function, dict(spec.signature), constants, attributes)
+        return triton.compile(source, target=GPUTarget("cuda", compute_capability(target), 32), options=options)
+    except Exception as error:
+        raise BuildError(f"triton could not compile the kernel for {target.arch}: {_complaint(error)}") from error
+
+
+def compute_capability(target: Target) -> int:
+    """``"sm_90"`` -> 90."""
+    match = re.fullmatch(r"sm_(\d+)a?", target.arch)
+    if match is None:
+        raise BuildError(f"cannot compile for architecture '{target.arch}': expected a name such as sm_90")
+    return int(match[1])
+
+
+def _complaint(error: BaseException) -> str:
+    """The innermost cause's last line: Triton wraps the reason in source excerpts."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+def read_resources(compiled: Any) -> Resources:
+    """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel, read from its cubin."""
+    usage = _cubin_usage(compiled.asm["cubin"], compiled.metadata.name)
+    extra = {"ptx_vector_bytes": vector_bytes(compiled.asm.get("ptx", ""))}
+    return Resources(usage.get("REG"), usage.get("STACK"), int(compiled.metadata.shared), extra)
+
+
+def vector_bytes(ptx: str) -> int:
+    """Width of the narrowest vector load or store of more than one element in global memory; 0 without any."""
+    widths = {int(count) * int(bits) // 8 for count, bits in re.findall(r"\.global\S*\.v([248])\.\w(\d+)", ptx)}
+    return min(widths, default=0)
+
+
+def _cubin_usage(cubin: bytes, name: str) -> dict[str, int]:
+    """``{"REG": 32, "STACK": 0, ...}`` as cuobjdump reports it; empty where that tool is missing."""
+    tool = _cuobjdump()
+    if tool is None:
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    match = re.search(rf"Function {re.escape(name)}:\s*\n\s*(.*)", result.stdout)
+    return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", match[1])} if match else {}
+
+
+@functools.cache
+def _cuobjdump() -> str | None:
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    return str(tool) if tool.exists() else None
+
+
+class ResourceCache:
+    """Resources of kernels compiled before, so that a second look costs no import of the compiler."""
+
+    def __init__(self, store: ModuleStore) -> None:
+        self.store = store
+
+    def _path(self, key: str) -> Path:
+        return self.store.folder / f"resources_{digest(key)}.json"
+
+    def get(self, key: str) -> Resources | None:
+        """What :meth:`put` stored; None when absent or unreadable."""
+        with suppress(OSError, ValueError, TypeError):
+            return Resources(**json.loads(self._path(key).read_text(encoding="utf-8")))
+        return None
+
+    def put(self, key: str, resources: Resources) -> None:
+        facts = {
+            "registers": resources.registers,
+            "spill_bytes": resources.spill_bytes,
+            "shared_bytes": resources.shared_bytes,
+            "extra": dict(resources.extra),
+        }
+        self.store.write_text(self._path(key), json.dumps(facts))

@@ -1,0 +1,104 @@
+"""Launching compiled Triton kernels with little work per call, on whatever device and stream the caller is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fuseplan.kernels.backend import CompiledKernel, Resources
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Assumptions a binary is compiled under.
+
+    Attributes:
+        wide: Index arithmetic in 64 bits.
+        aligned: Every address is a multiple of 16 bytes.
+    """
+
+    wide: bool = False
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a launch needs for one set of dynamic sizes: the number of programs, and whether 64-bit indices."""
+
+    programs: int
+    wide: bool
+
+
+class GpuKernel(CompiledKernel):
+    """A Triton kernel with all configuration folded: its arguments are the buffers and the dynamic sizes.
+
+    Binaries are compiled for a variant when a call first needs it, and kept per device. Capturable in a CUDA graph
+    after one warm-up call.
+
+    Args:
+        compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
+        geometry: Programs and index width for given dynamic sizes.
+        symbols: Names of the dynamic sizes.
+        num_buffers: Number of tensor arguments.
+        resources: Facts of the default variant.
+    """
+
+    def __init__(
+        self,
+        compile_variant: Callable[[Variant], Any],
+        geometry: Callable[[Mapping[str, int]], Geometry],
+        symbols: tuple[str, ...],
+        num_buffers: int,
+        resources: Resources,
+    ) -> None:
+        self.resources = resources
+        self._compile_variant = compile_variant
+        self._geometry = geometry
+        self._symbols = symbols
+        self._num_buffers = num_buffers
+        self._geometries: dict[tuple[int, ...], Geometry] = {}
+        self._launchers: dict[tuple[int, bool, bool], Callable[..., None]] = {}
+
+    def __call__(self, *args: torch.Tensor | int) -> None:
+        tensors, sizes = args[: self._num_buffers], args[self._num_buffers :]
+        geometry = self._geometries.get(sizes)  # type: ignore[arg-type]
+        if geometry is None:
+            geometry = self._geometry(dict(zip(self._symbols, sizes, strict=True)))  # type: ignore[arg-type]
+            self._geometries[sizes] = geometry  # type: ignore[index]
+        if geometry.programs == 0:
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        key = (device, geometry.wide, bits % 16 == 0)
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            launcher = self._launchers[key] = self._load(*key)
+        if device == torch.cuda.current_device():
+            launcher(geometry.programs, torch.cuda.current_stream(device).cuda_stream, *addresses, *sizes)
+        else:
+            with torch.cuda.device(device):
+                launcher(geometry.programs, torch.cuda.current_stream(device).cuda_stream, *addresses, *sizes)
+
+    def _load(self, device: int, wide: bool, aligned: bool) -> Callable[..., None]:
+        with torch.cuda.device(device):
+            return direct_launcher(self._compile_variant(Variant(wide, aligned)))
+
+
+def direct_launcher(compiled: Any) -> Callable[..., None]:
+    """``launch(programs, stream, *arguments)`` for a Triton ``CompiledKernel``, loaded on the current device.
+
+    It calls the compiled launcher with addresses as integers, which skips Triton's argument inspection (and a driver
+    query per pointer).
+    """
+    run = compiled.run
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def launch(programs: int, stream: int, *arguments: int) -> None:
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch

@@ -1,0 +1,145 @@
+"""The Triton back end: what can be tuned, what is not worth trying, and how a kernel is built."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from fuseplan.kernels.backend import (
+    Backend,
+    BuildError,
+    CompiledKernel,
+    Config,
+    Resources,
+    Target,
+    Tunable,
+    config_key,
+)
+from fuseplan.kernels.gpu_build import (
+    POINTER_TYPES,
+    KernelSpec,
+    ModuleStore,
+    ResourceCache,
+    compile_kernel,
+    read_resources,
+)
+from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.triton_config import default_config, infeasible, tunables
+from fuseplan.kernels.triton_emitter import KERNEL_NAME, buffer_names, emit_triton
+from fuseplan.kernels.triton_index import symbol_argument
+from fuseplan.kernels.triton_tile import needs_int64, programs
+
+
+class TritonBackend(Backend):
+    """Generated Triton kernels for CUDA devices.
+
+    In a process that has Triton's interpreter on (``TRITON_INTERPRET=1`` before the first import), :meth:`load` gives
+    kernels that run on CPU tensors.
+
+    Args:
+        cache_dir: Folder for generated modules; by default the user's cache folder.
+    """
+
+    name: ClassVar[str] = "triton"
+    device_type: ClassVar[str] = "cuda"
+
+    def __init__(self, cache_dir: Path | str | None = None) -> None:
+        self.store = ModuleStore("triton", cache_dir)
+        self.resource_cache = ResourceCache(self.store)
+
+    def unavailable(self) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed: pip install triton (Linux)"
+        return None
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        if target.device_type != "cuda":
+            return f"triton kernels run on CUDA devices, not on '{target.device_type}'"
+        try:
+            emit_triton(ir, self.default_config(ir, target))
+        except BuildError as error:
+            return str(error)
+        return None
+
+    def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+        return tunables(ir)
+
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        return infeasible(ir, config, target)
+
+    def default_config(self, ir: KernelIR, target: Target) -> Config:
+        return default_config(ir, target)
+
+    def source(self, ir: KernelIR, config: Config) -> str:
+        return emit_triton(ir, config, needs_int64(ir))
+
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        import triton
+
+        variant = Variant(wide=needs_int64(ir))
+        key = f"{triton.__version__}|{target.arch}|{config_key(config)}|{emit_triton(ir, config, variant.wide)}"
+        resources = self.resource_cache.get(key)
+        if resources is None:
+            resources = read_resources(self._compile(ir, config, target, variant))
+            self.resource_cache.put(key, resources)
+        return resources
+
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        if interpreter_is_on():
+            return InterpretedKernel(self.store.load(self.source(ir, config)).fused, ir, config)
+        if not torch.cuda.is_available():
+            raise BuildError("triton: no CUDA device is visible to load a kernel on; prepare() compiles without one")
+        return GpuKernel(
+            functools.partial(self._compile, ir, config, target),
+            functools.partial(_geometry, ir, config),
+            ir.symbols,
+            len(ir.buffers),
+            self.prepare(ir, config, target),
+        )
+
+    def _compile(self, ir: KernelIR, config: Config, target: Target, variant: Variant) -> Any:
+        module = self.store.load(emit_triton(ir, config, variant.wide))
+        return compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(ir, config, variant), target)
+
+
+def _kernel_spec(ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
+    pointers = {
+        name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(buffer_names(ir), ir.buffers, strict=True)
+    }
+    sizes = {symbol_argument(name): "i64" if variant.wide else "i32" for name in ir.symbols}
+    return KernelSpec(
+        signature={**pointers, **sizes},
+        aligned=tuple(pointers) if variant.aligned else (),
+        num_warps=int(config["num_warps"]),
+        num_stages=int(config.get("num_stages", 1)),
+    )
+
+
+def _geometry(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> Geometry:
+    return Geometry(programs(ir, config, symbols), needs_int64(ir, symbols))
+
+
+def interpreter_is_on() -> bool:
+    """True when Triton was imported with its interpreter on: its functions then run on CPU tensors, in NumPy."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+class InterpretedKernel(CompiledKernel):
+    """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow."""
+
+    def __init__(self, function: Any, ir: KernelIR, config: Config) -> None:
+        self.resources = Resources()
+        self._function, self._ir, self._config = function, ir, config
+
+    def __call__(self, *args: torch.Tensor | int) -> None:
+        sizes = dict(zip(self._ir.symbols, args[len(self._ir.buffers) :], strict=True))
+        count = programs(self._ir, self._config, sizes)  # type: ignore[arg-type]
+        if count:
+            self._function[(count,)](*args)

@@ -1,0 +1,177 @@
+"""Configurations of a Triton kernel: the choices, which of them arithmetic rules out, and the default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fuseplan.kernels.backend import Config, Target, Tunable
+from fuseplan.kernels.index import Size, is_static
+from fuseplan.kernels.ir import KernelIR, Load, Segment
+from fuseplan.kernels.schedule import reduction_depths, schedule
+from fuseplan.kernels.triton_tile import Tile, live_words, next_power_of_2, programs, tile_of
+
+#: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
+DEFAULT_PERSISTENT_COLS = 16384
+MAX_PERSISTENT_COLS = 32768
+#: Registers a kernel spends on addresses, masks and the like, whatever its tile.
+_BASE_REGISTERS = 24
+#: Registers of one multiprocessor, per thread of a full one: 65536 in all.
+_REGISTER_FILE = 65536
+#: What a dynamic size counts as where a choice needs a number.
+_TYPICAL_SIZE = 4096
+
+
+def _static(size: Size, otherwise: int = _TYPICAL_SIZE) -> int:
+    return size if isinstance(size, int) else otherwise
+
+
+def tunables(ir: KernelIR) -> tuple[Tunable, ...]:
+    """``block_rows``, ``block_cols``, ``num_warps``; for reductions also ``loads``; for looped ones ``num_stages``.
+
+    A reduction whose columns fit ``block_cols`` is persistent (its row stays in registers), else it is looped.
+    """
+    widest = max((next_power_of_2(_static(segment.cols)) for segment in ir.segments), default=1)
+    rows = max((next_power_of_2(_static(segment.num_rows)) for segment in ir.segments), default=1)
+    reduces = any(segment.has_reduction() for segment in ir.segments)
+    if reduces:
+        cols = [c for c in (1024, 2048, 4096, 8192) if c < widest]
+        cols += [widest] if widest <= MAX_PERSISTENT_COLS else []
+    else:
+        cols = [c for c in (64, 128, 256, 512, 1024, 2048, 4096) if c < widest]
+        cols += [widest] if widest <= 8192 else []
+    found = [
+        Tunable("block_rows", tuple(r for r in (1, 2, 4, 8, 16, 32, 64, 128) if r <= rows)),
+        Tunable("block_cols", tuple(cols or [widest])),
+        Tunable("num_warps", (1, 2, 4, 8, 16, 32) if reduces else (1, 2, 4, 8)),
+    ]
+    if reduces:
+        if any(_late_loads(segment) for segment in ir.segments):
+            found.append(Tunable("loads", ("late", "early")))
+        if any(not is_static(s.cols) or min(cols) < s.cols for s in ir.segments if s.has_reduction()):
+            found.append(Tunable("num_stages", (1, 2, 3)))
+    return tuple(found)
+
+
+def _late_loads(segment: Segment) -> bool:
+    """True when some load is first needed after a reduction: it may be issued before or after."""
+    return any(
+        isinstance(segment.body[value], Load) and reduction_depths(segment)[value] == 0
+        for phase in schedule(segment)[1:]
+        for value in _new_elements(segment, phase.elements)
+    )
+
+
+def _new_elements(segment: Segment, elements: Iterable[int]) -> list[int]:
+    first = set(schedule(segment)[0].elements)
+    return [value for value in elements if value not in first]
+
+
+def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
+    """Why ``config`` is not worth compiling, or None."""
+    threads = 32 * int(config["num_warps"])
+    tiles = [tile_of(segment, config) for segment in ir.segments]
+    for segment, tile in zip(ir.segments, tiles, strict=True):
+        reason = _infeasible_tile(segment, tile, threads, target)
+        if reason:
+            return reason
+    return _redundant(ir, config, tiles) or _starved(ir, config, tiles, target)
+
+
+def _infeasible_tile(segment: Segment, tile: Tile, threads: int, target: Target) -> str | None:
+    per_thread = tile.elements / threads
+    limit = min(target.registers_per_thread or 255, _REGISTER_FILE // threads)
+    need = estimated_registers(segment, tile, threads)
+    if need > limit:
+        return f"about {need} registers a thread, the limit is {limit}"
+    if not segment.has_reduction() and per_thread > 64:
+        return f"{per_thread:.0f} elements a thread in a pointwise tile"
+    return None
+
+
+def estimated_registers(segment: Segment, tile: Tile, threads: int) -> int:
+    """Registers of one thread if everything live is held at once, at least one element of each value."""
+    per_thread = max(1.0, tile.elements / threads)
+    return _BASE_REGISTERS + round(per_thread * live_words(segment))
+
+
+def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
+    """Configs that build the same kernel as another, or only waste lanes."""
+    rows = int(config["block_rows"])
+    if all(tile.rows < rows for tile in tiles):
+        return f"block_rows={rows} is more than any segment has"
+    if not any(tile.looped for tile in tiles) and int(config.get("num_stages", 1)) != 1:
+        return "num_stages has no effect without a loop"
+    folding = [tile for tile, segment in zip(tiles, ir.segments, strict=True) if segment.has_reduction()]
+    if config.get("loads") == "early" and all(tile.looped for tile in folding):
+        return "loads has no effect on a looped reduction"
+    for tile, segment in zip(tiles, ir.segments, strict=True):
+        if tile.looped and tile.rows > 4:
+            return "a looped reduction over many rows at once"
+        if not segment.has_reduction() and isinstance(segment.cols, int) and isinstance(tile.col_blocks, int):
+            covered = tile.col_blocks * tile.cols
+            if tile.cols > 64 and tile.col_blocks > 1 and covered > 1.25 * segment.cols:
+                return f"{covered - segment.cols} of {covered} columns would be idle lanes"
+    return None
+
+
+def _starved(ir: KernelIR, config: Config, tiles: list[Tile], target: Target) -> str | None:
+    """Tiles too small for their threads, or so large that most multiprocessors idle."""
+    threads = 32 * int(config["num_warps"])
+    largest = max(tile.elements for tile in tiles)
+    if threads > 32 and largest < 2 * threads:
+        return f"{threads} threads for tiles of {largest} elements"
+    if ir.symbols:
+        return None
+    count = programs(ir, config, {})
+    if count < target.cores // 2 and largest > 4096 and max(tile.rows for tile in tiles) > 1:
+        return f"{count} programs leave most of {target.cores} multiprocessors idle"
+    if count > 64 * target.cores and largest <= 256:
+        return f"{count} programs of only {largest} elements"
+    return None
+
+
+def default_config(ir: KernelIR, target: Target) -> Config:
+    """A config that is good without tuning: 16-byte accesses, 8 to 32 elements a thread, no spills."""
+    if any(segment.has_reduction() for segment in ir.segments):
+        return _default_reduction(ir, target)
+    return _default_pointwise(ir, target)
+
+
+def _elements(ir: KernelIR) -> int:
+    return sum(_static(segment.num_rows) * _static(segment.cols) for segment in ir.segments)
+
+
+def _default_pointwise(ir: KernelIR, target: Target) -> Config:
+    total = _elements(ir)
+    # Enough programs to occupy every multiprocessor a few times over before tiles grow.
+    tile = 1024
+    while tile > 256 and total // tile < 2 * target.cores:
+        tile //= 2
+    while tile > 128 and max((live_words(segment) for segment in ir.segments), default=1) * tile > 16384:
+        tile //= 2
+    widest = max((next_power_of_2(_static(segment.cols)) for segment in ir.segments), default=1)
+    rows = max((next_power_of_2(_static(segment.num_rows)) for segment in ir.segments), default=1)
+    cols = min(tile, widest)
+    config = {"block_rows": min(max(tile // cols, 1), rows, 128), "block_cols": cols}
+    return config | {"num_warps": 4 if tile >= 512 else 2}
+
+
+def _default_reduction(ir: KernelIR, target: Target) -> Config:
+    reducing = [segment for segment in ir.segments if segment.has_reduction()]
+    widest = max(next_power_of_2(_static(segment.cols)) for segment in reducing)
+    looped = widest > DEFAULT_PERSISTENT_COLS or not all(is_static(segment.cols) for segment in reducing)
+    cols = 2048 if looped else widest
+    num_rows = max(_static(segment.num_rows) for segment in reducing)
+    rows = 1
+    while not looped and rows * cols < 1024 and num_rows // (2 * rows) >= 2 * target.cores:
+        rows *= 2
+    words = max(live_words(segment) for segment in ir.segments)
+    per_thread = 8 if num_rows <= target.cores else 16
+    warps = min(16, max(1, next_power_of_2(rows * cols // (32 * per_thread))))
+    while warps < 32 and rows * cols // (32 * warps) * words > 96:
+        warps *= 2
+    choices = {tunable.name: tunable.choices for tunable in tunables(ir)}
+    cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
+    chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
+    # The first choice of what is left: loads where they are used, no pipelining.
+    return {name: chosen.get(name, values[0]) for name, values in choices.items()}

@@ -1,0 +1,109 @@
+"""Device functions that generated Triton modules may call, by the names the op table spells.
+
+They are text, not ``@triton.jit`` functions of this module: a generated module holds those it uses, so that it can be
+read, cached, interpreted and compiled without fuseplan.
+"""
+
+from __future__ import annotations
+
+import re
+
+_FLOORDIV = '''
+@triton.jit
+def _floordiv(a, b):
+    """Integer division that rounds toward minus infinity."""
+    quotient = a // b
+    remainder = a - quotient * b
+    return quotient - ((remainder != 0) & ((remainder < 0) != (b < 0))).to(quotient.dtype)
+'''
+
+_REMAINDER = '''
+@triton.jit
+def _remainder(a, b):
+    """Integer remainder with the sign of the divisor."""
+    return a - _floordiv(a, b) * b
+'''
+
+# Rational and polynomial approximations below 0.625: Cephes tanh and tanhf (Moshier).
+_TANH = '''
+@triton.jit
+def _tanh(x):
+    """Hyperbolic tangent, accurate to a few units in the last place for small arguments too."""
+    size = tl.abs(x)
+    large = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    large = tl.where(x < 0, -large, large)
+    z = x * x
+    if x.dtype == tl.float64:
+        top = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
+        bottom = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
+        small = x + x * z * (top / bottom)
+    else:
+        series = (-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2
+        small = x + x * z * ((series * z + 1.33314422036e-1) * z - 3.33332819422e-1)
+    return tl.where(size < 0.625, small, large)
+'''
+
+_POW = '''
+@triton.jit
+def _pow(base, exponent):
+    """Power with C semantics, evaluated in double precision."""
+    x = base.to(tl.float64)
+    y = exponent.to(tl.float64)
+    size = tl.exp2(y * tl.log2(tl.abs(x)))
+    whole = tl.floor(y) == y
+    odd = whole & (tl.floor(y * 0.5) * 2.0 != y)
+    negative = tl.where(whole, tl.where(odd, -size, size), float("nan"))
+    result = tl.where(x < 0, negative, size)
+    return tl.where(y == 0, 1.0, tl.where(x == 1, 1.0, result)).to(base.dtype)
+'''
+
+_MAX = '''
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+'''
+
+_ROW_MAX = '''
+@triton.jit
+def _row_max(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
+    """Maximum along ``axis``; NaN wins."""
+    return tl.reduce(x, axis, _larger, keep_dims=keep_dims)
+'''
+
+_MIN = '''
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+'''
+
+_ROW_MIN = '''
+@triton.jit
+def _row_min(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
+    """Minimum along ``axis``; NaN wins."""
+    return tl.reduce(x, axis, _smaller, keep_dims=keep_dims)
+'''
+
+#: Helper -> its source, each after what it calls.
+_HELPERS = {
+    "_floordiv": _FLOORDIV,
+    "_remainder": _REMAINDER,
+    "_tanh": _TANH,
+    "_pow": _POW,
+    "_larger": _MAX,
+    "_row_max": _ROW_MAX,
+    "_smaller": _MIN,
+    "_row_min": _ROW_MIN,
+}
+
+
+def helper_sources(code: str) -> list[str]:
+    """Sources of the helpers that ``code`` calls, directly or not, in an order that defines before use."""
+    needed: set[str] = set()
+    pending = [code]
+    while pending:
+        text = pending.pop()
+        for name, source in _HELPERS.items():
+            if name not in needed and re.search(rf"(?<![\w.]){name}\b", text):
+                needed.add(name)
+                pending.append(source)
+    return [_HELPERS[name].strip() for name in _HELPERS if name in needed]

@@ -1,0 +1,382 @@
+"""From a pre-dispatch ATen ``fx.GraphModule`` to a :class:`DataflowGraph`: the one path of planning and dispatch.
+
+Both the offline capture and the ``torch.compile`` back end come through :func:`normalise`, so a plan that was keyed
+offline is found at run time. Names and devices play no part in the result's meaning: arguments are bound by schema,
+no-op calls vanish, synonyms get one spelling, and dynamic sizes are renamed in order of first use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from fuseplan.planner.errors import CaptureError
+from fuseplan.planner.execute import Parameter, parameters_of
+from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.hazards import Access, live, order_edges
+from fuseplan.planner.sizes import SizeNames
+from fuseplan.planner.spelling import Call, respell
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """A dataflow graph, and how its values relate to the traced module.
+
+    Attributes:
+        graph: The graph.
+        nodes: The fx node that computes each value (for an op with several results, the op's own node).
+        placeholders: Position among the module's arguments of each tensor input; constants are not in it.
+        sizes: Position among the module's arguments of each dynamic size that is passed as an integer.
+        constants: Tensors that the trace holds as attributes; they are graph inputs too.
+        opaque: Callables of ops that are no ATen call (higher-order ops), by op name in the graph: they take the
+            op's inputs as tensors and return a list of tensors.
+        results: What the module returns, leaf by leaf: ``Ref(i)`` for ``graph.outputs[i]``, a size, or a constant.
+    """
+
+    graph: DataflowGraph
+    nodes: Mapping[str, fx.Node]
+    placeholders: Mapping[str, int]
+    sizes: Mapping[str, int]
+    constants: Mapping[str, torch.Tensor]
+    opaque: Mapping[str, Callable[..., list[torch.Tensor]]]
+    results: tuple[Any, ...]
+
+
+def normalise(module: fx.GraphModule) -> Normalised:
+    """Build the dataflow graph of a pre-dispatch ATen trace whose nodes carry fake values in ``meta["val"]``.
+
+    Raises:
+        CaptureError: The trace holds something that has no place in a dataflow graph; the message names the node.
+    """
+    builder = _Builder(module)
+    builder.walk()
+    return builder.finish()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What an fx node stands for when it is a tensor."""
+
+    name: str
+    fake: torch.Tensor
+
+    @property
+    def storage(self) -> int:
+        """Identity of the memory: equal for a tensor, its views, and what an in-place op returns."""
+        return int(self.fake.untyped_storage()._cdata)
+
+
+#: Calls that only switch a mode, and run-time checks: they compute nothing.
+_MODE_SWITCHES = (torch._C._set_grad_enabled, torch.amp.autocast_mode._exit_autocast)
+_CHECKS = frozenset(
+    (
+        "_assert_async",
+        "_assert_scalar",
+        "_assert_tensor_metadata",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+    )
+)
+#: In-place ops that change autograd state, never data.
+_HARMLESS = frozenset(("aten.detach_.default", "aten.requires_grad_.default"))
+
+
+@dataclass
+class _Builder:
+    root: fx.GraphModule
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    nodes: dict[str, fx.Node] = field(default_factory=dict)
+    placeholders: dict[str, int] = field(default_factory=dict)
+    size_arguments: dict[str, int] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    opaque: dict[str, Callable[..., list[torch.Tensor]]] = field(default_factory=dict)
+    ops: list[OpNode] = field(default_factory=list)
+    accesses: dict[str, Access] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+    results: tuple[Any, ...] = ()
+    names: SizeNames = field(default_factory=SizeNames)
+    #: What each fx node stands for: a _Tensor, a size or constant, a tuple of these, or a module.
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fakes = [node.meta.get("val") for node in self.root.graph.nodes]
+        devices = Counter(fake.device.type for fake in fakes if isinstance(fake, torch.Tensor))
+        self.device = devices.most_common(1)[0][0] if devices else "cpu"
+
+    def walk(self) -> None:
+        position = 0
+        for node in self.root.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self._placeholder(node, position)
+                position += 1
+            elif node.op == "get_attr":
+                self.values[node] = self._attribute(node)
+            elif node.op == "call_function":
+                self.values[node] = self._call(node)
+            elif node.op == "output":
+                self._output(node)
+            else:
+                raise CaptureError(f"node {node.name} is a {node.op}; only ATen calls can be planned")
+
+    # -- leaves ---------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node, position: int) -> Any:
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.Tensor):
+            self.placeholders[node.name] = position
+            return self._define(node.name, fake, node)
+        if isinstance(fake, torch.SymInt):
+            size = self.names.size(fake)
+            if not isinstance(size, int) and size.is_Symbol:
+                self.size_arguments.setdefault(size.name, position)
+            return size
+        return fake
+
+    def _attribute(self, node: fx.Node) -> Any:
+        held: Any = self.root
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        if not isinstance(held, torch.Tensor):
+            return held
+        self.constants[node.name] = held
+        fake = node.meta.get("val")
+        return self._define(node.name, fake if isinstance(fake, torch.Tensor) else held, node)
+
+    def _define(self, name: str, fake: torch.Tensor, node: fx.Node) -> _Tensor:
+        if fake.layout is not torch.strided:
+            raise CaptureError(f"value {name} has layout {fake.layout}; only strided tensors can be planned")
+        self.specs[name] = self._spec(fake)
+        self.nodes[name] = node
+        return _Tensor(name, fake)
+
+    def _spec(self, fake: torch.Tensor) -> TensorSpec:
+        shape = tuple(self.names.size(extent) for extent in fake.shape)
+        return TensorSpec(shape, dtype_name(fake.dtype), tuple(self.names.size(stride) for stride in fake.stride()))
+
+    def _output(self, node: fx.Node) -> None:
+        leaves = []
+        for leaf in pytree.tree_leaves(self._resolve(node.args[0]), is_leaf=lambda item: item is None):
+            if isinstance(leaf, _Tensor):
+                leaves.append(Ref(len(self.outputs)))
+                self.outputs.append(leaf.name)
+            else:
+                leaves.append(leaf)
+        self.results = tuple(leaves)
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node) -> Any:
+        target, fake = node.target, node.meta.get("val")
+        if target is operator.getitem:
+            container, index = self._resolve(node.args[0]), node.args[1]
+            return container[index]
+        if isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self.names.expression(fake)
+        if target in _MODE_SWITCHES:
+            return None
+        if target is torch.amp.autocast_mode._enter_autocast:
+            if len(node.args) < 3 or node.args[2]:
+                raise CaptureError("the model enables autocast; cast it with model.to(dtype) instead")
+            return None
+        if isinstance(target, torch._ops.OpOverload):
+            return self._op(node, target)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self._higher_order(node, target)
+        if isinstance(fake, int | float | bool):
+            return fake
+        raise CaptureError(f"node {node.name} calls {target}, which is no ATen op")
+
+    def _resolve(self, argument: Any) -> Any:
+        """The argument with every fx node replaced by what it stands for."""
+        if isinstance(argument, fx.Node):
+            return self.values[argument]
+        if isinstance(argument, list | tuple):
+            return tuple(self._resolve(item) for item in argument)
+        if isinstance(argument, dict):
+            return {key: self._resolve(item) for key, item in argument.items()}
+        if isinstance(argument, slice):
+            raise CaptureError("a slice object reached the trace; index with ATen ops")
+        return argument
+
+    def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> Any:
+        name = str(target)
+        if name.split(".")[1] in _CHECKS:
+            return None
+        operands, attrs, written = self._bind(node, name)
+        results, value = self._results(node)
+        if not results:
+            raise CaptureError(f"op {name} ({node.name}) returns no tensor; it cannot be placed in a dataflow graph")
+        if len(results) == 1 and operands and not written and self._is_same(operands[0], results[0]):
+            return operands[0]
+        self._append(name, operands, attrs, written, results, node, random=_is_random(target, attrs))
+        return value
+
+    def _is_same(self, operand: _Tensor, result: _Tensor) -> bool:
+        """True when the op handed back its operand: same memory, same layout, same bits."""
+        if operand.storage != result.storage or operand.fake.dtype.is_complex:
+            return False
+        offsets = [self.names.size(tensor.fake.storage_offset()) for tensor in (operand, result)]
+        return offsets[0] == offsets[1] and self._spec(operand.fake) == self._spec(result.fake)
+
+    def _append(
+        self,
+        name: str,
+        operands: list[_Tensor],
+        attrs: dict[str, Any],
+        written: set[int],
+        results: list[_Tensor],
+        node: fx.Node,
+        random: bool = False,
+    ) -> None:
+        for result in results:
+            self._define(result.name, result.fake, node)
+        source = operands[0] if operands else None
+        call = Call(
+            name,
+            tuple(operand.name for operand in operands),
+            attrs,
+            self.specs[source.name] if source else None,
+            self.specs[results[0].name],
+            source is not None and source.fake.device != results[0].fake.device,
+        )
+        op, inputs, attrs = respell(call)
+        if results[0].fake.device.type != self.device:
+            attrs["device"] = results[0].fake.device.type
+        made = OpNode(op, inputs, tuple(result.name for result in results), attrs)
+        self.ops.append(made)
+        touched = frozenset(operand.storage for operand in operands)
+        aliases = bool(operands) and not written and all(result.storage in touched for result in results)
+        self.accesses[made.name] = Access(frozenset() if aliases else touched, frozenset(written), random)
+
+    def _results(self, node: fx.Node) -> tuple[list[_Tensor], Any]:
+        """The tensors an op returns, and the same in the structure that ``getitem`` nodes index."""
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.Tensor):
+            result = _Tensor(node.name, fake)
+            return [result], result
+        if not isinstance(fake, list | tuple):
+            return [], None
+        value = tuple(
+            _Tensor(f"{node.name}_out{number}", item) if isinstance(item, torch.Tensor) else self.names.plain(item)
+            for number, item in enumerate(fake)
+        )
+        return [item for item in value if isinstance(item, _Tensor)], value
+
+    def _bind(self, node: fx.Node, op: str) -> tuple[list[_Tensor], dict[str, Any], set[int]]:
+        """Operands in schema order, the other arguments by name, and the storages that the op writes."""
+        operands: list[_Tensor] = []
+        attrs: dict[str, Any] = {}
+        written: set[int] = set()
+        parameters = parameters_of(op)
+        positional = dict(zip((parameter.name for parameter in parameters), node.args, strict=False))
+        given = {**positional, **node.kwargs}
+        for parameter in parameters:
+            value = self._resolve(given.get(parameter.name, parameter.default))
+            tensors = _tensors(value)
+            if parameter.is_written and op not in _HARMLESS:
+                written |= {tensor.storage for tensor in tensors}
+            if isinstance(value, _Tensor):
+                operands.append(value)
+            elif parameter.is_variadic and tensors:
+                operands.extend(tensors)
+            elif tensors:
+                attrs[parameter.name] = tuple(self._place(item, operands) for item in value)
+            elif not _is_default(parameter, value):
+                attrs[parameter.name] = self.names.plain(value)
+        return operands, attrs, written
+
+    def _place(self, item: Any, operands: list[_Tensor]) -> Any:
+        """A list element: a tensor becomes an operand and leaves a ``Ref`` to it."""
+        if not isinstance(item, _Tensor):
+            return self.names.plain(item)
+        operands.append(item)
+        return Ref(len(operands) - 1)
+
+    # -- higher-order ops -----------------------------------------------------------------------------------
+
+    def _higher_order(self, node: fx.Node, target: torch._ops.HigherOrderOperator) -> Any:
+        """Keep a call such as ``cond`` whole, as one opaque op (the tracer has inlined the simple ones)."""
+        arguments, keywords = self._resolve(node.args), self._resolve(node.kwargs)
+        operands = _tensors((arguments, keywords))
+        results, value = self._results(node)
+        if not results:
+            raise CaptureError(f"higher-order op {target.name()} ({node.name}) returns no tensor; it cannot be planned")
+        for result in results:
+            self._define(result.name, result.fake, node)
+        made = OpNode(
+            f"higher_order.{target.name()}",
+            tuple(operand.name for operand in operands),
+            tuple(result.name for result in results),
+        )
+        self.ops.append(made)
+        # What it does inside is not looked at: it may write to anything it is given.
+        touched = frozenset(operand.storage for operand in operands)
+        self.accesses[made.name] = Access(touched, touched)
+        self.opaque[made.name] = _opaque_call(target, arguments, keywords)
+        return value
+
+    def finish(self) -> Normalised:
+        ops = live(self.ops, self.accesses, self.outputs)
+        defined = {*self.placeholders, *self.constants}
+        used = {*(name for op in ops for name in op.inputs), *self.outputs}
+        constants = {name: held for name, held in self.constants.items() if name in used}
+        kept = {*self.placeholders, *constants, *(name for op in ops for name in op.outputs)}
+        graph = DataflowGraph(
+            ops,
+            {name: spec for name, spec in self.specs.items() if name in kept},
+            [name for name in self.specs if name in defined and name in kept],
+            self.outputs,
+            self.names.hints,
+            order_edges(ops, self.accesses),
+        )
+        nodes = {name: node for name, node in self.nodes.items() if name in kept}
+        return Normalised(
+            graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results
+        )
+
+
+def _tensors(value: Any) -> list[_Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _Tensor)]
+
+
+def _opaque_call(
+    target: torch._ops.HigherOrderOperator, arguments: Any, keywords: Any
+) -> Callable[..., list[torch.Tensor]]:
+    """A function of the tensor operands alone that makes the higher-order call."""
+    leaves, structure = pytree.tree_flatten((arguments, keywords))
+
+    def call(*operands: torch.Tensor) -> list[torch.Tensor]:
+        left = iter(operands)
+        filled = [next(left) if isinstance(leaf, _Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(filled, structure)
+        return [leaf for leaf in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+
+    return call
+
+
+def _is_random(target: torch._ops.OpOverload, attrs: Mapping[str, Any]) -> bool:
+    """True when the op draws random numbers (attention does only with dropout)."""
+    return torch.Tag.nondeterministic_seeded in target.tags and attrs.get("dropout_p", 1.0) != 0.0
+
+
+def _is_default(parameter: Parameter, value: Any) -> bool:
+    """True for arguments that say where or how to allocate, in the usual way: they carry no meaning."""
+    if parameter.name in ("device", "pin_memory", "non_blocking"):
+        return True
+    if parameter.name == "layout":
+        return value in (None, torch.strided)
+    if parameter.name == "memory_format":
+        # Schemas spell the default contiguous_format as the number 0.
+        usual = torch.contiguous_format if parameter.default == 0 else torch.preserve_format
+        return value in (None, usual, parameter.default)
+    return parameter.name == "generator" and value is None

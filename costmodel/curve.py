@@ -16,7 +16,7 @@ class BandwidthPoint:
 
     Attributes:
         footprint_bytes: Distinct bytes read plus written by one kernel, run repeatedly (so caches are warm).
-        gbps: Typical (median) bandwidth, launch latency removed, in 1e9 bytes per second.
+        gbps: Typical bandwidth, launch latency removed, in 1e9 bytes per second.
         best_gbps: Fastest repetition of the fastest access pattern; at least ``gbps``.
     """
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
-from fuseplan.costmodel.device import Latency, LinearFit, Peak
+from fuseplan.costmodel.device import LinearFit, Peak
 from fuseplan.costmodel.timing import Timing
 
 #: Relative deviations beyond this count linearly in a fit: sizes near a cache boundary do not bend it.
@@ -84,14 +84,14 @@ def fit_linear(nbytes: Sequence[float], times_us: Sequence[float]) -> LinearFit:
 
 
 def fit_launches(streams: Sequence[StreamTiming]) -> tuple[dict[str, LinearFit], dict[str, LinearFit]]:
-    """Launch latency of each pattern from its small sizes: fits of the median and of the best times."""
+    """Launch latency of each pattern from its small sizes: fits of the typical and of the best times."""
     typical: dict[str, LinearFit] = {}
     best: dict[str, LinearFit] = {}
     for pattern in dict.fromkeys(stream.pattern for stream in streams):
         own = sorted((s for s in streams if s.pattern == pattern), key=lambda stream: stream.footprint_bytes)
         small = [stream for stream in own if stream.footprint_bytes <= _LAUNCH_BYTES] or own[:2]
         sizes = [stream.footprint_bytes for stream in small]
-        typical[pattern] = fit_linear(sizes, [stream.timing.median_us for stream in small])
+        typical[pattern] = fit_linear(sizes, [stream.timing.typical_us for stream in small])
         best[pattern] = fit_linear(sizes, [stream.timing.best_us for stream in small])
     return typical, best
 
@@ -105,20 +105,20 @@ def bandwidth_curve(streams: Sequence[StreamTiming]) -> BandwidthCurve:
     typical, best = fit_launches(streams)
     points: list[BandwidthPoint] = []
     for footprint_bytes in sorted({stream.footprint_bytes for stream in streams}):
-        medians, bests = [], []
+        usual, bests = [], []
         for stream in streams:
             if stream.footprint_bytes != footprint_bytes:
                 continue
-            median_us = _transfer_us(stream.timing.median_us, typical[stream.pattern].t0_us)
-            if median_us is None:
+            typical_us = _transfer_us(stream.timing.typical_us, typical[stream.pattern].t0_us)
+            if typical_us is None:
                 continue
             floor_us = _MIN_TRANSFER_SHARE * stream.timing.best_us
             best_us = max(stream.timing.best_us - best[stream.pattern].t0_us, floor_us)
             bests.append(footprint_bytes / best_us * 1e-3)
             if stream.typical:
-                medians.append(footprint_bytes / median_us * 1e-3)
-        if medians:
-            gbps = statistics.median(medians)
+                usual.append(footprint_bytes / typical_us * 1e-3)
+        if usual:
+            gbps = statistics.median(usual)
             points.append(BandwidthPoint(footprint_bytes, gbps, max(gbps, *bests)))
     if not points:
         raise ValueError("every streaming size was launch-bound: probe larger sizes")
@@ -132,23 +132,18 @@ def memory_fit(streams: Sequence[StreamTiming], l2_bytes: int) -> LinearFit:
     first = min((size for size in sizes if size >= _MEMORY_RATIO * l2_bytes), default=sizes[-1]) if l2_bytes else 0
     first = min(first, sizes[max(0, len(sizes) - 3)]) if l2_bytes else sizes[max(0, len(sizes) - 3)]
     large = [stream for stream in ordinary if stream.footprint_bytes >= first]
-    return fit_linear([s.footprint_bytes for s in large], [s.timing.median_us for s in large])
+    return fit_linear([s.footprint_bytes for s in large], [s.timing.typical_us for s in large])
 
 
 def peaks(rates: Sequence[RateTiming]) -> dict[str, Peak]:
-    """Peak of every unit: the fastest typical call's median, and the fastest sample of any call."""
+    """Peak of every unit: the fastest typical call's usual time, and the fastest sample of any call."""
     found: dict[str, Peak] = {}
     for unit in dict.fromkeys(rate.unit for rate in rates):
         own = [rate for rate in rates if rate.unit == unit]
         best_per_s = max(rate.flops / rate.timing.best_us * 1e6 for rate in own)
-        typical = [rate.flops / rate.timing.median_us * 1e6 for rate in own if rate.typical]
+        typical = [rate.flops / rate.timing.typical_us * 1e6 for rate in own if rate.typical]
         found[unit] = Peak(max(typical, default=best_per_s), best_per_s)
     return found
-
-
-def latency(fit: LinearFit, best: LinearFit, source: str) -> Latency:
-    """A launch latency from the fits of median and best times."""
-    return Latency(fit.t0_us, min(best.t0_us, fit.t0_us), source)
 
 
 def noise_of(timings: Mapping[str, Sequence[Timing]]) -> float:

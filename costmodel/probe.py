@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import torch
@@ -13,7 +13,7 @@ from fuseplan.costmodel.fit import (
     StreamTiming,
     bandwidth_curve,
     fit_launches,
-    latency,
+    fit_linear,
     memory_fit,
     noise_of,
     peaks,
@@ -35,7 +35,8 @@ class Measurements:
         eager: ATen calls that allocate their result, by bytes touched, as unfused models run them.
         rates: Compute-bound calls.
         kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
-        graph_source: What a node of the CUDA graphs is, where ``streams`` ran in graphs; None on CPUs.
+        graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too; None
+            on CPUs.
     """
 
     streams: Sequence[StreamTiming]
@@ -43,8 +44,7 @@ class Measurements:
     rates: Sequence[RateTiming]
     thread_streams: Sequence[StreamTiming] = ()
     kernel: Timing | None = None
-    graph_source: str | None = None
-    notes: Mapping[str, str] = field(default_factory=dict)
+    graph_node: Timing | None = None
 
 
 def probe(
@@ -86,19 +86,11 @@ def probe(
 
 def assemble(identity: DeviceIdentity, measured: Measurements) -> DeviceSpec:
     """The spec that follows from the raw timings."""
-    typical, best = fit_launches(measured.streams)
+    typical, _ = fit_launches(measured.streams)
     fits = {f"launch:{pattern}": fit for pattern, fit in typical.items()}
     fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
-    launch: dict[Mode, Latency] = {"eager": _eager_latency(measured.eager, fits)}
-    quickest = min(typical, key=lambda pattern: typical[pattern].t0_us)
-    if measured.graph_source is not None:
-        launch["graph"] = latency(typical[quickest], best[quickest], measured.graph_source)
-    if measured.kernel is not None:
-        launch["kernel"] = Latency(measured.kernel.median_us, measured.kernel.best_us, "our own launcher")
-    elif measured.graph_source is None:
-        launch["kernel"] = Latency(typical[quickest].t0_us, 0.0, "ATen call with out= (no launcher was given)")
-    else:
-        launch["kernel"] = replace(launch["eager"], best_us=0.0, source="ATen call (no launcher was given)")
+    sizes = sorted(measured.eager)
+    fits["eager"] = fit_linear(sizes, [measured.eager[size].typical_us for size in sizes])
     timings = {
         "streams": [stream.timing for stream in (*measured.streams, *measured.thread_streams)],
         "eager": list(measured.eager.values()),
@@ -107,7 +99,7 @@ def assemble(identity: DeviceIdentity, measured: Measurements) -> DeviceSpec:
     return DeviceSpec(
         identity=identity,
         bandwidth=bandwidth_curve(measured.streams),
-        launch=launch,
+        launch=_latencies(measured, fits["eager"], min(fit.t0_us for fit in typical.values())),
         peaks=peaks(measured.rates),
         noise=noise_of(timings),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -117,10 +109,18 @@ def assemble(identity: DeviceIdentity, measured: Measurements) -> DeviceSpec:
     )
 
 
-def _eager_latency(eager: Mapping[int, Timing], fits: dict[str, LinearFit]) -> Latency:
-    """Fit the small allocating calls; adds the fit to ``fits``."""
-    from fuseplan.costmodel.fit import fit_linear
-
-    sizes = sorted(eager)
-    fits["eager"] = fit_linear(sizes, [eager[size].median_us for size in sizes])
-    return latency(fits["eager"], fit_linear(sizes, [eager[size].best_us for size in sizes]), "aten.add, allocating")
+def _latencies(measured: Measurements, eager: LinearFit, stream_us: float) -> dict[Mode, Latency]:
+    """Latency of every mode. ``stream_us`` is the fitted launch latency of the quickest streaming kernel."""
+    quickest_us = min(timing.best_us for timing in measured.eager.values())
+    launch: dict[Mode, Latency] = {
+        "eager": Latency(eager.t0_us, min(quickest_us, eager.t0_us), "aten.add, allocating"),
+        # An ATen call may well cost more than a launcher of our own, so it bounds nothing from below.
+        "kernel": Latency(eager.t0_us, 0.0, "aten.add, allocating (no launcher was given)"),
+    }
+    if measured.kernel is not None:
+        launch["kernel"] = Latency(measured.kernel.typical_us, measured.kernel.best_us, "our own launcher")
+    if measured.graph_node is not None:
+        # A kernel that moves data takes longer to start and drain than one that does nothing.
+        best_us = min(measured.graph_node.best_us, stream_us)
+        launch["graph"] = Latency(stream_us, best_us, "aten elementwise kernel; best: empty kernel")
+    return launch

@@ -16,23 +16,39 @@ Call = Callable[[], object]
 #: Gives one batch of samples, in microseconds per call.
 Sampler = Callable[[], list[float]]
 _Key = TypeVar("_Key")
+#: Relative disagreement up to which a machine counts as quiet.
+_QUIET = 0.1
+_EXTRA_PASSES = 4
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and minimum of the samples, and how far two halves of them disagree (A/A noise, relative)."""
+    """What repeated samples of one call say.
 
-    median_us: float
+    Attributes:
+        typical_us: Median of the faster half: other processes only ever add time, and on a shared machine they
+            disturb more samples than not.
+        best_us: The minimum.
+        noise: A/A noise: how far the typical times of two interleaved halves of the batches disagree, relative.
+    """
+
+    typical_us: float
     best_us: float
     noise: float
 
     @staticmethod
-    def of(first: Sequence[float], second: Sequence[float]) -> Timing:
-        """From two batches of samples of the same thing, taken at different moments."""
-        samples = [*first, *second]
-        median_us = statistics.median(samples)
-        noise = abs(statistics.median(first) - statistics.median(second)) / median_us
-        return Timing(median_us, min(samples), noise)
+    def of(batches: Sequence[Sequence[float]]) -> Timing:
+        """From at least two batches of samples of the same call, taken at different moments."""
+        typical_us = _typical([sample for batch in batches for sample in batch])
+        first = _typical([sample for batch in batches[::2] for sample in batch])
+        second = _typical([sample for batch in batches[1::2] for sample in batch])
+        best_us = min(sample for batch in batches for sample in batch)
+        return Timing(typical_us, best_us, abs(first - second) / typical_us)
+
+    @property
+    def disturbed(self) -> bool:
+        """True when the samples disagree more than a quiet machine's do."""
+        return self.noise > _QUIET or self.typical_us > (1 + _QUIET) * self.best_us
 
 
 class Timer(Protocol):
@@ -127,21 +143,27 @@ class GraphTimer:
 def time_calls(
     calls: Mapping[_Key, Call], timer: Timer, progress: Callable[[float], None] | None = None
 ) -> dict[_Key, Timing]:
-    """Time every call in two passes over all of them.
+    """Time every call in two passes over all of them, and the disturbed ones in up to four passes more.
 
-    A disturbance that lasts less than a pass then spoils one half of a call's samples, and shows as noise.
-    ``progress`` receives the fraction done.
+    A disturbance that lasts less than a pass spoils only some of a call's batches. ``progress`` receives the
+    fraction of the first two passes that is done.
     """
     samplers = {key: timer.prepare(call) for key, call in calls.items()}
-    passes: list[dict[_Key, list[float]]] = []
+    batches: dict[_Key, list[list[float]]] = {key: [] for key in samplers}
     for number in range(2):
-        batch: dict[_Key, list[float]] = {}
         for position, (key, sampler) in enumerate(samplers.items(), start=1):
-            batch[key] = sampler()
+            batches[key].append(sampler())
             if progress is not None:
                 progress((number + position / len(samplers)) / 2)
-        passes.append(batch)
-    return {key: Timing.of(passes[0][key], passes[1][key]) for key in samplers}
+    for _ in range(_EXTRA_PASSES):
+        for key, sampler in samplers.items():
+            if Timing.of(batches[key]).disturbed:
+                batches[key].append(sampler())
+    return {key: Timing.of(batches[key]) for key in samplers}
+
+
+def _typical(samples: Sequence[float]) -> float:
+    return statistics.median(sorted(samples)[: (len(samples) + 1) // 2])
 
 
 def _count(sample_us: float, call_us: float, max_calls: int) -> int:

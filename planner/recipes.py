@@ -324,10 +324,12 @@ def _cat(p: Puller, node: OpNode, position: Position) -> int:
     dtype = _result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     index = position[dim]
-    parts = [value for value in node.inputs if p.specs[value].shape[dim] != 0]
+    # ATen skips empty parts, and one-dimensional empty ones whatever the rank of the others.
+    shapes = {value: p.specs[value].shape for value in node.inputs}
+    parts = [value for value in node.inputs if len(shapes[value]) == len(position) and shapes[value][dim] != 0]
     starts: list[Size] = [0]
     for value in parts:
-        starts.append(as_size(starts[-1] + p.specs[value].shape[dim]))
+        starts.append(as_size(starts[-1] + shapes[value][dim]))
 
     def piece(puller: Puller, number: int) -> int:
         moved = (*position[:dim], index + as_size(-starts[number]), *position[dim + 1 :])

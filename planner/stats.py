@@ -1,0 +1,159 @@
+"""What dispatch did in this process: groups by origin, misses, and every fallback with its reason.
+
+>>> from fuseplan.planner.stats import reset_stats, stats
+>>> reset_stats()
+>>> stats().groups_fused
+0
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Literal
+
+#: Where a region's plan came from.
+Source = Literal["database", "tuned", "model", "unfused"]
+
+
+@dataclass(frozen=True)
+class CompileStats:
+    """One graph that went through the back end.
+
+    Attributes:
+        compile_id: Dynamo's id of the compilation (``"0/1"``: frame 0, first recompile), or a name for a graph that
+            did not come from ``torch.compile``.
+        regions: Regions of the graph.
+        from_database: Fused groups whose plan was looked up.
+        from_tuned: Fused groups whose plan was tuned now.
+        from_model: Fused groups whose plan rests on the cost model.
+        unfused: Groups that a plan wanted fused and that run as ATen ops; ``fallbacks`` says why.
+        planned_unfused: Regions whose answer is "do not fuse".
+        misses: Regions that the database did not know.
+        bucketed: Regions answered by the plan of a neighbouring size of the token dimension.
+        lookup_s: Seconds spent planning, look-ups included.
+        fallbacks: Groups (or whole graphs) that run unfused, by reason.
+    """
+
+    compile_id: str = ""
+    regions: int = 0
+    from_database: int = 0
+    from_tuned: int = 0
+    from_model: int = 0
+    unfused: int = 0
+    planned_unfused: int = 0
+    misses: int = 0
+    bucketed: int = 0
+    lookup_s: float = 0.0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def groups_fused(self) -> int:
+        """Groups that run as one kernel."""
+        return self.from_database + self.from_tuned + self.from_model
+
+
+@dataclass(frozen=True)
+class Stats(CompileStats):
+    """Totals over every graph compiled in this process since :func:`reset_stats`; ``compiles`` has each alone."""
+
+    compiles: tuple[CompileStats, ...] = ()
+
+    def __str__(self) -> str:
+        """Three lines for people."""
+        lines = [
+            f"{len(self.compiles)} graphs, {self.regions} regions: {self.groups_fused} groups fused "
+            f"({self.from_database} from the database, {self.from_tuned} tuned now, {self.from_model} by the model)",
+            f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
+        ]
+        lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
+        return "\n".join(lines)
+
+
+_COUNTED = tuple(f.name for f in fields(CompileStats) if f.name not in ("compile_id", "fallbacks"))
+
+
+class Tally:
+    """Counts of one compilation while they grow. A kernel that fails in its first call is counted here later."""
+
+    def __init__(self, compile_id: str = "") -> None:
+        self._compile_id = compile_id
+        self._counts: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter; ``name`` is an attribute of :class:`CompileStats`."""
+        with self._lock:
+            self._counts[name] += number
+
+    def fused(self, source: Source) -> None:
+        """A group runs as one kernel."""
+        self.count(f"from_{source}")
+
+    def fall_back(self, reason: str, source: Source | None = None) -> None:
+        """A group runs unfused. ``source`` is given when it had been counted as fused before."""
+        with self._lock:
+            self._counts["unfused"] += 1
+            if source is not None:
+                self._counts[f"from_{source}"] -= 1
+            self._fallbacks[reason] += 1
+
+    def refuse(self, reason: str) -> None:
+        """A whole graph runs unfused."""
+        with self._lock:
+            self._fallbacks[reason] += 1
+
+    def spent(self, seconds: float) -> None:
+        """Add planning time."""
+        with self._lock:
+            self._seconds += seconds
+
+    def snapshot(self) -> CompileStats:
+        """The counts as they stand."""
+        with self._lock:
+            counts: dict[str, int] = {name: self._counts[name] for name in _COUNTED if name != "lookup_s"}
+            return CompileStats(
+                compile_id=self._compile_id,
+                lookup_s=self._seconds,
+                fallbacks=MappingProxyType(dict(self._fallbacks)),
+                **counts,
+            )
+
+
+_TALLIES: list[Tally] = []
+_LOCK = threading.Lock()
+
+
+def new_tally(compile_id: str = "") -> Tally:
+    """A tally that :func:`stats` includes."""
+    tally = Tally(compile_id)
+    with _LOCK:
+        _TALLIES.append(tally)
+    return tally
+
+
+def stats() -> Stats:
+    """What dispatch did in this process since :func:`reset_stats`."""
+    with _LOCK:
+        compiles = tuple(tally.snapshot() for tally in _TALLIES)
+    return total(compiles)
+
+
+def total(compiles: tuple[CompileStats, ...]) -> Stats:
+    """Sums over compilations."""
+    fallbacks: Counter[str] = Counter()
+    for one in compiles:
+        fallbacks.update(one.fallbacks)
+    sums = {name: sum(getattr(one, name) for one in compiles) for name in _COUNTED}
+    return Stats(compile_id="all", fallbacks=MappingProxyType(dict(fallbacks)), compiles=compiles, **sums)
+
+
+def reset_stats() -> None:
+    """Forget every count."""
+    with _LOCK:
+        _TALLIES.clear()

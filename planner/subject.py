@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import fx
-
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import torch_dtype
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.binding import bind_spec
 from fuseplan.planner.execute import bind_call, resolve_op
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.pricing import kernel_work
 from fuseplan.planner.recipes import kind_of
+from torch import fx
 
 
 @dataclass(frozen=True)
@@ -150,14 +149,15 @@ def bound_specs(graph: DataflowGraph, values: Iterable[str]) -> dict[str, Tensor
 
 
 def group_subject(
-    graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu"
+    graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu",
+    outputs: Sequence[str] | None = None,
 ) -> GroupSubject:
     """The subject for the group ``ops`` of a static graph.
 
     Raises:
         NotLowerable: When the group cannot be one kernel.
     """
-    lowered = lower(graph, ops, numerics)
+    lowered = lower(graph, ops, numerics, outputs)
     ir = lowered.ir.bind(graph.symbols)
     nodes = group_nodes(graph, ops, lowered)
     values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)

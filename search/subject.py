@@ -5,27 +5,38 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir import KernelIR
 
 
 class Subject(Protocol):
-    """A fusion group with concrete sizes. Picklable: it travels to the measuring process.
+    """A fusion group with concrete sizes. Picklable: it travels to the measuring process."""
 
-    Attributes:
-        key: Canonical workload key (structure, shapes, dtypes, strides; no device).
-        label: Short name for people (``add+rms_norm 32x2048 bf16``).
-        ir: The fused kernel, static (symbols bound).
-        work: Bytes, flops and launches of the fused kernel.
-        hot_inputs: For each input, True when it was just produced on the device (an activation), False when it
-            comes cold from memory (a weight).
-    """
+    @property
+    def key(self) -> str:
+        """Canonical workload key (structure, shapes, dtypes, strides; no device)."""
+        ...
 
-    key: str
-    label: str
-    ir: KernelIR
-    work: Work
-    hot_inputs: tuple[bool, ...]
+    @property
+    def label(self) -> str:
+        """Short name for people (``add+mul+rsqrt 32x2048 bfloat16``)."""
+        ...
+
+    @property
+    def ir(self) -> KernelIR:
+        """The fused kernel, static (symbols bound)."""
+        ...
+
+    @property
+    def work(self) -> Work:
+        """Bytes, flops and launches of the fused kernel."""
+        ...
+
+    @property
+    def hot_inputs(self) -> tuple[bool, ...]:
+        """Per input: True for an activation just produced on the device, False for a weight, cold in memory."""
+        ...
 
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
         """Fresh random tensors, one per IR input buffer, with the buffer's dtype, shape and strides."""

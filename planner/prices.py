@@ -1,0 +1,146 @@
+"""What a choice costs: the cost model's prediction and lower bound, and the measured time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fuseplan.costmodel.device import DeviceSpec, Mode
+from fuseplan.costmodel.roofline import lower_bound, predict
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.backend import Backend, Target
+from fuseplan.planner.candidates import Candidate, group_form
+from fuseplan.planner.flow import flow_of
+from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.partition import Choice
+from fuseplan.planner.pricing import kernel_work, op_work
+from fuseplan.planner.subject import GroupSubject, group_subject
+from fuseplan.search.record import TuningRecord
+from fuseplan.search.tuner import Tuner
+
+
+class GroupBook:
+    """The candidates of one static graph, lowered once: legality, work, keys and subjects."""
+
+    def __init__(self, graph: DataflowGraph, numerics: str, device_type: str) -> None:
+        self.graph = graph
+        self.numerics = numerics
+        self.device_type = device_type
+        self._lowered: dict[tuple[str, ...], Lowered] = {}
+        self._works: dict[tuple[str, ...], Work] = {}
+        self._subjects: dict[tuple[str, ...], GroupSubject] = {}
+        self._singles: dict[str, Work] = {}
+
+    def lowered(self, group: Candidate) -> Lowered:
+        """The group's kernel.
+
+        Raises:
+            NotLowerable: With the reason.
+        """
+        if group.ops not in self._lowered:
+            self._lowered[group.ops] = lower(self.graph, group.ops, self.numerics, group.outputs)
+        return self._lowered[group.ops]
+
+    def legal(self, ops: Sequence[str]) -> str | None:
+        """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
+        names = tuple(ops)
+        flow = flow_of(self.graph, None)
+        try:
+            self._lowered[names] = lower(
+                self.graph, names, self.numerics, flow.needed_outside(flow.position[name] for name in names)
+            )
+        except NotLowerable as refused:
+            return str(refused)
+        return None
+
+    def work(self, group: Candidate) -> Work:
+        """Work of the group as one kernel."""
+        if group.ops not in self._works:
+            self._works[group.ops] = kernel_work(self.lowered(group).ir.bind(self.graph.symbols))
+        return self._works[group.ops]
+
+    def unfused_work(self, op: str) -> Work:
+        """Work of one ATen op by itself."""
+        if op not in self._singles:
+            self._singles[op] = op_work(self.graph, op)
+        return self._singles[op]
+
+    def subject(self, group: Candidate) -> GroupSubject:
+        """The group as the search sees it."""
+        if group.ops not in self._subjects:
+            key = group_form(self.graph, group.ops, group.outputs).key
+            self._subjects[group.ops] = group_subject(
+                self.graph, group.ops, key, self.numerics, self.device_type, group.outputs
+            )
+        return self._subjects[group.ops]
+
+
+class ModelPrices:
+    """Predictions and lower bounds on a probed device, in seconds.
+
+    Without a probed device every launch costs the same: the cheapest cover is then the one with the fewest kernels.
+    """
+
+    def __init__(self, book: GroupBook, spec: DeviceSpec | None, regime: str, backends: Sequence[Backend],
+                 target: Target) -> None:
+        self.book = book
+        self.spec = spec
+        self.backends = backends
+        self.target = target
+        self.fused_mode: Mode = "graph" if regime == "graph" else "kernel"
+        self.unfused_mode: Mode = "graph" if regime == "graph" else "eager"
+
+    def backend_for(self, group: Candidate) -> Backend | None:
+        """The first back end that is here and can express the group."""
+        ir = self.book.lowered(group).ir
+        for backend in self.backends:
+            if backend.unavailable() is None and backend.refuse(ir, self.target) is None:
+                return backend
+        return None
+
+    def predict_s(self, choice: Choice) -> float:
+        if not choice.fused:
+            return self._unfused_s(choice.group.ops[0])
+        backend = self.backend_for(choice.group)
+        if backend is None:
+            return math.inf
+        if self.spec is None:
+            return 1.0
+        work = self.book.work(choice.group)
+        return predict(work, self.spec, self.fused_mode, backend=backend.name).time_us * 1e-6
+
+    def bound_s(self, choice: Choice) -> float:
+        if not choice.fused:
+            return 0.0  # measured before any cover is solved
+        if self.spec is None or self.backend_for(choice.group) is None:
+            return math.inf if self.spec is not None else 0.0
+        return lower_bound(self.book.work(choice.group), self.spec, self.fused_mode) * 1e-6
+
+    def _unfused_s(self, op: str) -> float:
+        if self.spec is None:
+            return 1.0
+        return predict(self.book.unfused_work(op), self.spec, self.unfused_mode).time_us * 1e-6
+
+
+class MeasuredPrices(ModelPrices):
+    """The same bounds; times come from the tuner (or from its stored records)."""
+
+    def __init__(self, book: GroupBook, spec: DeviceSpec | None, regime: str, backends: Sequence[Backend],
+                 target: Target, tuner: Tuner) -> None:
+        super().__init__(book, spec, regime, backends, target)
+        self.tuner = tuner
+        self.records: dict[tuple[str, ...], TuningRecord] = {}
+
+    def measure_s(self, choices: Sequence[Choice]) -> list[float]:
+        return [self._measure(choice) for choice in choices]
+
+    def _measure(self, choice: Choice) -> float:
+        subject = self.book.subject(choice.group)
+        if not choice.fused:
+            return self.tuner.time_unfused(subject).median_us * 1e-6
+        record = self.tuner.tune(subject, neighbours=tuple(self.records.values()))
+        self.records[choice.group.ops] = record
+        if not record.fuse or record.fused is None:
+            return math.inf  # "do not fuse": its ops are covered one by one, or by other groups
+        return record.fused.median_us * 1e-6

@@ -191,7 +191,7 @@ _FLOWS: WeakKeyDictionary[DataflowGraph, tuple[Classify | None, int, Flow]] = We
 def flow_of(graph: DataflowGraph, classify: Classify | None = None) -> Flow:
     """The graph's :class:`Flow`, remembered for the latest ``classify`` (None: the recipes' ``kind_of``)."""
     remembered = _FLOWS.get(graph)
-    size = len(graph) + graph.graph.number_of_edges()
+    size = len(graph)
     if remembered is not None and remembered[0] is classify and remembered[1] == size:
         return remembered[2]
     flow = Flow(graph, recipe_classifier(graph) if classify is None else classify)

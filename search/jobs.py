@@ -79,6 +79,7 @@ class Decision:
 
     contest: Contest
     failed: Mapping[str, str]
+    eager_error: float
     clocks_mhz: Mapping[str, float]
 
 
@@ -171,7 +172,7 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
         result = contest(
             bench.timer, runs, desk.operands, bench.decide_s, twice if twice in runs else None
         )
-        return Decision(result, failed, clocks_mhz(desk.device))
+        return Decision(result, failed, min(desk.oracle.eager_error, 1e300), clocks_mhz(desk.device))
 
 
 def release() -> None:

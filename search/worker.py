@@ -140,6 +140,7 @@ class WorkerPool:
             self.close()
             self._start()
         assert self._pipe is not None
+        payloads = [pickle.dumps((function, args)) for args in arguments]
         first = self._jobs
         self._jobs += len(arguments)
         outcomes: dict[int, Outcome] = {}
@@ -150,8 +151,7 @@ class WorkerPool:
                 while lanes and len(outcomes) + len(lane_of) < len(arguments):
                     number = len(outcomes) + len(lane_of)
                     lane_of[first + number] = lane = lanes.pop()
-                    payload = pickle.dumps((function, arguments[number]))
-                    self._pipe.send(Request(lane, first + number, limit_s, payload))
+                    self._pipe.send(Request(lane, first + number, limit_s, payloads[number]))
                 job, state, payload = self._pipe.recv()
                 lanes.append(lane_of.pop(job))
                 outcomes[job - first] = self._outcome(state, payload, limit_s, log_start)

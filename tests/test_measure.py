@@ -1,0 +1,202 @@
+"""Timing on a virtual clock: calibration, rotation, interleaving, noise and acceptance."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+from fuseplan.search import measure
+from fuseplan.search.measure import Contest, contest, paired_noise, rotating_operands, screen, summarise
+from fuseplan.search.timers import CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
+from search_fakes import CLOCK, VirtualTimer
+
+
+def taking(us: float, jitter: float = 0.0, calls: list[tuple[torch.Tensor, ...]] | None = None) -> Callable[..., None]:
+    def run(*inputs: torch.Tensor) -> None:
+        if calls is not None:
+            calls.append(inputs)
+        CLOCK.advance(us, jitter)
+
+    return run
+
+
+OPERANDS = [(torch.zeros(1),), (torch.ones(1),), (torch.full((1,), 2.0),)]
+
+
+@pytest.mark.parametrize("us", [0.7, 12.0, 950.0, 40_000.0])
+def test_screening_finds_the_time_of_one_call(us: float) -> None:
+    found = screen(VirtualTimer(), taking(us), OPERANDS, seconds=1.0)
+    assert found.median_us == pytest.approx(us, rel=1e-6)
+    assert found.spread_us == pytest.approx(0, abs=1e-6 * us)
+    assert found.regime == "eager"
+    assert found.rounds == 0
+
+
+def test_screening_stops_when_its_time_is_up() -> None:
+    found = screen(VirtualTimer(), taking(200_000.0), OPERANDS, seconds=0.5)
+    assert found.samples == 3
+
+
+def test_batches_are_calibrated_and_operands_rotate() -> None:
+    calls: list[tuple[torch.Tensor, ...]] = []
+    sample = VirtualTimer().prepare(taking(100.0, calls=calls), OPERANDS)
+    calls.clear()
+    assert sample(0) == pytest.approx(100.0)
+    # 10 timed calls of 100 us make the 1 ms batch, after one untimed call on the set before.
+    assert len(calls) == 11
+    values = [int(inputs[0]) for inputs in calls]
+    assert values[1:] == [n % 3 for n in range(10)]
+    assert values[0] == 2
+    calls.clear()
+    sample(1)
+    assert int(calls[1][0]) == 10 % 3
+
+
+def test_long_calls_are_timed_one_by_one() -> None:
+    calls: list[tuple[torch.Tensor, ...]] = []
+    sample = VirtualTimer().prepare(taking(5000.0, calls=calls), OPERANDS)
+    calls.clear()
+    sample(2)
+    assert [int(inputs[0]) for inputs in calls] == [2]
+
+
+def test_summary_is_median_and_interquartile_range() -> None:
+    samples = [5.0, 1.0, 9.0, 3.0, 7.0]
+    found = summarise(samples, "eager", rounds=5, noise=0.02)
+    assert found.median_us == statistics.median(samples)
+    assert found.spread_us == 7.0 - 3.0
+    assert (found.samples, found.rounds, found.noise) == (5, 5, 0.02)
+    assert summarise([4.0], "graph").spread_us == 0.0
+
+
+def test_contest_interleaves_and_pairs() -> None:
+    order: list[str] = []
+
+    def named(name: str, us: float) -> Callable[..., None]:
+        def run(*inputs: torch.Tensor) -> None:
+            order.append(name)
+            CLOCK.advance(us)
+
+        return run
+
+    runs = {"unfused": named("unfused", 4000.0), "default": named("default", 3000.0), "c": named("c", 2000.0)}
+    result = contest(VirtualTimer(), runs, OPERANDS, seconds=0.0, twice="default")
+    assert {name: len(samples) for name, samples in result.samples.items()} == dict.fromkeys(runs, 5)
+    rounds = [order[-20:][n : n + 4] for n in range(0, 20, 4)]
+    assert all(sorted(turn) == ["c", "default", "default", "unfused"] for turn in rounds)
+    assert len({turn[0] for turn in rounds}) > 1
+    assert result.noise == pytest.approx(0.0, abs=1e-9)
+    assert result.gain("default", "unfused") == pytest.approx(0.25)
+    assert result.gain("unfused", "default") == pytest.approx(-1 / 3)
+    assert result.time("c").median_us == pytest.approx(2000.0)
+    assert result.winner("default", ["c"]) == "c"
+
+
+def test_rounds_are_bounded_by_time_and_number() -> None:
+    slow = contest(VirtualTimer(), {"x": taking(50_000.0)}, OPERANDS, seconds=1.0)
+    # Each round has x twice, 0.1 s.
+    assert len(slow.samples["x"]) == pytest.approx(10, abs=1)
+    quick = contest(VirtualTimer(), {"x": taking(1000.0)}, OPERANDS, seconds=100.0)
+    assert len(quick.samples["x"]) == measure._MAX_ROUNDS
+
+
+def contest_of(**samples: tuple[float, ...]) -> Contest:
+    return Contest(samples, noise=0.02, regime="eager")
+
+
+def test_a_gain_has_to_exceed_the_noise_and_one_percent() -> None:
+    table = contest_of(a=(100.0,) * 5, b=(98.5,) * 5, c=(97.0,) * 5)
+    assert table.threshold == 0.02
+    assert not table.accepts("b", "a")
+    assert table.accepts("c", "a")
+    assert Contest(table.samples, 0.001, "eager").threshold == 0.01
+    assert Contest(table.samples, 0.001, "eager").accepts("b", "a")
+
+
+def test_ties_keep_the_incumbent_and_then_the_first_in_order() -> None:
+    table = contest_of(a=(100.0,) * 5, b=(90.0,) * 5, c=(89.0,) * 5, d=(70.0,) * 5, e=(99.0,) * 5)
+    assert table.winner("a", ["e"]) == "a"
+    assert table.winner("a", ["b", "c"]) == "b"
+    assert table.winner("a", ["c", "b"]) == "c"
+    assert table.winner("a", ["b", "c", "d"]) == "d"
+    assert table.winner("a", []) == "a"
+
+
+def test_noise_grows_with_jitter_and_covers_an_offset() -> None:
+    assert paired_noise([10.0] * 9, [10.0] * 9) == 0.0
+    assert paired_noise([10.0] * 9, [9.0] * 9) == pytest.approx(0.1)
+    calm = contest(VirtualTimer(), {"x": taking(2000.0, 0.01)}, OPERANDS, seconds=0.2)
+    wild = contest(VirtualTimer(), {"x": taking(2000.0, 0.5)}, OPERANDS, seconds=0.2)
+    assert calm.noise < wild.noise
+
+
+def test_identical_contestants_are_never_told_apart() -> None:
+    for _ in range(20):
+        result = contest(
+            VirtualTimer(), {"a": taking(3000.0, 0.3), "b": taking(3000.0, 0.3)}, OPERANDS, seconds=0.4
+        )
+        assert abs(result.gain("b", "a")) < 0.1
+    exact = contest(VirtualTimer(), {"a": taking(3000.0), "b": taking(3000.0)}, OPERANDS, seconds=0.1)
+    assert exact.winner("a", ["b"]) == "a"
+
+
+def test_cold_operands_rotate_and_hot_ones_are_shared() -> None:
+    hot, cold = torch.randn(1, 127), torch.randn(127, 3).t()
+    sets = rotating_operands([hot, cold], [True, False], llc_bytes=10_000, limit_bytes=10**9)
+    # 3 x 10,000 bytes over 1,524 bytes a set, and one more so that the first is cold again.
+    assert len(sets) == 21
+    assert len({id(s[0]) for s in sets}) == 1
+    assert len({s[1].data_ptr() for s in sets}) == 21
+    for _, copy in sets:
+        assert copy.stride() == cold.stride()
+        assert torch.equal(copy, cold)
+
+
+def test_rotation_respects_memory_and_needs_cold_operands() -> None:
+    big = torch.zeros(1000)
+    assert len(rotating_operands([big], [False], 10**6, limit_bytes=10_000)) == 2
+    assert len(rotating_operands([big], [False], 10**6, limit_bytes=10)) == 1
+    assert len(rotating_operands([big], [True], 10**6, limit_bytes=10**9)) == 1
+    assert len(rotating_operands([torch.zeros(1)], [False], 10**6, limit_bytes=10**9)) == 256
+    assert len(rotating_operands([torch.zeros(0)], [False], 10**6, limit_bytes=10**9)) == 1
+
+
+def test_copies_keep_broadcast_and_sliced_layouts() -> None:
+    for tensor in (torch.arange(4.0).expand(3, 4), torch.arange(24.0).view(4, 6)[:, 1:3], torch.tensor(3)):
+        copy = measure.copy_with_layout(tensor)
+        assert copy.stride() == tensor.stride()
+        assert torch.equal(copy, tensor)
+        assert copy.data_ptr() != tensor.data_ptr()
+
+
+def test_cache_size_prefers_the_target() -> None:
+    assert measure.cache_bytes(123) == 123
+    assert measure.cache_bytes(0) > 0
+
+
+def test_each_device_and_regime_has_its_timer() -> None:
+    assert type(timer_for("cpu", "eager")) is HostTimer
+    assert type(timer_for("cuda", "eager")) is CudaEagerTimer
+    assert type(timer_for("cuda", "graph")) is CudaGraphTimer
+    with pytest.raises(ValueError, match="regime 'graph' on cpu"):
+        timer_for("cpu", "graph")
+
+
+def test_the_host_timer_runs_on_a_real_clock() -> None:
+    found = screen(HostTimer(), torch.neg, [(torch.zeros(64),)], seconds=0.01)
+    assert found.median_us > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("regime", ["eager", "graph"])
+def test_cuda_timers_rank_by_size(regime: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    small, large = (torch.zeros(n, device="cuda") for n in (1 << 10, 1 << 26))
+    timer = timer_for("cuda", regime)
+    runs = {"large": lambda x: large + x, "small": lambda x: small + x}
+    result = contest(timer, runs, [(torch.ones(1, device="cuda"),)] * 3, seconds=0.2)
+    assert result.winner("large", ["small"]) == "small"
+    assert result.gain("small", "large") > 0.3

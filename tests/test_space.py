@@ -1,0 +1,189 @@
+"""The feasible space and the strategies over it, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from fuseplan.kernels.backend import Tunable, config_key
+from fuseplan.search.space import Space, enumerate_space
+from fuseplan.search.strategy import ExhaustiveStrategy, GuidedStrategy, Strategy, make_strategy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search_fakes import CPU, FakeBackend, muladd_ir
+
+
+def space_of(sizes: tuple[int, ...], keep: set[tuple[int, ...]] | None = None) -> Space:
+    """A space over parameters p0, p1, ... with choices 1, 2, 4, ...; only ``keep`` (positions) is feasible."""
+    tunables = tuple(Tunable(f"p{n}", tuple(2**i for i in range(size))) for n, size in enumerate(sizes))
+    points = itertools.product(*(range(size) for size in sizes))
+    configs = [
+        {f"p{n}": 2**i for n, i in enumerate(point)} for point in points if keep is None or point in keep
+    ]
+    return Space(tunables, tuple(configs))
+
+
+def run(strategy: Strategy, times: dict[int, float | None], batch: int = 1) -> list[int]:
+    asked: list[int] = []
+    while proposed := strategy.ask(batch):
+        assert len(proposed) <= batch
+        asked += proposed
+        for position in proposed:
+            strategy.tell(position, times[position])
+    return asked
+
+
+def test_enumeration_is_the_filtered_product_with_the_default_first() -> None:
+    backend = FakeBackend()
+    space = enumerate_space(backend, muladd_ir(3, 127), CPU)
+    expected = [
+        {"tile": tile, "unroll": unroll}
+        for tile in backend.tiles for unroll in backend.unrolls if tile * unroll <= 1024
+    ]
+    assert [dict(config) for config in space.configs] == expected
+    assert space.default == {"tile": 16, "unroll": 1}
+    assert space.infeasible == {"tile x unroll too large": 1}
+    assert space.combinations == 20
+
+
+def test_a_default_in_the_middle_leads_and_appears_once() -> None:
+    class Middle(FakeBackend):
+        def default_config(self, ir, target):  # type: ignore[no-untyped-def]
+            return {"unroll": 2, "tile": 64}
+
+    space = enumerate_space(Middle(), muladd_ir(3, 127), CPU)
+    assert space.default == {"tile": 64, "unroll": 2}
+    keys = [config_key(config) for config in space.configs]
+    assert len(set(keys)) == len(keys) == 19
+
+
+def test_a_default_outside_the_choices_is_kept() -> None:
+    class Odd(FakeBackend):
+        def default_config(self, ir, target):  # type: ignore[no-untyped-def]
+            return {"tile": 48, "unroll": 1}
+
+    space = enumerate_space(Odd(), muladd_ir(3, 127), CPU)
+    assert space.default["tile"] == 48
+    assert len(space) == 20
+    strategy = make_strategy(space, trials=12, seed=0)
+    assert len(set(run(strategy, dict.fromkeys(range(20), 1.0)))) == 12
+
+
+def test_a_huge_space_is_thinned() -> None:
+    huge = FakeBackend(tiles=tuple(range(1, 1001)), unrolls=tuple(range(1, 501)))
+    space = enumerate_space(huge, muladd_ir(1, 1), CPU)
+    assert space.combinations == 500_000
+    assert 1 < len(space) <= 50_001
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_neighbours_are_one_feasible_step_away(data: st.DataObject) -> None:
+    sizes = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    points = list(itertools.product(*(range(size) for size in sizes)))
+    keep = data.draw(st.sets(st.sampled_from(points), min_size=1))
+    space = space_of(sizes, keep)
+    listed = [point for point in points if point in keep]
+    for position, point in enumerate(listed):
+        expected = set()
+        for axis in range(len(sizes)):
+            line = [p for p in listed if p != point and all(p[a] == point[a] for a in range(len(sizes)) if a != axis)]
+            below = [p for p in line if p[axis] < point[axis]]
+            above = [p for p in line if p[axis] > point[axis]]
+            expected |= {listed.index(max(below))} if below else set()
+            expected |= {listed.index(min(above))} if above else set()
+        assert set(space.neighbours(position)) == expected
+
+
+def test_nearest_matches_brute_force_and_ignores_foreign_parameters() -> None:
+    space = space_of((4, 4), {(0, 0), (3, 0), (1, 2), (3, 3)})
+    assert space.nearest({"p0": 2, "p1": 4}) == space.find({"p0": 2, "p1": 4})
+    assert dict(space.configs[space.nearest({"p0": 8, "p1": 4, "warps": 4})]) == {"p0": 8, "p1": 8}
+    assert space.nearest({"stages": 3}) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_strategies_never_repeat_and_exhaustive_finds_the_minimum(data: st.DataObject) -> None:
+    sizes = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    space = space_of(sizes)
+    raw = data.draw(st.lists(st.one_of(st.none(), st.integers(1, 99)), min_size=len(space), max_size=len(space)))
+    times = {n: None if t is None else float(t) for n, t in enumerate(raw)}
+    strategy = make_strategy(space, trials=len(space), seed=0, first=[len(space) - 1])
+    assert isinstance(strategy, ExhaustiveStrategy)
+    asked = run(strategy, times, batch=data.draw(st.integers(1, 4)))
+    assert sorted(asked) == list(range(len(space)))
+    assert asked[0] == 0
+    good = [(time, n) for n, time in times.items() if time is not None]
+    assert strategy.best == (min(good)[1] if good else None)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("trials", [1, 5, 30])
+def test_guided_spends_its_trials_without_repeating(trials: int, batch: int) -> None:
+    space = space_of((5, 5, 5))
+    times = {n: 10.0 + n % 7 for n in range(len(space))}
+    strategy = make_strategy(space, trials, seed=3, first=[7, 0, 7])
+    assert isinstance(strategy, GuidedStrategy)
+    asked = run(strategy, times, batch)
+    assert len(asked) == len(set(asked)) == trials
+    assert asked[:2] == [0, 7][:trials]
+
+
+def test_coordinate_descent_ends_where_no_step_is_faster() -> None:
+    space = space_of((6, 6))
+    times: dict[int, float | None] = {}
+    for n, config in enumerate(space.configs):
+        x, y = math.log2(int(config["p0"])), math.log2(int(config["p1"]))
+        times[n] = 5 + (x - 4) ** 2 + (y - 3) ** 2
+    # Too few trials for the sampler: the walk 0,0 -> 4,3 must come from descent alone.
+    strategy = GuidedStrategy(space, 20, [0], seed=0)
+    strategy._sampled_until = 0
+    run(strategy, times)
+    best = strategy.best
+    assert best is not None
+    assert dict(space.configs[best]) == {"p0": 16, "p1": 8}
+    assert all(times[n] > times[best] for n in space.neighbours(best))  # type: ignore[operator]
+
+
+def test_guided_search_crosses_failures_and_infeasible_points() -> None:
+    keep = {(x, y) for x in range(6) for y in range(6) if (x, y) != (1, 0)}
+    space = space_of((6, 6), keep)
+    times: dict[int, float | None] = {}
+    for n, config in enumerate(space.configs):
+        x, y = round(math.log2(int(config["p0"]))), round(math.log2(int(config["p1"])))
+        times[n] = None if (x, y) == (0, 1) else 5.0 + abs(x - 5) + abs(y - 5)
+    strategy = make_strategy(space, 24, seed=1)
+    run(strategy, times)
+    best = strategy.best
+    assert best is not None
+    assert times[best] == pytest.approx(5.0)
+
+
+def test_same_seed_same_proposals() -> None:
+    space = space_of((5, 5, 5))
+    times = {n: 10.0 + (n * 37) % 101 for n in range(len(space))}
+    first, second = (run(make_strategy(space, 40, seed=9), dict(times)) for _ in range(2))
+    assert first == second
+    assert first != run(make_strategy(space, 40, seed=10), dict(times))
+
+
+def test_known_times_are_not_asked_again() -> None:
+    space = space_of((3, 3))
+    strategy = make_strategy(space, 9, seed=0)
+    for position in (0, 4, 5):
+        strategy.tell(position, 3.0)
+    assert sorted(strategy.ask(20)) == [1, 2, 3, 6, 7, 8]
+
+
+def test_named_choices_work_with_the_sampler() -> None:
+    tunables = (Tunable("order", ("rows", "cols", "tiles")), Tunable("n", tuple(range(1, 100))))
+    configs = tuple({"order": order, "n": n} for order in tunables[0].choices for n in tunables[1].choices)
+    space = Space(tunables, configs)
+    times = {i: (1.0 if c["order"] == "cols" else 2.0) + abs(int(c["n"]) - 40) / 100 for i, c in enumerate(configs)}
+    strategy = make_strategy(space, 60, seed=0)
+    asked = run(strategy, dict(times), batch=2)
+    assert len(set(asked)) == 60
+    assert strategy.best is not None
+    assert configs[strategy.best]["order"] == "cols"

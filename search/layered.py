@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from fuseplan.search.database import Database, Lookup, R
 from fuseplan.search.errors import DatabaseError
@@ -54,9 +55,9 @@ class LayeredDatabase:
         shipped = self._plans.get(key)
         return _better(mine, Lookup(shipped, self._mismatch(shipped)))
 
-    def log_miss(self, key: RecordKey, label: str = "") -> bool:
+    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
         """Count a miss in the user's layer."""
-        return self.user.log_miss(key, label)
+        return self.user.log_miss(key, label, payload)
 
     def _mismatch(self, record: TuningRecord | PlanRecord | None) -> tuple[str, ...]:
         if record is None or self._versions is None:

@@ -1,0 +1,172 @@
+"""What every command works with: the database, this device as it was probed, and the back ends that can run on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseplan.costmodel.calibrate import Sample, calibrate
+from fuseplan.costmodel.device import DeviceSpec, DeviceSpecError, Mode, current_identity
+from fuseplan.costmodel.probe import probe
+from fuseplan.kernels.backend import Backend, Target
+from fuseplan.kernels.index import Index
+from fuseplan.kernels.ir import Buffer, KernelIR, Load, Segment, Store
+from fuseplan.kernels.registry import backends_for, local_target
+from fuseplan.planner.errors import CompilerMissingError, DeviceError
+from fuseplan.planner.plan import Planner, PlanSettings
+from fuseplan.search.database import Database
+from fuseplan.search.layered import LayeredDatabase
+from fuseplan.search.record import TuningRecord, Versions
+from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
+
+if TYPE_CHECKING:
+    import torch
+
+ProbeProgress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """One device, one database.
+
+    Attributes:
+        database: The user's database, open for writing.
+        device: Identity key of the device.
+        spec: What was measured on it; None until it is probed.
+        target: What kernels are compiled for.
+        backends: Its kernel back ends, whether or not they can run here.
+        settings: What plans are made for.
+    """
+
+    database: Database
+    device: str
+    spec: DeviceSpec | None
+    target: Target
+    backends: tuple[Backend, ...]
+    settings: PlanSettings
+
+    def with_spec(self, spec: DeviceSpec) -> Session:
+        """The same session with a newly measured device, stored."""
+        self.database.put_device(self.device, json.loads(spec.to_json()))
+        return replace(self, spec=spec)
+
+    def probed(self, quick: bool = True, progress: ProbeProgress | None = None) -> Session:
+        """Measure the device and store what was found."""
+        spec = probe(self.target.device_type, quick, progress, tiny_kernel(self.backends, self.target))
+        return self.with_spec(spec)
+
+    def planner(
+        self, tuner: Tuner | None = None, on_region: Callable[[str, int, int], None] | None = None
+    ) -> Planner:
+        """A planner over the user's records and those that ship with the package."""
+        store = LayeredDatabase(self.database)
+        return Planner(store, self.spec, self.device, self.target, self.backends, self.settings, tuner, on_region)
+
+    def tuner(
+        self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None
+    ) -> Tuner:
+        """A tuner for this device; close it when done.
+
+        Raises:
+            CompilerMissingError: No kernel back end can be used here.
+        """
+        reasons = {backend.name: backend.unavailable() for backend in self.backends}
+        if all(reasons.values()):
+            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise CompilerMissingError(f"no kernel back end can be used, so there is nothing to tune ({listed})")
+        usable = [backend for backend in self.backends if reasons[backend.name] is None]
+        return Tuner(
+            self.database, self.target, usable, self.device, budget, seed, self.settings.regime,
+            self.settings.numerics, progress=progress,
+        )
+
+    def recalibrated(self) -> Session:
+        """The device with each back end's calibration fitted again to all its current records."""
+        if self.spec is None:
+            return self
+        spec = self.spec
+        versions = Versions.current(self.target.device_type)
+        for backend in self.backends:
+            samples = [
+                sample for record in self.database.records()
+                if record.key.device == self.device and not versions.mismatch(record.evidence.versions)
+                for sample in record_samples(record, backend.name)
+            ]
+            if samples:
+                spec = spec.with_calibration(backend.name, calibrate(samples, spec))
+        return self.with_spec(spec)
+
+
+def record_samples(record: TuningRecord, backend: str) -> list[Sample]:
+    """The best kernel's time of a record, where that kernel is of ``backend``."""
+    if record.fused is None or record.backend != backend or not record.work.launches:
+        return []
+    mode: Mode = "graph" if record.key.regime == "graph" else "kernel"
+    return [Sample(record.work, mode, record.fused.median_us)]
+
+
+def open_session(
+    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: str = "write"
+) -> Session:
+    """Open the database and recognise the device; nothing is measured.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is a device).
+        database: File or SQLAlchemy URL; None for the user's default file.
+        settings: What plans are made for.
+        mode: ``"write"``, or ``"read"`` which never raises.
+
+    Raises:
+        DeviceError: There is no such device here.
+        DatabaseError: The database cannot be opened for writing.
+    """
+    import torch
+
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        target = local_target(device_type)
+        identity = current_identity(device_type)
+    except (RuntimeError, ValueError) as error:
+        raise DeviceError(str(error)) from None
+    versions = Versions.current(device_type)
+    opened = Database(database, "write" if mode == "write" else "read", versions)
+    return Session(
+        database=opened,
+        device=identity.key(),
+        spec=stored_spec(opened, identity.key()),
+        target=target,
+        backends=backends_for(device_type),
+        settings=settings if settings is not None else PlanSettings(),
+    )
+
+
+def stored_spec(database: Database, device: str) -> DeviceSpec | None:
+    """The stored device spec; None when there is none that this version can read."""
+    found = database.get_device(device)
+    if found is None:
+        return None
+    try:
+        return DeviceSpec.from_json(json.dumps(found))
+    except DeviceSpecError:
+        return None
+
+
+def tiny_kernel(backends: tuple[Backend, ...], target: Target) -> Callable[[], object] | None:
+    """A call of a kernel that copies one number, by the first back end that works: what a launch of ours costs."""
+    import torch
+
+    at = Index(0)
+    ir = KernelIR(
+        (Buffer("x", "float32", (1,), (1,)), Buffer("y", "float32", (1,), (1,), is_output=True)),
+        (Segment((), 1, (Load("float32", 0, at),), (Store(1, at, 0),)),),
+    )
+    for backend in backends:
+        if backend.unavailable() is None and backend.refuse(ir, target) is None:
+            call = backend.fused_callable(ir, backend.default_config(ir, target), target)
+            operand: torch.Tensor = torch.zeros(1, device=target.device_type)
+            return lambda: call(operand)
+    return None

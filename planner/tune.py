@@ -1,0 +1,105 @@
+"""The offline job: capture, plan, tune, store; and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.plan import GraphPlan, RegionPlan
+from fuseplan.planner.session import Session
+from fuseplan.search.tuner import Budget, ProgressEvent
+
+#: Told about each distinct region: workload, region label, number, how many.
+OnRegion = Callable[[str, str, int, int], None]
+
+
+@dataclass(frozen=True)
+class WorkloadPlan:
+    """The plan of one captured workload."""
+
+    workload: str
+    plan: GraphPlan
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a tune did.
+
+    Attributes:
+        plans: One per workload, in order.
+        session: The session with the calibration that the new records gave.
+        elapsed_s: Wall time of planning and tuning (capture and probe not included).
+    """
+
+    plans: tuple[WorkloadPlan, ...]
+    session: Session
+    elapsed_s: float
+
+    def distinct(self) -> list[tuple[str, RegionPlan]]:
+        """Each distinct region once, with the workload it first occurs in."""
+        found: dict[str, tuple[str, RegionPlan]] = {}
+        for workload in self.plans:
+            for region in workload.plan.unique():
+                found.setdefault(region.region.key, (workload.workload, region))
+        return list(found.values())
+
+    @property
+    def measured(self) -> int:
+        """Choices measured now; 0 when everything came from the database."""
+        return sum(plan.record.measured for _, plan in self.distinct() if plan.source == "tuned")
+
+    @property
+    def enumerated(self) -> int:
+        """Choices enumerated in the regions planned now."""
+        return sum(plan.record.enumerated for _, plan in self.distinct() if plan.source == "tuned")
+
+
+def tune(
+    session: Session,
+    graphs: Iterable[tuple[str, DataflowGraph]],
+    budget: Budget | None = None,
+    seed: int = 0,
+    on_region: OnRegion | None = None,
+    on_trial: Callable[[ProgressEvent], None] | None = None,
+) -> TuneResult:
+    """Plan every graph, measuring what is not stored. Each region and each group is stored as soon as it is done.
+
+    Args:
+        session: A session whose device is probed.
+        graphs: Workload names and their static graphs.
+        budget: What one group may cost.
+        seed: Seed of the search.
+        on_region: Told about each distinct region of each workload.
+        on_trial: Told about every trial.
+
+    Raises:
+        CompilerMissingError: No kernel back end can be used here.
+    """
+    start = time.monotonic()
+    plans: list[WorkloadPlan] = []
+    with session.tuner(budget if budget is not None else Budget(), seed, on_trial) as tuner:
+        for workload, graph in graphs:
+            told = _for_workload(on_region, workload)
+            plans.append(WorkloadPlan(workload, session.planner(tuner, told).plan_graph(graph)))
+    elapsed_s = time.monotonic() - start
+    result = TuneResult(tuple(plans), session, elapsed_s)
+    return TuneResult(result.plans, session.recalibrated() if result.measured else session, elapsed_s)
+
+
+def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, int, int], None] | None:
+    if on_region is None:
+        return None
+    return lambda label, number, total: on_region(workload, label, number, total)
+
+
+def coverage(plans: Sequence[WorkloadPlan]) -> tuple[int, int]:
+    """Compute ops that run in a fused kernel, and all compute ops, over all occurrences of all regions."""
+    fused = total = 0
+    for workload in plans:
+        for region in workload.plan.regions:
+            for group in region.record.groups:
+                total += len(group.ops)
+                fused += len(group.ops) if group.kind == "fused" else 0
+    return fused, total

@@ -231,8 +231,11 @@ class Planner:
         )
 
     def _alternatives(self, region: Region, result: GuidedResult, prices: ModelPrices) -> tuple[Alternative, ...]:
+        """The measured choices that lost: fused groups, cheapest first, then ops by themselves."""
+        fused = [priced for priced in result.rejected if priced.choice.fused][: self.settings.alternatives]
+        unfused = [priced for priced in result.rejected if not priced.choice.fused]
         found = []
-        for priced in [p for p in result.rejected if p.choice.fused][: self.settings.alternatives]:
+        for priced in (*fused, *unfused):
             group = priced.choice.group
             finite = priced.cost_s != float("inf")
             record = prices.records.get(group.ops) if isinstance(prices, MeasuredPrices) else None
@@ -250,6 +253,8 @@ class Planner:
                     reason,
                     prices.predict_s(priced.choice) * 1e6 if self.spec is not None else None,
                     measured_us,
+                    "fused" if priced.choice.fused else "unfused",
+                    record.key.workload if record is not None else "",
                 )
             )
         return tuple(found)

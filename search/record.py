@@ -261,13 +261,25 @@ class GroupChoice:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A candidate group that the partition does not use, and why."""
+    """A candidate group that the partition does not use, and why.
+
+    Attributes:
+        ops: Canonical positions in the region.
+        label: Short name for people.
+        reason: Why the partition does without it.
+        predicted_us: What the cost model said.
+        measured_us: What was measured; None when it was not.
+        kind: ``"unfused"`` for an op by itself that the partition fuses.
+        workload: Workload key of its tuning record; empty without one.
+    """
 
     ops: tuple[int, ...]
     label: str
     reason: str
     predicted_us: float | None = None
     measured_us: float | None = None
+    kind: Literal["fused", "unfused"] = "fused"
+    workload: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fuseplan.costmodel.probe_streams import stream_sizes, time_streams
 from fuseplan.costmodel.timing import Call, GraphTimer, HostTimer, time_calls
 
 _GIB = 2**30
+_DEVICE = "cuda"
 _PATTERNS = ("neg", "add", "read")
 _EAGER_BYTES = (256, 1024, 4096, 8192, 16_384)
 _MATMUL_UNITS = {"fp32_matmul": torch.float32, "bf16_matmul": torch.bfloat16, "fp16_matmul": torch.float16}
@@ -31,7 +32,7 @@ def measure_cuda(
     graph_timer = GraphTimer(sample_us=1000.0 if quick else 4000.0, repeats=7 if quick else 25)
     largest_bytes = min(_GIB, identity.memory_bytes // 8)
     streams = time_streams(
-        stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5), _PATTERNS, "cuda", graph_timer,
+        stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5), _PATTERNS, _DEVICE, graph_timer,
         lambda fraction: progress(0.5 * fraction, "memory bandwidth"),
     )
     # A few hundred calls stay inside the launch queue, so the host never waits for the device.
@@ -42,7 +43,7 @@ def measure_cuda(
     )
     kernel = None if kernel_call is None else time_calls({"kernel": kernel_call}, host_timer)["kernel"]
     empty = time_calls({"empty": _empty_call()}, graph_timer)["empty"]
-    calls = {**_arithmetic_calls(identity), **_matmul_calls(4096 if quick else 8192)}
+    calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
     timings = time_calls(
         {unit: call for unit, (_, call) in calls.items()}, graph_timer,
         lambda fraction: progress(0.6 + 0.4 * fraction, "arithmetic"),
@@ -52,14 +53,14 @@ def measure_cuda(
 
 
 def _eager_call(footprint_bytes: int) -> Call:
-    x = torch.rand(footprint_bytes // 12, device="cuda")
+    x = torch.rand(footprint_bytes // 12, device=_DEVICE)
     return partial(torch.add, x, torch.rand_like(x))
 
 
 def _empty_call() -> Call:
     from fuseplan.costmodel.probe_kernels import nothing  # imports Triton
 
-    x = torch.empty(1, device="cuda")
+    x = torch.empty(1, device=_DEVICE)
     return lambda: nothing[(1,)](x)
 
 
@@ -77,7 +78,7 @@ def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, Call]]
 
 
 def _chain(kernel: Any, blocks: int, dtype: torch.dtype) -> Call:
-    x = torch.rand(blocks * _BLOCK, device="cuda", dtype=dtype)
+    x = torch.rand(blocks * _BLOCK, device=_DEVICE, dtype=dtype)
     y = torch.empty_like(x)
 
     def call() -> None:
@@ -86,12 +87,16 @@ def _chain(kernel: Any, blocks: int, dtype: torch.dtype) -> Call:
     return call
 
 
+def _matmul_size(quick: bool) -> int:
+    return 4096 if quick else 8192
+
+
 def _matmul_calls(size: int) -> dict[str, tuple[float, Call]]:
     """Square matmuls under the caller's precision settings: operations of one call, and the call."""
     flops = 2.0 * size**3
     calls: dict[str, tuple[float, Call]] = {}
     for unit, dtype in _MATMUL_UNITS.items():
-        a = torch.randn(size, size, device="cuda", dtype=dtype)
+        a = torch.randn(size, size, device=_DEVICE, dtype=dtype)
         b, out = torch.randn_like(a), torch.empty_like(a)
         calls[unit] = (flops, partial(torch.mm, a, b, out=out))
     if (fp8 := _fp8_matmul(size)) is not None:
@@ -103,9 +108,9 @@ def _fp8_matmul(size: int) -> Callable[[], torch.Tensor] | None:
     """An fp8 matmul, or None where this device or this PyTorch has none."""
     if torch.cuda.get_device_capability() < (8, 9):
         return None
-    a = torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn)
-    b = torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn).t()  # cuBLASLt wants it column-major
-    scale = torch.ones((), device="cuda")
+    a = torch.randn(size, size, device=_DEVICE).to(torch.float8_e4m3fn)
+    b = torch.randn(size, size, device=_DEVICE).to(torch.float8_e4m3fn).t()  # cuBLASLt wants it column-major
+    scale = torch.ones((), device=_DEVICE)
     call = partial(torch._scaled_mm, a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     try:
         call()

@@ -1,0 +1,207 @@
+"""The probe end to end: for real on this CPU (small sizes), with a scripted clock for CUDA."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from fuseplan.costmodel import probe_cpu, probe_cuda
+from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, current_identity
+from fuseplan.costmodel.probe import probe
+from fuseplan.costmodel.probe_streams import Stream, _call, stream_sizes
+from fuseplan.costmodel.roofline import lower_bound, predict
+from fuseplan.costmodel.timing import Timing
+from fuseplan.costmodel.work import Work
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def probed() -> tuple[DeviceSpec, list[tuple[float, str]], int]:
+    steps: list[tuple[float, str]] = []
+    launches = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe_cpu, "_largest_bytes", lambda identity: 2 * MIB)
+        patch.setattr(probe_cpu, "_MATMUL_SIZES", (64,))
+        spec = probe(
+            "cpu", progress=lambda fraction, label: steps.append((fraction, label)),
+            kernel_call=lambda: launches.append(1),
+        )
+    return spec, steps, len(launches)
+
+
+def test_cpu_probe_measures_every_number(probed) -> None:
+    spec, _, launches = probed
+    assert spec.identity == current_identity("cpu")
+    assert set(spec.launch) == {"eager", "kernel"}
+    assert spec.latency("kernel").source == "our own launcher"
+    assert launches > 0
+    assert set(spec.peaks) == {"fp32", "fp64", "sfu", "fp32_matmul", "bf16_matmul", "fp16_matmul"}
+    assert spec.bandwidth.points[-1].footprint_bytes == 2 * MIB
+    assert (spec.thread_bandwidth is None) == (torch.get_num_threads() == 1)
+    assert {"memory", "eager", "launch:neg", "launch:add"} <= set(spec.fits)
+    assert spec.noise >= 0.0 and spec.versions["torch"] == torch.__version__
+    assert DeviceSpec.from_json(spec.to_json()) == spec
+
+
+def test_cpu_probe_predicts(probed) -> None:
+    spec, _, _ = probed
+    work = Work({"fp32": 1e6, "sfu": 1e4}, dram_bytes=1e6, launches=1)
+    assert 0 < lower_bound(work, spec, "kernel") <= predict(work, spec, "kernel").time_us < math.inf
+
+
+def test_cpu_probe_reports_progress_and_restores_threads(probed) -> None:
+    _, steps, _ = probed
+    fractions = [fraction for fraction, _ in steps]
+    assert fractions == sorted(fractions)
+    assert steps[-1] == (1.0, "done")
+    assert {"memory bandwidth", "launch latency", "arithmetic"} <= {label for _, label in steps}
+    assert torch.get_num_threads() == current_identity("cpu").cores
+
+
+def test_largest_footprint_follows_cache_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (DeviceIdentity("cpu", "x", 1, cache, 0) for cache in (MIB, 128 * MIB))
+    monkeypatch.setattr(probe_cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**20}.__getitem__)
+    # 4 GiB are free, a quarter of which is 1 GiB: 256 MiB, or four times a larger cache.
+    assert probe_cpu._largest_bytes(small) == 256 * MIB
+    assert probe_cpu._largest_bytes(large) == 512 * MIB
+    monkeypatch.setattr(probe_cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**13}.__getitem__)
+    assert probe_cpu._largest_bytes(large) == 8 * MIB  # a quarter of 32 MiB
+    monkeypatch.setattr(probe_cpu.os, "sysconf_names", {})
+    assert probe_cpu._largest_bytes(large) == 512 * MIB
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="'xpu'"):
+        probe("xpu")
+
+
+def test_sizes_double_from_4_kib() -> None:
+    assert stream_sizes(32 * 1024, 2.0) == [4096, 8192, 16384, 32768]
+    assert stream_sizes(8192, 2.0**0.5) == [4096, 6144, 8192]  # 4 * sqrt(2) KiB rounds to 6
+
+
+@pytest.mark.parametrize("pattern", ["copy", "neg", "add", "read"])
+@pytest.mark.parametrize("size", [4096, 5 * 1024, 96 * 1024])
+def test_a_stream_touches_its_footprint_and_nothing_else(pattern: str, size: int) -> None:
+    buffer, total = torch.rand(size // 4 + 3 * 256), torch.empty(())
+    before = buffer.clone()
+    _call(Stream(pattern, size), buffer, total)()
+    parts = {"copy": 2, "neg": 2, "add": 3, "read": 1}[pattern]
+    length = size // 4 // parts
+    pitch = (length + 255) // 256 * 256
+    expected = before.clone()
+    first = before[:length]
+    if pattern == "copy":
+        expected[pitch : pitch + length] = first
+    elif pattern == "neg":
+        expected[pitch : pitch + length] = -first
+    elif pattern == "add":
+        expected[2 * pitch : 2 * pitch + length] = first + before[pitch : pitch + length]
+    else:
+        assert total.item() == pytest.approx(first.double().sum().item(), rel=1e-4)
+    assert torch.equal(buffer, expected)
+
+
+# -- CUDA, with everything that needs a GPU replaced ------------------------------------------------------------
+
+
+class ScriptedTimer:
+    """Runs each call once, then claims that it took 1 us + its bytes at 1000 GB/s, or 100 us for other calls."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def prepare(self, call):
+        call()
+        nbytes = 0
+        if isinstance(call, partial) and call.func in (torch.neg, torch.add, torch.sum):
+            nbytes = sum(arg.nbytes for arg in (*call.args, call.keywords.get("out")) if isinstance(arg, torch.Tensor))
+            return lambda: [1.0 + nbytes * 1e-6]
+        return lambda: [100.0]
+
+
+class FakeKernel:
+    """A Triton kernel that records its grid."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeKernel]:
+    pytest.importorskip("triton")
+    kernels = {name: FakeKernel() for name in ("nothing", "fma_chain", "exp2_chain")}
+    from fuseplan.costmodel import probe_kernels
+
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(probe_kernels, name, kernel)
+    monkeypatch.setattr(probe_cuda, "GraphTimer", ScriptedTimer)
+    monkeypatch.setattr(probe_cuda, "HostTimer", ScriptedTimer)
+    monkeypatch.setattr(probe_cuda, "_DEVICE", "cpu")
+    monkeypatch.setattr(probe_cuda, "_matmul_size", lambda quick: 16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    return kernels
+
+
+def test_cuda_measurements_cover_every_unit(cuda_on_cpu: dict[str, FakeKernel]) -> None:
+    identity = DeviceIdentity("cuda", "fake", 10, MIB, 64 * MIB)
+    measured = probe_cuda.measure_cuda(identity, True, lambda fraction, label: None, lambda: None)
+    assert {rate.unit for rate in measured.rates} == {
+        "fp32", "fp64", "sfu", "fp32_matmul", "bf16_matmul", "fp16_matmul"
+    }
+    flops = {rate.unit: rate.flops for rate in measured.rates}
+    assert flops["bf16_matmul"] == 2 * 16**3
+    # 32 blocks on each of 10 multiprocessors, 1024 elements each, 2048 steps: one exp2 or two flops a step.
+    assert flops["sfu"] == 32 * 10 * 1024 * 2048
+    assert flops["fp32"] == 2 * flops["sfu"]
+    assert cuda_on_cpu["fma_chain"].grids[0] == (320,)
+    assert measured.kernel == Timing(100.0, 100.0, 0.0)
+    assert measured.graph_node == Timing(100.0, 100.0, 0.0)
+    assert max(stream.footprint_bytes for stream in measured.streams) == 8 * MIB  # an eighth of the memory
+    assert not any(stream.typical for stream in measured.streams if stream.pattern == "read")
+
+
+def test_cuda_probe_assembles(cuda_on_cpu: dict[str, FakeKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = DeviceIdentity("cuda", "fake", 10, MIB, 64 * MIB)
+    monkeypatch.setattr("fuseplan.costmodel.probe.current_identity", lambda device_type: identity)
+    spec = probe("cuda")
+    assert spec.bandwidth.memory_gbps == pytest.approx(1000.0, rel=0.01)
+    assert spec.graph_us == pytest.approx(1.0, rel=0.01)
+    assert spec.latency("kernel").best_us == 0.0
+    assert DeviceSpec.from_json(spec.to_json()) == spec
+
+
+def test_fp8_is_left_out_where_it_fails(cuda_on_cpu: dict[str, FakeKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("not supported")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch, "_scaled_mm", unsupported)
+    assert "fp8_matmul" not in probe_cuda._matmul_calls(16)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: None)
+    assert probe_cuda._matmul_calls(16)["fp8_matmul"][0] == 2 * 16**3
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "instruction"),
+    [("fma_chain", "fp32", "fma.rn.f32"), ("fma_chain", "fp64", "fma.rn.f64"), ("exp2_chain", "fp32", "ex2.approx")],
+)
+def test_arithmetic_kernels_compile_to_the_instruction_they_time(name: str, dtype: str, instruction: str) -> None:
+    triton = pytest.importorskip("triton")
+    from fuseplan.costmodel import probe_kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(probe_kernels, name)
+    signature = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "steps": "i32", "block": "constexpr"}
+    source = ASTSource(kernel, signature, constexprs={"block": 1024})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    # 1024 elements on 128 threads are 8 each, and the loop's body takes 4 steps.
+    assert ptx.count(f"{instruction}") >= 8 * 4

@@ -1,0 +1,221 @@
+"""Roofline predictions and bounds, by hand and by property."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from costmodel_samples import CPU, GPU
+from fuseplan.costmodel.device import (
+    BandwidthCurve,
+    BandwidthPoint,
+    Calibration,
+    DeviceIdentity,
+    DeviceSpec,
+    DeviceSpecError,
+    Latency,
+    Peak,
+)
+from fuseplan.costmodel.roofline import lower_bound, predict, predict_sequence
+from fuseplan.costmodel.work import FLOP_UNITS, Work
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def test_memory_bound() -> None:
+    result = predict(Work({"fp32": 1e5}, dram_bytes=1e6, launches=1), CPU, "kernel")
+    # launch 1 us; 1e6 bytes / 200 GB/s = 5 us; 1e5 flops / 1e11 = 1 us; 1 + max(5, 1) = 6.
+    assert result.time_us == pytest.approx(6.0)
+    assert result.bound_by == "memory"
+    assert (result.parts.launch_us, result.parts.host_us) == (1.0, 0.0)
+    assert result.parts.memory_us == pytest.approx(5.0)
+    assert result.parts.compute_us == pytest.approx(1.0)
+
+
+def test_compute_bound_adds_the_units() -> None:
+    result = predict(Work({"fp32": 1e6, "sfu": 1e5}, dram_bytes=1e6, launches=1), CPU, "kernel")
+    # 1e6 / 1e11 = 10 us, and 1e5 / 1e10 = 10 us: 20 us beside 5 us of memory; 1 + 20 = 21.
+    assert result.time_us == pytest.approx(21.0)
+    assert result.bound_by == "compute"
+
+
+def test_launch_bound_counts_every_launch_once() -> None:
+    result = predict(Work(dram_bytes=200.0, launches=3), CPU, "eager")
+    # 3 * 2 us + 200 bytes / 200 GB/s = 6.001 us.
+    assert result.time_us == pytest.approx(6.001)
+    assert result.bound_by == "launch"
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    assert predict(Work(), CPU, "eager").time_us == 0.0
+    assert lower_bound(Work(), CPU, "eager") == 0.0
+    assert predict_sequence([], CPU, "eager").time_us == 0.0
+
+
+def test_large_footprints_move_at_memory_bandwidth() -> None:
+    # 8e6 bytes are past the curve: 50 GB/s, 160 us; + 1 us launch.
+    assert predict(Work(dram_bytes=8e6, launches=1), CPU, "kernel").time_us == pytest.approx(161.0)
+    # 2e6 bytes: half way between the points on a log axis, sqrt(200 * 50) = 100 GB/s, 20 us.
+    assert predict(Work(dram_bytes=2e6, launches=1), CPU, "kernel").time_us == pytest.approx(21.0)
+
+
+def test_cold_bytes_come_from_memory() -> None:
+    result = predict(Work(dram_bytes=1e6, launches=1), CPU, "kernel", cold_bytes=5e5)
+    # 5e5 hot at 200 GB/s = 2.5 us, 5e5 cold at 50 GB/s = 10 us; + 1 us launch.
+    assert result.time_us == pytest.approx(13.5)
+
+
+def test_reread_bytes_come_from_the_cache_when_they_fit() -> None:
+    fits = predict(Work(dram_bytes=5e5, l2_bytes=2e5, launches=1), CPU, "kernel")
+    # 5e5 / 200 = 2.5 us, re-read 2e5 / 200 = 1 us, + 1 us launch.
+    assert fits.time_us == pytest.approx(4.5)
+    large = predict(Work(dram_bytes=8e6, l2_bytes=2e6, launches=1), CPU, "kernel")
+    # 8e6 / 50 = 160 us; the cache holds 1e6 bytes: 2e6 / 200 = 10 us; + 1.
+    assert large.time_us == pytest.approx(171.0)
+
+
+def test_fewer_threads_have_less_of_everything() -> None:
+    work = Work({"fp32": 1e6}, dram_bytes=1e6, launches=1)
+    # One thread: 80 GB/s, 12.5 us; a quarter of 1e11 flops/s, 40 us; + 1.
+    assert predict(work, CPU, "kernel", threads=1).time_us == pytest.approx(41.0)
+    streaming = Work(dram_bytes=1e6, launches=1)
+    assert predict(streaming, CPU, "kernel", threads=1).time_us == pytest.approx(13.5)
+    # Two: each streams 5e5 bytes at 80 GB/s, together 160 < 200: 6.25 us; + 1.
+    assert predict(streaming, CPU, "kernel", threads=2).time_us == pytest.approx(7.25)
+    # Three would give 240, but the whole device does 200: 5 us; + 1.
+    assert predict(streaming, CPU, "kernel", threads=3).time_us == pytest.approx(6.0)
+    assert predict(streaming, CPU, "kernel", threads=4) == predict(streaming, CPU, "kernel")
+
+
+def test_lower_bound_takes_ideal_values() -> None:
+    work = Work({"fp32": 1e6, "sfu": 1e5}, dram_bytes=1e6, l2_bytes=1e9, launches=1)
+    # launch 0.5; memory 1e6 / 250 = 4 us, nothing re-read; max(1e6 / 2e11, 1e5 / 4e10) = max(5, 2.5) = 5 us.
+    assert lower_bound(work, CPU, "kernel") == pytest.approx(5.5)
+    # All cold: 1e6 / 60 GB/s = 16.67 us.
+    assert lower_bound(work, CPU, "kernel", cold_bytes=1e6) == pytest.approx(0.5 + 1e3 / 60)
+
+
+def test_queued_cuda_launches_hide_behind_the_device() -> None:
+    small = Work(dram_bytes=200.0, launches=1)
+    # The host needs 6 us for each call, the device 1 + 0.001.
+    prediction = predict(small, GPU, "eager")
+    assert prediction.time_us == pytest.approx(6.0)
+    assert prediction.bound_by == "launch"
+    large = Work(dram_bytes=8e6, launches=1)
+    # The device needs 1 + 160 us, in which the host's 6 us vanish.
+    assert predict(large, GPU, "eager").time_us == pytest.approx(161.0)
+    assert predict(large, GPU, "kernel").time_us == predict(large, GPU, "graph").time_us
+    # Lower bound: max(5, 0.75 + 8e6 / 60 GB/s).
+    assert lower_bound(large, GPU, "eager") == pytest.approx(0.75 + 8e3 / 60)
+
+
+def test_sequence_is_the_sum_of_its_kernels() -> None:
+    a, b = Work(dram_bytes=1e6, launches=1), Work(dram_bytes=200.0, launches=1)
+    total = predict_sequence([a, b, b], CPU, "eager")
+    # (2 + 5) + 2 * (2 + 0.001): launches account for 4.002 us, memory for 7.
+    assert total.time_us == pytest.approx(11.002)
+    assert total.bound_by == "memory"
+    assert total.parts.launch_us == pytest.approx(6.0)
+    assert total.parts.memory_us == pytest.approx(5.002)
+
+
+def test_calibration_applies_to_its_backend_only() -> None:
+    spec = CPU.with_calibration("cpp", Calibration(launch_scale=2.0, memory_scale=1.5, compute_scale=3.0))
+    work = Work({"fp32": 1e5}, dram_bytes=1e6, launches=1)
+    # 1 * 2 + max(5 * 1.5, 1 * 3) = 9.5; without: 6.
+    assert predict(work, spec, "kernel", backend="cpp").time_us == pytest.approx(9.5)
+    assert predict(work, spec, "kernel", backend="triton").time_us == pytest.approx(6.0)
+    assert predict(work, spec, "kernel").time_us == pytest.approx(6.0)
+    assert predict_sequence([work, work], spec, "kernel", backend="cpp").time_us == pytest.approx(19.0)
+
+
+def test_no_calibration_promises_more_than_the_hardware() -> None:
+    spec = CPU.with_calibration("cpp", Calibration(memory_scale=0.01, launch_scale=0.01))
+    work = Work(dram_bytes=1e6, launches=1)
+    # Lower bound: 0.5 + 1e6 / 250 GB/s = 4.5 us.
+    assert predict(work, spec, "kernel", backend="cpp").time_us == pytest.approx(4.5)
+
+
+def test_errors_name_the_value() -> None:
+    work = Work({"fp8_matmul": 1.0}, dram_bytes=10.0, launches=1)
+    with pytest.raises(DeviceSpecError, match="fp8_matmul"):
+        predict(work, CPU, "kernel")
+    with pytest.raises(DeviceSpecError, match="graph"):
+        predict(Work(launches=1), CPU, "graph")
+    with pytest.raises(ValueError, match="cold_bytes 11"):
+        predict(Work(dram_bytes=10.0), CPU, "kernel", cold_bytes=11)
+    for threads in (0, 5):
+        with pytest.raises(ValueError, match=f"threads {threads}"):
+            predict(Work(dram_bytes=10.0), CPU, "kernel", threads=threads)
+
+
+positive = st.floats(1e-3, 1e6)
+pairs = st.tuples(positive, st.floats(1.0, 3.0))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> DeviceSpec:
+    device_type = draw(st.sampled_from(["cpu", "cuda"]))
+
+    def curve() -> BandwidthCurve:
+        sizes = draw(st.lists(st.floats(1e2, 1e9), min_size=1, max_size=5, unique=True))
+        points = [draw(pairs) for _ in sizes]
+        return BandwidthCurve(
+            tuple(BandwidthPoint(size, low, low * up) for size, (low, up) in zip(sorted(sizes), points, strict=True))
+        )
+
+    modes = ("eager", "kernel", "graph") if device_type == "cuda" else ("eager", "kernel")
+    launches = {mode: draw(pairs) for mode in modes}
+    peaks = {unit: draw(pairs) for unit in FLOP_UNITS}
+    return DeviceSpec(
+        identity=DeviceIdentity(device_type, "random", draw(st.integers(1, 64)), draw(st.integers(0, 10**8)), 0),
+        bandwidth=curve(),
+        launch={mode: Latency(best * up, best, "") for mode, (best, up) in launches.items()},
+        peaks={unit: Peak(low * 1e9, low * up * 1e9) for unit, (low, up) in peaks.items()},
+        noise=0.0,
+        measured_at="",
+        versions={},
+        thread_bandwidth=curve() if device_type == "cpu" and draw(st.booleans()) else None,
+        calibrations={"x": Calibration(*(draw(st.floats(0.05, 20.0)) for _ in range(3)))},
+    )
+
+
+works = st.builds(
+    Work,
+    flops=st.dictionaries(st.sampled_from(FLOP_UNITS), st.floats(0.0, 1e12)),
+    dram_bytes=st.floats(0.0, 1e10),
+    l2_bytes=st.floats(0.0, 1e10),
+    launches=st.integers(0, 100),
+)
+
+
+@given(specs(), works, st.floats(0.0, 1.0), st.booleans(), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_lower_bound_never_exceeds_the_prediction(
+    spec: DeviceSpec, work: Work, cold_share: float, one_thread: bool, is_calibrated: bool
+) -> None:
+    cold_bytes = cold_share * work.dram_bytes
+    threads = 1 if one_thread else None
+    for mode in spec.launch:
+        bound_us = lower_bound(work, spec, mode, cold_bytes=cold_bytes, threads=threads)
+        prediction = predict(
+            work, spec, mode, cold_bytes=cold_bytes, threads=threads, backend="x" if is_calibrated else None
+        )
+        assert 0.0 <= bound_us <= prediction.time_us < math.inf
+        # Without a calibration the terms alone respect the bound (up to rounding); nothing needs to be clipped.
+        if not is_calibrated:
+            assert prediction.parts.time_us >= bound_us * (1 - 1e-9)
+
+
+@given(specs(), works, works)
+@settings(max_examples=50, deadline=None)
+def test_fusing_two_kernels_lowers_the_bound(spec: DeviceSpec, a: Work, b: Work) -> None:
+    fused = dataclasses.replace(a + b, launches=min(a.launches, 1))
+    # Fusion may move the sum to a slower cache level, so give both the memory's bandwidth.
+    cold = {"cold_bytes": fused.dram_bytes}
+    apart_us = lower_bound(a, spec, "kernel", cold_bytes=a.dram_bytes) + lower_bound(
+        b, spec, "kernel", cold_bytes=b.dram_bytes
+    )
+    if a.launches:
+        assert lower_bound(fused, spec, "kernel", **cold) <= apart_us * (1 + 1e-9)

@@ -1,0 +1,177 @@
+"""The probe's clocks, driven by a clock that only moves when told to."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from fuseplan.costmodel import timing
+from fuseplan.costmodel.timing import GraphTimer, HostTimer, Timing, time_calls
+
+
+class Clock:
+    """Every call of ``work`` takes ``cost_us``; reading the time is free."""
+
+    def __init__(self, cost_us: float) -> None:
+        self.now_us = 0.0
+        self.cost_us = cost_us
+        self.calls = 0
+
+    def work(self) -> None:
+        self.calls += 1
+        self.now_us += self.cost_us
+
+    def perf_counter_ns(self) -> int:
+        return round(self.now_us * 1e3)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(2.0)
+    monkeypatch.setattr(timing.time, "perf_counter_ns", clock.perf_counter_ns)
+    return clock
+
+
+def test_host_timer_averages_over_enough_calls(clock: Clock) -> None:
+    sampler = HostTimer(sample_us=100.0, repeats=3).prepare(clock.work)
+    before = clock.calls
+    assert sampler() == pytest.approx([2.0, 2.0, 2.0])
+    assert clock.calls - before == 3 * 50  # 100 us / 2 us calls in each of 3 samples
+
+
+def test_host_timer_counts_the_wait_for_the_device(clock: Clock) -> None:
+    waits = []
+
+    def finish() -> None:
+        waits.append(clock.now_us)
+        clock.now_us += 10.0
+
+    sampler = HostTimer(sample_us=100.0, repeats=1, finish=finish, max_calls=10).prepare(clock.work)
+    before = clock.calls
+    # 10 calls of 2 us and one wait of 10 us inside the sample (the one before it is outside): 30 / 10.
+    assert sampler() == pytest.approx([3.0])
+    assert clock.calls - before == 10
+    assert waits
+
+
+def test_timing_of_batches() -> None:
+    # All samples sorted: 1 1 2 2 3 9; the faster half 1 1 2, median 1. Halves: (1 2 9): 1 2 -> 1.5; (1 2 3): 1.5.
+    assert Timing.of([[9.0, 1.0, 2.0], [1.0, 2.0, 3.0]]) == Timing(1.0, 1.0, 0.0)
+    # Batches 0 and 2 against batch 1: 2 and 3, whose faster half over all (2 2) is 2.
+    assert Timing.of([[2.0], [3.0], [2.0]]) == Timing(2.0, 2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("batches", "disturbed"),
+    [([[1.0, 1.0], [1.0, 1.0]], False), ([[1.0, 1.05], [1.0, 1.05]], False), ([[1.0], [2.0]], True)],
+)
+def test_disturbed_samples_are_noticed(batches: list[list[float]], disturbed: bool) -> None:
+    assert Timing.of(batches).disturbed is disturbed
+
+
+class ScriptedTimer:
+    """Samplers that return one scripted batch after the other."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+
+    def prepare(self, call):
+        name, batches = call()
+
+        def sampler() -> list[float]:
+            self.taken.append(name)
+            return batches.pop(0)
+
+        return sampler
+
+
+def test_passes_interleave_and_repeat_only_what_was_disturbed() -> None:
+    timer = ScriptedTimer()
+    fractions: list[float] = []
+    calm = [[1.0], [1.0]]
+    shaky = [[5.0], [2.0], [2.0], [2.0], [2.0]]
+    timings = time_calls({"calm": lambda: ("calm", calm), "shaky": lambda: ("shaky", shaky)}, timer, fractions.append)
+    # Third pass: the even half (5, 2) still says 2 and the odd half 2, so nothing more is taken.
+    assert timer.taken == ["calm", "shaky", "calm", "shaky", "shaky"]
+    assert timings["calm"] == Timing(1.0, 1.0, 0.0)
+    assert timings["shaky"] == Timing(2.0, 2.0, 0.0)
+    assert fractions == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_extra_passes_end() -> None:
+    timer = ScriptedTimer()
+    batches = [[float(2**number)] for number in range(20)]
+    time_calls({"x": lambda: ("x", batches)}, timer)
+    assert len(timer.taken) == 2 + 4
+
+
+class FakeGraph:
+    """Records the calls captured into it; a replay costs their time."""
+
+    current: FakeGraph | None = None
+
+    def __init__(self) -> None:
+        self.nodes = 0
+
+    def replay(self) -> None:
+        FakeEvent.now_us += 3.0 * self.nodes  # every node takes 3 us
+
+
+class FakeEvent:
+    now_us = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_us = 0.0
+
+    def record(self) -> None:
+        self.at_us = FakeEvent.now_us
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.at_us - self.at_us) * 1e-3  # milliseconds, as CUDA says
+
+
+class FakeStream:
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+
+@contextmanager
+def capture(graph: FakeGraph):
+    FakeGraph.current = graph
+    yield
+    FakeGraph.current = None
+
+
+def test_graph_timer_divides_a_replay_by_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    warm_ups: list[int] = []
+
+    def call() -> None:
+        if FakeGraph.current is None:
+            warm_ups.append(1)
+        else:
+            FakeGraph.current.nodes += 1
+
+    graphs: list[int] = []
+    real = GraphTimer._capture
+
+    def counting(call, calls):
+        graphs.append(calls)
+        return real(call, calls)
+
+    monkeypatch.setattr(GraphTimer, "_capture", staticmethod(counting))
+    sampler = GraphTimer(sample_us=300.0, repeats=4).prepare(call)
+    assert sampler() == pytest.approx([3.0] * 4)
+    assert graphs == [10, 100]  # an estimate, then 300 us / 3 us calls
+    assert warm_ups  # lazy initialisation happens outside the capture

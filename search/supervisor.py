@@ -88,24 +88,30 @@ class Supervisor:
 
     def _start(self, request: Request) -> None:
         lane = self._lanes.get(request.lane)
+        if lane is not None and lane.pipe.poll():
+            # An idle worker has nothing to say: this is the end of one that died, or gave itself up.
+            self._end(request.lane)
+            lane = None
         if lane is None:
             lane = self._lanes[request.lane] = self._fork(request.lane)
         lane.job = request.job
         lane.deadline = time.monotonic() + request.limit_s
-        # A worker that died while idle shows when its pipe is read.
+        # A worker that dies right now shows when its pipe is read.
         with contextlib.suppress(OSError):
             lane.pipe.send_bytes(request.payload)
 
     def _collect(self, number: int, lane: _Lane) -> None:
         job = lane.job
         try:
-            state, payload = lane.pipe.recv()
+            state, payload, fatal = lane.pipe.recv()
         except (EOFError, OSError):
             cause = self._end(number)
             if job >= 0:
                 self._parent.send((job, CRASHED, cause))
             return
         lane.job = -1
+        if fatal:
+            self._end(number)
         self._parent.send((job, state, payload))
 
     def _end(self, number: int) -> str:
@@ -113,7 +119,7 @@ class Supervisor:
         lane = self._lanes.pop(number)
         lane.pipe.close()
         # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
-        status = _reap(lane.pid, 0.0 if lane.busy and time.monotonic() >= lane.deadline else 0.5)
+        status = _reap(lane.pid, 0.5 if lane.busy and time.monotonic() < lane.deadline else 0.0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(lane.pid, signal.SIGKILL)
         if status is None:
@@ -163,10 +169,7 @@ def _work(pipe: Connection, threads: int) -> None:
         _die_with_parent()
         torch.set_num_threads(threads)
         while True:
-            state, payload, fatal = _attempt(pipe.recv_bytes())
-            pipe.send((state, payload))
-            if fatal:
-                break
+            pipe.send(_attempt(pipe.recv_bytes()))
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:

@@ -1,6 +1,6 @@
 """Is a kernel right? Checked before it is timed, against float64, in memory that shows every stray access.
 
-Outputs start as NaN (or a sentinel) between guard zones; inputs lie between NaN. So an element left unwritten, a write
+Outputs start as NaN (or as a sentinel) between guard zones; inputs lie between NaN. So an element left unwritten, a write
 outside, a changed input, and a read outside that reaches a result are all seen.
 """
 
@@ -17,8 +17,6 @@ from fuseplan.search.subject import Subject
 
 _GUARD_BYTES = 4096
 _GUARD_VALUE = 0xA5
-#: A bool is poisoned with a byte that is neither 0 nor 1.
-_BOOL_POISON = 0xAA
 #: A few roundings of the float32 that kernels compute in.
 _COMPUTE_ROUNDING = 4 * 2.0**-23
 
@@ -224,13 +222,9 @@ class _Guarded:
             self._middle.copy_(torch.where(self._covered, whole, self._middle))
 
     def poison(self) -> None:
-        """Make every element something that no kernel computes."""
+        """Make every float NaN; other types start as the guard's bytes, which no bool and hardly any integer has."""
         if self.flat.is_floating_point():
             self.view.fill_(math.nan)
-        elif self.flat.dtype == torch.bool:
-            self.buffer.as_strided(self.view.shape, self.view.stride(), self.guard).fill_(_BOOL_POISON)
-        else:
-            self.view.fill_(torch.iinfo(self.flat.dtype).min)
 
     def unwritten(self) -> int:
         """How many elements still hold the poison (for floats: are NaN, whoever wrote it)."""

@@ -1,0 +1,228 @@
+"""Worker processes: isolation, time limits, restart, and an end when the parent ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fuseplan.search.worker import InlineExecutor, WorkerPool
+
+LIMIT = 30.0
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def whoami() -> tuple[int, int]:
+    return os.getpid(), torch.get_num_threads()
+
+
+def meet(folder: str, name: str, other: str) -> bool:
+    """Only returns True when both parties are there at the same time."""
+    Path(folder, name).touch()
+    for _ in range(1000):
+        if Path(folder, other).exists():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def crash() -> None:
+    sys.stderr.write("double free or corruption\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave(status: int) -> None:
+    os._exit(status)
+
+
+def hang() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3600)
+
+
+def child_that_hangs(path: str) -> None:
+    """As a compiler would: a process of the worker's own, which must not outlive it."""
+    process = subprocess.Popen(["sleep", "3600"])
+    Path(path).write_text(str(process.pid))
+    process.wait()
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state != "Z"
+
+
+def wait_until_dead(*pids: int) -> None:
+    for _ in range(500):
+        if not any(alive(pid) for pid in pids):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"still alive: {[pid for pid in pids if alive(pid)]}")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(compilers=2) as pool:
+        yield pool
+
+
+def test_a_job_returns_its_value(pool: WorkerPool) -> None:
+    outcome = pool.call(add, 2, 3, limit_s=LIMIT)
+    assert outcome.ok
+    assert outcome.value == 5
+
+
+def test_the_measuring_worker_is_another_process_and_stays(pool: WorkerPool) -> None:
+    first, second = (pool.call(whoami, limit_s=LIMIT).value for _ in range(2))
+    assert first == second
+    assert first[0] != os.getpid()
+    assert first[1] == torch.get_num_threads()
+
+
+def test_compile_lanes_run_beside_each_other_in_order(pool: WorkerPool, tmp_path: Path) -> None:
+    outcomes = pool.map(meet, [(str(tmp_path), "a", "b"), (str(tmp_path), "b", "a")], limit_s=LIMIT)
+    assert [outcome.value for outcome in outcomes] == [True, True]
+    assert [o.value for o in pool.map(add, [(n, 1) for n in range(7)], limit_s=LIMIT)] == [1, 2, 3, 4, 5, 6, 7]
+    assert pool.map(add, [], limit_s=LIMIT) == []
+    assert pool.map(whoami, [()], limit_s=LIMIT)[0].value[1] == 1
+
+
+def test_an_exception_costs_the_job_only(pool: WorkerPool) -> None:
+    before = pool.call(whoami, limit_s=LIMIT).value
+    outcome = pool.call(fail, "no such tile", limit_s=LIMIT)
+    assert not outcome.ok
+    assert outcome.failure == "ValueError: no such tile"
+    assert "pickle" in pool.call(unpicklable, limit_s=LIMIT).failure.lower()
+    assert pool.call(whoami, limit_s=LIMIT).value == before
+
+
+def test_a_device_error_ends_the_worker_that_has_it(pool: WorkerPool) -> None:
+    before = pool.call(whoami, limit_s=LIMIT).value
+    outcome = pool.call(fail, "CUDA error: an illegal memory access was encountered", limit_s=LIMIT)
+    assert "illegal memory access" in outcome.failure
+    assert pool.call(whoami, limit_s=LIMIT).value[0] != before[0]
+
+
+def test_a_crash_is_named_and_the_next_job_runs(pool: WorkerPool) -> None:
+    outcome = pool.call(crash, limit_s=LIMIT)
+    assert outcome.failure == "crashed: killed by SIGSEGV: double free or corruption"
+    assert pool.call(leave, 3, limit_s=LIMIT).failure == "crashed: exited with status 3"
+    assert pool.call(add, 1, 1, limit_s=LIMIT).value == 2
+
+
+def test_a_crash_in_one_lane_leaves_the_others_alone(pool: WorkerPool) -> None:
+    outcomes = pool.map(leave_or_add, [(0,), (1,), (2,), (3,)], limit_s=LIMIT)
+    assert [outcome.value for outcome in outcomes] == [0, None, 2, None]
+    assert all("status 9" in outcomes[n].failure for n in (1, 3))
+
+
+def leave_or_add(number: int) -> int:
+    if number % 2:
+        os._exit(9)
+    return number
+
+
+def test_a_hang_ends_at_the_limit(pool: WorkerPool) -> None:
+    start = time.monotonic()
+    outcome = pool.call(hang, limit_s=0.3)
+    assert outcome.failure == "no result within 0.3 s"
+    assert time.monotonic() - start < 10
+    assert pool.call(add, 1, 1, limit_s=LIMIT).value == 2
+
+
+def test_what_a_hanging_job_started_ends_with_it(pool: WorkerPool, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    assert not pool.call(child_that_hangs, str(note), limit_s=0.5).ok
+    wait_until_dead(int(note.read_text()))
+
+
+def test_a_killed_worker_reads_as_out_of_memory(pool: WorkerPool) -> None:
+    outcome = pool.call(os.kill, pool.call(whoami, limit_s=LIMIT).value[0], signal.SIGKILL, limit_s=LIMIT)
+    assert "SIGKILL (out of memory?)" in outcome.failure
+
+
+def test_a_killed_supervisor_is_replaced(pool: WorkerPool) -> None:
+    worker = pool.call(whoami, limit_s=LIMIT).value[0]
+    supervisor = pool.call(os.getppid, limit_s=LIMIT).value
+    os.kill(supervisor, signal.SIGKILL)
+    wait_until_dead(supervisor, worker)
+    assert pool.call(add, 4, 4, limit_s=LIMIT).value == 8
+    doomed = pool.call(kill_parent, limit_s=LIMIT)
+    assert "supervisor ended" in doomed.failure
+    assert pool.call(add, 4, 4, limit_s=LIMIT).value == 8
+
+
+def kill_parent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3600)
+
+
+def test_an_interrupt_abandons_the_job_and_nothing_else(pool: WorkerPool) -> None:
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            pool.call(hang, limit_s=LIMIT)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert pool.call(add, 1, 2, limit_s=LIMIT).value == 3
+
+
+PARENT = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+import test_worker
+from fuseplan.search.worker import WorkerPool
+pool = WorkerPool(compilers=1)
+worker = pool.call(test_worker.whoami, limit_s=60).value[0]
+supervisor = pool.call(os.getppid, limit_s=60).value
+print(worker, supervisor, flush=True)
+pool.call(test_worker.hang, limit_s=3600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent(how: signal.Signals) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(Path(__file__).parent)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert parent.stdout is not None
+    line = parent.stdout.readline()
+    worker, supervisor = (int(word) for word in line.split())
+    assert alive(worker)
+    assert alive(supervisor)
+    parent.send_signal(how)
+    parent.wait(20)
+    wait_until_dead(worker, supervisor)
+
+
+def test_the_inline_executor_reports_like_the_pool() -> None:
+    inline = InlineExecutor()
+    assert inline.call(add, 1, 2, limit_s=1).value == 3
+    assert inline.call(fail, "x", limit_s=1).failure == "ValueError: x"
+    assert [o.value for o in inline.map(add, [(1, 1), (2, 2)], limit_s=1)] == [2, 4]
+    inline.close()

@@ -84,6 +84,16 @@ class BandwidthCurve:
         larger = bisect_right(self._log_sizes, _log(footprint_bytes))
         return math.exp(max(here, self._best_from[larger]))
 
+    def at_least(self, other: BandwidthCurve) -> BandwidthCurve:
+        """This curve, raised to ``other`` where that is faster."""
+
+        def raised(point: BandwidthPoint) -> BandwidthPoint:
+            gbps = max(point.gbps, other.gbps(point.footprint_bytes))
+            best = max(point.best_gbps, gbps, math.exp(other._interpolate(other._log_best, point.footprint_bytes)))
+            return BandwidthPoint(point.footprint_bytes, gbps, best)
+
+        return BandwidthCurve(tuple(raised(point) for point in self.points))
+
     @property
     def memory_gbps(self) -> float:
         """Typical bandwidth of the last level: that of the largest footprint."""

@@ -108,6 +108,7 @@ class DeviceSpec:
         thread_bandwidth: Bandwidth of a single thread (CPUs with more than one).
         fits: Linear fits behind the latencies (``launch:<pattern>``, ``eager``) and the last level (``memory``).
         calibrations: By kernel back end name.
+        problems: What made the measurement doubtful, in words; empty when nothing did.
     """
 
     identity: DeviceIdentity
@@ -120,6 +121,7 @@ class DeviceSpec:
     thread_bandwidth: BandwidthCurve | None = None
     fits: Mapping[str, LinearFit] = field(default_factory=dict)
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if modes := set(self.launch) - set(MODES):
@@ -199,6 +201,7 @@ def _from_dict(data: dict[str, Any]) -> DeviceSpec:
         thread_bandwidth=None if single is None else _curve(single),
         fits={name: LinearFit(**fit) for name, fit in data["fits"].items()},
         calibrations={name: Calibration(**calibration) for name, calibration in data["calibrations"].items()},
+        problems=tuple(data["problems"]),
     )
 
 

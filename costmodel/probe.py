@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import torch
+from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode, current_identity, current_versions
 from fuseplan.costmodel.fit import (
     RateTiming,
@@ -21,6 +23,10 @@ from fuseplan.costmodel.fit import (
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.timing import Call, Timing
 
+#: The largest footprints are the ones that all threads share.
+_LARGEST = 5
+#: Noise alone does not push the ratio of all threads to one thread below this.
+_BUSY_RATIO = 0.9
 #: Receives the fraction done (0 to 1) and what is being measured.
 Progress = Callable[[float, str], None]
 
@@ -96,16 +102,35 @@ def assemble(identity: DeviceIdentity, measured: Measurements) -> DeviceSpec:
         "eager": list(measured.eager.values()),
         "rates": [rate.timing for rate in measured.rates],
     }
+    bandwidth = bandwidth_curve(measured.streams)
+    thread_bandwidth = bandwidth_curve(measured.thread_streams) if measured.thread_streams else None
     return DeviceSpec(
         identity=identity,
-        bandwidth=bandwidth_curve(measured.streams),
+        # A device is at least as fast as one of its threads, even where waking the others costs more than they save.
+        bandwidth=bandwidth if thread_bandwidth is None else bandwidth.at_least(thread_bandwidth),
         launch=_latencies(measured, fits["eager"], min(fit.t0_us for fit in typical.values())),
         peaks=peaks(measured.rates),
         noise=noise_of(timings),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=current_versions(identity.device_type),
-        thread_bandwidth=bandwidth_curve(measured.thread_streams) if measured.thread_streams else None,
+        thread_bandwidth=thread_bandwidth,
         fits=fits,
+        problems=_problems(identity, bandwidth, thread_bandwidth),
+    )
+
+
+def _problems(
+    identity: DeviceIdentity, bandwidth: BandwidthCurve, thread_bandwidth: BandwidthCurve | None
+) -> tuple[str, ...]:
+    """A processor whose threads together stream slower than one alone is busy with something else."""
+    if thread_bandwidth is None:
+        return ()
+    ratios = [point.gbps / thread_bandwidth.gbps(point.footprint_bytes) for point in bandwidth.points[-_LARGEST:]]
+    if statistics.median(ratios) >= _BUSY_RATIO:
+        return ()
+    return (
+        f"{identity.cores} threads streamed at {statistics.median(ratios):.2f} times the bandwidth of one: other "
+        "processes are using the processor, and every number of this probe may be too low; probe again when it is idle",
     )
 
 

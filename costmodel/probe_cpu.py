@@ -49,7 +49,12 @@ def measure_cpu(
         {size: _eager_call(size) for size in _EAGER_BYTES}, timer, _step(progress, 0.55, 0.6, "launch latency")
     )
     kernel = None if kernel_call is None else time_calls({"kernel": kernel_call}, timer)["kernel"]
-    rates = _special_rates(identity, timer) + _matmul_rates(quick, _step(progress, 0.65, 1.0, "arithmetic"))
+    rates = _special_rates(identity, timer) + _matmul_rates(quick, _step(progress, 0.65, 0.9, "arithmetic"))
+    if identity.cores > 1:
+        # One thread is a floor for all of them, on a machine too busy to run them side by side.
+        with _one_thread():
+            rates += _special_rates(identity, timer)
+            rates += _matmul_rates(quick, _step(progress, 0.9, 1.0, "arithmetic, one thread"))
     return Measurements(streams, eager, rates, thread_streams, kernel)
 
 

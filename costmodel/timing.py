@@ -18,7 +18,7 @@ Sampler = Callable[[], list[float]]
 _Key = TypeVar("_Key")
 #: Relative disagreement up to which a machine counts as quiet.
 _QUIET = 0.1
-_EXTRA_PASSES = 4
+_EXTRA_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class GraphTimer:
 def time_calls(
     calls: Mapping[_Key, Call], timer: Timer, progress: Callable[[float], None] | None = None
 ) -> dict[_Key, Timing]:
-    """Time every call in two passes over all of them, and the disturbed ones in up to four passes more.
+    """Time every call in two passes over all of them, and the disturbed ones in up to three passes more.
 
     A disturbance that lasts less than a pass spoils only some of a call's batches. ``progress`` receives the
     fraction of the first two passes that is done.

@@ -44,6 +44,7 @@ def make_spec() -> DeviceSpec:
         thread_bandwidth=None,
         fits={"memory": LinearFit(2.2, None, 0.01, 7)},
         calibrations={"triton": Calibration(1.1, 0.9, 1.0, 12, 0.03, None)},
+        problems=("busy",),
     )
 
 
@@ -146,6 +147,15 @@ def test_ideal_is_the_best_of_this_footprint_and_larger_ones() -> None:
     assert curve.ideal_gbps(10**4.5) == pytest.approx(math.sqrt(540.0))
     assert curve.ideal_gbps(1e9) == pytest.approx(9.0)
     assert (curve.memory_gbps, curve.ideal_memory_gbps) == (8.0, 9.0)
+
+
+def test_at_least_takes_the_faster_of_two_curves_at_each_point() -> None:
+    slow_start = BandwidthCurve((BandwidthPoint(1e3, 5.0, 6.0), BandwidthPoint(1e5, 50.0, 60.0)))
+    flat = BandwidthCurve((BandwidthPoint(1e2, 10.0, 12.0), BandwidthPoint(1e4, 10.0, 12.0)))
+    raised = slow_start.at_least(flat)
+    assert [point.footprint_bytes for point in raised.points] == [1e3, 1e5]
+    assert [point.gbps for point in raised.points] == pytest.approx([10.0, 50.0])
+    assert [point.best_gbps for point in raised.points] == pytest.approx([12.0, 60.0])
 
 
 @pytest.mark.parametrize("points", [[], [(1.0, 1.0), (1.0, 2.0)]])

@@ -179,3 +179,13 @@ def test_assembled_spec_keeps_one_threads_curve() -> None:
     spec = assemble(CPU_ID, Measurements(STREAMS, EAGER, RATES, thread_streams=single))
     assert spec.thread_bandwidth is not None
     assert spec.thread_bandwidth.memory_gbps == pytest.approx(20.0, rel=1e-2)
+    assert spec.bandwidth.memory_gbps == pytest.approx(100.0, rel=1e-2)
+    assert spec.problems == ()
+
+
+def test_threads_slower_than_one_are_a_problem_and_do_not_lower_the_curve() -> None:
+    single = [stream("neg", size, 1.0, 200.0) for size in SIZES]
+    spec = assemble(CPU_ID, Measurements(STREAMS, EAGER, RATES, thread_streams=single))
+    assert spec.bandwidth.memory_gbps == pytest.approx(200.0, rel=1e-2)
+    (problem,) = spec.problems
+    assert problem.startswith("2 threads streamed at 0.50 times the bandwidth of one: other processes")

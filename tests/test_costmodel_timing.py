@@ -103,7 +103,7 @@ def test_extra_passes_end() -> None:
     timer = ScriptedTimer()
     batches = [[float(2**number)] for number in range(20)]
     time_calls({"x": lambda: ("x", batches)}, timer)
-    assert len(timer.taken) == 2 + 4
+    assert len(timer.taken) == 2 + 3
 
 
 class FakeGraph:

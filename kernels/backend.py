@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -119,6 +119,34 @@ class Backend(ABC):
     @abstractmethod
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         """Compile (or reuse the cache) and load."""
+
+    def fused_callable(
+        self, ir: KernelIR, config: Config, target: Target
+    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        """``call(*inputs, *sizes)``: allocates the outputs as the IR says, runs, and returns the tensor or a tuple.
+
+        A back end overrides this where it has a faster way. Checks nothing, like a :class:`CompiledKernel`.
+        """
+        kernel = self.load(ir, config, target)
+        inputs, symbols = len(ir.inputs), ir.symbols
+        dtypes = [getattr(torch, buffer.dtype) for buffer in ir.outputs]
+
+        def layout(values: Mapping[str, int]) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+            outputs = ir.bind(values).outputs
+            return [(one.shape, one.strides, dtype) for one, dtype in zip(outputs, dtypes, strict=True)]
+
+        static = None if symbols else layout({})
+
+        def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+            outputs = static if static is not None else layout(dict(zip(symbols, args[inputs:], strict=True)))
+            made = tuple(
+                torch.empty_strided(shape, strides, dtype=dtype, device=target.device_type)
+                for shape, strides, dtype in outputs
+            )
+            kernel(*args[:inputs], *made, *args[inputs:])
+            return made[0] if len(made) == 1 else made
+
+        return call
 
 
 def config_key(config: Config) -> str:

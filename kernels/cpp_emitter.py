@@ -1,0 +1,349 @@
+"""KernelIR -> C++: one function per segment, loops over rows and vectors of columns, written for one binary.
+
+What does not change the binary (threads, rows per task, column tile) is an argument at run time; see ``Launch`` in
+``cpp_loops.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from fuseplan.kernels.cpp_text import constant_text, indent, size_text
+from fuseplan.kernels.cpp_types import SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, assign_registers
+from fuseplan.kernels.cpp_values import Values, conversion
+from fuseplan.kernels.index import Size
+from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, register_type
+from fuseplan.kernels.ops import REDUCTIONS
+from fuseplan.kernels.rewrite import collapse_axes
+from fuseplan.kernels.schedule import Phase, schedule
+
+#: A staging row up to this size lives on the stack.
+_STACK_BYTES = 64 * 1024
+#: Rows up to this many columns are never cut into column tiles: their trip count stays a constant.
+UNTILED_COLS = 1024
+
+
+def generate(ir: KernelIR, unroll: int = 2, stage: bool = False) -> str:
+    """Source text of a kernel.
+
+    Args:
+        ir: The kernel; sizes may be symbolic.
+        unroll: Vectors per turn of a column loop (and accumulators per reduction).
+        stage: Keep values that several passes over a row need in a buffer instead of evaluating them again.
+
+    Raises:
+        BuildError: A size expression has no C++ spelling.
+    """
+    names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
+    simple = KernelIR(ir.buffers, simplified_segments(ir))
+    registers = assign_registers(simple)
+    lines = [f"#define FP_WIDEST {registers.widest}", prelude()]
+    for number, segment in enumerate(simple.segments):
+        values = Values(segment, registers.kinds[number], names)
+        lines += _SegmentWriter(simple.buffers, segment, values, names, unroll, stage).function(number)
+    lines += _entry(simple.segments, names)
+    lines += _shapes(simple.outputs, names)
+    return "\n".join(lines) + "\n"
+
+
+def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
+    """The segments as they are emitted: with as few axes as possible."""
+    return tuple(collapse_axes(segment) for segment in ir.segments)
+
+
+def is_tiled(segment: Segment) -> bool:
+    """True when a (simplified) segment's columns are shared among tasks, too."""
+    return not segment.has_reduction() and not (isinstance(segment.cols, int) and segment.cols <= UNTILED_COLS)
+
+
+@lru_cache(maxsize=1)
+def prelude() -> str:
+    """The C++ text in front of every kernel."""
+    here = Path(__file__).parent
+    return "".join((here / name).read_text() for name in ("cpp_prelude.h", "cpp_maths.h", "cpp_loops.h"))
+
+
+def symbol_lines(names: Mapping[str, str]) -> list[str]:
+    """Declarations of the dynamic sizes."""
+    return [f"const i64 {text} = sizes[{number}];" for number, text in enumerate(names.values())]
+
+
+class _SegmentWriter:
+    """Writes the function of one segment: rows ``[begin, end)``, columns ``[low, high)``."""
+
+    def __init__(self, buffers: Sequence[Buffer], segment: Segment, values: Values, names: Mapping[str, str],
+                 unroll: int, stage: bool) -> None:
+        self.buffers, self.segment, self.values, self.names = buffers, segment, values, names
+        self.unroll = unroll
+        self.phases = schedule(segment, stage)
+        self.kinds = values.kinds
+        self._declared: set[str] = set()
+
+    def function(self, number: int) -> list[str]:
+        """Source lines of the function."""
+        segment = self.segment
+        tiled = ", i64 low, i64 high" if is_tiled(segment) else ""
+        head = f"static void segment{number}(void* const* buffers, const i64* sizes, i64 begin, i64 end{tiled}) {{"
+        lines = [*symbol_lines(self.names), *self._buffer_lines()]
+        if not tiled:
+            lines.append(f"const i64 low = 0, high = {size_text(segment.cols, self.names)};")
+        lines += [*self._staging_lines(), *self._first_row()]
+        lines.append("for (i64 row = begin; row < end; ++row) {")
+        for position, phase in enumerate(self.phases):
+            lines += indent(self._phase(position, phase))
+        lines += indent(self._next_row())
+        return [head, *indent([*lines, "}"]), "}"]
+
+    def _buffer_lines(self) -> list[str]:
+        used = {instr.buffer for instr in self.segment.body if isinstance(instr, Load)}
+        used |= {store.buffer for store in self.segment.stores}
+        return [
+            f"{self._storage(number)}* __restrict__ b{number} = ({self._storage(number)}*)buffers[{number}];"
+            for number in sorted(used)
+        ]
+
+    def _storage(self, buffer: int) -> str:
+        const = "" if self.buffers[buffer].is_output else "const "
+        return const + STORAGE_TYPE[self.buffers[buffer].dtype]
+
+    def _staging_lines(self) -> list[str]:
+        lines = []
+        count = "(high - low + L - 1) / L * L"
+        for value in (value for phase in self.phases for value in phase.stages):
+            scalar = self._lane_type(value)
+            cols = self.segment.cols
+            if isinstance(cols, int) and cols * ITEMSIZE[self.kinds[value]] <= _STACK_BYTES:
+                lines.append(f"alignas(64) {scalar} t{value}[({max(cols, 1)} + L - 1) / L * L];")
+            else:
+                lines += [f"Scratch<{scalar}> scratch{value}({count});", f"{scalar}* t{value} = scratch{value}.data;"]
+        return lines
+
+    def _lane_type(self, value: int) -> str:
+        kind = self.kinds[value]
+        return "int" if kind == "bool" else SCALAR_TYPE[kind]
+
+    # -- rows -----------------------------------------------------------------------------------------------
+
+    def _row_axes(self) -> list[int]:
+        """Row axes whose coordinate can be other than zero."""
+        return [axis for axis, extent in enumerate(self.segment.rows) if extent != 1]
+
+    def _first_row(self) -> list[str]:
+        axes = self._row_axes()
+        if not axes:
+            return []
+        lines = ["i64 rest = begin;"]
+        for axis in reversed(axes[1:]):
+            extent = size_text(self.segment.rows[axis], self.names)
+            lines.append(f"i64 c{axis} = rest % {extent}; rest /= {extent};")
+        return [*lines, f"i64 c{axes[0]} = rest;"]
+
+    def _next_row(self) -> list[str]:
+        axes = self._row_axes()
+        lines: list[str] = []
+        for axis in axes:
+            step = [f"++c{axis};"]
+            if lines or axis != axes[0]:
+                extent = size_text(self.segment.rows[axis], self.names)
+                step = [f"if (++c{axis} == {extent}) {{", f"  c{axis} = 0;", *indent(lines), "}"]
+            lines = step
+        return lines
+
+    # -- passes over the columns ----------------------------------------------------------------------------
+
+    def _phase(self, position: int, phase: Phase) -> list[str]:
+        values, segment = self.values, self.segment
+        lines = [values.row_declaration(value) for value in phase.rows]
+        for number in phase.row_stores:
+            store = segment.stores[number]
+            scalar = SCALAR_TYPE[register_type(self.buffers[store.buffer].dtype)]
+            lines.append(f"put(b{store.buffer} + ({values.index(store.index)}), ({scalar})r{store.value});")
+        looped = [value for value in phase.reductions if not values.per_row[self._operand(value)]]
+        lines += [self._constant_reduction(value) for value in phase.reductions if value not in looped]
+        if not looped and not phase.stores:
+            return lines
+        body = self._body(phase, looped)
+        lines += self._new([*values.take_splats(), *self._pointers(phase)])
+        lines += [line for value in looped for line in self._accumulators(value)]
+        lines += self._loop(f"pass{position}", looped, body)
+        return [*lines, *(line for value in looped for line in self._fold(value))]
+
+    def _new(self, declarations: Sequence[str]) -> list[str]:
+        """Declarations that no earlier phase of the row has made."""
+        fresh = [line for line in declarations if line not in self._declared]
+        self._declared.update(fresh)
+        return fresh
+
+    def _operand(self, value: int) -> int:
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        return instr.arg
+
+    def _constant_reduction(self, value: int) -> str:
+        """A row-level value folds to itself, or under a sum to itself times the number of columns."""
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        scalar, cols = SCALAR_TYPE[self.kinds[value]], size_text(self.segment.cols, self.names)
+        whole = f"({scalar})r{instr.arg}" + (f" * ({scalar})({cols})" if instr.kind == "sum" else "")
+        return f"const {scalar} r{value} = ({cols}) ? {whole} : {self._identity(value, self.kinds[value])};"
+
+    def _identity(self, value: int, kind: str) -> str:
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        if instr.kind == "sum" or kind.startswith("float"):
+            return constant_text(kind, REDUCTIONS[instr.kind].identity)
+        if kind == "bool":
+            return constant_text(kind, instr.kind == "min")
+        bits = 31 if kind == "int32" else 63
+        return constant_text(kind, -(2**bits) if instr.kind == "max" else 2**bits - 1)
+
+    def _accumulator_kind(self, value: int) -> str:
+        """Register type of a reduction's lanes: the result's, unless the operand is a narrowed integer or a mask."""
+        operand = self.kinds[self._operand(value)]
+        natural = self.segment.body[value].dtype
+        if operand == "bool":
+            return "int32"
+        return operand if natural == "int64" else natural
+
+    def _accumulators(self, value: int) -> list[str]:
+        kind = self._accumulator_kind(value)
+        identity = self._identity(value, kind)
+        vector = VECTOR_TYPE[kind]
+        return [f"{vector} a{value}_{lane} = splat<{vector}>({identity});" for lane in range(self.unroll)]
+
+    def _combine(self, value: int, a: str, b: str) -> str:
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        return REDUCTIONS[instr.kind].cpp_combine.format(a, b)
+
+    def _fold(self, value: int) -> list[str]:
+        kind = self._accumulator_kind(value)
+        scalar = SCALAR_TYPE[kind]
+        total = f"a{value}_0"
+        for lane in range(1, self.unroll):
+            total = self._combine(value, total, f"a{value}_{lane}")
+        function = f"[]({scalar} x, {scalar} y) {{ return {self._combine(value, 'x', 'y')}; }}"
+        target = SCALAR_TYPE[self.kinds[value]]
+        return [f"const {target} r{value} = ({target})fold({total}, {function});"]
+
+    def _pointers(self, phase: Phase) -> list[str]:
+        lines = []
+        for value in phase.elements:
+            instr = self.segment.body[value]
+            if isinstance(instr, Load):
+                storage = self._storage(instr.buffer)
+                lines.append(self.values.pointer(f"p{value}", instr.buffer, instr.index, storage))
+        for number in phase.stores:
+            store = self.segment.stores[number]
+            lines.append(self.values.pointer(f"q{number}", store.buffer, store.index, self._storage(store.buffer)))
+        return [line for line in lines if line]
+
+    def _body(self, phase: Phase, looped: Sequence[int]) -> list[str]:
+        values = self.values
+        lines = [
+            f"const {VECTOR_TYPE[self.kinds[value]]} e{value} = read<{VECTOR_TYPE[self.kinds[value]]}>(t{value} + j);"
+            for value in phase.reads
+        ]
+        for value in phase.elements:
+            lines.append(values.element_declaration(value))
+            if value in phase.stages:
+                lines.append(f"write(t{value} + j, e{value});")
+        for value in looped:
+            kind, operand = self._accumulator_kind(value), self._operand(value)
+            item = conversion(self.kinds[operand], kind, f"e{operand}")
+            lines.append(f"a{value} = keep(m, {self._combine(value, f'a{value}', item)}, a{value});")
+        for number in phase.stores:
+            store = self.segment.stores[number]
+            lines.append(values.store(number, store, register_type(self.buffers[store.buffer].dtype)))
+        return lines
+
+    def _loop(self, name: str, looped: Sequence[int], body: Sequence[str]) -> list[str]:
+        """The loop over whole vectors, ``unroll`` at a time, then the end of the row."""
+        parameters = "".join(f", {VECTOR_TYPE[self._accumulator_kind(value)]}& a{value}" for value in looped)
+
+        def call(mode: str, column: str, lane: int) -> str:
+            return f"{name}({mode}, {column}{''.join(f', a{value}_{lane}' for value in looped)});"
+
+        unrolled = " ".join(call("Full{}", f"j + {lane} * L", lane) for lane in range(self.unroll))
+        lines = [f"auto {name} = [&](auto m, i64 j{parameters}) __attribute__((always_inline)) {{", *indent(body), "};"]
+        lines += ["{", "  i64 j = low;"]
+        lines.append(f"  for (; j + {self.unroll} * L <= high; j += {self.unroll} * L) {{ {unrolled} }}")
+        if self.unroll > 1:
+            lines.append(f"  for (; j + L <= high; j += L) {call('Full{}', 'j', 0)}")
+        lines += [
+            "  if (j < high) {",
+            f"    if (high >= L) {call('Last{(int)(j - (high - L))}', 'high - L', 0)}",
+            f"    else {call('Part{(int)(high - j)}', 'j', 0)}",
+            "  }",
+            "}",
+        ]
+        return lines
+
+
+def _entry(segments: Sequence[Segment], names: Mapping[str, str]) -> list[str]:
+    """``elements``, ``tasks`` and ``run`` (see ``cpp_loops.h``)."""
+    sizes = symbol_lines(names)
+    counts = [_task_counts(segment, names) for segment in segments]
+    total = " + ".join(_elements(segment, names) for segment in segments)
+    tasks = " + ".join(f"{chunks} * {tiles}" for chunks, tiles in counts)
+    runs: list[str] = []
+    for number, (segment, (chunks, tiles)) in enumerate(zip(segments, counts, strict=True)):
+        runs += _run_segment(number, segment, chunks, tiles, names)
+    return [
+        "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {total};"]), "}",
+        "static i64 tasks(const i64* sizes, const Launch* how) {", *indent([*sizes, f"return {tasks};"]), "}",
+        "static void run(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
+        *indent([*sizes, *runs]), "}",
+    ]
+
+
+def _elements(segment: Segment, names: Mapping[str, str]) -> str:
+    return f"{_num_rows(segment, names)} * {size_text(segment.cols, names)}"
+
+
+def _num_rows(segment: Segment, names: Mapping[str, str]) -> str:
+    return f"({' * '.join(['(i64)1', *(size_text(extent, names) for extent in segment.rows)])})"
+
+
+def _task_counts(segment: Segment, names: Mapping[str, str]) -> tuple[str, str]:
+    """Row chunks and column tiles of a segment."""
+    chunks = f"ceil_div({_num_rows(segment, names)}, how->rows_per_task)"
+    return chunks, f"ceil_div({size_text(segment.cols, names)}, how->col_tile)" if is_tiled(segment) else "1"
+
+
+def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: Mapping[str, str]) -> list[str]:
+    """Run the part of tasks ``[begin, end)`` that belongs to a segment, then count the rest from its end."""
+    rows = _num_rows(segment, names)
+    call = f"segment{number}(buffers, sizes, "
+    if not is_tiled(segment):
+        return [
+            "{",
+            f"  const i64 count = {chunks}, first = begin > 0 ? begin : 0, last = least(end, count);",
+            f"  if (first < last) {call}first * how->rows_per_task, least({rows}, last * how->rows_per_task));",
+            "  begin -= count; end -= count;",
+            "}",
+        ]
+    cols = size_text(segment.cols, names)
+    return [
+        "{",
+        f"  const i64 tiles = {tiles}, count = {chunks} * tiles, last = least(end, count);",
+        "  for (i64 task = begin > 0 ? begin : 0; task < last; ++task) {",
+        "    const i64 row = task / tiles * how->rows_per_task, col = task % tiles * how->col_tile;",
+        f"    {call}row, least({rows}, row + how->rows_per_task), col, least({cols}, col + how->col_tile));",
+        "  }",
+        "  begin -= count; end -= count;",
+        "}",
+    ]
+
+
+def _shapes(outputs: Sequence[Buffer], names: Mapping[str, str]) -> list[str]:
+    """``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes."""
+    sizes: list[Size] = [size for buffer in outputs for size in (*buffer.shape, *buffer.strides)]
+    stores = [f"shapes[{number}] = {size_text(size, names)};" for number, size in enumerate(sizes)]
+    return [
+        'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {',
+        *indent([*symbol_lines(names), *stores]),
+        "}",
+    ]

@@ -1,0 +1,119 @@
+// Memory access of a column loop, whole vectors and ends of rows, and the entry point that shares rows among threads.
+
+// -- how much of a vector counts --------------------------------------------------------------------------------------
+struct Full {};              // all lanes
+struct Last { int skip; };   // ends at the last column; the first `skip` lanes have been folded before
+struct Part { int count; };  // a row shorter than a vector: only the first `count` lanes exist
+FP_INLINE vm counts(Last m) { return lanes() >= m.skip; }
+FP_INLINE vm counts(Part m) { return lanes() < m.count; }
+template <class M> FP_INLINE int first_lanes(M) { return L; }
+FP_INLINE int first_lanes(Part m) { return m.count; }
+template <class M> FP_INLINE vm present(M, vm mask) { return mask; }
+FP_INLINE vm present(Part m, vm mask) { return mask & counts(m); }
+
+template <class T, class M> FP_INLINE auto load(const T* p, M) { return load(p); }
+template <class T> FP_INLINE auto load(const T* p, Part m) {
+  T row[L] = {};
+  for (int i = 0; i < m.count; ++i) row[i] = p[i];
+  return load(row);
+}
+template <class T, class V, class M> FP_INLINE void store(T* p, V v, M) { store(p, v); }
+template <class T, class V> FP_INLINE void store(T* p, V v, Part m) {
+  T row[L];
+  store(row, v);
+  for (int i = 0; i < m.count; ++i) p[i] = row[i];
+}
+template <class T, class At, class M> FP_INLINE auto gather(const T* p, At at, M m) {
+  T row[L] = {};
+  for (int i = 0; i < first_lanes(m); ++i) row[i] = p[at(i)];
+  return load(row);
+}
+template <class T, class At, class V, class M> FP_INLINE void scatter(T* p, At at, V v, M m) {
+  T row[L];
+  store(row, v);
+  for (int i = 0; i < first_lanes(m); ++i) p[at(i)] = row[i];
+}
+template <class T, class At, class V, class M> FP_INLINE V gather_masked(const T* p, At at, vm mask, V other, M m) {
+  mask = present(m, mask);
+  if (!any(mask)) return other;
+  T row[L] = {};
+  for (int i = 0; i < L; ++i)
+    if (mask[i]) row[i] = p[at(i)];
+  return fp_where(mask, load(row), other);
+}
+template <class T, class V, class M> FP_INLINE V load_masked(const T* p, vm mask, V other, M m) {
+  if (!any(~mask)) return load(p, m);
+  return gather_masked(p, [](int i) { return (i64)i; }, mask, other, m);
+}
+
+template <class V, class C> FP_INLINE typename lane<V>::type fold(V v, C combine) {
+  typename lane<V>::type part[L];
+  write(part, v);
+  for (int width = L / 2; width >= 1; width /= 2)
+    for (int i = 0; i < width; ++i) part[i] = combine(part[i], part[i + width]);
+  return part[0];
+}
+
+template <class V> FP_INLINE V iota(i64 first, i64 step) {
+  V v;
+  for (int i = 0; i < L; ++i) v[i] = i;
+  return v * splat<V>(step) + splat<V>(first);
+}
+template <class V, class At> FP_INLINE V positions(At at) {
+  V v;
+  for (int i = 0; i < L; ++i) v[i] = at(i);
+  return v;
+}
+FP_INLINE int clamp_int(i64 x) { return (int)(x < -0x7fffffff ? -0x7fffffff : x > 0x7fffffff ? 0x7fffffff : x); }
+template <class V> FP_INLINE V keep(Full, V next, V) { return next; }
+template <class V, class M> FP_INLINE V keep(M m, V next, V old) { return fp_where(counts(m), next, old); }
+
+// Staging space of one thread, for rows too long for the stack.
+template <class T> struct Scratch {
+  T* data;
+  explicit Scratch(i64 count) : data((T*)__builtin_malloc(count * sizeof(T))) {}
+  ~Scratch() { __builtin_free(data); }
+};
+
+// -- entry ------------------------------------------------------------------------------------------------------------
+// How to run: settings that need no other binary. `parallel` is GOMP_parallel of the OpenMP runtime already loaded in
+// the process (null: one thread); a kernel links no runtime of its own.
+struct Launch {
+  i64 threads;
+  i64 grain;  // elements that are worth a thread; 0: use all of `threads`
+  i64 rows_per_task;
+  i64 col_tile;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+  int (*thread_num)();
+  int (*num_threads)();
+  int (*max_threads)();
+};
+
+FP_INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+FP_INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+
+static i64 elements(const i64* sizes);
+static i64 tasks(const i64* sizes, const Launch* how);
+static void run(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end);
+
+struct Call {
+  void* const* buffers;
+  const i64* sizes;
+  const Launch* how;
+  i64 tasks;
+};
+static void run_share(void* data) {
+  const Call* call = (const Call*)data;
+  const i64 team = call->how->num_threads(), me = call->how->thread_num();
+  run(call->buffers, call->sizes, call->how, call->tasks * me / team, call->tasks * (me + 1) / team);
+}
+
+extern "C" void fuseplan_launch(void* const* buffers, const i64* sizes, const Launch* how) {
+  const i64 count = tasks(sizes, how);
+  i64 threads = least(how->threads, count);
+  if (threads > 1 && how->grain) threads = least(threads, elements(sizes) / how->grain);
+  if (threads > 1 && how->parallel) threads = least(threads, how->max_threads());
+  if (threads <= 1 || !how->parallel) return run(buffers, sizes, how, 0, count);
+  Call call = {buffers, sizes, how, count};
+  how->parallel(run_share, &call, (unsigned)threads, 0);
+}

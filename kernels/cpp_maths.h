@@ -1,0 +1,210 @@
+// Elementary functions of the op table, on scalars (libm) and on vectors. Polynomials are minimax fits with float
+// coefficients on the reduced range; results are within 2 units in the last place over the whole range unless said
+// otherwise. Infinities, NaN and denormals behave as in libm.
+
+// -- selection, comparison --------------------------------------------------------------------------------------------
+FP_INLINE vm fp_mask(vm m) { return m; }
+FP_INLINE vm fp_mask(vl m) { return convert<vi>(m); }
+FP_INLINE bool fp_mask(bool m) { return m; }
+template <class T> FP_INLINE T fp_where(bool m, T a, T b) { return m ? a : b; }
+FP_INLINE vf fp_where(vm m, vf a, vf b) { return m ? a : b; }
+FP_INLINE vi fp_where(vm m, vi a, vi b) { return m ? a : b; }
+FP_INLINE vd fp_where(vm m, vd a, vd b) { return convert<vl>(m) ? a : b; }
+FP_INLINE vl fp_where(vm m, vl a, vl b) { return convert<vl>(m) ? a : b; }
+// A NaN operand wins, as in ATen.
+template <class T> FP_INLINE T fp_maximum(T a, T b) { return a > b || a != a ? a : b; }
+template <class T> FP_INLINE T fp_minimum(T a, T b) { return a < b || a != a ? a : b; }
+FP_INLINE vf fp_maximum(vf a, vf b) { return (a > b) | (a != a) ? a : b; }
+FP_INLINE vf fp_minimum(vf a, vf b) { return (a < b) | (a != a) ? a : b; }
+FP_INLINE vd fp_maximum(vd a, vd b) { return (a > b) | (a != a) ? a : b; }
+FP_INLINE vd fp_minimum(vd a, vd b) { return (a < b) | (a != a) ? a : b; }
+FP_INLINE vi fp_maximum(vi a, vi b) { return a > b ? a : b; }
+FP_INLINE vi fp_minimum(vi a, vi b) { return a < b ? a : b; }
+FP_INLINE vl fp_maximum(vl a, vl b) { return a > b ? a : b; }
+FP_INLINE vl fp_minimum(vl a, vl b) { return a < b ? a : b; }
+
+// -- lane by lane, for what is rare or has no vector form -------------------------------------------------------------
+template <class V, class F> FP_INLINE V each(V x, F f) {
+  for (int i = 0; i < L; ++i) x[i] = f(x[i]);
+  return x;
+}
+template <class V, class F> FP_INLINE V each(V x, V y, F f) {
+  for (int i = 0; i < L; ++i) x[i] = f(x[i], y[i]);
+  return x;
+}
+FP_INLINE int fp_abs(int x) { return x < 0 ? -x : x; }
+FP_INLINE i64 fp_abs(i64 x) { return x < 0 ? -x : x; }
+FP_INLINE float fp_abs(float x) { return __builtin_fabsf(x); }
+FP_INLINE double fp_abs(double x) { return __builtin_fabs(x); }
+FP_INLINE vi fp_abs(vi x) { return x < 0 ? -x : x; }
+FP_INLINE vl fp_abs(vl x) { return x < 0 ? -x : x; }
+FP_INLINE vf fp_abs(vf x) { return bit_cast<vf>(bit_cast<vu>(x) & 0x7fffffffu); }
+FP_INLINE vd fp_abs(vd x) { return bit_cast<vd>(bit_cast<vul>(x) & 0x7fffffffffffffffull); }
+FP_INLINE vf with_sign(vf x, vf sign) {
+  return bit_cast<vf>((bit_cast<vu>(x) & 0x7fffffffu) | (bit_cast<vu>(sign) & 0x80000000u));
+}
+
+// Python's rounding. A zero divisor (ATen raises) gives 0 instead of a trap.
+template <class T> FP_INLINE T floordiv_scalar(T a, T b) {
+  if (b == 0) return 0;
+  if (b == -1) return (T)(0 - (u64)a);
+  T q = a / b;
+  return q - ((a % b != 0) & ((a < 0) != (b < 0)));
+}
+FP_INLINE int fp_floordiv(int a, int b) { return floordiv_scalar(a, b); }
+FP_INLINE i64 fp_floordiv(i64 a, i64 b) { return floordiv_scalar(a, b); }
+FP_INLINE vi fp_floordiv(vi a, vi b) { return each(a, b, floordiv_scalar<int>); }
+FP_INLINE vl fp_floordiv(vl a, vl b) { return each(a, b, floordiv_scalar<i64>); }
+template <class T> FP_INLINE T fp_remainder(T a, T b) { return a - b * fp_floordiv(a, b); }
+
+// -- libm ------------------------------------------------------------------------------------------------------------
+#define FP_LIBM(name)                                                                       \
+  FP_INLINE float fp_##name(float x) { return __builtin_##name##f(x); }                     \
+  FP_INLINE double fp_##name(double x) { return __builtin_##name(x); }                      \
+  FP_INLINE vd fp_##name(vd x) { return each(x, [](double t) { return __builtin_##name(t); }); }
+FP_LIBM(floor) FP_LIBM(ceil) FP_LIBM(exp) FP_LIBM(exp2) FP_LIBM(log) FP_LIBM(sin) FP_LIBM(cos) FP_LIBM(tanh) FP_LIBM(erf)
+FP_INLINE float fp_pow(float x, float y) { return __builtin_powf(x, y); }
+FP_INLINE double fp_pow(double x, double y) { return __builtin_pow(x, y); }
+FP_INLINE vf fp_pow(vf x, vf y) { return each(x, y, [](float a, float b) { return __builtin_powf(a, b); }); }
+FP_INLINE vd fp_pow(vd x, vd y) { return each(x, y, [](double a, double b) { return __builtin_pow(a, b); }); }
+
+FP_INLINE float fp_sqrt(float x) { return __builtin_sqrtf(x); }
+FP_INLINE double fp_sqrt(double x) { return __builtin_sqrt(x); }
+#if FP_VECTOR_BYTES > 16
+FP_INLINE vf fp_sqrt(vf x) { vf y; __asm__("vsqrtps %1, %0" : "=v"(y) : "v"(x)); return y; }
+FP_INLINE vd fp_sqrt(vd x) { return each(x, [](double t) { return __builtin_sqrt(t); }); }
+#else
+FP_INLINE vf fp_sqrt(vf x) { return each(x, [](float t) { return __builtin_sqrtf(t); }); }
+FP_INLINE vd fp_sqrt(vd x) { return each(x, [](double t) { return __builtin_sqrt(t); }); }
+#endif
+template <class T> FP_INLINE T fp_rsqrt(T x) { return 1.0f / fp_sqrt(x); }
+
+// -- vectors of float -------------------------------------------------------------------------------------------------
+FP_INLINE vf round_toward(vf x, vf rounded) {  // beyond 2^23 every float is an integer; NaN stays
+  return fp_abs(x) < 0x1p23f ? with_sign(rounded, x) : x;
+}
+FP_INLINE vf fp_floor(vf x) {
+  vf whole = convert<vf>(convert<vi>(x));
+  return round_toward(x, whole - (whole > x ? splat<vf>(1.0f) : splat<vf>(0.0f)));
+}
+FP_INLINE vf fp_ceil(vf x) {
+  vf whole = convert<vf>(convert<vi>(x));
+  return round_toward(x, whole + (whole < x ? splat<vf>(1.0f) : splat<vf>(0.0f)));
+}
+
+// x * 2^n for -252 <= n <= 252, in two steps so that overflow and denormals come out right.
+FP_INLINE vf scale(vf x, vi n) {
+  vi half = n >> 1;
+  return x * bit_cast<vf>((half + 127) << 23) * bit_cast<vf>((n - half + 127) << 23);
+}
+#define FP_MAGIC 0x1.8p23f  // adding it rounds to the nearest integer, which is then in the low bits
+FP_INLINE vf fp_exp(vf x) {
+  x = x < -104.0f ? splat<vf>(-104.0f) : x;
+  x = x > 89.0f ? splat<vf>(89.0f) : x;
+  vf shifted = x * 0x1.715476p0f + FP_MAGIC, n = shifted - FP_MAGIC;
+  vf r = x - n * 0x1.63p-1f + n * 0x1.bd0106p-13f;
+  vf p = 0x1.6a4d6ep-10f * r + 0x1.123e58p-7f;
+  p = p * r + 0x1.5558b8p-5f;
+  p = p * r + 0x1.55548cp-3f;
+  p = p * r + 0x1.fffffcp-2f;
+  p = p * (r * r) + r + 1.0f;
+  return scale(p, bit_cast<vi>(shifted) - bit_cast<int>(FP_MAGIC));
+}
+FP_INLINE vf fp_exp2(vf x) {
+  x = x < -151.0f ? splat<vf>(-151.0f) : x;
+  x = x > 129.0f ? splat<vf>(129.0f) : x;
+  vf shifted = x + FP_MAGIC, r = x - (shifted - FP_MAGIC);
+  vf p = 0x1.417a34p-13f * r + 0x1.5f0f74p-10f;
+  p = p * r + 0x1.3b2ddap-7f;
+  p = p * r + 0x1.c6af72p-5f;
+  p = p * r + 0x1.ebfbdcp-3f;
+  p = p * r + 0x1.62e430p-1f;
+  return scale(p * r + 1.0f, bit_cast<vi>(shifted) - bit_cast<int>(FP_MAGIC));
+}
+FP_INLINE float fp_sigmoid(float x) { return 1.0f / (1.0f + __builtin_expf(-x)); }
+FP_INLINE double fp_sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
+FP_INLINE vf fp_sigmoid(vf x) { return 1.0f / (1.0f + fp_exp(-x)); }
+FP_INLINE vd fp_sigmoid(vd x) { return each(x, [](double t) { return fp_sigmoid(t); }); }
+
+FP_INLINE vf fp_log(vf x) {
+  vm tiny = x < 0x1p-126f;
+  vi bits = bit_cast<vi>(tiny ? x * 0x1p23f : x);
+  vi exponent = (bits - 0x3f3504f3) >> 23;  // the mantissa is in [sqrt(1/2), sqrt(2))
+  vf e = convert<vf>(exponent - (tiny & 23));
+  vf f = bit_cast<vf>(bits - (exponent << 23)) - 1.0f;
+  vf p = -0x1.38c9d4p-4f * f + 0x1.055ec4p-3f;
+  p = p * f - 0x1.0d8242p-3f;
+  p = p * f + 0x1.22d92ep-3f;
+  p = p * f - 0x1.54728ap-3f;
+  p = p * f + 0x1.99a01cp-3f;
+  p = p * f - 0x1.000226p-2f;
+  p = p * f + 0x1.555554p-2f;
+  vf square = f * f;
+  vf y = p * f * square - e * 0x1.bd0106p-13f - 0.5f * square + f + e * 0x1.63p-1f;
+  y = x == 0.0f ? splat<vf>(-__builtin_inff()) : y;
+  y = x < 0.0f ? splat<vf>(__builtin_nanf("")) : y;
+  return (x == __builtin_inff()) | (x != x) ? x : y;
+}
+
+FP_INLINE vf fp_tanh(vf x) {
+  vf s = x * x, t = fp_abs(x);
+  vf p = -0x1.828776p-8f * s + 0x1.54c3c2p-6f;
+  p = p * s - 0x1.b89abap-5f;
+  p = p * s + 0x1.1109bep-3f;
+  p = p * s - 0x1.55553ep-2f;
+  vf small = p * s * x + x;
+  vf large = 1.0f - 2.0f / (fp_exp(t + t) + 1.0f);
+  return with_sign(t < 0.55f ? small : (x == x ? large : x), x);
+}
+
+FP_INLINE vf fp_erf(vf x) {
+  vf s = x * x, t = fp_abs(x);
+  vf p = -0x1.304836p-11f * s + 0x1.44b36ep-8f;
+  p = p * s - 0x1.b616d0p-6f;
+  p = p * s + 0x1.ce11ecp-4f;
+  p = p * s - 0x1.8126aep-2f;
+  p = p * s + 0x1.06eba4p-3f;
+  vf small = p * x + x;
+  t = t > 4.0f ? splat<vf>(4.0f) : t;
+  vf q = 0x1.6941bcp-17f * t - 0x1.4d8b14p-12f;  // -log(erfc(t)) / t - 1
+  q = q * t + 0x1.dae168p-9f;
+  q = q * t - 0x1.84a2d8p-6f;
+  q = q * t + 0x1.b2f21ep-4f;
+  q = q * t + 0x1.45367cp-1f;
+  q = q * t + 0x1.0774f0p-3f;
+  vf large = with_sign(1.0f - fp_exp(-(q * t + t)), x);
+  return fp_abs(x) < 0.92f ? small : (x == x ? large : x);
+}
+
+// sin(x + quadrant * pi/2). Beyond the range where the reduction is exact, libm takes over.
+FP_INLINE vf sine(vf x, int quadrant) {
+  vf shifted = x * 0x1.45f306p-1f + FP_MAGIC, n = shifted - FP_MAGIC;
+  vi q = bit_cast<vi>(shifted) + quadrant;
+#if defined(__FMA__) || defined(__aarch64__)
+  vf r = x - n * 0x1.921fb6p0f;
+  r = r + n * 0x1.777a5cp-25f;
+  r = r + n * 0x1.ee59dap-50f;
+#else
+  typedef double wide FP_VECTOR(double);
+  wide m = convert<wide>(n);
+  vf r = convert<vf>(convert<wide>(x) - m * 0x1.921fb54p0 - m * 0x1.10b4611a62633p-30);
+#endif
+  vf s = r * r;
+  vf odd = (-0x1.991c28p-13f * s + 0x1.1106c6p-7f) * s - 0x1.555544p-3f;
+  odd = odd * (s * r) + r;
+  vf even = (0x1.99de6ep-16f * s - 0x1.6c0c14p-10f) * s + 0x1.55554ap-5f;
+  even = even * (s * s) - 0.5f * s + 1.0f;
+  vf y = (q & 1) != 0 ? even : odd;
+  return bit_cast<vf>(bit_cast<vi>(y) ^ ((q & 2) << 30));
+}
+FP_INLINE vf fp_sin(vf x) {
+  vf y = sine(x, 0);
+  vm far = fp_abs(x) > 1e5f;
+  if (any(far)) y = far ? each(x, [](float t) { return __builtin_sinf(t); }) : y;
+  return x == 0.0f ? x : y;
+}
+FP_INLINE vf fp_cos(vf x) {
+  vf y = sine(x, 1);
+  vm far = fp_abs(x) > 1e5f;
+  return any(far) ? (far ? each(x, [](float t) { return __builtin_cosf(t); }) : y) : y;
+}

@@ -1,0 +1,144 @@
+// Prelude of every generated CPU kernel: vector types, storage conversions, memory access and elementary functions.
+//
+// A kernel is compiled for one lane count L: FP_VECTOR_BYTES of the machine over FP_WIDEST, the bytes of the widest
+// register type the kernel uses. Vectors are GCC vector extensions (g++ and clang++, any architecture); no header is
+// included, since a header costs more to compile than the kernel.
+typedef long long i64;
+typedef unsigned long long u64;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define FP_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define FP_VECTOR_BYTES 32
+#else
+#define FP_VECTOR_BYTES 16
+#endif
+enum { L = FP_VECTOR_BYTES / FP_WIDEST };
+
+#define FP_INLINE static inline __attribute__((always_inline))
+#define FP_VECTOR(T) __attribute__((vector_size(L * sizeof(T))))
+typedef float vf FP_VECTOR(float);
+typedef double vd FP_VECTOR(double);
+typedef int vi FP_VECTOR(int);
+typedef unsigned vu FP_VECTOR(unsigned);
+typedef i64 vl FP_VECTOR(i64);
+typedef u64 vul FP_VECTOR(u64);
+typedef unsigned short vh FP_VECTOR(short);
+typedef short vs FP_VECTOR(short);
+typedef signed char vc FP_VECTOR(char);
+typedef unsigned char vb FP_VECTOR(char);
+typedef vi vm;  // a mask: all bits of a lane set, or none
+
+// -- storage types ----------------------------------------------------------------------------------------------------
+struct bf16 { unsigned short bits; };
+struct f16 { unsigned short bits; };
+struct b8 { unsigned char bits; };
+
+template <class To, class From> FP_INLINE To bit_cast(From from) {
+  To to;
+  static_assert(sizeof(To) == sizeof(From), "bit_cast keeps the size");
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+template <class V, class From> FP_INLINE V read(const From* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V, class To> FP_INLINE void write(To* p, V v) { __builtin_memcpy(p, &v, sizeof v); }
+template <class To, class From> FP_INLINE To convert(From from) { return __builtin_convertvector(from, To); }
+
+template <class V> struct lane;
+template <> struct lane<vf> { typedef float type; };
+template <> struct lane<vd> { typedef double type; };
+template <> struct lane<vi> { typedef int type; };
+template <> struct lane<vl> { typedef i64 type; };
+template <class V> FP_INLINE V splat(typename lane<V>::type x) {
+  V v;
+  for (int i = 0; i < L; ++i) v[i] = x;
+  return v;
+}
+FP_INLINE vm splat_mask(bool x) { return splat<vi>(x ? -1 : 0); }
+FP_INLINE vi lanes() {
+  vi v;
+  for (int i = 0; i < L; ++i) v[i] = i;
+  return v;
+}
+
+// Round to nearest even, NaN stays NaN. F and U are float and unsigned, or vectors of them.
+template <class U, class F> FP_INLINE U bf16_bits(F x) {
+  U bits = bit_cast<U>(x), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  U quiet = (bits >> 16) | 0x40u;
+  return x == x ? rounded : quiet;
+}
+template <class F, class U> FP_INLINE F float_of_f16(U half) {
+  U magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+  U finite = bit_cast<U>(bit_cast<F>(magnitude) * 0x1p112f);
+  U special = magnitude | 0x7f800000u;
+  return bit_cast<F>((magnitude < 0x0f800000u ? finite : special) | sign);
+}
+template <class U, class F> FP_INLINE U f16_bits(F x) {
+  U bits = bit_cast<U>(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+  U shifted = magnitude - (112u << 23);
+  U normal = (shifted + 0xfffu + ((shifted >> 13) & 1u)) >> 13;
+  U tiny = bit_cast<U>(bit_cast<F>(magnitude) + 0.5f) - 0x3f000000u;
+  U half = magnitude < 0x38800000u ? tiny : normal;
+  U infinite = (half & 0u) + 0x7c00u, quiet = infinite | 0x200u;
+  half = magnitude < 0x47800000u ? half : infinite;
+  return (magnitude <= 0x7f800000u ? half : quiet) | sign;
+}
+
+FP_INLINE float get(const float* p) { return *p; }
+FP_INLINE double get(const double* p) { return *p; }
+FP_INLINE float get(const bf16* p) { return bit_cast<float>((unsigned)p->bits << 16); }
+FP_INLINE float get(const f16* p) { return float_of_f16<float>((unsigned)p->bits); }
+FP_INLINE i64 get(const i64* p) { return *p; }
+FP_INLINE int get(const int* p) { return *p; }
+FP_INLINE int get(const short* p) { return *p; }
+FP_INLINE int get(const signed char* p) { return *p; }
+FP_INLINE int get(const unsigned char* p) { return *p; }
+FP_INLINE bool get(const b8* p) { return p->bits != 0; }
+
+template <class T, class V> FP_INLINE void put(T* p, V v) { *p = (T)v; }
+FP_INLINE void put(bf16* p, float v) { p->bits = (unsigned short)bf16_bits<unsigned>(v); }
+FP_INLINE void put(f16* p, float v) { p->bits = (unsigned short)f16_bits<unsigned>(v); }
+FP_INLINE void put(b8* p, bool v) { p->bits = v; }
+
+FP_INLINE vf load(const float* p) { return read<vf>(p); }
+FP_INLINE vd load(const double* p) { return read<vd>(p); }
+FP_INLINE vf load(const bf16* p) { return bit_cast<vf>(convert<vu>(read<vh>(p)) << 16); }
+FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(convert<vu>(read<vh>(p))); }
+FP_INLINE vl load(const i64* p) { return read<vl>(p); }
+FP_INLINE vi load(const int* p) { return read<vi>(p); }
+FP_INLINE vi load(const short* p) { return convert<vi>(read<vs>(p)); }
+FP_INLINE vi load(const signed char* p) { return convert<vi>(read<vc>(p)); }
+FP_INLINE vi load(const unsigned char* p) { return convert<vi>(read<vb>(p)); }
+FP_INLINE vm load(const b8* p) { return convert<vi>(read<vb>(p)) != 0; }
+
+FP_INLINE void store(float* p, vf v) { write(p, v); }
+FP_INLINE void store(double* p, vd v) { write(p, v); }
+FP_INLINE void store(bf16* p, vf v) { write(p, convert<vh>(bf16_bits<vu>(v))); }
+FP_INLINE void store(f16* p, vf v) { write(p, convert<vh>(f16_bits<vu>(v))); }
+FP_INLINE void store(i64* p, vl v) { write(p, v); }
+FP_INLINE void store(i64* p, vi v) { for (int i = 0; i < L; ++i) p[i] = v[i]; }
+FP_INLINE void store(int* p, vi v) { write(p, v); }
+FP_INLINE void store(short* p, vi v) { write(p, convert<vs>(v)); }
+FP_INLINE void store(signed char* p, vi v) { write(p, convert<vc>(v)); }
+FP_INLINE void store(unsigned char* p, vi v) { write(p, convert<vb>(v)); }
+FP_INLINE void store(b8* p, vm v) { write(p, convert<vb>(v & 1)); }
+
+FP_INLINE float round_bf16(float x) { return bit_cast<float>(bf16_bits<unsigned>(x) << 16); }
+FP_INLINE vf round_bf16(vf x) { return bit_cast<vf>(bf16_bits<vu>(x) << 16); }
+FP_INLINE double round_bf16(double x) { return round_bf16((float)x); }
+FP_INLINE vd round_bf16(vd x) { return convert<vd>(round_bf16(convert<vf>(x))); }
+FP_INLINE float round_f16(float x) { return float_of_f16<float>(f16_bits<unsigned>(x)); }
+FP_INLINE vf round_f16(vf x) { return float_of_f16<vf>(f16_bits<vu>(x)); }
+FP_INLINE double round_f16(double x) { return round_f16((float)x); }
+FP_INLINE vd round_f16(vd x) { return convert<vd>(round_f16(convert<vf>(x))); }
+
+FP_INLINE bool any(vm mask) {
+  vb bytes = convert<vb>(mask);
+  unsigned char text[16] = {};
+  write(text, bytes);
+  return (read<u64>(text) | read<u64>(text + 8)) != 0;
+}

@@ -18,7 +18,9 @@ from fuseplan.kernels.backend import Backend, Config, Target, config_key
 from fuseplan.kernels.index import evaluate
 from fuseplan.kernels.ir import Buffer, KernelIR
 from fuseplan.kernels.reference import torch_dtype
+from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.execute import run_node
+from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, OpNode
 from fuseplan.planner.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.placement import Placement, Traced, fused_graph
@@ -59,21 +61,31 @@ class _Built:
 
 
 def executable(
-    traced: Traced, plans: Sequence[GroupPlan], target: Target, tally: Tally, numerics: str = "fp32"
+    traced: Traced,
+    plans: Sequence[GroupPlan],
+    target: Target,
+    tally: Tally,
+    numerics: str = "fp32",
+    debug: bool = False,
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``plans`` as kernels.
 
     Never raises for a group: one that cannot be built or placed runs unfused and is counted in ``tally``. The first
     call of each kernel is guarded (a failure puts the group's ATen ops in its place for good); later calls are direct.
+    With ``debug`` the first call also logs how far the kernel is from the ATen ops.
     """
     built = _build_all(traced, plans, target, tally, numerics)
     module, placed = _place(traced, built, tally)
-    forward = module.forward
-    names = {value: name for name, value in forward.__globals__.items() if isinstance(value, _Slot)}
-    for slot, group in placed.items():
-        tally.fused(group.plan.source)
-        guard = _FirstCall(traced.graph, group, forward.__globals__, names[slot], tally)
-        forward.__globals__[names[slot]] = guard
+    forward: Callable[..., Any] = module.forward
+    namespace: dict[str, Any] = module.forward.__globals__
+    for name, slot in list(namespace.items()):
+        if isinstance(slot, _Slot) and slot in placed:
+            group = placed[slot]
+            tally.fused(group.plan.source)
+            chain = UnfusedChain(traced.graph, group.plan.ops, group.lowered)
+            namespace[name] = _FirstCall(group, chain, namespace, name, tally, debug)
+    if debug:
+        logger.info("fused graph:\n%s", module.code)
     return forward
 
 
@@ -98,20 +110,21 @@ def _build_all(
 
 def failure_reason(error: Exception) -> str:
     """One line for the counters."""
-    if isinstance(error, NotLowerable | RefusedError):
+    if isinstance(error, NotLowerable | RefusedError | FuseplanError):
         return str(error).splitlines()[0]
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
 class RefusedError(Exception):
-    """A group that must stay unfused; the message says why."""
+    """A group or graph that must stay unfused; the message says why."""
 
 
 def _build(
     traced: Traced, plan: GroupPlan, target: Target, numerics: str, cache: dict[tuple[str, str, str], Fused]
 ) -> _Built:
-    lowered = lower(traced.graph, plan.ops, numerics)
+    flow = flow_of(traced.graph)
+    lowered = lower(traced.graph, plan.ops, numerics, flow.needed_outside(flow.position[name] for name in plan.ops))
     _check_devices(traced, lowered, target)
     ir = lowered.ir
     if any(extent == 0 for buffer in ir.outputs for extent in buffer.shape):
@@ -179,13 +192,20 @@ class _FirstCall:
     """
 
     def __init__(
-        self, graph: DataflowGraph, group: _Built, namespace: dict[str, Any], name: str, tally: Tally
+        self,
+        group: _Built,
+        chain: UnfusedChain,
+        namespace: dict[str, Any],
+        name: str,
+        tally: Tally,
+        debug: bool,
     ) -> None:
-        self._graph = graph
         self._group = group
+        self._chain = chain
         self._namespace = namespace
         self._name = name
         self._tally = tally
+        self._debug = debug
 
     def __call__(self, *args: Any) -> Any:
         group = self._group
@@ -196,11 +216,19 @@ class _FirstCall:
             reason = f"first call failed: {failure_reason(error)}"
             self._tally.fall_back(reason, group.plan.source)
             logger.warning("group %s runs unfused from now on: %s", group.plan.label or self._name, reason)
-            chain = UnfusedChain(self._graph, group.plan.ops, group.lowered)
-            self._namespace[self._name] = chain
-            return chain(*args)
+            self._namespace[self._name] = self._chain
+            return self._chain(*args)
         self._namespace[self._name] = group.call
+        if self._debug:
+            difference = largest_difference(result, self._chain(*args))
+            logger.info("%s differs from its ATen ops by at most %.3g", group.plan.label or self._name, difference)
         return result
+
+
+def largest_difference(result: Any, expected: Any) -> float:
+    """Largest absolute difference over one tensor or a tuple of tensors."""
+    pairs = [(result, expected)] if isinstance(result, torch.Tensor) else list(zip(result, expected, strict=True))
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
 def check_layouts(ir: KernelIR, args: Sequence[Any]) -> None:

@@ -80,7 +80,7 @@ class Tally:
     """Counts of one compilation while they grow. A kernel that fails in its first call is counted here later."""
 
     def __init__(self, compile_id: str = "") -> None:
-        self._compile_id = compile_id
+        self.compile_id = compile_id
         self._counts: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
         self._seconds = 0.0
@@ -118,7 +118,7 @@ class Tally:
         with self._lock:
             counts: dict[str, int] = {name: self._counts[name] for name in _COUNTED if name != "lookup_s"}
             return CompileStats(
-                compile_id=self._compile_id,
+                compile_id=self.compile_id,
                 lookup_s=self._seconds,
                 fallbacks=MappingProxyType(dict(self._fallbacks)),
                 **counts,

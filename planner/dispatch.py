@@ -1,0 +1,150 @@
+"""The ``torch.compile`` back end: plans are looked up when a graph is compiled, and kernels are called directly after.
+
+>>> import torch
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU())
+>>> fast = torch.compile(model, backend="fuseplan")  # doctest: +SKIP
+>>> with torch.no_grad():  # doctest: +SKIP
+...     fast(torch.randn(2, 8))
+
+Whatever cannot be fused runs as the ATen ops that eager would run, and is counted in
+:func:`fuseplan.planner.stats.stats`. The back end is for inference: with gradients enabled on inputs or parameters
+that require them, the whole graph runs unfused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner.executor import RefusedError, executable, failure_reason
+from fuseplan.planner.normalise import normalise
+from fuseplan.planner.options import DispatchOptions, parse_options
+from fuseplan.planner.placement import Traced
+from fuseplan.planner.plan import PlanSettings
+from fuseplan.planner.recipes import mutates
+from fuseplan.planner.resolve import resolve
+from fuseplan.planner.session import Session, open_session
+from fuseplan.planner.stats import Tally, new_tally
+from fuseplan.search.errors import DatabaseError
+from torch import fx
+
+logger = logging.getLogger("fuseplan")
+
+_DEVICES = ("cpu", "cuda")
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+
+
+def fuseplan(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph (registered as ``backend="fuseplan"``).
+
+    Args:
+        gm: The graph.
+        example_inputs: Its inputs: tensors and integers.
+        options: See :class:`~fuseplan.planner.options.DispatchOptions`.
+        mode: Only None or ``"default"``.
+
+    Returns:
+        A function with the graph's signature. It never fails where the graph itself would not.
+
+    Raises:
+        ConfigError: An option or value is unknown.
+    """
+    parsed = parse_options(options, mode)
+    tally = new_tally(_compile_id())
+    reason = _unsupported(gm, example_inputs)
+    if reason is None:
+        try:
+            return compile_graph(gm, example_inputs, parsed, tally)
+        except Exception as error:  # the model must run whatever is wrong with its plan
+            reason = failure_reason(error)
+    tally.refuse(reason)
+    logger.info("graph %s runs unfused: %s", tally.compile_id, reason)
+    return gm.forward
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: DispatchOptions, tally: Tally
+) -> Callable[..., Any]:
+    """Trace, normalise, plan and rewrite one graph.
+
+    Raises:
+        RefusedError: The graph must run unfused.
+        FuseplanError: The graph cannot be traced, or the device not be used.
+    """
+    module = trace_predispatch(gm, example_inputs)
+    normalised = normalise(module)
+    if _may_alias(example_inputs) and any(mutates(op) for op in normalised.graph):
+        raise RefusedError("inputs share memory and the graph writes in place")
+    traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes)
+    session = _open(_device_type(example_inputs), options)
+    try:
+        resolved = resolve(session, traced.graph, options.on_miss, tally)
+    finally:
+        session.database.close()
+    return executable(traced, resolved.groups, session.target, tally, options.numerics, options.debug)
+
+
+def _open(device_type: str, options: DispatchOptions) -> Session:
+    settings = PlanSettings(numerics=options.numerics, regime=options.regime)
+    if options.on_miss == "tune":
+        try:
+            return open_session(device_type, options.db, settings)
+        except DatabaseError as error:
+            logger.warning("plans tuned now cannot be stored (%s); the stored ones are used", error)
+    return open_session(device_type, options.db, settings, mode="read")
+
+
+def _compile_id() -> str:
+    current = torch._guards.CompileContext.current_compile_id()
+    return "" if current is None else str(current)
+
+
+# -- what is not fused at all -----------------------------------------------------------------------------
+
+
+def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """Why no part of the graph may be fused, None when parts may."""
+    tensors = [item for item in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(item, torch.Tensor)]
+    trainable = any(tensor.requires_grad for tensor in tensors)
+    if trainable and (torch.is_grad_enabled() or _enables_grad(gm)):
+        return "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()"
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN_TENSORS:
+            return f"an input is a {type(tensor).__name__}; kernels read plain tensors"
+    return None
+
+
+def _enables_grad(gm: fx.GraphModule) -> bool:
+    return any(node.target is torch._C._set_grad_enabled and node.args[:1] == (True,) for node in gm.graph.nodes)
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    """The device of most inputs; ops on another one are left alone."""
+    counts = Counter(item.device.type for item in example_inputs if isinstance(item, torch.Tensor))
+    if not counts:
+        return "cpu"
+    device_type = counts.most_common(1)[0][0]
+    if device_type not in _DEVICES:
+        raise RefusedError(f"there are no kernel back ends for device {device_type}")
+    if device_type == "cuda":
+        current = torch.cuda.current_device()
+        used = {item.device.index for item in example_inputs if isinstance(item, torch.Tensor) and item.is_cuda}
+        if used - {current, None}:
+            raise RefusedError(f"inputs are on GPU {max(used)}, not the current {current}; use torch.cuda.set_device")
+    return device_type
+
+
+def _may_alias(example_inputs: Sequence[Any]) -> bool:
+    """True when two inputs lie in one storage (Dynamo passes the same tensor only once)."""
+    storages = Counter(item.untyped_storage()._cdata for item in example_inputs if isinstance(item, torch.Tensor))
+    return any(count > 1 for count in storages.values())

@@ -1,0 +1,67 @@
+"""Options of ``torch.compile(model, backend="fuseplan", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from fuseplan.planner.errors import ConfigError, nearest
+from fuseplan.planner.resolve import OnMiss
+
+Numerics = Literal["fp32", "eager"]
+Regime = Literal["eager", "graph"]
+
+_CHOICES = {"on_miss": get_args(OnMiss), "numerics": get_args(Numerics), "regime": get_args(Regime)}
+
+
+@dataclass(frozen=True)
+class DispatchOptions:
+    """What the back end may be told.
+
+    Attributes:
+        db: File or SQLAlchemy URL of the tuning database; None for the user's default file.
+        on_miss: For a region without a tuned plan: ``"model"`` fuses as the cost model says with default kernel
+            configurations, ``"unfused"`` leaves it as it is, ``"tune"`` tunes it now and stores the plan.
+        numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
+        regime: Which tuned plans to use: ``"eager"`` launches, or ``"graph"`` when the caller captures the model in
+            a CUDA graph.
+        debug: Log every plan, and compare each kernel with its ATen ops in its first call.
+    """
+
+    db: str | None = None
+    on_miss: OnMiss = "model"
+    numerics: Numerics = "fp32"
+    regime: Regime = "eager"
+    debug: bool = False
+
+
+def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> DispatchOptions:
+    """The options of one ``torch.compile`` call.
+
+    Raises:
+        ConfigError: An option or value is unknown; the message names the nearest one.
+
+    >>> parse_options({"on_miss": "unfused"}).on_miss
+    'unfused'
+    """
+    if mode not in (None, "default"):
+        raise ConfigError(f"mode {mode!r} is not supported by backend 'fuseplan'; pass options={{...}} instead")
+    given = dict(options or {})
+    known = [field.name for field in fields(DispatchOptions)]
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r} of backend 'fuseplan'; {_advice(name, known)}")
+        choices = _CHOICES.get(name)
+        if choices is not None and value not in choices:
+            raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
+    if given.get("db") is not None:
+        given["db"] = str(given["db"])
+    if not isinstance(given.get("debug", False), bool):
+        raise ConfigError(f"option 'debug' cannot be {given['debug']!r}; it is True or False")
+    return DispatchOptions(**given)
+
+
+def _advice(name: str, known: Any) -> str:
+    close = nearest(name, known)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"

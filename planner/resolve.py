@@ -1,0 +1,197 @@
+"""From a captured graph to the groups that dispatch runs: look-ups, neighbouring sizes, and what to do on a miss."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fuseplan.planner.binding import bind_graph
+from fuseplan.planner.executor import GroupPlan, failure_reason
+from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.plan import Planner, RegionPlan, region_label
+from fuseplan.planner.recipes import kind_of
+from fuseplan.planner.regions import find_regions, unique_regions
+from fuseplan.planner.session import Session
+from fuseplan.planner.stats import Tally
+from fuseplan.search.tuner import Budget
+
+#: What happens to a region that the database does not know: the cost model's plan with default configurations,
+#: nothing, or a tune here and now.
+OnMiss = Literal["model", "unfused", "tune"]
+
+#: A plan serves sizes of the token dimension up to this factor away from the one it was tuned for.
+MAX_RATIO = 4
+
+logger = logging.getLogger("fuseplan")
+_LOGGED: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The plans found for a graph.
+
+    Attributes:
+        regions: One per planned occurrence of a region; regions left unfused are not in it.
+        groups: Their fused groups.
+    """
+
+    regions: tuple[RegionPlan, ...]
+    groups: tuple[GroupPlan, ...]
+
+
+def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> Resolved:
+    """Plan ``graph``, whose sizes may be dynamic (they are looked up by their hints, then by neighbouring sizes).
+
+    Never raises for lack of a plan: what cannot be planned stays unfused and is counted in ``tally``.
+    """
+    start = time.perf_counter()
+    planner = session.planner()
+    static = bind_graph(graph)
+    regions = find_regions(static)
+    tally.count("regions", len(regions))
+    found: dict[str, RegionPlan] = {}
+    missing: dict[str, Region] = {}
+    for key, occurrences in unique_regions(regions).items():
+        record = planner.look_up(key)
+        if record is not None:
+            found[key] = RegionPlan(occurrences[0], record, "database")
+        else:
+            missing[key] = occurrences[0]
+    plans = [RegionPlan(region, found[region.key].record, "database") for region in regions if region.key in found]
+    if missing:
+        _report_misses(planner, static, missing.values(), tally)
+        waiting = [region for region in regions if region.key in missing]
+        near = _neighbouring_plans(planner, graph, waiting)
+        tally.count("bucketed", len(near))
+        served = {frozenset(plan.region.ops) for plan in near}
+        left = [region for region in waiting if frozenset(region.ops) not in served]
+        plans += [*near, *_plans_on_miss(session, static, left, on_miss, tally)]
+    groups = tuple(_groups(session, graph, plans, tally))
+    tally.spent(time.perf_counter() - start)
+    return Resolved(tuple(plans), groups)
+
+
+def _report_misses(planner: Planner, graph: DataflowGraph, regions: Iterable[Region], tally: Tally) -> None:
+    """Count each distinct miss, store it for the next tune, and log it once per process."""
+    for region in regions:
+        tally.count("misses")
+        key, label = planner.key(region.key), region_label(graph, region)
+        planner.store.log_miss(key, label, _miss_payload(graph, region))
+        if (key.workload, key.device) not in _LOGGED:
+            _LOGGED.add((key.workload, key.device))
+            logger.info("no tuned plan for %s; `plan tune` with this model and these sizes stores one", label)
+
+
+def _miss_payload(graph: DataflowGraph, region: Region) -> dict[str, object]:
+    """What the region computes, in words and sizes, so that a person or the next tune can find it again."""
+    return {
+        "ops": [graph.op(name).op for name in region.ops],
+        "inputs": [
+            {"shape": list(graph.specs[value].shape), "dtype": graph.specs[value].dtype} for value in region.inputs
+        ],
+    }
+
+
+# -- neighbouring sizes -----------------------------------------------------------------------------------
+
+
+def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:
+    """Plans tuned for the same regions with another value of one dynamic size.
+
+    A plan is used only between two tuned sizes, neither more than ``MAX_RATIO`` away: the nearer one serves.
+    """
+    for name, hint in graph.symbols.items():
+        below = _tuned(planner, graph, name, _powers_down(hint), regions)
+        above = _tuned(planner, graph, name, _powers_up(hint), regions) if below else {}
+        both = below.keys() & above.keys()
+        if both:
+            return [
+                below[ops][1] if hint / below[ops][0] <= above[ops][0] / hint else above[ops][1]
+                for ops in (frozenset(region.ops) for region in regions)
+                if ops in both
+            ]
+    return []
+
+
+def _powers_down(hint: int) -> list[int]:
+    sizes = [2**power for power in range(1, hint.bit_length() + 1)]
+    return [size for size in reversed(sizes) if size < hint <= size * MAX_RATIO]
+
+
+def _powers_up(hint: int) -> list[int]:
+    sizes = [2**power for power in range(1, hint.bit_length() + 3)]
+    return [size for size in sizes if hint < size <= hint * MAX_RATIO]
+
+
+def _tuned(
+    planner: Planner, graph: DataflowGraph, name: str, sizes: Iterable[int], regions: Iterable[Region]
+) -> dict[frozenset[str], tuple[int, RegionPlan]]:
+    """For the ops of each region: the first of ``sizes`` that a plan was tuned for, and that plan."""
+    wanted = {frozenset(region.ops) for region in regions}
+    found: dict[frozenset[str], tuple[int, RegionPlan]] = {}
+    for size in sizes:
+        if wanted <= found.keys():
+            break
+        records: dict[str, RegionPlan | None] = {}
+        for region in find_regions(bind_graph(graph, {name: size})):
+            ops = frozenset(region.ops)
+            if ops not in wanted or ops in found:
+                continue
+            if region.key not in records:
+                record = planner.look_up(region.key)
+                records[region.key] = None if record is None else RegionPlan(region, record, "database")
+            plan = records[region.key]
+            if plan is not None:
+                found[ops] = (size, RegionPlan(region, plan.record, "database"))
+    return found
+
+
+# -- misses -----------------------------------------------------------------------------------------------
+
+
+def _plans_on_miss(
+    session: Session, graph: DataflowGraph, regions: list[Region], on_miss: OnMiss, tally: Tally
+) -> list[RegionPlan]:
+    if not regions or on_miss == "unfused":
+        return []
+    if session.spec is None and on_miss == "model":
+        logger.info("this device has not been probed, so maximal legal groups are fused; run `plan probe`")
+    keys = {region.key for region in regions}
+    try:
+        if on_miss == "tune":
+            with session.tuner(Budget()) as tuner:
+                planned = session.planner(tuner).plan_graph(graph)
+        else:
+            planned = session.planner().plan_graph(graph)
+    except Exception as error:  # a plan is a bonus: without one the ops run as they are
+        reason = f"planning failed: {failure_reason(error)}"
+        tally.refuse(reason)
+        logger.warning("%d regions run unfused: %s", len(regions), reason)
+        return []
+    return [plan for plan in planned.regions if plan.region.key in keys]
+
+
+# -- groups -----------------------------------------------------------------------------------------------
+
+
+def _groups(
+    session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally
+) -> Iterator[GroupPlan]:
+    backends = {backend.name: backend for backend in session.backends}
+    unavailable: Mapping[str, str | None] = {name: backend.unavailable() for name, backend in backends.items()}
+    for plan in plans:
+        fused = [choice for choice in plan.record.groups if choice.kind == "fused"]
+        if not fused:
+            tally.count("planned_unfused")
+        for choice in fused:
+            if choice.backend not in backends:
+                tally.fall_back(f"no back end called {choice.backend} for {session.target.device_type}")
+            elif unavailable[choice.backend]:
+                tally.fall_back(f"{choice.backend}: {unavailable[choice.backend]}")
+            else:
+                names = plan.group_ops(choice)
+                ops = tuple(name for name in names if kind_of(graph.op(name), graph.specs) != "view")
+                yield GroupPlan(ops, backends[choice.backend], choice.config, plan.source, choice.label)

@@ -1,0 +1,176 @@
+"""Modules that can be called: a :class:`ModelSource` turned into an ``nn.Module`` with example inputs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.models import ModelSource, first_line, generates, hf_config
+from fuseplan.planner.workload import Workload
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module in evaluation mode.
+
+    Attributes:
+        module: The module.
+        device: Where its parameters are.
+        config: Its Hugging Face config; None for the user's own module.
+        generates: True for a decoder, False for an encoder.
+        inputs: The example arguments of the user's own module: positional, then by keyword.
+    """
+
+    module: nn.Module
+    device: torch.device
+    config: Any = None
+    generates: bool = False
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]] = field(default=((), {}))
+
+    def example(self, workload: Workload) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of one call in this regime.
+
+        Decode gets a half-filled static cache, so ``kv_len // 2`` calls fit before :func:`rewind` is due.
+
+        Raises:
+            ConfigError: The model has no such regime.
+        """
+        if self.config is None:
+            if workload.regime != "forward":
+                raise ConfigError(f"a module with its own example inputs has no regime {workload.label!r}")
+            return self.inputs[0], dict(self.inputs[1])
+        if workload.regime == "forward":
+            raise ConfigError("a model from a config runs in decode or prefill")
+        ids = torch.randint(0, self._text_config.vocab_size, (workload.batch, workload.seq), device=self.device)
+        if not self.generates:
+            if workload.regime == "decode":
+                raise ConfigError(f"{self.config.model_type} is an encoder: it has no decode")
+            return (), {"input_ids": ids}
+        if workload.regime == "prefill":
+            return (), {"input_ids": ids, "use_cache": False}
+        return (), {"input_ids": ids, "past_key_values": self._static_cache(workload), "use_cache": True}
+
+    @property
+    def _text_config(self) -> Any:
+        return self.config.get_text_config(decoder=True)
+
+    def _static_cache(self, workload: Workload) -> Any:
+        from transformers import StaticCache
+
+        text = self._text_config
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        cache = StaticCache(config=self.config, max_cache_len=workload.kv_len)
+        dtype = next(self.module.parameters()).dtype
+        cache.early_initialization(workload.batch, heads, head_dim, dtype, self.device)
+        _set_position(cache, workload.kv_len // 2)
+        return cache
+
+
+def rewind(kwargs: Mapping[str, Any], workload: Workload) -> None:
+    """Put the cache of a decode call back to half full, so that further calls stay inside it."""
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        _set_position(cache, workload.kv_len // 2)
+
+
+def _set_position(cache: Any, position: int) -> None:
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(position)
+        if hasattr(layer, "cumulative_length_int"):
+            layer.cumulative_length_int = position
+
+
+def build_model(source: ModelSource, device: torch.device | str) -> Model:
+    """A real module with random weights (std 0.02, norms around 1), ready to run.
+
+    Raises:
+        ConfigError: The model cannot be built from its config, or the factory fails.
+    """
+    if source.kind == "module":
+        model = load_module(source)
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), model.inputs)
+        return Model(model.module.to(device), torch.device(device), inputs=(args, kwargs))
+    model = construct(source, device)
+    with torch.no_grad():
+        _fill(model.module)
+    return model
+
+
+def construct(source: ModelSource, device: torch.device | str) -> Model:
+    """The preset's or config's module on ``device``, its parameters as they were allocated."""
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    config, is_decoder = hf_config(source), generates(source)
+    auto: Any = AutoModelForCausalLM if is_decoder else AutoModel
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with torch.device(device), _SkipRandomFill():  # type: ignore[no-untyped-call]
+            module = auto.from_config(config, dtype=getattr(torch, source.dtype or "bfloat16"))
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"model {source.name} cannot be built: {first_line(error)}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    return Model(module.eval(), torch.device(device), config, is_decoder)
+
+
+class _SkipRandomFill(TorchDispatchMode):
+    """Leaves a tensor as allocated where a constructor would fill it at random: minutes for a large model."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _fill(module: nn.Module, std: float = 0.02, seed: int = 0) -> None:
+    """Tile one block of noise over all parameters: as good as fresh noise for timing, and memory-bound to make.
+
+    The block's length is prime, so that the rows of a matrix do not repeat.
+    """
+    device = next(module.parameters()).device
+    block = torch.randn(1_000_003, generator=torch.Generator(device).manual_seed(seed), device=device).mul_(std)
+    for name, parameter in module.named_parameters():
+        noise, flat = block.to(parameter.dtype), parameter.view(-1)
+        for start in range(0, flat.numel(), noise.numel()):
+            piece = flat[start : start + noise.numel()]
+            piece.copy_(noise[: piece.numel()])
+        if parameter.dim() < 2 and not name.endswith("bias"):
+            parameter.add_(1.0)
+
+
+def load_module(source: ModelSource) -> Model:
+    """The module and example inputs that the user's factory returns, where it put them.
+
+    Raises:
+        ConfigError: The factory cannot be imported, fails, or returns something else.
+    """
+    path, colon, attribute = source.name.partition(":")
+    if not colon:
+        raise ConfigError(f"--module {source.name!r}: write it as package.module:factory")
+    try:
+        factory = getattr(importlib.import_module(path), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--module {source.name}: {error}") from None
+    try:
+        made = factory()
+    except Exception as error:
+        raise ConfigError(f"--module {source.name}: the factory failed: {first_line(error)}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ConfigError(f"--module {source.name}: the factory must return (nn.Module, example inputs)")
+    module, inputs = made
+    if source.dtype is not None:
+        module = module.to(getattr(torch, source.dtype))
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    if isinstance(inputs, Mapping):
+        return Model(module.eval(), device, inputs=((), dict(inputs)))
+    positional = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    return Model(module.eval(), device, inputs=(positional, {}))

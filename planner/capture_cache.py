@@ -1,0 +1,94 @@
+"""Captured graphs kept on disk: a second tune or bench of the same model neither traces nor imports ``transformers``.
+
+A file is found by a hash of everything the graph depends on: the config, the sizes, the device, the versions of the
+libraries and this package's own capture code. A file that cannot be read counts as absent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+
+import platformdirs
+import torch
+from fuseplan.planner.capture import Captured, capture
+from fuseplan.planner.graph_json import graph_from_json, graph_to_json
+from fuseplan.planner.models import ModelSource
+from fuseplan.planner.workload import Workload
+
+#: Sources whose text decides what a captured graph looks like.
+_CAPTURE_CODE = (
+    "build", "capture", "execute", "graph", "graph_json", "hazards", "models", "normalise", "sizes", "spelling",
+    "workload",
+)  # fmt: skip
+
+
+def default_folder() -> Path:
+    """The user's cache folder for captured graphs."""
+    return platformdirs.user_cache_path("fuseplan") / "captures"
+
+
+def cached_capture(source: ModelSource, workload: Workload, device_type: str, folder: Path | None = None) -> Captured:
+    """:func:`~fuseplan.planner.capture.capture`, from disk when it was done before.
+
+    The user's own module is always captured: its code may have changed. A folder that cannot be written is no error;
+    the capture is then just not kept. ``Captured.traces`` is empty when the graphs come from disk.
+
+    Raises:
+        CaptureError, ConfigError: As :func:`~fuseplan.planner.capture.capture`.
+    """
+    if source.kind == "module":
+        return capture(source, workload, device_type)
+    path = (folder or default_folder()) / f"{capture_key(source, workload, device_type)}.json"
+    found = _read(path, workload)
+    if found is None:
+        found = capture(source, workload, device_type)
+        _write(path, found)
+    return found
+
+
+def capture_key(source: ModelSource, workload: Workload, device_type: str) -> str:
+    """sha256 of everything a captured graph depends on. The path of a config file is not among it."""
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    facts = {
+        "source": {**dataclasses.asdict(source), "name": ""},
+        "workload": dataclasses.asdict(workload),
+        "device": torch.cuda.get_device_name() if on_gpu else ("meta" if device_type == "cuda" else device_type),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "code": _code_hash(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def _code_hash() -> str:
+    digest = hashlib.sha256()
+    for name in _CAPTURE_CODE:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, workload: Workload) -> Captured | None:
+    try:
+        graphs = json.loads(path.read_text(encoding="utf-8"))["graphs"]
+        return Captured(tuple(graph_from_json(graph) for graph in graphs), workload)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: Path, captured: Captured) -> None:
+    """Write beside the target and rename: a reader never sees half a file."""
+    try:
+        text = json.dumps({"graphs": [graph_to_json(graph) for graph in captured.graphs]})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,191 @@
+"""The models that can be planned: named presets, any local Hugging Face config, the user's own module.
+
+Nothing is downloaded and no weights are read: a plan depends on shapes only. ``transformers`` is imported when a
+model is asked for, not before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fuseplan.planner.errors import ConfigError, UnknownModelError
+from fuseplan.planner.presets import ALIASES, PRESETS
+from fuseplan.planner.workload import Workload, parse_workloads
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES = {name: name for name in _SHORT.values()} | _SHORT
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from. Build one with :func:`find_source`.
+
+    Attributes:
+        kind: A preset, a config file, or a factory in the user's code.
+        name: Preset name, file path, or ``package.module:factory``.
+        config_json: The Hugging Face config as canonical JSON text; empty for a factory.
+        dtype: Of the weights; None leaves a factory's module as it is.
+        layers: Number of layers instead of the config's own; None keeps that.
+    """
+
+    kind: Literal["preset", "config", "module"]
+    name: str
+    config_json: str = ""
+    dtype: str | None = None
+    layers: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and records."""
+        base = Path(self.name).parent.name or self.name if self.kind == "config" else self.name
+        return f"{base}:{self.layers}L" if self.layers else base
+
+
+def find_source(
+    model: str | None = None,
+    config: str | Path | None = None,
+    module: str | None = None,
+    device_type: str = "cpu",
+    dtype: str | None = None,
+    layers: int | None = None,
+) -> ModelSource:
+    """The source that the command line's flags name; ``--model llama`` without any.
+
+    Raises:
+        UnknownModelError: No preset of that name.
+        ConfigError: Flags that exclude each other, an unreadable config, an unknown dtype.
+    """
+    if sum(flag is not None for flag in (model, config, module)) > 1:
+        raise ConfigError("give one of --model, --config and --module, not several")
+    if layers is not None and layers < 1:
+        raise ConfigError(f"--layers {layers}: a model has at least one layer")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is not one of bfloat16, float16, float32")
+    name = _DTYPES[dtype] if dtype else None
+    if module is not None:
+        if layers is not None:
+            raise ConfigError("--layers needs a config; --module brings its own layers")
+        return ModelSource("module", module, dtype=name)
+    if config is not None:
+        entries = _read_config(Path(config))
+        return ModelSource("config", str(config), _canonical(entries), name or _config_dtype(entries), layers)
+    preset = model or "llama"
+    preset = ALIASES.get(preset, {}).get(device_type, preset)
+    if preset not in PRESETS:
+        raise UnknownModelError(preset, [*PRESETS, *ALIASES])
+    return ModelSource("preset", preset, _canonical(PRESETS[preset]), name or "bfloat16", layers)
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"config {path} is not JSON: {error}") from None
+    if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
+        raise ConfigError(f'config {path} has no "model_type"; it must be a Hugging Face config.json')
+    return entries
+
+
+def _canonical(entries: Mapping[str, Any]) -> str:
+    return json.dumps(entries, sort_keys=True)
+
+
+def _config_dtype(entries: Mapping[str, Any]) -> str:
+    named = str(entries.get("dtype") or entries.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return _DTYPES.get(named, "bfloat16")
+
+
+def hf_config(source: ModelSource) -> Any:
+    """The Hugging Face config object of a preset or config source.
+
+    Raises:
+        ConfigError: ``transformers`` does not know the model type, refuses an entry, or has fewer layers than asked.
+    """
+    from transformers import AutoConfig
+
+    entries = json.loads(source.config_json)
+    model_type = entries.pop("model_type")
+    try:
+        config = AutoConfig.for_model(model_type, **entries)
+    except Exception as error:
+        raise ConfigError(f"config {source.name}: {first_line(error)}") from None
+    if source.layers is not None:
+        _set_layers(config, source.layers)
+    return config
+
+
+def _set_layers(config: Any, layers: int) -> None:
+    """Give the config another depth (``num_hidden_layers`` maps to the model's own name for it)."""
+    text = config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None)
+    if types is not None:
+        if layers > len(types):
+            raise ConfigError(f"--layers {layers}: this config describes only {len(types)} layers")
+        text.layer_types = types[:layers]
+    text.num_hidden_layers = layers
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def generates(source: ModelSource) -> bool:
+    """True for a decoder that generates tokens; False for an encoder such as BERT.
+
+    Raises:
+        ConfigError: The model is an encoder-decoder.
+    """
+    entries = json.loads(source.config_json)
+    if entries.get("is_encoder_decoder"):
+        raise ConfigError(f"{source.name} is an encoder-decoder; pass its halves with --module")
+    for name in entries.get("architectures") or ():
+        return str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    return _usually_generates(entries)
+
+
+def _usually_generates(entries: Mapping[str, Any]) -> bool:
+    """What a config without ``architectures`` is taken for: models with a masked head too are encoders."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    model_type = entries["model_type"]
+    encoder_too = model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not entries.get("is_decoder")
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder_too
+
+
+def workloads_for(
+    source: ModelSource,
+    device_type: str,
+    decode_batches: str | None = None,
+    kv_len: int | None = None,
+    prefills: str | None = None,
+) -> tuple[Workload, ...]:
+    """The workloads to plan for this model, from flags or defaults (see :func:`parse_workloads`).
+
+    The user's own module has one, its example inputs; an encoder has no decode.
+
+    Raises:
+        ShapeError: A size is not a positive number, or nothing is left to plan.
+        ConfigError: Sizes are given for a module that brings its own inputs, or decode for an encoder.
+    """
+    given = decode_batches is not None or prefills is not None
+    if source.kind == "module":
+        if given:
+            raise ConfigError("--decode and --prefill need a config; --module brings its own example inputs")
+        return (Workload("forward"),)
+    found = parse_workloads(device_type, decode_batches, kv_len, prefills)
+    if generates(source):
+        return found
+    if decode_batches:
+        raise ConfigError(f"{source.name} is an encoder: it has no decode; give --prefill only")
+    return tuple(workload for workload in found if workload.regime != "decode")

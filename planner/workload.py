@@ -1,0 +1,105 @@
+"""What is run: the regimes of inference, with their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fuseplan.planner.errors import ShapeError
+
+#: decode: one new token per sequence against a static KV cache. prefill: whole sequences, no cache.
+#: forward: the example inputs that the user's own module came with.
+Regime: TypeAlias = Literal["decode", "prefill", "forward"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One set of sizes to plan for.
+
+    Attributes:
+        regime: Which kind of call.
+        batch: Sequences.
+        seq: New tokens per sequence (1 in decode).
+        kv_len: Length of the static KV cache; 0 without one.
+    """
+
+    regime: Regime
+    batch: int = 1
+    seq: int = 1
+    kv_len: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Rows that a token-wise op sees."""
+        return self.batch * self.seq
+
+    @property
+    def label(self) -> str:
+        """Short name for tables: ``decode 8 @ 1024``, ``prefill 4x2048``."""
+        if self.regime == "decode":
+            return f"decode {self.batch} @ {self.kv_len}"
+        return f"prefill {self.batch}x{self.seq}" if self.regime == "prefill" else "forward"
+
+
+def decode(batch: int, kv_len: int) -> Workload:
+    return Workload("decode", batch, 1, kv_len)
+
+
+def prefill(batch: int, seq: int) -> Workload:
+    return Workload("prefill", batch, seq)
+
+
+#: Without flags: on a CPU small enough to tune in minutes, on a GPU what serving looks like.
+_DEFAULTS = {"cpu": ("1,8", 256, "1x128"), "cuda": ("1,8,16,64", 1024, "512,2048,4x2048")}
+
+
+def parse_workloads(
+    device_type: str, decode_batches: str | None = None, kv_len: int | None = None, prefills: str | None = None
+) -> tuple[Workload, ...]:
+    """Workloads from flags, decode first.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``: whose defaults stand in for absent flags.
+        decode_batches: Batch sizes such as ``"1,8,32"``; an empty string means no decode.
+        kv_len: Length of the static KV cache.
+        prefills: Sequence lengths, or batch x length, such as ``"512,4x2048"``; an empty string means no prefill.
+
+    Once either list is given, an absent other list means none of it.
+
+    Raises:
+        ShapeError: A size is not a positive number, or nothing is left to plan.
+
+    >>> [workload.label for workload in parse_workloads("cpu", "1,8", 512, "4x128")]
+    ['decode 1 @ 512', 'decode 8 @ 512', 'prefill 4x128']
+    """
+    default_decode, default_kv_len, default_prefill = _DEFAULTS.get(device_type, _DEFAULTS["cuda"])
+    if decode_batches is None and prefills is None:
+        decode_batches, prefills = default_decode, default_prefill
+    length = default_kv_len if kv_len is None else kv_len
+    if length < 2:
+        raise ShapeError(f"--kv-len {length}: the cache must hold at least 2 tokens")
+    found = [decode(_positive(item, "--decode"), length) for item in _items(decode_batches)]
+    found += [prefill(*_batch_by_seq(item)) for item in _items(prefills)]
+    if not found:
+        raise ShapeError("nothing to plan: give --decode 1,8 or --prefill 4x2048")
+    return tuple(dict.fromkeys(found))
+
+
+def _items(text: str | None) -> list[str]:
+    return [item.strip() for item in (text or "").split(",") if item.strip()]
+
+
+def _batch_by_seq(item: str) -> tuple[int, int]:
+    batch, cross, seq = item.partition("x")
+    return (_positive(batch, "--prefill"), _positive(seq, "--prefill")) if cross else (1, _positive(item, "--prefill"))
+
+
+def _positive(text: str, flag: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        example = "1,8,32" if flag == "--decode" else "512,4x2048"
+        raise ShapeError(f"{flag}: {text!r} is no positive size; write it like {flag} {example}")
+    return number

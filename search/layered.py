@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from fuseplan.search.transfer import Bundle, read_bundle
 
 def shipped_files() -> tuple[Path, ...]:
     """Export files in the installed package (``search/records/*.jsonl``), in name order."""
-    folder = Path(str(resources.files("fuseplan.search"))) / "records"
+    # Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
+    folder = Path(__file__).parent / "records"
     return tuple(sorted(folder.glob("*.jsonl"))) if folder.is_dir() else ()
 
 

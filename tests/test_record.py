@@ -1,0 +1,121 @@
+"""Records and their JSON: exact round trips, strict reading."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from fuseplan.search import codec
+from fuseplan.search.errors import RecordError
+from fuseplan.search.record import Measurement, PlanRecord, RecordKey, Trial, TuningRecord, Versions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search_records import HERE, evidence, plan, tuning
+
+names = st.text(max_size=8)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+configs = st.dictionaries(names, st.one_of(st.integers(-(2**40), 2**40), names), max_size=3)
+
+
+def test_records_survive_json() -> None:
+    for cls, record in ((TuningRecord, tuning()), (PlanRecord, plan()), (TuningRecord, tuning(fused=None, fuse=False))):
+        text = codec.dumps(record)
+        assert codec.loads(cls, text) == record
+        assert codec.dumps(codec.loads(cls, text)) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(names, configs, st.one_of(st.none(), finite), names)
+def test_trials_survive_json(backend: str, config: dict[str, int | str], us: float | None, reason: str) -> None:
+    trial = Trial(RecordKey("w", "d"), backend, config, us, reason, us)
+    assert codec.loads(Trial, codec.dumps(trial)) == trial
+
+
+def test_types_survive_json() -> None:
+    config = codec.loads(TuningRecord, codec.dumps(tuning())).config
+    assert config == {"tile": 64, "order": "rows"}
+    assert type(config["tile"]) is int
+    assert isinstance(codec.loads(PlanRecord, codec.dumps(plan())).groups[0].ops, tuple)
+
+
+def test_whole_numbers_are_read_as_floats_where_floats_are_meant() -> None:
+    text = codec.dumps(Measurement(1.0, 0.0, 1, 1, "eager")).replace("1.0", "1")
+    assert type(codec.loads(Measurement, text).median_us) is float
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("gain"), r"missing fields \['gain'\]"),
+        (lambda d: d.update(extra=1), r"unknown fields \['extra'\]"),
+        (lambda d: d.update(fuse=1), "fuse: expected bool"),
+        (lambda d: d.update(measured=1.5), "measured: expected int"),
+        (lambda d: d.update(gain="much"), "gain: expected float"),
+        (lambda d: d.update(label=None), "label: expected str"),
+        (lambda d: d["unfused"].update(median_us=True), r"unfused\.median_us: expected float"),
+        (lambda d: d.update(finalists={}), "finalists: expected a list"),
+        (lambda d: d.update(config=[1]), "config: expected an object"),
+        (lambda d: d.update(config={"tile": [1]}), r"config\.tile"),
+        (lambda d: d.update(key="w1"), "key: expected an object"),
+    ],
+)
+def test_anything_foreign_is_refused_with_its_place(change, message: str) -> None:  # type: ignore[no-untyped-def]
+    data = json.loads(codec.dumps(tuning()))
+    change(data)
+    with pytest.raises(RecordError, match=message):
+        codec.loads(TuningRecord, json.dumps(data))
+
+
+def test_unknown_kinds_of_group_are_refused() -> None:
+    text = codec.dumps(plan()).replace('"extern"', '"magic"')
+    with pytest.raises(RecordError, match="'magic' is not one of"):
+        codec.loads(PlanRecord, text)
+
+
+def test_what_is_not_json_or_not_finite_is_refused() -> None:
+    with pytest.raises(RecordError, match="not valid JSON"):
+        codec.loads(TuningRecord, '{"key":')
+    with pytest.raises(RecordError, match="cannot be stored as JSON"):
+        codec.dumps(tuning(gain=math.nan))
+    with pytest.raises(RecordError, match="is not finite"):
+        codec.loads(Measurement, codec.dumps(Measurement(1.5, 0.0, 1, 1, "eager")).replace("1.5", "1e999"))
+
+
+def test_fixed_length_tuples_are_checked() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Pair:
+        both: tuple[int, str]
+
+    with pytest.raises(RecordError, match="expected 2 items, found 3"):
+        codec._decode(tuple[int, str], [1, "a", "b"], "pair")
+    assert codec._decode(tuple[int, str], [1, "a"], "pair") == (1, "a")
+
+
+def test_best_time_is_the_kernels_only_where_fusing_pays() -> None:
+    assert tuning().best_us == 5.0
+    assert tuning(fuse=False).best_us == 10.0
+    assert tuning(fuse=True, fused=None).best_us == 10.0
+
+
+def test_versions_name_what_differs() -> None:
+    other = dataclasses.replace(HERE, torch="2.14.0", driver="590.0")
+    assert HERE.mismatch(HERE) == ()
+    assert HERE.mismatch(other) == ("torch", "driver")
+
+
+def test_current_versions_of_a_cpu_leave_the_gpu_out() -> None:
+    import torch
+
+    cpu, cuda = Versions.current("cpu"), Versions.current("cuda")
+    assert cpu.torch.split("+")[0] == torch.__version__.split("+")[0]
+    assert cpu.fuseplan
+    assert (cpu.triton, cpu.driver) == ("", "")
+    assert cuda.triton
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tuning().gain = 1.0  # type: ignore[misc]
+    assert evidence().reason

@@ -69,7 +69,8 @@ def decide(
         limit_s: Time limit of the run, in seconds.
     """
     failed: dict[str, str] = {}
-    for attempt in dict.fromkeys((tuple(choices), tuple(choices[:1]), ())):
+    for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):
+        attempt = tuple(choices[:size])
         entrants = tuple(jobs.Entrant(choice.name, choice.backend, choice.config) for choice in attempt)
         twice = attempt[0].name if attempt else jobs.UNFUSED
         outcome = executor.call(jobs.decide, bench, subject, entrants, twice, limit_s=limit_s)

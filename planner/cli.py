@@ -1,0 +1,117 @@
+"""The ``plan`` command: one entry point, one place where errors become one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from fuseplan.planner import cli_bench, cli_db, cli_device, cli_explain, cli_report, cli_tune
+
+INTERRUPTED = "interrupted; finished work is stored, run the same command to go on"
+
+app = typer.Typer(
+    name="plan",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Plan and tune the fusion of a PyTorch model's ops for the device at hand.\n\n"
+    "Start with `plan tune --model llama`; then torch.compile(model, backend='fuseplan') uses what was stored.",
+)
+app.command("tune")(cli_tune.tune)
+app.command("explain")(cli_explain.explain)
+app.command("bench")(cli_bench.bench)
+app.command("report")(cli_report.report)
+app.command("probe")(cli_device.probe)
+app.command("backends")(cli_device.backends)
+app.add_typer(cli_db.app, name="db")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        typer.echo(f"fuseplan {importlib.metadata.version('fuseplan')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options that stand before or after any command."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit status: 0 done, 1 a defect of ours, 2 a user's mistake, 130 Ctrl-C."""
+    debug = "--debug" in argv
+    args = [arg for arg in argv if arg != "--debug"]
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            status = int(app(args=args, prog_name="plan", standalone_mode=False) or 0)
+        except (KeyboardInterrupt, typer.Abort):
+            status = 130
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            line, status = describe(error)
+            typer.echo(f"plan: error: {line}", err=True)
+    if status == 130:
+        typer.echo(INTERRUPTED, err=True)
+    return status
+
+
+def describe(error: Exception) -> tuple[str, int]:
+    """One line for people, and the exit status: 2 for what the user can mend, 1 for a defect of ours."""
+    if any(base.__name__ == "ClickException" for base in type(error).__mro__):
+        message: str = getattr(error, "format_message", error.__str__)()
+        return _one_line(message), 2
+    if isinstance(error, _user_errors()):
+        return _one_line(str(error)), 2
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}", 2
+    return f"{type(error).__name__}: {_one_line(str(error))} (add --debug for the traceback)", 1
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """Every package's error family; the packages stay apart, so only here do they meet."""
+    from fuseplan.planner.errors import FuseplanError
+    from fuseplan.search.errors import SearchError
+
+    known: list[type[Exception]] = [FuseplanError, SearchError]
+    # These two import torch; an error of theirs means that it is loaded already.
+    if "torch" in sys.modules:
+        from fuseplan.costmodel.device import DeviceSpecError
+        from fuseplan.kernels.backend import BuildError
+
+        known += [DeviceSpecError, BuildError]
+    return tuple(known)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()) or "no message"
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+    """Our own warnings as one line; what the libraries warn about is not for this command's user."""
+    if issubclass(category, UserWarning) and _ours(filename):
+        typer.echo(f"plan: warning: {_one_line(str(message))}", err=True)
+
+
+def _ours(filename: str) -> bool:
+    """True for a file of our four packages, which lie side by side."""
+    return Path(filename).resolve().parent.parent == Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Entry point of the ``plan`` script."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,3 @@
+"""``plan bench``."""
+def bench() -> None:
+    """todo"""

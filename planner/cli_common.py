@@ -1,0 +1,121 @@
+"""Options and helpers that every ``plan`` command shares. Imports nothing heavy, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from fuseplan.costmodel.device import DeviceSpec
+    from fuseplan.search.database import Database
+    from rich.console import Console
+
+
+class Device(StrEnum):
+    """Where to run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+DbOption = Annotated[
+    str | None,
+    typer.Option(
+        "--db",
+        metavar="URL",
+        help="Tuning database: a file path or a SQLAlchemy URL. Default: tuning.db in your user data folder.",
+    ),
+]
+DeviceOption = Annotated[
+    Device, typer.Option("--device", help="Device to use; auto takes CUDA where PyTorch sees a GPU, else the CPU.")
+]
+
+
+def device_type(device: Device) -> Literal["cpu", "cuda"]:
+    """``"cpu"`` or ``"cuda"``, with ``auto`` resolved.
+
+    Raises:
+        DeviceError: CUDA is asked for and PyTorch sees no GPU.
+    """
+    if device is Device.CPU:
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device is Device.AUTO:
+        return "cpu"
+    from fuseplan.planner.errors import DeviceError
+
+    built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
+    raise DeviceError(f"--device cuda: PyTorch sees no CUDA GPU{built}; use --device cpu, or check with nvidia-smi")
+
+
+def device_key(kind: Literal["cpu", "cuda"]) -> str:
+    """Database key of this machine's device."""
+    from fuseplan.costmodel.identity import current_identity
+
+    return current_identity(kind).key()
+
+
+def open_database(url: str | None, kind: Literal["cpu", "cuda"] | None = None, write: bool = True) -> Database:
+    """The tuning database; look-ups compare versions when ``kind`` is given. Opened for reading, it never raises."""
+    from fuseplan.search.database import Database
+    from fuseplan.search.record import Versions
+
+    versions = Versions.current(kind) if kind is not None else None
+    return Database(url, mode="write" if write else "read", versions=versions)
+
+
+def stored_spec(database: Database, key: str) -> DeviceSpec | None:
+    """The device's measured spec, or None before the first probe."""
+    import json
+
+    from fuseplan.costmodel.device import DeviceSpec
+
+    stored = database.get_device(key)
+    return DeviceSpec.from_json(json.dumps(stored)) if stored is not None else None
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console; wide when the output is not a terminal, so that piped tables keep their columns."""
+    from rich.console import Console
+
+    screen = Console(stderr=stderr, highlight=False)
+    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=180)
+
+
+def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2) -> None:
+    """Print a frame as a table: text to the left, numbers to the right."""
+    import pandas as pd
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    numeric = {name for name in frame.columns if pd.api.types.is_numeric_dtype(frame[name])}
+    for name in frame.columns:
+        table.add_column(str(name), justify="right" if name in numeric else "left", overflow="fold")
+    for row in frame.itertuples(index=False):
+        table.add_row(*(cell_text(value, digits) for value in row))
+    console().print(table)
+
+
+def cell_text(value: object, digits: int = 2) -> str:
+    """A table cell: numbers at ``digits`` decimals, nothing for a missing value."""
+    if value is None or (isinstance(value, float) and value != value):
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.{digits}f}"
+    return str(value)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, making its folder; an unwritable one is an :class:`OSError` that names it."""
+    path = path.expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,113 @@
+"""``plan db``: look into the tuning database and move records between databases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from fuseplan.planner.cli_common import DbOption, Device, console, device_type, open_database, print_frame
+
+if TYPE_CHECKING:
+    from fuseplan.search.database import Database
+
+app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
+
+
+@app.command("ls")
+def list_records(db: DbOption = None) -> None:
+    """One line per stored tuning record and plan."""
+    from fuseplan.search.maintenance import ls
+
+    database = open_database(db, write=False)
+    frame = ls(database)
+    if frame.empty:
+        console().print(f"no records in {_where(database)}; `plan tune --model llama` makes some")
+        return
+    frame["workload"] = frame["workload"].str.slice(0, 12)
+    frame["gain"] = frame["gain"].map("{:.0%}".format)
+    print_frame(frame.drop(columns=["numerics", "stale"]), title=_where(database), digits=1)
+
+
+@app.command()
+def show(
+    key: Annotated[str, typer.Argument(help="Start of a workload key, or part of a label, as `plan db ls` prints.")],
+    db: DbOption = None,
+) -> None:
+    """Print whole records as JSON, with their evidence."""
+    import dataclasses
+    import json
+
+    from fuseplan.planner.errors import ConfigError, nearest
+    from fuseplan.search import maintenance
+
+    database = open_database(db, write=False)
+    found = maintenance.show(database, key)
+    if not found:
+        labels = [record.label for record in (*database.records(), *database.plans())]
+        close = nearest(key, labels)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "; list them with `plan db ls`"
+        raise ConfigError(f"no record matches {key!r} in {_where(database)}{hint}")
+    for record in found:
+        typer.echo(json.dumps({type(record).__name__: dataclasses.asdict(record)}, indent=2))
+
+
+@app.command("export")
+def export_records(
+    file: Annotated[Path, typer.Argument(help="File to write (JSON lines with a checksum).")],
+    device: Annotated[str | None, typer.Option("--device-key", help="Only this device's records.")] = None,
+    db: DbOption = None,
+) -> None:
+    """Write every record to a file that `plan db import` reads."""
+    from fuseplan.search.transfer import export
+
+    database = open_database(db, write=False)
+    count = export(database, file, device)
+    typer.echo(f"{count} entries of {_where(database)} written to {file}")
+
+
+@app.command("import")
+def import_records(
+    file: Annotated[Path, typer.Argument(help="File that `plan db export` wrote.")], db: DbOption = None
+) -> None:
+    """Read an export into the database: whole, or not at all."""
+    from fuseplan.search.transfer import import_bundle
+
+    database = open_database(db)
+    typer.echo(f"{import_bundle(database, file)} entries of {file} imported into {_where(database)}")
+
+
+@app.command()
+def verify(db: DbOption = None) -> None:
+    """Check the file, its schema and every record; exit status 2 when something is wrong."""
+    from fuseplan.search.maintenance import verify as check
+
+    database = open_database(db, write=False)
+    problems = check(database)
+    for problem in problems:
+        typer.echo(f"{problem.table}: {problem.row}: {problem.what}")
+    if problems:
+        typer.echo(f"{len(problems)} problems in {_where(database)}; `plan db prune` deletes what cannot be read")
+        raise typer.Exit(2)
+    typer.echo(f"{_where(database)} is sound")
+
+
+@app.command()
+def prune(
+    stale: Annotated[bool, typer.Option("--stale", help="Also delete records of other software versions.")] = False,
+    misses: Annotated[bool, typer.Option("--misses", help="Also delete logged misses.")] = False,
+    device: Annotated[str | None, typer.Option("--device-key", help="Also delete this device's records.")] = None,
+    db: DbOption = None,
+) -> None:
+    """Delete finished trials and damaged rows, and more where asked for."""
+    from fuseplan.search.maintenance import prune as delete
+    from fuseplan.search.record import Versions
+
+    database = open_database(db)
+    keep = Versions.current(device_type(Device.AUTO)) if stale else None
+    removed = delete(database, keep_versions=keep, device=device, misses=misses)
+    typer.echo(", ".join(f"{count} {table}" for table, count in removed.items()) + f" deleted from {_where(database)}")
+
+
+def _where(database: Database) -> str:
+    return str(database.url.render_as_string())

@@ -1,0 +1,3 @@
+"""``plan explain``."""
+def explain() -> None:
+    """todo"""

@@ -1,0 +1,68 @@
+"""Progress of a tune on the terminal: which group, which trial, the best time so far, and the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from fuseplan.planner.cli_common import console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from fuseplan.planner.graph import DataflowGraph
+    from fuseplan.planner.session import Session
+    from fuseplan.search.tuner import ProgressEvent
+
+
+def regions_to_tune(session: Session, graphs: Sequence[tuple[str, DataflowGraph]]) -> list[list[bool]]:
+    """For each graph, for each of its distinct regions in planning order: whether it has to be tuned."""
+    from fuseplan.planner.regions import find_regions, unique_regions
+
+    planner = session.planner()
+    seen: set[str] = set()
+    found = []
+    for _, graph in graphs:
+        keys = list(unique_regions(find_regions(graph)))
+        found.append([key not in seen and planner.look_up(key) is None for key in keys])
+        seen.update(keys)
+    return found
+
+
+class TuneProgress:
+    """A progress bar over the regions that have to be tuned; a context manager.
+
+    Args:
+        pending: From :func:`regions_to_tune`.
+    """
+
+    def __init__(self, pending: Sequence[Sequence[bool]]) -> None:
+        self._pending = [flag for regions in pending for flag in regions]
+        self._started = 0
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("regions"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[trial]}"),
+            console=console(stderr=True), transient=True,
+        )
+        self._task = self._bar.add_task("tuning", total=max(1, sum(self._pending)), trial="")
+
+    def __enter__(self) -> TuneProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def on_region(self, workload: str, label: str, number: int, total: int) -> None:
+        """A region of a workload is looked up or tuned next."""
+        done = sum(self._pending[: self._started])
+        self._started += 1
+        self._bar.update(self._task, completed=done, description=workload, trial=label)
+
+    def on_trial(self, event: ProgressEvent) -> None:
+        """A group's tune took a step."""
+        best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
+        trial = f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}"
+        self._bar.update(self._task, trial=trial)

@@ -1,0 +1,123 @@
+"""``plan report``: what is stored, as tables or as one HTML page."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, device_type, print_frame, write_text
+
+if TYPE_CHECKING:
+    from fuseplan.planner.report import ReportData
+
+
+class Topic(StrEnum):
+    """What to report on."""
+
+    GROUPS = "groups"
+    ACCURACY = "accuracy"
+
+
+class Format(StrEnum):
+    """How to write it."""
+
+    TABLE = "table"
+    CSV = "csv"
+    MARKDOWN = "markdown"
+    HTML = "html"
+
+
+#: Columns of the terminal's group table: what fits.
+_SHOWN = ["workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup"]
+
+
+def report(
+    topic: Annotated[
+        Topic, typer.Argument(help="groups: fused against unfused. accuracy: predicted against measured times.")
+    ] = Topic.GROUPS,
+    model: Annotated[str | None, typer.Option(help="Only what was tuned for this model.")] = None,
+    style: Annotated[
+        Format, typer.Option("--format", help="html writes one self-contained page (fuseplan-report.html).")
+    ] = Format.TABLE,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file.")] = None,
+    device: DeviceOption = Device.AUTO,
+    device_key: Annotated[
+        str | None, typer.Option("--device-key", help="Report another device's records (`plan db ls` lists them).")
+    ] = None,
+    db: DbOption = None,
+) -> None:
+    """Report fused against unfused times of everything that was tuned; nothing is measured."""
+    data = load(db, device, device_key, model)
+    if style is Format.HTML:
+        from fuseplan.planner.report_html import html_report
+
+        target = out if out is not None else Path("fuseplan-report.html")
+        write_text(target, html_report(data))
+        typer.echo(f"report written to {target}")
+    elif style is Format.TABLE:
+        _print(data, topic)
+    else:
+        text = _text(data, topic, style)
+        if out is None:
+            typer.echo(text, nl=False)
+        else:
+            write_text(out, text)
+            typer.echo(f"report written to {out}")
+
+
+def load(db: str | None, device: Device, device_key: str | None, model: str | None) -> ReportData:
+    """The stored data of this machine's device, or of the one that ``device_key`` names."""
+    from fuseplan.costmodel.identity import current_identity
+    from fuseplan.planner.report import load_report
+    from fuseplan.planner.session import stored_spec
+    from fuseplan.search.database import Database
+
+    database = Database(db, mode="read")
+    key = device_key if device_key is not None else current_identity(device_type(device)).key()
+    return load_report(database, key, stored_spec(database, key), model_name(model, device))
+
+
+def model_name(model: str | None, device: Device) -> str:
+    """The name a model's records are stored under (``llama`` stands for a preset of the device's size)."""
+    from fuseplan.planner.presets import ALIASES
+
+    if model is None:
+        return ""
+    return ALIASES.get(model, {}).get(device_type(device), model)
+
+
+def _print(data: ReportData, topic: Topic) -> None:
+    from fuseplan.planner import report as frames
+    from fuseplan.planner.report_accuracy import accuracy_table, accuracy_text, regret_table
+
+    if topic is Topic.ACCURACY:
+        print_frame(accuracy_table(data), title="Predicted against measured", digits=3)
+        print_frame(regret_table(data).drop(columns=["key"]), title="Trusting the model alone", digits=3)
+    else:
+        groups = frames.group_frame(data)
+        print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}")
+        if data.workloads:
+            print_frame(frames.coverage_frame(data), title="Coverage")
+        if data.misses:
+            print_frame(frames.miss_frame(data).drop(columns=["key"]), title="Look-ups without a plan")
+        typer.echo(frames.headline(groups))
+    for line in accuracy_text(data):
+        typer.echo(line)
+
+
+def _text(data: ReportData, topic: Topic, style: Format) -> str:
+    from fuseplan.planner import report as frames
+    from fuseplan.planner.report_accuracy import accuracy_pairs_frame, accuracy_table, accuracy_text, regret_table
+
+    if style is Format.CSV:
+        frame = accuracy_pairs_frame(data) if topic is Topic.ACCURACY else frames.group_frame(data)
+        return frames.to_text(frame, "csv")
+    if topic is Topic.ACCURACY:
+        parts = [("Predicted against measured", accuracy_table(data)), ("Trusting the model alone", regret_table(data))]
+    else:
+        parts = [("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data))]
+        parts += [("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data))]
+    tables = [f"## {title}\n\n{frames.markdown_table(frame)}" for title, frame in parts if len(frame)]
+    return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy_text(data), ""])

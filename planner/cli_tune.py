@@ -1,0 +1,170 @@
+"""``plan tune``: capture, plan, measure what is not stored yet, and store it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
+from fuseplan.planner.cli_source import (
+    ConfigOption,
+    DecodeOption,
+    DtypeOption,
+    KvLenOption,
+    LayersOption,
+    ModelOption,
+    ModuleOption,
+    Numerics,
+    NumericsOption,
+    PrefillOption,
+    Regime,
+    RegimeOption,
+    capture_all,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fuseplan.planner.graph import DataflowGraph
+    from fuseplan.planner.session import Session
+    from fuseplan.planner.tune import TuneResult
+    from fuseplan.search.tuner import Budget
+
+
+def tune(
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    module: ModuleOption = None,
+    pattern: Annotated[
+        str | None, typer.Option("--pattern", metavar="NAME", help="A named pattern such as swiglu, with --shape.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", metavar="32x4096", help="Shape of the pattern's activations.")
+    ] = None,
+    decode: DecodeOption = None,
+    kv_len: KvLenOption = None,
+    prefill: PrefillOption = None,
+    dtype: DtypeOption = None,
+    layers: LayersOption = None,
+    numerics: NumericsOption = Numerics.FP32,
+    trials: Annotated[int, typer.Option(min=1, help="Configurations tried per group, over all back ends.")] = 12,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Search time per group, in seconds.")] = 6.0,
+    seed: Annotated[int, typer.Option(help="Seed of the search and of the inputs.")] = 0,
+    regime: RegimeOption = Regime.EAGER,
+    device: DeviceOption = Device.AUTO,
+    db: DbOption = None,
+) -> None:
+    """Plan a model's fusion, tune it on this device, and store the result.
+
+    What is stored already is not measured again. Without options, tunes the llama preset. Ctrl-C loses nothing that
+    was finished: the same command goes on.
+    """
+    from fuseplan.planner.plan import PlanSettings
+    from fuseplan.planner.session import open_session
+    from fuseplan.search.tuner import Budget
+
+    kind = device_type(device)
+    name, graphs = _graphs(
+        kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
+    )
+    settings = PlanSettings(numerics=numerics.value, regime=regime.value)
+    session = ready(open_session(kind, db, settings))
+    result = run(session, name, graphs, Budget(trials=trials, seconds=seconds), seed)
+    say(result, name)
+
+
+def ready(session: Session) -> Session:
+    """The session with a measured device: the stored one, else probed now."""
+    if session.spec is not None:
+        return session
+    with console(stderr=True).status("probing") as status:
+        return session.probed(
+            progress=lambda fraction, step: status.update(f"probing this device once: {step}, {fraction:.0%}")
+        )
+
+
+def run(
+    session: Session, name: str, graphs: list[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0
+) -> TuneResult:
+    """Tune with a progress bar, and keep a summary of each workload for the reports."""
+    from fuseplan.planner import summary
+    from fuseplan.planner import tune as offline
+    from fuseplan.planner.cli_progress import TuneProgress, regions_to_tune
+
+    with TuneProgress(regions_to_tune(session, graphs)) as progress:
+        result = offline.tune(session, graphs, budget, seed, progress.on_region, progress.on_trial)
+    for (workload, graph), planned in zip(graphs, result.plans, strict=True):
+        pairs = [(one.region, one.record) for one in planned.plan.regions]
+        if pairs:
+            summary.store(session.database, summary.summarise(name, workload, graph, pairs))
+    return result
+
+
+def say(result: TuneResult, name: str) -> None:
+    """The final table and what it took."""
+    from fuseplan.planner import report
+
+    session = result.session
+    data = report.load_report(session.database, session.device, session.spec, name)
+    groups = report.group_frame(data)
+    sources = source_of_groups(result)
+    shown = groups[groups["key"].isin(sources)]
+    shown = shown.assign(source=shown["key"].map(sources))
+    print_frame(shown[_SHOWN], title=f"{name} on {session.device}")
+    typer.echo(report.headline(groups))
+    typer.echo(outcome(result))
+    typer.echo(f"stored in {session.database.url.render_as_string()}")
+
+
+_SHOWN = ["workload", "group", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source"]
+
+
+def source_of_groups(result: TuneResult) -> dict[str, str]:
+    """Workload key of each group of this run: ``measured`` now, or ``stored`` before."""
+    found: dict[str, str] = {}
+    for _, region in result.distinct():
+        source = "measured" if region.source == "tuned" else "stored"
+        for one in (*region.record.groups, *region.record.rejected):
+            if one.workload:
+                found.setdefault(one.workload, source)
+    return found
+
+
+def outcome(result: TuneResult) -> str:
+    """What was measured, in one sentence."""
+    distinct = result.distinct()
+    if not result.measured:
+        return (
+            f"nothing was measured: all {len(distinct)} distinct regions came from the database "
+            f"({result.elapsed_s:.1f} s)"
+        )
+    stored = sum(region.source != "tuned" for _, region in distinct)
+    return (
+        f"measured {result.measured} of {result.enumerated} candidates in {len(distinct) - stored} regions "
+        f"({stored} regions were stored already); tuning took {result.elapsed_s:.1f} s"
+    )
+
+
+def _graphs(
+    kind: Literal["cpu", "cuda"],
+    source: tuple[str | None, Path | None, str | None],
+    pattern: tuple[str | None, str | None],
+    workloads: tuple[str | None, int | None, str | None],
+    dtype: str | None,
+    layers: int | None,
+) -> tuple[str, list[tuple[str, DataflowGraph]]]:
+    """Name of what is tuned, and its graphs."""
+    from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.models import find_source, workloads_for
+
+    name, shape = pattern
+    if name is None:
+        if shape is not None:
+            raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")
+        found = find_source(*source, kind, dtype, layers)
+        return found.label, capture_all(found, workloads_for(found, kind, *workloads), kind)
+    if any(source):
+        raise ConfigError("give --pattern or a model (--model, --config, --module), not both")
+    from fuseplan.planner.patterns import pattern_graph
+
+    return f"pattern:{name}", [(f"{name} {shape}", pattern_graph(name, shape, dtype))]

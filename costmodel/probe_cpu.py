@@ -26,6 +26,11 @@ _MATMUL_UNITS = {
     "fp16_matmul": torch.float16,
     "fp64": torch.float64,
 }
+#: Special functions and the operations one element counts as (the weights of the scalar op table). The cheap ones,
+#: and those that other libraries do better than their weight says, show what the unit can do.
+_SPECIAL_FLOPS: dict[Callable[..., torch.Tensor], float] = {
+    torch.exp: 1.0, torch.sigmoid: 3.0, torch.reciprocal: 1.0, torch.rsqrt: 1.0, torch.erf: 8.0,
+}
 
 
 def measure_cpu(
@@ -86,13 +91,11 @@ def _special_rates(identity: DeviceIdentity, timer: HostTimer) -> list[RateTimin
     """Special functions on data that stays in each core's own cache: 32 Ki elements, ATen's share of one thread."""
     x = torch.rand(2**15 * identity.cores) + 0.5
     out = torch.empty_like(x)
-    calls: dict[str, Call] = {
-        "exp": partial(torch.exp, x, out=out),
-        "reciprocal": partial(torch.reciprocal, x, out=out),
-    }
-    timings = time_calls(calls, timer)
-    # Division runs on the special unit too and is its cheapest operation.
-    return [RateTiming("sfu", x.numel(), timing, typical=name == "exp") for name, timing in timings.items()]
+    timings = time_calls({function: partial(function, x, out=out) for function in _SPECIAL_FLOPS}, timer)
+    return [
+        RateTiming("sfu", x.numel() * _SPECIAL_FLOPS[function], timing, typical=function in (torch.exp, torch.sigmoid))
+        for function, timing in timings.items()
+    ]
 
 
 def _matmul_rates(quick: bool, progress: Callable[[float], None]) -> list[RateTiming]:

@@ -40,6 +40,12 @@ def test_host_timer_averages_over_enough_calls(clock: Clock) -> None:
     assert clock.calls - before == 3 * 50  # 100 us / 2 us calls in each of 3 samples
 
 
+def test_host_timer_cuts_a_stalled_batch_short(clock: Clock) -> None:
+    sampler = HostTimer(sample_us=100.0, repeats=9).prepare(clock.work)
+    clock.cost_us = 40.0  # 50 calls now take 2000 us; 4 * 100 * 9 = 3600 us are gone after two samples
+    assert sampler() == pytest.approx([40.0] * 3)
+
+
 def test_host_timer_counts_the_wait_for_the_device(clock: Clock) -> None:
     waits = []
 

@@ -205,14 +205,11 @@ def _separated_pairs(flow: Flow, dependencies: Dependencies) -> list[Refusal]:
 
 def _separation(flow: Flow, dependencies: Dependencies, pair: int, bit: int, other: int) -> str | None:
     before, after = sorted((dependencies.members[bit], dependencies.members[other]))
-    if dependencies.has_detour(pair):
-        try:
-            blocker = flow.first_blocker(before, after, budget=len(flow.nodes) * 2)
-        except TimeoutError:  # pragma: no cover - the budget covers every state of the search
-            blocker = None
+    between = dependencies.between(pair)
+    if dependencies.has_detour(pair | between):
+        blocker = flow.first_blocker(before, after, budget=2 * len(flow.nodes))
         what = "another region" if blocker is None else f"{flow.nodes[blocker].op} ({flow.names[blocker]})"
         return f"path through {what}"
-    between = dependencies.between(pair)
     if not between:
         return None
     node = flow.nodes[dependencies.members[next(bits(between))]]

@@ -25,15 +25,15 @@ class Grown:
 def grow(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[str]) -> Grown:
     """Sets of at most ``max_ops`` members, connected and convex.
 
-    Past ``max_sets`` of them: every single member, sets joined by data flow (smallest first, at most half of the
-    limit), mirrored pairs of them (equal multisets of ``ops`` reading one value), and maximal sets. Single members
-    and maximal sets are kept beyond the limit, so that every member is covered.
+    Past ``max_sets`` of them: every single member, sets joined by data flow (smallest first, at most three quarters
+    of the limit), mirrored pairs of them (equal multisets of ``ops`` reading one value), and maximal sets. Single
+    members and maximal sets are kept beyond the limit, so that every member is covered.
     """
     found = _closure(dependencies, dependencies.neighbours, max_ops, max_sets)
     if found is not None:
         return Grown(_ordered(found), complete=True)
     single = [1 << bit for bit in range(len(dependencies))]
-    vertical = _closure(dependencies, dependencies.dataflow, max_ops, max_sets // 2, stop_short=True) or []
+    vertical = _closure(dependencies, dependencies.dataflow, max_ops, max_sets * 3 // 4, stop_short=True) or []
     kept = dict.fromkeys((*single, *vertical))
     maximal = [
         mask for edges in (dependencies.dataflow, dependencies.neighbours)

@@ -1,0 +1,222 @@
+"""Candidates against brute force on random graphs; tags, refusals, limits and truncation."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from fuseplan.planner.candidates import (
+    Candidate,
+    CandidateLimits,
+    Enumeration,
+    enumerate_candidates,
+    group_form,
+    transfer,
+)
+from fuseplan.planner.convex import Dependencies, bits
+from fuseplan.planner.flow import flow_of
+from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.lower import NotLowerable, lower
+from fuseplan.planner.regions import find_regions, unique_regions
+from fuseplan.planner.synthetic import random_graph, synthetic_kind, transformer_graph
+from graph_oracle import Oracle, anything, make
+from graphs import Builder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def enumerated(graph: DataflowGraph, region: Region, limits: CandidateLimits | None = None) -> Enumeration:
+    return enumerate_candidates(graph, region, limits or CandidateLimits(), anything, synthetic_kind)
+
+
+def sets(found: Enumeration) -> set[frozenset[str]]:
+    return {frozenset(candidate.ops) for candidate in found.candidates}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 15), st.integers(0, 3))
+def test_candidates_are_exactly_the_legal_groups(seed: int, size: int, order: int) -> None:
+    graph = random_graph(seed, size, order=order)
+    oracle = Oracle(graph)
+    for region in find_regions(graph, synthetic_kind):
+        found = enumerated(graph, region)
+        assert found.truncated is None
+        assert len(sets(found)) == len(found.candidates), "no duplicates"
+        assert sets(found) == oracle.groups(region.ops)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(6, 14), st.integers(1, 4))
+def test_size_limit_is_complete_below_it(seed: int, size: int, max_ops: int) -> None:
+    graph = random_graph(seed, size, extern=0.1)
+    oracle = Oracle(graph)
+    for region in find_regions(graph, synthetic_kind):
+        found = enumerated(graph, region, CandidateLimits(max_ops=max_ops))
+        assert sets(found) == oracle.groups(region.ops, max_ops)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(8, 14), st.integers(1, 25))
+def test_truncated_enumerations_are_legal_and_cover_everything(seed: int, size: int, limit: int) -> None:
+    graph = random_graph(seed, size, extern=0.1)
+    oracle = Oracle(graph)
+    for region in find_regions(graph, synthetic_kind):
+        all_groups = oracle.groups(region.ops)
+        found = enumerated(graph, region, CandidateLimits(max_candidates=limit))
+        assert sets(found) <= all_groups
+        assert {frozenset({name}) for group in all_groups for name in group} <= sets(found)
+        assert (found.truncated is None) == (sets(found) == all_groups) or len(all_groups) > limit
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 14))
+def test_inputs_and_outputs(seed: int, size: int) -> None:
+    graph = random_graph(seed, size)
+    oracle = Oracle(graph)
+    for region in find_regions(graph, synthetic_kind):
+        for candidate in enumerated(graph, region).candidates:
+            read = {s for name in candidate.ops for s in oracle.reads[name]}
+            assert set(candidate.inputs) == read - set(candidate.ops)
+            assert set(candidate.outputs) == oracle.outputs(candidate.ops)
+            assert ("multi-output" in candidate.tags) == (len(candidate.outputs) > 1)
+
+
+def test_tags_and_canonical_order() -> None:
+    graph = make(
+        ("a", "mul.Tensor", ("x", "y")), ("m", "mean.dim", ("a",)), ("b", "mul.Tensor", ("z", "y")),
+        outputs=("m", "b"),
+    )
+    (region,) = find_regions(graph, synthetic_kind)
+    tags = {frozenset(c.ops): c.tags for c in enumerated(graph, region).candidates}
+    assert tags == {
+        frozenset("a"): frozenset(),
+        frozenset("b"): frozenset(),
+        frozenset("m"): {"reduction"},
+        frozenset("am"): {"vertical", "reduction"},
+        frozenset("ab"): {"horizontal", "multi-output"},
+        frozenset("abm"): {"vertical", "horizontal", "multi-output", "reduction"},
+    }
+    rank = {name: at for at, name in enumerate(region.ops)}
+    for candidate in enumerated(graph, region).candidates:
+        assert sorted(candidate.ops, key=rank.__getitem__) == list(candidate.ops)
+
+
+def test_refusals_name_what_stands_between() -> None:
+    graph = make(
+        ("a", "exp.default", ("x",)), ("b", "neg.default", ("a",)), ("c", "mul.Tensor", ("a", "b")),
+        outputs=("c",),
+    )
+    (region,) = find_regions(graph, synthetic_kind)
+    (refusal,) = enumerated(graph, region).refusals
+    assert set(refusal.ops) == {"a", "c"}
+    assert refusal.reason == "path through aten.neg.default (b), which a group with both must hold too"
+
+
+def test_refusals_name_the_extern_op_on_the_path() -> None:
+    graph = make(
+        ("u", "exp.default", ("x",)), ("v", "neg.default", ("u",)), ("mm", "linear.default", ("u", "w")),
+        ("s", "add.Tensor", ("v", "mm")), ("t", "mul.Tensor", ("s", "u")), outputs=("t",),
+    )
+    (region,) = find_regions(graph, synthetic_kind)
+    reasons = {frozenset(refusal.ops): refusal.reason for refusal in enumerated(graph, region).refusals}
+    assert reasons[frozenset("ut")] == "path through aten.linear.default (mm)"
+
+
+def test_illegal_groups_are_refused_with_the_given_reason() -> None:
+    graph = make(("a", "exp.default", ("x",)), ("b", "neg.default", ("a",)), outputs=("b",))
+    (region,) = find_regions(graph, synthetic_kind)
+    found = enumerate_candidates(
+        graph, region, legal=lambda ops: "two is too many" if len(ops) == 2 else None, classify=synthetic_kind
+    )
+    assert sets(found) == {frozenset("a"), frozenset("b")}
+    assert [(set(r.ops), r.reason) for r in found.refusals] == [({"a", "b"}, "two is too many")]
+
+
+def test_truncation_keeps_mirrored_halves() -> None:
+    """Two equal chains that share an input: too many pairs of parts, but the whole halves stay together."""
+    rows: list[tuple[str, str, tuple[str, ...]]] = []
+    for side in "qk":
+        rows.append((f"{side}0", "mul.Tensor", (side, "cos")))
+        rows += [(f"{side}{n}", "exp.default", (f"{side}{n - 1}",)) for n in range(1, 8)]
+    graph = make(*rows, outputs=("q7", "k7"))
+    (region,) = find_regions(graph, synthetic_kind)
+    assert len(enumerated(graph, region).candidates) == 8 * 8 + 2 * 36  # prefix pairs, and runs of each chain
+    found = enumerated(graph, region, CandidateLimits(max_candidates=100))
+    assert found.truncated is not None
+    assert "more than 100 groups" in found.truncated
+    for length in range(1, 9):
+        assert frozenset(f"{side}{n}" for side in "qk" for n in range(length)) in sets(found)
+    assert enumerated(graph, region, CandidateLimits(max_ops=3)).truncated == (
+        "groups of more than 3 ops were not enumerated"
+    )
+
+
+def test_default_legality_is_the_lowering() -> None:
+    """Row sums of x and of its transpose fold rows of different lengths: together they are no kernel."""
+    b = Builder(x=torch.randn(4, 8))
+    rows = b("aten.sum.dim_IntList", "x", dim=(-1,), keepdim=True)
+    cols = b("aten.sum.dim_IntList", b("aten.transpose.int", "x", dim0=0, dim1=1), dim=(-1,), keepdim=True)
+    crossed = b("aten.mul.Tensor", b("aten.transpose.int", rows, dim0=0, dim1=1), cols)
+    graph = b.graph(crossed)
+    (region,) = find_regions(graph)
+    found = enumerate_candidates(graph, region)
+    for candidate in found.candidates:
+        lower(graph, candidate.ops)
+    refused = [refusal for refusal in found.refusals if set(refusal.ops) == {rows, cols, crossed}]
+    assert len(refused) == 1
+    with pytest.raises(NotLowerable) as raised:
+        lower(graph, [rows, cols, crossed])
+    assert refused[0].reason == str(raised.value)
+
+
+def test_transfer_and_group_form_agree_between_repeats() -> None:
+    graph = transformer_graph(2000)
+    repeated = max(unique_regions(find_regions(graph)).values(), key=lambda found: (len(found), len(found[0].ops)))
+    first, other = repeated[0], repeated[1]
+    here = enumerate_candidates(graph, first, legal=anything)
+    there = enumerate_candidates(graph, other, legal=anything)
+    moved = [transfer(graph, candidate, first, other) for candidate in here.candidates]
+    assert moved == list(there.candidates)
+    for a, b in zip(here.candidates[-5:], there.candidates[-5:], strict=True):
+        assert group_form(graph, a.ops, a.outputs).key == group_form(graph, b.ops, b.outputs).key
+
+
+def test_transfer_refuses_other_regions() -> None:
+    graph = make(("a", "exp.default", ("x",)), ("mm", "linear.default", ("a", "w")), ("b", "neg.default", ("mm",)),
+                 outputs=("b",))
+    first, second = find_regions(graph, synthetic_kind)
+    with pytest.raises(ValueError, match="regions differ"):
+        transfer(graph, Candidate(("a",), ("x",), ("a",)), first, second)
+
+
+def test_a_wide_region_stays_within_the_limits() -> None:
+    """One value with 60 readers: 2 ** 60 sibling groups."""
+    rows = [(f"a{n}", "exp.default" if n % 2 else "neg.default", ("x",)) for n in range(60)]
+    graph = make(*rows, outputs=tuple(f"a{n}" for n in range(60)))
+    (region,) = find_regions(graph, synthetic_kind)
+    found = enumerated(graph, region, CandidateLimits(max_ops=16, max_candidates=300))
+    assert len(found.candidates) <= 300 + 60 + 4
+    assert max(len(candidate.ops) for candidate in found.candidates) == 16
+    assert enumerated(graph, region, CandidateLimits(16, 300)) == found
+
+
+def test_bits_and_masks() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        chosen = sorted(rng.sample(range(200), rng.randint(0, 20)))
+        assert list(bits(sum(1 << bit for bit in chosen))) == chosen
+
+
+def test_dependencies_list_every_edge() -> None:
+    graph = make(
+        ("a", "exp.default", ("x",)), ("mm", "linear.default", ("a", "w")), ("b", "add.Tensor", ("a", "mm")),
+        outputs=("b",),
+    )
+    flow = flow_of(graph, synthetic_kind)
+    dependencies = Dependencies.of(flow, [0, 2])
+    assert dependencies.reads == (0, 0b01)
+    assert dependencies.detours == (0, 0b01)
+    assert dependencies.detours_from == (0b10, 0)
+    assert not dependencies.is_convex(0b11)
+    assert dependencies.edges() == ((0, 1),)

@@ -1,0 +1,170 @@
+"""Regions against their definition on random graphs, and on the shapes that models have."""
+
+from __future__ import annotations
+
+import pytest
+from fuseplan.planner.flow import flow_of
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.regions import RegionLimits, find_boundaries, find_regions, unique_regions
+from fuseplan.planner.synthetic import random_graph, synthetic_kind, transformer_graph
+from graph_oracle import Oracle, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+UNBOUNDED = RegionLimits(search_budget=10**6, sibling_levels=99, sibling_window=99)
+
+
+def compute_sets(graph: DataflowGraph, limits: RegionLimits = UNBOUNDED) -> set[frozenset[str]]:
+    return {
+        frozenset(name for name in region.ops if synthetic_kind(graph.op(name)) == "compute")
+        for region in find_regions(graph, synthetic_kind, limits)
+    }
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 18), st.integers(0, 3))
+def test_regions_match_their_definition(seed: int, size: int, order: int) -> None:
+    graph = random_graph(seed, size, order=order)
+    assert compute_sets(graph) == Oracle(graph).regions()
+
+
+def test_residual_stream_does_not_join_layers() -> None:
+    graph = make(
+        ("add1", "add.Tensor", ("x", "y")),
+        ("norm1", "exp.default", ("add1",)),
+        ("mm1", "linear.default", ("norm1", "w")),
+        ("add2", "add.Tensor", ("add1", "mm1")),
+        ("norm2", "exp.default", ("add2",)),
+        outputs=("norm2",),
+    )
+    assert compute_sets(graph) == {frozenset({"add1", "norm1"}), frozenset({"add2", "norm2"})}
+    (boundary,) = find_boundaries(graph, synthetic_kind)
+    assert (boundary.before, boundary.after) == ("add1", "add2")
+    assert boundary.reason == "a path runs through aten.linear.default (mm1)"
+
+
+def test_edge_into_a_deeper_op_without_a_path_around_is_contractible() -> None:
+    graph = make(
+        ("mm", "linear.default", ("x", "w")),
+        ("side", "exp.default", ("y",)),
+        ("sum", "add.Tensor", ("side", "mm")),
+        outputs=("sum",),
+    )
+    assert compute_sets(graph) == {frozenset({"side", "sum"})}
+
+
+def test_siblings_of_one_layer_share_a_region_and_layers_do_not() -> None:
+    rows: list[tuple[str, str, tuple[str, ...]]] = []
+    hidden = "x"
+    for layer in range(3):
+        q, k, mm = f"q{layer}", f"k{layer}", f"mm{layer}"
+        rows += [(f"u{layer}", "view", ("cos",)), (f"a{layer}", "linear.default", (hidden, "wq")),
+                 (f"b{layer}", "linear.default", (hidden, "wk")), (q, "mul.Tensor", (f"a{layer}", f"u{layer}")),
+                 (k, "mul.Tensor", (f"b{layer}", f"u{layer}")), (mm, "linear.default", (q, k))]
+        hidden = mm
+    rows = [(name, "view.default" if op == "view" else op, operands) for name, op, operands in rows]
+    graph = make(*rows, outputs=(hidden,))
+    assert compute_sets(graph) == {frozenset({f"q{layer}", f"k{layer}"}) for layer in range(3)}
+    regions = find_regions(graph, synthetic_kind)
+    assert [len(region.ops) for region in regions] == [3, 3, 3], "the view is in each region that reads through it"
+    assert len(unique_regions(regions)) == 1
+
+
+def test_an_ordering_edge_separates() -> None:
+    rows = (("a", "exp.default", ("x",)), ("b", "neg.default", ("a",)))
+    assert compute_sets(make(*rows, outputs=("b",))) == {frozenset({"a", "b"})}
+    fenced = make(*rows, outputs=("b",), order=(("a", "b"),))
+    assert compute_sets(fenced) == {frozenset({"a", "b"})}, "a data edge that is also ordered is a data edge"
+    siblings = (("a", "exp.default", ("x",)), ("b", "neg.default", ("x",)))
+    graph = make(*siblings, outputs=("a", "b"), order=(("a", "b"),))
+    assert compute_sets(graph) == {frozenset({"a"}), frozenset({"b"})}
+
+
+def test_ordering_boundary_names_the_write() -> None:
+    graph = make(
+        ("a", "exp.default", ("x",)), ("c", "neg.default", ("y",)), ("b", "add.Tensor", ("a", "c")),
+        outputs=("b",), order=(("a", "c"),),
+    )
+    (boundary,) = find_boundaries(graph, synthetic_kind)
+    assert "ordering edge" in boundary.reason
+    assert "aten.neg.default (c)" in boundary.reason
+
+
+def test_dead_ops_and_views_for_externs_are_in_no_region() -> None:
+    graph = make(
+        ("a", "exp.default", ("x",)), ("dead", "neg.default", ("a",)), ("v", "view.default", ("a",)),
+        ("mm", "linear.default", ("v", "w")), outputs=("mm",),
+    )
+    (region,) = find_regions(graph, synthetic_kind)
+    assert region.ops == ("a",)
+    assert region.inputs == ("x",)
+    assert region.outputs == ("a",)
+
+
+def test_region_lists_sources_behind_views() -> None:
+    graph = make(
+        ("v", "view.default", ("x",)), ("a", "add.Tensor", ("v", "y")), ("w", "view.default", ("a",)),
+        ("b", "exp.default", ("w",)), ("out", "view.default", ("b",)), outputs=("out",),
+    )
+    (region,) = find_regions(graph, synthetic_kind)
+    assert set(region.ops) == {"v", "a", "w", "b"}
+    assert set(region.inputs) == {"x", "y"}
+    assert region.outputs == ("b",)
+
+
+def test_exhausted_search_makes_a_boundary_and_says_so() -> None:
+    chain = [("c0", "linear.default", ("y", "w"))]
+    chain += [(f"c{n}", "linear.default", (f"c{n - 1}", "w")) for n in range(1, 30)]
+    graph = make(("a", "exp.default", ("x",)), *chain, ("b", "add.Tensor", ("a", "c29")), outputs=("b",))
+    assert compute_sets(graph) == {frozenset({"a", "b"})}
+    short = RegionLimits(search_budget=5)
+    assert compute_sets(graph, short) == {frozenset({"a"}), frozenset({"b"})}
+    (boundary,) = find_boundaries(graph, synthetic_kind, short)
+    assert "gave up" in boundary.reason
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(7, [4, 3]), (8, [4, 4]), (9, [4, 4, 1])])
+def test_large_regions_are_cut(size: int, pieces: list[int]) -> None:
+    rows = [(f"a{n}", "exp.default", (f"a{n - 1}" if n else "x",)) for n in range(size)]
+    graph = make(*rows, outputs=(f"a{size - 1}",))
+    limits = RegionLimits(max_ops=4)
+    assert [len(region.ops) for region in find_regions(graph, synthetic_kind, limits)] == pieces
+    assert len(find_boundaries(graph, synthetic_kind, limits)) == len(pieces) - 1
+
+
+def test_paths_outside_a_region_are_part_of_its_key() -> None:
+    """Equal ops, but in one region a matmul between two siblings forbids to fuse them."""
+    def siblings(between: bool) -> str:
+        rows = (
+            ("a", "exp.default", ("x",)), ("b", "neg.default", ("x",)),
+            ("mm", "linear.default", ("a" if between else "y", "w")), ("mm2", "linear.default", ("a", "w")),
+            ("c", "add.Tensor", ("b", "mm")), ("d", "add.Tensor", ("a", "z")), ("e", "mul.Tensor", ("z", "c")),
+        )
+        graph = make(*rows, outputs=("d", "e", "mm2"))
+        region = next(r for r in find_regions(graph, synthetic_kind) if "a" in r.ops)
+        assert {"a", "b", "c", "d", "e"} == set(region.ops)
+        return region.key
+
+    assert siblings(True) != siblings(False)
+
+
+def test_decoder_layers_repeat() -> None:
+    """The synthetic decoder has a four-layer period and one odd layer in eight."""
+    graph = transformer_graph(6000)
+    regions = find_regions(graph)
+    groups = unique_regions(regions)
+    assert sum(len(found) for found in groups.values()) == len(regions)
+    assert len(groups) < len(regions) / 10
+    for key, found in groups.items():
+        shapes = {tuple(graph.op(name).op for name in region.ops) for region in found}
+        assert len(shapes) == 1, key
+
+
+def test_flow_is_remembered_and_rejects_disorder() -> None:
+    graph = random_graph(3, 12)
+    assert flow_of(graph, synthetic_kind) is flow_of(graph, synthetic_kind)
+    spec = TensorSpec.contiguous((4, 8), "float32")
+    nodes = [OpNode("aten.exp.default", ("x",), ("a",)), OpNode("aten.neg.default", ("x",), ("b",))]
+    backwards = DataflowGraph(nodes, {"x": spec, "a": spec, "b": spec}, ("x",), ("a", "b"), order=(("b", "a"),))
+    with pytest.raises(ValueError, match="op a depends on b, which comes later"):
+        flow_of(backwards, synthetic_kind)

@@ -1,0 +1,29 @@
+"""The scaling table: what is planned is complete and repeats are planned once (times are not tested)."""
+
+from __future__ import annotations
+
+from fuseplan.planner.recipes import kind_of
+from fuseplan.planner.regions import find_regions
+from fuseplan.planner.scaling import plan_scaling
+from fuseplan.planner.synthetic import transformer_graph
+from graph_oracle import anything
+
+
+def test_table_counts_what_was_planned() -> None:
+    table = plan_scaling((60, 1200), legal=anything)
+    assert list(table["ops"]) == [60, 1200]
+    for row in table.to_dict("records"):
+        regions = find_regions(transformer_graph(int(row["ops"])))
+        assert row["regions"] == len(regions)
+        assert row["unique_regions"] == len({region.key for region in regions})
+        assert row["total_s"] == row["build_s"] + row["regions_s"] + row["enumerate_s"] + row["cover_s"]
+    large = table.iloc[1]
+    assert large["unique_regions"] < large["regions"] / 4
+    assert large["groups"] >= large["regions"] * 0.9, "on a device where launches cost, regions fuse"
+
+
+def test_the_decoder_has_every_kind_of_op() -> None:
+    graph = transformer_graph(400)
+    kinds = {kind_of(node, graph.specs) for node in graph}
+    assert kinds == {"view", "compute", "extern"}
+    assert any(not values for _, _, values in graph.graph.edges(data="values")), "cache updates are ordered"

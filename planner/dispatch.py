@@ -7,7 +7,7 @@
 ...     fast(torch.randn(2, 8))
 
 Whatever cannot be fused runs as the ATen ops that eager would run, and is counted in
-:func:`fuseplan.planner.stats.stats`. The back end is for inference: with gradients enabled on inputs or parameters
+:func:`fuseplan.planner.stats`. The back end is for inference: with gradients enabled on inputs or parameters
 that require them, the whole graph runs unfused.
 """
 
@@ -28,7 +28,7 @@ from fuseplan.planner.plan import PlanSettings
 from fuseplan.planner.recipes import mutates
 from fuseplan.planner.resolve import resolve
 from fuseplan.planner.session import Session, open_session
-from fuseplan.planner.stats import Tally, new_tally
+from fuseplan.planner.tally import Tally, new_tally
 from fuseplan.search.errors import DatabaseError
 from torch import fx
 

@@ -79,6 +79,10 @@ class ShapeError(FuseplanError):
     """A shape that cannot be parsed, or that does not fit the op it is given to."""
 
 
+class GraphError(FuseplanError):
+    """A hand-built graph that cannot be run: a value nobody produces, a cycle, an argument the op does not take."""
+
+
 class DatabaseError(FuseplanError):
     """The tuning database cannot be opened, read or written."""
 

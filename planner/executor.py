@@ -24,8 +24,8 @@ from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, OpNode
 from fuseplan.planner.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.placement import Placement, Traced, fused_graph
-from fuseplan.planner.stats import Source, Tally
 from fuseplan.planner.subject import group_nodes
+from fuseplan.planner.tally import Source, Tally
 from torch import fx
 
 #: ``fused(*inputs, *symbol values)``: a tensor, or a tuple of tensors where the group has several outputs.

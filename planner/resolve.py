@@ -11,11 +11,12 @@ from typing import Literal
 from fuseplan.planner.binding import bind_graph
 from fuseplan.planner.executor import GroupPlan, failure_reason
 from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.plan import Planner, RegionPlan, region_label
+from fuseplan.planner.plan import Planner, RegionPlan
+from fuseplan.planner.plan_record import region_label
 from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.regions import find_regions, unique_regions
 from fuseplan.planner.session import Session
-from fuseplan.planner.stats import Tally
+from fuseplan.planner.tally import Tally
 from fuseplan.search.tuner import Budget
 
 #: What happens to a region that the database does not know: the cost model's plan with default configurations,

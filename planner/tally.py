@@ -1,6 +1,6 @@
 """What dispatch did in this process: groups by origin, misses, and every fallback with its reason.
 
->>> from fuseplan.planner.stats import reset_stats, stats
+>>> from fuseplan.planner.tally import reset_stats, stats
 >>> reset_stats()
 >>> stats().groups_fused
 0

@@ -55,8 +55,8 @@ class Tunable:
 class Resources:
     """Facts read back from a compiled kernel. None where the back end cannot know.
 
-    ``extra["binary"]``, where given, is equal for configurations that run the same machine code in the same way: only
-    one of them is measured.
+    ``extra["run_key"]``, where given, is equal for configurations that run the same machine code in the same way
+    (grid and run-time arguments included): only one of them is measured.
     """
 
     registers: int | None = None

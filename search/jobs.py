@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from fuseplan.kernels.backend import Backend, CompiledKernel, Config, Resources, Target
+from fuseplan.kernels.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.search.measure import Contest, cache_bytes, contest, rotating_operands, screen
 from fuseplan.search.record import Measurement
@@ -49,10 +49,10 @@ class Bench:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Facts of a compiled kernel; ``binary`` is "" where the back end does not name it."""
+    """Facts of a compiled kernel; ``run_key`` is "" where the back end does not give one."""
 
     resources: Mapping[str, int]
-    binary: str
+    run_key: str
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _desk(bench: Bench, subject: Subject) -> _Desk:
 def prepare(backend: Backend, ir: KernelIR, config: Config, target: Target) -> Prepared:
     """Compile into the cache; runs in a compile lane."""
     resources = backend.prepare(ir, config, target)
-    return Prepared(resource_facts(resources), str(resources.extra.get("binary", "")))
+    return Prepared(resource_facts(resources), str(resources.extra.get("run_key", "")))
 
 
 def resource_facts(resources: Resources) -> dict[str, int]:
@@ -143,7 +143,7 @@ def screen_config(bench: Bench, subject: Subject, backend: Backend, config: Conf
         verdict = verify(kernel, subject, desk.oracle, desk.device)
         if not verdict.ok:
             return Screened(verdict, None, facts)
-        run = fused_run(backend, subject, config, bench.target, kernel)
+        run = backend.fused_callable(subject.ir, config, bench.target)
         return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s), facts)
 
 
@@ -166,7 +166,7 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
             kernel = entrant.backend.load(subject.ir, entrant.config, bench.target)
             verdict = verify(kernel, subject, fresh, desk.device)
             if verdict.ok:
-                runs[entrant.name] = fused_run(entrant.backend, subject, entrant.config, bench.target, kernel)
+                runs[entrant.name] = entrant.backend.fused_callable(subject.ir, entrant.config, bench.target)
             else:
                 failed[entrant.name] = verdict.reason
         result = contest(
@@ -178,22 +178,6 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
 def release() -> None:
     """Let go of the current subject's memory."""
     _desks.clear()
-
-
-def fused_run(backend: Backend, subject: Subject, config: Config, target: Target, kernel: CompiledKernel) -> Run:
-    """The kernel as inference calls it: inputs in, outputs allocated inside."""
-    make = getattr(backend, "fused_callable", None)
-    if make is not None:
-        ready: Run = make(subject.ir, config, target)
-        return ready
-    device = target.device_type
-
-    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        outputs = subject.allocate_outputs(device)
-        kernel(*inputs, *outputs)
-        return outputs
-
-    return run
 
 
 def free_bytes(device: str) -> int:

@@ -134,7 +134,7 @@ class Trial:
         median_us: Screening time in microseconds; None when it failed.
         reason: Why it failed (compile error, wrong result, crash, time limit); empty when it was measured.
         error: Normwise relative error against float64; None when it failed before it could be checked.
-        duplicate_of: Canonical text of the config whose binary this one shares; empty when it is its own.
+        duplicate_of: Canonical text of the config that runs the same code in the same way; empty when none does.
         created: ISO 8601 UTC time.
     """
 

@@ -21,8 +21,6 @@ Operands: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
 #: Microseconds per call of one batch; the argument is the number of the round.
 Sampler: TypeAlias = Callable[[int], float]
 
-#: A batch is long enough to be timed well and short enough to be interleaved.
-_BATCH_US = 1000.0
 _GRAPH_US = 300.0
 _MAX_REPETITIONS = 2000
 _MAX_LAUNCHES = 512
@@ -46,6 +44,8 @@ class HostTimer(Timer):
     """Wall time of a batch of calls from the host: CPUs, and a GPU's eager regime (host launch included)."""
 
     regime = "eager"
+    #: A batch is long enough to be timed well and short enough to be interleaved.
+    batch_us: ClassVar[float] = 1000.0
 
     def synchronise(self) -> None:
         """Wait for the device."""
@@ -79,9 +79,9 @@ class HostTimer(Timer):
                 run(*operands[call % len(operands)])
             self.synchronise()
             spent_us = (self.clock() - start) * 1e6
-            if spent_us >= _BATCH_US / 2 or repetitions >= _MAX_REPETITIONS:
+            if spent_us >= self.batch_us / 2 or repetitions >= _MAX_REPETITIONS:
                 per_call = max(spent_us / repetitions, 1e-3)
-                return max(1, min(_MAX_REPETITIONS, round(_BATCH_US / per_call)))
+                return max(1, min(_MAX_REPETITIONS, round(self.batch_us / per_call)))
             repetitions = min(_MAX_REPETITIONS, repetitions * 4)
 
 

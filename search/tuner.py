@@ -179,6 +179,22 @@ class Tuner:
         self.database.log_trial(Trial(key, "", {}, time_us.median_us, created=now()), self.versions)
         return time_us
 
+    def screen(self, subject: Subject) -> Trial:
+        """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
+
+        Returns:
+            The trial of the first back end whose default works, else the last failed one. A stored trial is not
+            repeated; a later :meth:`tune` starts from it.
+
+        Raises:
+            SubjectError: The unfused chain or its reference fails, or no back end takes part.
+        """
+        run = _Run(self, subject, self.key(subject), ())
+        try:
+            return run.screen_defaults()
+        finally:
+            self._executor.call(jobs.release, limit_s=self.budget.job_limit_s)
+
     def report(self, event: ProgressEvent) -> None:
         if self._progress is not None:
             self._progress(event)
@@ -195,7 +211,7 @@ class _Run:
         self._executor = tuner._executor
         self._refusals: dict[str, str] = {}
         self._trials: dict[tuple[str, str], Trial] = {}
-        self._binaries: dict[tuple[str, str], Trial] = {}
+        self._runs: dict[tuple[str, str], Trial] = {}
         self._resources: dict[tuple[str, str], dict[str, int]] = {}
         self._entries = self._take_part(neighbours)
         self._best_us = float("inf")
@@ -220,6 +236,24 @@ class _Run:
         self._event("done")
         elapsed_s = round(time.monotonic() - start, 3)
         return replace(record, evidence=replace(record.evidence, elapsed_s=elapsed_s))
+
+    def screen_defaults(self) -> Trial:
+        """The trials of the default configurations, one back end after the other until one works."""
+        self._resume(only_open=False)
+        found: Trial | None = None
+        for entry in self._entries:
+            key = (entry.backend.name, config_key(entry.space.configs[0]))
+            if key not in self._trials:
+                if found is None:
+                    self._open()
+                self._try([(entry, 0)])
+            found = self._trials[key]
+            if found.median_us is not None:
+                return found
+        if found is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
+            raise SubjectError(f"{self._subject.label}: no back end takes part ({reasons})")
+        return found
 
     # -- who takes part -----------------------------------------------------------------------------------
 
@@ -255,10 +289,10 @@ class _Run:
         unfused: Measurement = outcome.value
         self._best_us = unfused.median_us
 
-    def _resume(self) -> None:
-        """Take over the trials of a tune that was cut short."""
+    def _resume(self, only_open: bool = True) -> None:
+        """Take over the trials of a tune that was cut short (or of any tune)."""
         by_name = {entry.backend.name: entry for entry in self._entries}
-        for trial in self._tuner.database.trials(self._key, self._tuner.versions, only_open=True):
+        for trial in self._tuner.database.trials(self._key, self._tuner.versions, only_open=only_open):
             entry = by_name.get(trial.backend)
             position = entry.space.find(trial.config) if entry is not None else None
             if entry is not None and position is not None:
@@ -295,15 +329,15 @@ class _Run:
         spilled = prepared.resources.get("spill_bytes", 0)
         if spilled and position != 0:
             return replace(blank, reason=f"spills {spilled} bytes of registers")
-        twin = self._binaries.get((entry.backend.name, prepared.binary)) if prepared.binary else None
+        twin = self._runs.get((entry.backend.name, prepared.run_key)) if prepared.run_key else None
         if twin is not None:
             return replace(
                 blank, median_us=twin.median_us, reason=twin.reason, error=twin.error,
                 duplicate_of=config_key(twin.config),
             )
         trial = self._measure(entry, config, blank)
-        if prepared.binary:
-            self._binaries[entry.backend.name, prepared.binary] = trial
+        if prepared.run_key:
+            self._runs[entry.backend.name, prepared.run_key] = trial
         return trial
 
     def _measure(self, entry: _Entry, config: Config, blank: Trial) -> Trial:

@@ -16,7 +16,7 @@ class Variant:
 
     Attributes:
         wide: Index arithmetic in 64 bits.
-        aligned: Every address is a multiple of 16 bytes.
+        aligned: Every buffer starts at a multiple of 16 bytes.
     """
 
     wide: bool = False
@@ -32,7 +32,7 @@ class Geometry:
 
 
 class GpuKernel(CompiledKernel):
-    """A Triton kernel with all configuration folded: its arguments are the buffers and the dynamic sizes.
+    """A Triton kernel with all configuration folded: its arguments are addresses and the dynamic sizes.
 
     Binaries are compiled for a variant when a call first needs it, and kept per device. Capturable in a CUDA graph
     after one warm-up call.
@@ -41,7 +41,8 @@ class GpuKernel(CompiledKernel):
         compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
         geometry: Programs and index width for given dynamic sizes.
         symbols: Names of the dynamic sizes.
-        num_buffers: Number of tensor arguments.
+        arguments: For each pointer argument of the kernel, the buffer and the bytes to add to its address.
+        num_buffers: Number of tensors in a call.
         resources: Facts of the default variant.
     """
 
@@ -50,6 +51,7 @@ class GpuKernel(CompiledKernel):
         compile_variant: Callable[[Variant], Any],
         geometry: Callable[[Mapping[str, int]], Geometry],
         symbols: tuple[str, ...],
+        arguments: tuple[tuple[int, int], ...],
         num_buffers: int,
         resources: Resources,
     ) -> None:
@@ -57,32 +59,34 @@ class GpuKernel(CompiledKernel):
         self._compile_variant = compile_variant
         self._geometry = geometry
         self._symbols = symbols
+        self._arguments = None if arguments == tuple((n, 0) for n in range(num_buffers)) else arguments
         self._num_buffers = num_buffers
         self._geometries: dict[tuple[int, ...], Geometry] = {}
         self._launchers: dict[tuple[int, bool, bool], Callable[..., None]] = {}
 
-    def __call__(self, *args: torch.Tensor | int) -> None:
+    def __call__(self, *args: Any) -> None:
         tensors, sizes = args[: self._num_buffers], args[self._num_buffers :]
-        geometry = self._geometries.get(sizes)  # type: ignore[arg-type]
+        geometry = self._geometries.get(sizes)
         if geometry is None:
-            geometry = self._geometry(dict(zip(self._symbols, sizes, strict=True)))  # type: ignore[arg-type]
-            self._geometries[sizes] = geometry  # type: ignore[index]
+            geometry = self._geometries[sizes] = self._geometry(dict(zip(self._symbols, sizes, strict=True)))
         if geometry.programs == 0:
             return
-        addresses = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
+        addresses = [tensor.data_ptr() for tensor in tensors]
         bits = 0
         for address in addresses:
             bits |= address
-        device = tensors[0].get_device()  # type: ignore[union-attr]
+        if self._arguments is not None:
+            addresses = [addresses[buffer] + offset for buffer, offset in self._arguments]
+        device = tensors[0].get_device()
         key = (device, geometry.wide, bits % 16 == 0)
-        launcher = self._launchers.get(key)
-        if launcher is None:
-            launcher = self._launchers[key] = self._load(*key)
+        launch = self._launchers.get(key)
+        if launch is None:
+            launch = self._launchers[key] = self._load(*key)
         if device == torch.cuda.current_device():
-            launcher(geometry.programs, torch.cuda.current_stream(device).cuda_stream, *addresses, *sizes)
+            launch(geometry.programs, torch.cuda.current_stream(device).cuda_stream, *addresses, *sizes)
         else:
             with torch.cuda.device(device):
-                launcher(geometry.programs, torch.cuda.current_stream(device).cuda_stream, *addresses, *sizes)
+                launch(geometry.programs, torch.cuda.current_stream(device).cuda_stream, *addresses, *sizes)
 
     def _load(self, device: int, wide: bool, aligned: bool) -> Callable[..., None]:
         with torch.cuda.device(device):
@@ -102,3 +106,40 @@ def direct_launcher(compiled: Any) -> Callable[..., None]:
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
     return launch
+
+
+def interpreter_is_on() -> bool:
+    """True when Triton was imported with its interpreter on: its functions then run on CPU tensors, in NumPy."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+class InterpretedKernel(CompiledKernel):
+    """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow.
+
+    Args:
+        function: The kernel, an ``InterpretedFunction``.
+        programs: Number of programs for given dynamic sizes.
+        symbols: Names of the dynamic sizes.
+        bind: Turns the buffers of a call into the kernel's arguments before the dynamic sizes.
+        num_buffers: Number of tensors in a call.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        programs: Callable[[Mapping[str, int]], int],
+        symbols: tuple[str, ...],
+        bind: Callable[[tuple[torch.Tensor, ...]], tuple[Any, ...]],
+        num_buffers: int,
+    ) -> None:
+        self.resources = Resources()
+        self._function, self._programs, self._symbols = function, programs, symbols
+        self._bind, self._num_buffers = bind, num_buffers
+
+    def __call__(self, *args: Any) -> None:
+        tensors, sizes = args[: self._num_buffers], args[self._num_buffers :]
+        count = self._programs(dict(zip(self._symbols, sizes, strict=True)))
+        if count:
+            self._function[(count,)](*self._bind(tensors), *sizes)

@@ -27,7 +27,7 @@ from fuseplan.kernels.gpu_build import (
     compile_kernel,
     read_resources,
 )
-from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.triton_config import default_config, infeasible, tunables
 from fuseplan.kernels.triton_emitter import KERNEL_NAME, buffer_names, emit_triton
@@ -91,13 +91,16 @@ class TritonBackend(Backend):
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         if interpreter_is_on():
-            return InterpretedKernel(self.store.load(self.source(ir, config)).fused, ir, config)
+            function = getattr(self.store.load(self.source(ir, config)), KERNEL_NAME)
+            count = functools.partial(programs, ir, config)
+            return InterpretedKernel(function, count, ir.symbols, tuple, len(ir.buffers))
         if not torch.cuda.is_available():
             raise BuildError("triton: no CUDA device is visible to load a kernel on; prepare() compiles without one")
         return GpuKernel(
             functools.partial(self._compile, ir, config, target),
             functools.partial(_geometry, ir, config),
             ir.symbols,
+            tuple((number, 0) for number in range(len(ir.buffers))),
             len(ir.buffers),
             self.prepare(ir, config, target),
         )
@@ -122,24 +125,3 @@ def _kernel_spec(ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
 
 def _geometry(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> Geometry:
     return Geometry(programs(ir, config, symbols), needs_int64(ir, symbols))
-
-
-def interpreter_is_on() -> bool:
-    """True when Triton was imported with its interpreter on: its functions then run on CPU tensors, in NumPy."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-class InterpretedKernel(CompiledKernel):
-    """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow."""
-
-    def __init__(self, function: Any, ir: KernelIR, config: Config) -> None:
-        self.resources = Resources()
-        self._function, self._ir, self._config = function, ir, config
-
-    def __call__(self, *args: torch.Tensor | int) -> None:
-        sizes = dict(zip(self._ir.symbols, args[len(self._ir.buffers) :], strict=True))
-        count = programs(self._ir, self._config, sizes)  # type: ignore[arg-type]
-        if count:
-            self._function[(count,)](*args)

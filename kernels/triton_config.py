@@ -152,8 +152,10 @@ def _default_pointwise(ir: KernelIR, target: Target) -> Config:
     widest = max((next_power_of_2(_static(segment.cols)) for segment in ir.segments), default=1)
     rows = max((next_power_of_2(_static(segment.num_rows)) for segment in ir.segments), default=1)
     cols = min(tile, widest)
-    config = {"block_rows": min(max(tile // cols, 1), rows, 128), "block_cols": cols}
-    return config | {"num_warps": 4 if tile >= 512 else 2}
+    block_rows = min(max(tile // cols, 1), rows, 128)
+    # Four warps, but no fewer than four elements a thread.
+    warps = min(4, max(1, block_rows * cols // 128))
+    return {"block_rows": block_rows, "block_cols": cols, "num_warps": warps}
 
 
 def _default_reduction(ir: KernelIR, target: Target) -> Config:

@@ -21,7 +21,8 @@ _REMAINDER = '''
 @triton.jit
 def _remainder(a, b):
     """Integer remainder with the sign of the divisor."""
-    return a - _floordiv(a, b) * b
+    remainder = a % b
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
 '''
 
 # Rational and polynomial approximations below 0.625: Cephes tanh and tanhf (Moshier).
@@ -94,6 +95,37 @@ _HELPERS = {
     "_smaller": _MIN,
     "_row_min": _ROW_MIN,
 }
+
+
+_PLAIN_ROW_MAX = '''
+def _row_max(x, axis, keep_dims):
+    has_nan = ntl.max(ntl.where(x != x, 1, 0), axis, keep_dims=keep_dims)
+    top = ntl.max(x, axis, keep_dims=keep_dims)
+    return ntl.where(has_nan > 0, float("nan"), top)
+'''
+
+_PLAIN_ROW_MIN = '''
+def _row_min(x, axis, keep_dims):
+    has_nan = ntl.max(ntl.where(x != x, 1, 0), axis, keep_dims=keep_dims)
+    bottom = ntl.min(x, axis, keep_dims=keep_dims)
+    return ntl.where(has_nan > 0, float("nan"), bottom)
+'''
+
+
+def plain_helper_sources(code: str) -> list[str]:
+    """The helpers that ``code`` calls, as plain functions for ninetoothed, which inlines them into the application.
+
+    It inlines a call only where it is all of an assignment's right-hand side, and knows positional arguments only. A
+    fold cannot take a combining function of one's own, so that NaN is looked for beside the fold.
+    """
+    sources: list[str] = []
+    for name in _HELPERS:
+        if re.search(rf"(?<![\w.]){name}\b", code):
+            plain = {"_row_max": _PLAIN_ROW_MAX, "_row_min": _PLAIN_ROW_MIN}.get(name, _HELPERS[name])
+            plain = plain.replace("@triton.jit\n", "")
+            plain = re.sub(r'    """.*?"""\n', "", plain, flags=re.DOTALL)
+            sources.append(re.sub(r"\btl\.", "ntl.", plain).strip())
+    return sources
 
 
 def helper_sources(code: str) -> list[str]:

@@ -22,7 +22,8 @@ from fuseplan.kernels.reference import run_reference
 sys.path.insert(0, str(Path(__file__).parent))
 from ir_samples import Sample, dynamic_samples, label, static_samples
 
-#: Largest error against float64, relative to 1 + |value|: half a unit in the last place of the stored type, or some of fp32.
+#: Largest error against float64, relative to 1 + |value|: half a unit in the last place of the stored type (some of
+#: them for fp32 and fp64).
 TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 4.2e-3, "float16": 5.2e-4}
 
 
@@ -46,7 +47,7 @@ def worst_error(sample: Sample, outputs: list[torch.Tensor], reference: list[tor
 
 
 def configs(backend: Backend, ir: KernelIR) -> Iterator[Config]:
-    """The default, and the corners: one narrow row, several narrow rows, everything at once."""
+    """The default, and corners: one narrow row, several narrow rows, everything at once."""
     default = backend.default_config(ir, SM90)
     yield default
     if backend.name == "triton":
@@ -54,9 +55,8 @@ def configs(backend: Backend, ir: KernelIR) -> Iterator[Config]:
         yield {"block_rows": 4, "block_cols": 16, "num_warps": 1, "num_stages": 2}
         yield {"block_rows": 2, "block_cols": 8192, "num_warps": 1, "loads": "early"}
     else:
-        for tunable in backend.tunables(ir, SM90):
-            yield {**default, tunable.name: tunable.choices[0]}
-            yield {**default, tunable.name: tunable.choices[-1]}
+        yield {tunable.name: tunable.choices[0] for tunable in backend.tunables(ir, SM90)}
+        yield {tunable.name: tunable.choices[-1] for tunable in backend.tunables(ir, SM90)}
 
 
 def backend_under_test(name: str, cache_dir: str) -> Backend:

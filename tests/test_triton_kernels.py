@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import ir_samples as samples
 import pytest
-from fuseplan.kernels.backend import SM90
+from fuseplan.kernels.backend import SM90, BuildError, Config, Target
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.kernels.triton_tile import needs_int64, programs
 from ir_samples import Sample, label
 
 LLAMA_SHAPES = [(1, 2048, 8192), (32, 4096, 14336), (16384, 8192, 28672)]
@@ -20,6 +25,24 @@ LLAMA_SHAPES = [(1, 2048, 8192), (32, 4096, 14336), (16384, 8192, 28672)]
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> TritonBackend:
     return TritonBackend(tmp_path_factory.mktemp("triton"))
+
+
+def every_config(backend: TritonBackend, ir: KernelIR) -> Iterator[Config]:
+    tunables = backend.tunables(ir, SM90)
+    for values in itertools.product(*(tunable.choices for tunable in tunables)):
+        yield dict(zip((tunable.name for tunable in tunables), values, strict=True))
+
+
+def llama_groups() -> list[Sample]:
+    groups = []
+    for rows, hidden, intermediate in LLAMA_SHAPES:
+        groups += [
+            samples.rms_norm(rows, hidden, "bfloat16"),
+            samples.add_rms_norm(rows, hidden, "bfloat16"),
+            samples.swiglu(rows, intermediate, "bfloat16"),
+            samples.rope(1, rows, 32, 8, 64 if hidden == 2048 else 128, "bfloat16"),
+        ]
+    return groups
 
 
 def test_every_kernel_is_right_under_the_interpreter(tmp_path: Path) -> None:
@@ -35,18 +58,6 @@ def test_every_kernel_is_right_under_the_interpreter(tmp_path: Path) -> None:
     assert [row for row in rows if not row["error"] <= 1.0] == []
 
 
-def llama_groups() -> list[Sample]:
-    groups = []
-    for rows, hidden, intermediate in LLAMA_SHAPES:
-        groups += [
-            samples.rms_norm(rows, hidden, "bfloat16"),
-            samples.add_rms_norm(rows, hidden, "bfloat16"),
-            samples.swiglu(rows, intermediate, "bfloat16"),
-            samples.rope(1, rows, 32, 8, 64 if hidden == 2048 else 128, "bfloat16"),
-        ]
-    return groups
-
-
 @pytest.mark.parametrize("sample", llama_groups(), ids=label)
 def test_llama_defaults_compile_for_sm90_without_spills(sample: Sample, backend: TritonBackend) -> None:
     config = backend.default_config(sample.ir, SM90)
@@ -57,3 +68,97 @@ def test_llama_defaults_compile_for_sm90_without_spills(sample: Sample, backend:
     assert resources.shared_bytes is not None and resources.shared_bytes < 48 * 1024
     # Every access to a whole tile is a vector one: 16 bytes, or 8 where tiles are small.
     assert resources.extra["ptx_vector_bytes"] >= 8
+
+
+@pytest.mark.parametrize("sample", samples.static_samples() + samples.dynamic_samples(), ids=label)
+def test_the_default_config_is_a_feasible_point_of_the_space(sample: Sample, backend: TritonBackend) -> None:
+    default = backend.default_config(sample.ir, SM90)
+    assert {t.name: t.choices for t in backend.tunables(sample.ir, SM90)}.keys() == default.keys()
+    assert all(default[t.name] in t.choices for t in backend.tunables(sample.ir, SM90))
+    assert backend.infeasible(sample.ir, default, SM90) is None
+    assert backend.refuse(sample.ir, SM90) is None
+
+
+def test_feasible_configs_build_distinct_kernels(backend: TritonBackend) -> None:
+    for sample in (samples.add_rms_norm(512, 4096, "bfloat16"), samples.swiglu(32, 1000), samples.softmax(64, 50000)):
+        feasible = [c for c in every_config(backend, sample.ir) if backend.infeasible(sample.ir, c, SM90) is None]
+        body = [
+            (backend.source(sample.ir, c).split('"""', 2)[2], c["num_warps"], programs(sample.ir, c, {})) for c in feasible
+        ]
+        assert 5 < len(feasible) <= 200
+        assert len(set(body)) == len(body)
+
+
+def test_arithmetic_rejects_what_cannot_fit(backend: TritonBackend) -> None:
+    wide = samples.softmax(4, 32768)
+    config = {"block_rows": 1, "block_cols": 32768, "num_warps": 1, "loads": "late", "num_stages": 1}
+    assert "registers" in str(backend.infeasible(wide.ir, config, SM90))
+    assert "no effect" in str(
+        backend.infeasible(samples.softmax(4, 64).ir, {"block_rows": 1, "block_cols": 64, "num_warps": 1,
+                                                       "num_stages": 2}, SM90)
+    )
+
+
+def test_spills_are_read_back(backend: TritonBackend) -> None:
+    sample = samples.rms_norm(4, 8192)
+    crowded = {"block_rows": 1, "block_cols": 8192, "num_warps": 1, "loads": "early"}
+    assert backend.infeasible(sample.ir, crowded, SM90) is not None
+    resources = backend.prepare(sample.ir, crowded, SM90)
+    assert resources.spill_bytes is not None and resources.spill_bytes > 0
+    assert resources.registers == 255
+
+
+def test_resources_are_remembered_by_the_cache_folder(tmp_path: Path) -> None:
+    sample = samples.swiglu(32, 1024, "bfloat16")
+    config = {"block_rows": 1, "block_cols": 512, "num_warps": 4}
+    first = TritonBackend(tmp_path).prepare(sample.ir, config, SM90)
+    record = next(tmp_path.glob("triton/resources_*.json"))
+    record.write_text(json.dumps({"registers": 99, "spill_bytes": 0, "shared_bytes": 0, "extra": {}}))
+    assert TritonBackend(tmp_path).prepare(sample.ir, config, SM90).registers == 99
+    record.write_text("half a reco")
+    assert TritonBackend(tmp_path).prepare(sample.ir, config, SM90) == first
+
+
+def test_equal_kernels_share_source_whatever_their_buffers_are_called(backend: TritonBackend) -> None:
+    sample = samples.swiglu(3, 128)
+    from dataclasses import replace
+
+    renamed = KernelIR(tuple(replace(b, name=f"layer7.{b.name}") for b in sample.ir.buffers), sample.ir.segments)
+    config = backend.default_config(sample.ir, SM90)
+    assert backend.source(sample.ir, config) == backend.source(renamed, config)
+
+
+def test_large_tensors_use_64_bit_indices(backend: TritonBackend) -> None:
+    small, large = samples.swiglu(1000, 4096, "bfloat16"), samples.swiglu(2**19, 4096, "bfloat16")
+    assert not needs_int64(small.ir) and needs_int64(large.ir)
+    config = backend.default_config(large.ir, SM90)
+    assert "int64" in backend.source(large.ir, config)
+    assert backend.prepare(large.ir, config, SM90).extra["ptx_vector_bytes"] == 16
+    dynamic = samples.dynamic_samples()[4].ir
+    assert not needs_int64(dynamic, {"n": 7}) and needs_int64(dynamic, {"n": 2**25})
+
+
+def test_refusals_and_build_errors_say_why(backend: TritonBackend, tmp_path: Path) -> None:
+    sample = samples.swiglu(3, 128)
+    config = backend.default_config(sample.ir, SM90)
+    assert "CUDA" in str(backend.refuse(sample.ir, Target("cpu", "native", 4)))
+    with pytest.raises(BuildError, match="gfx942"):
+        backend.prepare(sample.ir, config, Target("cuda", "gfx942", 304))
+    with pytest.raises(BuildError, match="could not compile"):
+        backend.prepare(sample.ir, {**config, "num_warps": 3}, SM90)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(BuildError, match="cannot write"):
+        TritonBackend(blocked).prepare(sample.ir, config, SM90)
+
+
+def test_loading_needs_a_device(backend: TritonBackend) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    sample = samples.swiglu(3, 128)
+    with pytest.raises(BuildError, match="no CUDA device"):
+        backend.load(sample.ir, backend.default_config(sample.ir, SM90), SM90)
+    with pytest.raises(RuntimeError, match="no CUDA device"):
+        local_target("cuda")

@@ -1,0 +1,256 @@
+"""The ninetoothed back end: what it can express, what can be tuned, and how its generated kernel is built."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from fuseplan.kernels.backend import (
+    Backend,
+    BuildError,
+    CompiledKernel,
+    Config,
+    Resources,
+    Target,
+    Tunable,
+    config_key,
+)
+from fuseplan.kernels.gpu_build import (
+    POINTER_TYPES,
+    KernelSpec,
+    ModuleStore,
+    ResourceCache,
+    compile_kernel,
+    read_resources,
+)
+from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
+from fuseplan.kernels.ir import ITEMSIZE, KernelIR
+from fuseplan.kernels.ninetoothed_emitter import KERNEL_NAME, emit_ninetoothed
+from fuseplan.kernels.ninetoothed_views import View, Views
+from fuseplan.kernels.triton_config import MAX_PERSISTENT_COLS, default_config, infeasible, tunables
+from fuseplan.kernels.triton_tile import needs_int64, next_power_of_2, segment_programs, tile_of
+
+_GENERATION = threading.Lock()
+
+
+class NinetoothedBackend(Backend):
+    """Generated ninetoothed kernels for CUDA devices: arrangement and application, compiled by Triton.
+
+    Like :class:`~fuseplan.kernels.triton_backend.TritonBackend`, it runs on CPU tensors in a process that has Triton's
+    interpreter on.
+
+    Args:
+        cache_dir: Folder for generated modules; by default the user's cache folder.
+    """
+
+    name: ClassVar[str] = "ninetoothed"
+    device_type: ClassVar[str] = "cuda"
+
+    def __init__(self, cache_dir: Path | str | None = None) -> None:
+        self.store = ModuleStore("ninetoothed", cache_dir)
+        self.resource_cache = ResourceCache(self.store)
+
+    def unavailable(self) -> str | None:
+        for package in ("triton", "ninetoothed"):
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed: pip install {package} (Linux)"
+        return None
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        if target.device_type != "cuda":
+            return f"ninetoothed kernels run on CUDA devices, not on '{target.device_type}'"
+        if ir.symbols:
+            return f"dynamic sizes ({', '.join(ir.symbols)}) would become part of every block's bounds"
+        for segment in ir.segments:
+            if segment.has_reduction() and next_power_of_2(segment.cols) > MAX_PERSISTENT_COLS:
+                return f"a reduction over {segment.cols} columns does not fit one block (at most {MAX_PERSISTENT_COLS})"
+            if segment.num_rows == 0 or segment.cols == 0:
+                return "an empty iteration space has no blocks"
+        if needs_int64(ir):
+            return "an element offset beyond 32 bits: ninetoothed computes offsets in 32 bits"
+        return None
+
+    def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+        found = {tunable.name: tunable for tunable in tunables(ir)}
+        found.pop("num_stages", None)
+        if any(segment.has_reduction() for segment in ir.segments):
+            found["block_cols"] = Tunable("block_cols", found["block_cols"].choices[-1:])
+        return tuple(found.values())
+
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        for segment in ir.segments:
+            if tile_of(segment, config).looped:
+                return f"block_cols={config['block_cols']} does not hold a row of {segment.cols}"
+        return infeasible(ir, config, target)
+
+    def default_config(self, ir: KernelIR, target: Target) -> Config:
+        config = dict(default_config(ir, target))
+        config.pop("num_stages", None)
+        if any(segment.has_reduction() for segment in ir.segments):
+            cols = int(self.tunables(ir, target)[1].choices[-1])
+            # A row that Triton would walk in blocks: more threads hold it at once.
+            if cols > int(config["block_cols"]):
+                config |= {"block_cols": cols, "num_warps": 32}
+        return config
+
+    def source(self, ir: KernelIR, config: Config) -> str:
+        return emit_ninetoothed(ir, config)
+
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        import ninetoothed
+        import triton
+
+        versions = f"{triton.__version__}|{getattr(ninetoothed, '__version__', '')}"
+        key = f"{versions}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{_element_types(ir)}"
+        resources = self.resource_cache.get(key)
+        if resources is None:
+            resources = read_resources(self._compile(ir, config, target, Variant()))
+            self.resource_cache.put(key, resources)
+        return resources
+
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        views = Views(ir).all
+        count = _programs(ir, config)
+        if interpreter_is_on():
+            function = self._generate(ir, config)
+            return InterpretedKernel(
+                function, lambda _: count, (), functools.partial(_bind, function, views), len(ir.buffers)
+            )
+        if not torch.cuda.is_available():
+            raise BuildError("ninetoothed: no CUDA device is visible to load a kernel on; prepare() needs none")
+        return GpuKernel(
+            functools.partial(self._compile, ir, config, target),
+            lambda _: Geometry(count, False),
+            (),
+            tuple((view.buffer, _byte_offset(ir, view)) for view in _by_pointer(self._generate(ir, config), views)),
+            len(ir.buffers),
+            self.prepare(ir, config, target),
+        )
+
+    def _generate(self, ir: KernelIR, config: Config) -> Any:
+        """The Triton function that ninetoothed generates."""
+        return _generate(self.store, self.source(ir, config), int(config["num_warps"]))
+
+    def _compile(self, ir: KernelIR, config: Config, target: Target, variant: Variant) -> Any:
+        function = self._generate(ir, config)
+        return compile_kernel(function, _kernel_spec(ir, config, variant, function), target)
+
+
+def _programs(ir: KernelIR, config: Config) -> int:
+    """Segments share programs, so the longest decides."""
+    return max(segment_programs(segment, config, {}) for segment in ir.segments)
+
+
+def _element_types(ir: KernelIR) -> str:
+    return ",".join(buffer.dtype for buffer in ir.buffers)
+
+
+def _byte_offset(ir: KernelIR, view: View) -> int:
+    return view.offset * ITEMSIZE[ir.buffers[view.buffer].dtype]
+
+
+@functools.lru_cache(maxsize=4096)
+def _generate_cached(folder: Path, source: str, num_warps: int) -> Any:
+    import ninetoothed
+
+    module = ModuleStore(folder.name, folder.parent).load(source)
+    arrangement, application, tensors = module.premake()
+    with _GENERATION, _driver_for_generation():
+        handle = ninetoothed.make(
+            arrangement, application, tensors, kernel_name=KERNEL_NAME, num_warps=num_warps, num_stages=1
+        )
+    return handle._kernel
+
+
+def _generate(store: ModuleStore, source: str, num_warps: int) -> Any:
+    try:
+        return _generate_cached(store.folder, source, num_warps)
+    except BuildError:
+        raise
+    except Exception as error:
+        raise BuildError(f"ninetoothed could not generate the kernel: {type(error).__name__}: {error}") from error
+
+
+class _NoDevice:
+    """Stands for a GPU while ninetoothed generates source: it asks for limits that a fixed config never uses."""
+
+    utils: Any
+
+    def __init__(self) -> None:
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> Mapping[str, int]:
+        return {"max_num_regs": 65536, "max_shared_mem": 232_448}
+
+
+@contextmanager
+def _driver_for_generation() -> Iterator[None]:
+    """An active Triton driver, which ninetoothed wants even to generate; the machine's own where there is a GPU."""
+    import triton
+
+    if torch.cuda.is_available():
+        yield
+        return
+    driver = triton.runtime.driver
+    # What was active (None as a rule) goes back: resetting to the default fails where there is none.
+    before = vars(driver).get("_active")
+    driver.set_active(_NoDevice())
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
+def _parameters(function: Any, views: tuple[View, ...]) -> Iterator[tuple[str, View, int | None]]:
+    """The generated function's parameters: ``(name, view, dimension)`` for a stride, dimension None for an address."""
+    known: dict[str, tuple[View, int | None]] = {}
+    for view in views:
+        known[f"ninetoothed_{view.name}_pointer"] = (view, None)
+        for dimension in range(len(view.shape)):
+            known[f"ninetoothed_{view.name}_stride_{dimension}"] = (view, dimension)
+    for name in function.arg_names:
+        if name not in known:
+            raise BuildError(f"ninetoothed generated a parameter '{name}' that no argument explains")
+        yield name, *known[name]
+
+
+def _by_pointer(function: Any, views: tuple[View, ...]) -> list[View]:
+    return [view for _, view, dimension in _parameters(function, views) if dimension is None]
+
+
+def _kernel_spec(ir: KernelIR, config: Config, variant: Variant, function: Any) -> KernelSpec:
+    """Strides become constants; addresses stay arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[str, int] = {}
+    aligned: list[str] = []
+    for name, view, dimension in _parameters(function, Views(ir).all):
+        if dimension is None:
+            signature[name] = POINTER_TYPES[ir.buffers[view.buffer].dtype]
+            if variant.aligned and _byte_offset(ir, view) % 16 == 0:
+                aligned.append(name)
+        else:
+            signature[name] = "constexpr"
+            constants[name] = view.strides[dimension]
+    return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants)
+
+
+def _bind(function: Any, views: tuple[View, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """Arguments for the interpreter: views as tensors, strides as numbers."""
+    arguments: list[Any] = []
+    for _, view, dimension in _parameters(function, views):
+        if dimension is not None:
+            arguments.append(view.strides[dimension])
+            continue
+        tensor = tensors[view.buffer]
+        flat = tensor.as_strided((1,), (1,), tensor.storage_offset() + view.offset)
+        arguments.append(flat)
+    return tuple(arguments)

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.kernels.backend import Backend, Target
-from fuseplan.planner.candidates import CandidateLimits, enumerate_candidates, region_dependencies
-from fuseplan.planner.flow import flow_of
+from fuseplan.planner.candidates import CandidateLimits, Enumeration, enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.memory import peak_bytes
-from fuseplan.planner.partition import (
-    GuidedResult,
-    Priced,
-    guided_partition,
-    predicted_partition,
-    region_problem,
-)
+from fuseplan.planner.partition import guided_partition, predicted_partition, region_problem
+from fuseplan.planner.plan_record import PlanWriter, region_label
 from fuseplan.planner.prices import GroupBook, MeasuredPrices, ModelPrices
 from fuseplan.planner.regions import find_regions, unique_regions
-from fuseplan.planner.subject import group_label
 from fuseplan.search.database import Lookup
-from fuseplan.search.record import Alternative, Evidence, GroupChoice, PlanRecord, RecordKey, Versions, now
+from fuseplan.search.record import GroupChoice, PlanRecord, RecordKey
 from fuseplan.search.tuner import Tuner
 
 Source = Literal["database", "tuned", "model"]
@@ -156,7 +147,7 @@ class Planner:
         prices = ModelPrices(book, self.spec, self.settings.regime, self.backends, self.target)
         problem = region_problem(graph, region, self._enumerate(graph, region, book))
         result = predicted_partition(problem, prices.predict_s, self.settings.margin)
-        return self._record(graph, region, prices, result, 0.0, "by the cost model, nothing was measured")
+        return self._writer(graph, region, prices).record(result, 0.0, "by the cost model, nothing was measured")
 
     def _by_measurement(self, graph: DataflowGraph, region: Region, book: GroupBook, tuner: Tuner) -> PlanRecord:
         start = time.monotonic()
@@ -164,147 +155,23 @@ class Planner:
         prices = MeasuredPrices(book, self.spec, settings.regime, self.backends, self.target, tuner)
         problem = region_problem(graph, region, self._enumerate(graph, region, book))
         limit = len(problem.ops) + settings.max_fused_measured
-        result = guided_partition(problem, prices, settings.tolerance, settings.margin, limit)
+        while True:
+            result = guided_partition(problem, prices, settings.tolerance, settings.margin, limit)
+            groups = [priced.choice.group for priced in result.chosen if priced.choice.fused]
+            untuned = [group for group in groups if group.ops not in prices.records]
+            if not untuned:
+                break
+            for group in untuned:  # a tuned time, or "do not fuse", may make another cover the cheapest
+                prices.tuned(group)
         reason = (
             f"measured {result.measured} of {result.enumerated} choices in {result.iterations} rounds; "
             f"{'optimal' if result.optimal else f'within {result.gap:.1%} of the bound'} over the candidates"
         )
-        return self._record(graph, region, prices, result, time.monotonic() - start, reason)
+        return self._writer(graph, region, prices).record(result, time.monotonic() - start, reason)
 
-    def _enumerate(self, graph: DataflowGraph, region: Region, book: GroupBook) -> Any:
+    def _enumerate(self, graph: DataflowGraph, region: Region, book: GroupBook) -> Enumeration:
         return enumerate_candidates(graph, region, self.settings.limits, legal=book.legal)
 
-    # -- the record ---------------------------------------------------------------------------------------
-
-    def _record(
-        self,
-        graph: DataflowGraph,
-        region: Region,
-        prices: ModelPrices,
-        result: GuidedResult,
-        elapsed_s: float,
-        reason: str,
-    ) -> PlanRecord:
-        chosen = in_running_order(graph, region, result.chosen)
-        singles = [choice.group for choice in _unfused_choices(graph, region, prices.book)]
-        groups = tuple(self._group(region, priced, prices) for priced in chosen)
-        planned_us, unfused_us = result.cost_s * 1e6, result.unfused_s * 1e6
-        versions = Versions.current(self.target.device_type)
+    def _writer(self, graph: DataflowGraph, region: Region, prices: ModelPrices) -> PlanWriter:
         seed = self.tuner.seed if self.tuner is not None else 0
-        return PlanRecord(
-            key=self.key(region.key),
-            label=region_label(graph, region),
-            groups=groups,
-            planned_us=planned_us,
-            unfused_us=unfused_us,
-            margin=1.0 - planned_us / unfused_us if unfused_us else 0.0,
-            predicted_us=sum(group.predicted_us for group in groups),
-            rejected=self._alternatives(region, result, prices),
-            enumerated=result.enumerated,
-            measured=result.measured,
-            gap=result.gap,
-            peak_bytes=peak_bytes(graph, [priced.choice.group for priced in chosen], region.outputs),
-            unfused_peak_bytes=peak_bytes(graph, singles, region.outputs),
-            evidence=Evidence(now(), versions, seed, round(elapsed_s, 3), reason=reason),
-        )
-
-    def _group(self, region: Region, priced: Priced, prices: ModelPrices) -> GroupChoice:
-        choice = priced.choice
-        positions = tuple(region.ops.index(name) for name in choice.group.ops)
-        measured_us = priced.cost_s * 1e6 if priced.measured else None
-        predicted_us = prices.predict_s(choice) * 1e6 if self.spec is not None else 0.0
-        book = prices.book
-        label = group_label(book.graph, choice.group.ops, book.lowered(choice.group))
-        if not choice.fused:
-            return GroupChoice(positions, "unfused", label=label, predicted_us=predicted_us, measured_us=measured_us)
-        record = prices.records.get(choice.group.ops) if isinstance(prices, MeasuredPrices) else None
-        if record is not None:
-            backend, config = record.backend, record.config
-        else:
-            best = prices.backend_for(choice.group)
-            assert best is not None, "a cover never uses a group that no back end can express"
-            backend, config = best.name, best.default_config(book.lowered(choice.group).ir, self.target)
-        bound_us = lower_bound(book.work(choice.group), self.spec, prices.fused_mode) if self.spec is not None else 0.0
-        return GroupChoice(
-            positions, "fused", book.subject(choice.group).key, label, backend, dict(config), predicted_us, bound_us,
-            measured_us,
-        )
-
-    def _alternatives(self, region: Region, result: GuidedResult, prices: ModelPrices) -> tuple[Alternative, ...]:
-        """The measured choices that lost: fused groups, cheapest first, then ops by themselves."""
-        fused = [priced for priced in result.rejected if priced.choice.fused][: self.settings.alternatives]
-        unfused = [priced for priced in result.rejected if not priced.choice.fused]
-        found = []
-        for priced in (*fused, *unfused):
-            group = priced.choice.group
-            finite = priced.cost_s != float("inf")
-            record = prices.records.get(group.ops) if isinstance(prices, MeasuredPrices) else None
-            reason = "measured; the chosen cover costs less" if finite else "not faster than its ops unfused"
-            if record is not None and record.fused is None:
-                why = record.rejected[0].reason if record.rejected else record.evidence.reason
-                reason = f"no kernel works: {why}"
-            measured_us = priced.cost_s * 1e6 if finite else (
-                record.fused.median_us if record is not None and record.fused is not None else None
-            )
-            found.append(
-                Alternative(
-                    tuple(region.ops.index(name) for name in group.ops),
-                    group_label(prices.book.graph, group.ops, prices.book.lowered(group)),
-                    reason,
-                    prices.predict_s(priced.choice) * 1e6 if self.spec is not None else None,
-                    measured_us,
-                    "fused" if priced.choice.fused else "unfused",
-                    record.key.workload if record is not None else "",
-                )
-            )
-        return tuple(found)
-
-
-def _unfused_choices(graph: DataflowGraph, region: Region, book: GroupBook) -> list[Any]:
-    from fuseplan.planner.candidates import Enumeration
-
-    problem = region_problem(graph, region, Enumeration((), ()))
-    return list(problem.choices)
-
-
-def in_running_order(graph: DataflowGraph, region: Region, chosen: Iterable[Priced]) -> list[Priced]:
-    """The groups of a cover in an order in which they can run (a cover is acyclic, so there is one)."""
-    waiting = list(chosen)
-    dependencies = region_dependencies(graph, region)
-    flow = flow_of(graph, None)
-    names = [flow.names[at] for at in dependencies.members]
-    before: dict[str, set[str]] = {name: set() for name in names}
-    for first, second in dependencies.edges():
-        before[names[second]].add(names[first])
-    done: set[str] = set()
-    ordered: list[Priced] = []
-    while waiting:
-        ready = next(
-            priced for priced in waiting
-            if all(before[op] <= done | set(priced.choice.group.ops) for op in priced.choice.group.ops)
-        )
-        waiting.remove(ready)
-        ordered.append(ready)
-        done |= set(ready.choice.group.ops)
-    return ordered
-
-
-def region_label(graph: DataflowGraph, region: Region) -> str:
-    """For people: what the region computes, from its ops, and the shape of its largest output."""
-    names = dict.fromkeys(
-        node.op.split(".")[1] for node in map(graph.op, region.ops) if node.op.split(".")[1] not in _QUIET
-    )
-    largest = max(region.outputs, key=lambda value: graph.specs[value].nbytes(graph.symbols), default=None)
-    text = "+".join(names) or "copy"
-    text = text if len(text) <= 48 else text[:45] + "..."
-    if largest is None:
-        return text
-    spec = graph.specs[largest]
-    return f"{text} {'x'.join(map(str, spec.shape))} {spec.dtype}"
-
-
-#: Ops that say little about what a region is for.
-_QUIET = frozenset({
-    "to", "_to_copy", "view", "reshape", "transpose", "slice", "unsqueeze", "expand", "permute", "clone", "select",
-    "squeeze", "split", "chunk", "alias", "t",
-})
+        return PlanWriter(self.key(region.key), graph, region, prices, seed, self.settings.alternatives)

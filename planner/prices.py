@@ -9,11 +9,11 @@ from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import Backend, Target
-from fuseplan.planner.candidates import Candidate, group_form
+from fuseplan.planner.candidates import Candidate, Enumeration, group_form
 from fuseplan.planner.flow import flow_of
-from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.lower import Lowered, NotLowerable, lower
-from fuseplan.planner.partition import Choice
+from fuseplan.planner.partition import Choice, region_problem
 from fuseplan.planner.pricing import kernel_work, op_work
 from fuseplan.planner.subject import GroupSubject, group_subject
 from fuseplan.search.record import TuningRecord
@@ -53,6 +53,10 @@ class GroupBook:
         except NotLowerable as refused:
             return str(refused)
         return None
+
+    def unfused_choices(self, region: Region) -> tuple[Choice, ...]:
+        """Every compute op of a region by itself, as the ATen op it is."""
+        return region_problem(self.graph, region, Enumeration((), ())).choices
 
     def work(self, group: Candidate) -> Work:
         """Work of the group as one kernel."""
@@ -124,23 +128,45 @@ class ModelPrices:
 
 
 class MeasuredPrices(ModelPrices):
-    """The same bounds; times come from the tuner (or from its stored records)."""
+    """The same bounds; times are measured.
+
+    Groups are ranked by their default configuration (one compilation each); :meth:`tuned` then searches the
+    configurations of the groups that a cover uses.
+    """
 
     def __init__(self, book: GroupBook, spec: DeviceSpec | None, regime: str, backends: Sequence[Backend],
                  target: Target, tuner: Tuner) -> None:
         super().__init__(book, spec, regime, backends, target)
         self.tuner = tuner
         self.records: dict[tuple[str, ...], TuningRecord] = {}
+        self.failures: dict[tuple[str, ...], str] = {}
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
-        return [self._measure(choice) for choice in choices]
+        return [self._measure_s(choice) for choice in choices]
 
-    def _measure(self, choice: Choice) -> float:
+    def tuned(self, group: Candidate) -> TuningRecord:
+        """The group's record; its time replaces the one it was ranked by."""
+        if group.ops not in self.records:
+            neighbours = tuple(self.records.values())
+            self.records[group.ops] = self.tuner.tune(self.book.subject(group), neighbours=neighbours)
+        return self.records[group.ops]
+
+    def _measure_s(self, choice: Choice) -> float:
         subject = self.book.subject(choice.group)
         if not choice.fused:
             return self.tuner.time_unfused(subject).median_us * 1e-6
-        record = self.tuner.tune(subject, neighbours=tuple(self.records.values()))
-        self.records[choice.group.ops] = record
-        if not record.fuse or record.fused is None:
-            return math.inf  # "do not fuse": its ops are covered one by one, or by other groups
-        return record.fused.median_us * 1e-6
+        record = self.records.get(choice.group.ops)
+        if record is not None:
+            return fused_s(record)
+        trial = self.tuner.screen(subject)
+        if trial.median_us is None:
+            self.failures[choice.group.ops] = trial.reason
+            return math.inf
+        return trial.median_us * 1e-6
+
+
+def fused_s(record: TuningRecord) -> float:
+    """Time of a record's kernel; infinite for "do not fuse": other groups, or single ops, cover its ops then."""
+    if not record.fuse or record.fused is None:
+        return math.inf
+    return record.fused.median_us * 1e-6

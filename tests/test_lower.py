@@ -286,3 +286,24 @@ def test_subject_runs_the_chain_and_the_oracle() -> None:
     assert subject.label.endswith("2x3x8 bfloat16")
 
 
+
+
+@pytest.mark.parametrize(("build", "expected"), [
+    (lambda b: b("aten.rsqrt.default", "x"), True),
+    (lambda b: b("aten.rsqrt.default", b("aten.add.Tensor", "x", other=1e-5)), True),
+    (lambda b: b("aten.pow.Tensor_Scalar", "x", exponent=0.5), True),
+    (lambda b: b("aten.pow.Tensor_Scalar", "x", exponent=3), False),
+    (lambda b: rms_norm(b, "x", "w", "float32"), False),
+    (lambda b: b("aten.log.default", b("aten.softmax.int", "x", dim=-1)), False),
+    (lambda b: b("aten.sqrt.default", b("aten.sub.Tensor", b("aten.exp.default", "x"), other=2.0)), True),
+])
+def test_groups_are_fed_numbers_they_are_defined_for(build: Any, expected: bool) -> None:
+    b = Builder(x=torch.rand(4, 8) + 3, w=torch.ones(8))
+    graph = b.graph(build(b))
+    subject = group_subject(graph, compute_ops(graph), "key")
+    inputs = subject.make_inputs(0, "cpu")
+    assert bool((inputs[0] > 0).all()) == expected
+    if expected:
+        assert torch.isfinite(subject.reference(*inputs)[0]).any()
+    else:
+        assert torch.isfinite(subject.reference(*inputs)[0]).all()

@@ -40,11 +40,12 @@ class CandidateLimits:
     Attributes:
         max_ops: Compute ops in one group.
         max_candidates: Groups enumerated before legality. Past it, the enumeration keeps every single op, groups
-            joined by data flow (small ones first), pairs of mirrored groups, and maximal groups; and says so.
+            joined by data flow (of each size those that cut the fewest edges), pairs of mirrored groups, and maximal
+            groups; and says so. Each costs a lowering, a few milliseconds.
     """
 
     max_ops: int = 40
-    max_candidates: int = 2000
+    max_candidates: int = 600
 
 
 @dataclass(frozen=True)

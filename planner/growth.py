@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fuseplan.planner.convex import Dependencies, bits
 
@@ -25,15 +26,19 @@ class Grown:
 def grow(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[str]) -> Grown:
     """Sets of at most ``max_ops`` members, connected and convex.
 
-    Past ``max_sets`` of them: every single member, sets joined by data flow (smallest first, at most three quarters
-    of the limit), mirrored pairs of them (equal multisets of ``ops`` reading one value), and maximal sets. Single
-    members and maximal sets are kept beyond the limit, so that every member is covered.
+    Past ``max_sets`` of them: every single member, sets joined by data flow (where these are more than three quarters
+    of the limit, of each size those that cut the fewest data-flow edges), mirrored pairs of them (equal multisets of
+    ``ops`` reading one value), and maximal sets. Single members and maximal sets are kept beyond the limit, so that
+    every member is covered.
     """
     found = _closure(dependencies, dependencies.neighbours, max_ops, max_sets)
     if found is not None:
         return Grown(_ordered(found), complete=True)
     single = [1 << bit for bit in range(len(dependencies))]
-    vertical = _closure(dependencies, dependencies.dataflow, max_ops, max_sets * 3 // 4, stop_short=True) or []
+    budget = max_sets * 3 // 4
+    vertical = _closure(dependencies, dependencies.dataflow, max_ops, budget)
+    if vertical is None:
+        vertical = _beam(dependencies, max_ops, budget)
     kept = dict.fromkeys((*single, *vertical))
     maximal = [
         mask for edges in (dependencies.dataflow, dependencies.neighbours)
@@ -48,36 +53,60 @@ def _ordered(masks: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(masks, key=lambda mask: (mask.bit_count(), tuple(bits(mask)))))
 
 
-def _closure(
-    dependencies: Dependencies, edges: Sequence[int], max_ops: int, limit: int, stop_short: bool = False
-) -> list[int] | None:
-    """Convex sets connected by ``edges``, by size; past ``limit`` None, or the smallest ones if ``stop_short``."""
-    ancestors, descendants = dependencies.ancestors, dependencies.descendants
-    detours, detours_from = dependencies.detours, dependencies.detours_from
-    #: For each set: the ops above it, below it, and joined to it.
-    layer = {1 << bit: (ancestors[bit], descendants[bit], edges[bit]) for bit in range(len(dependencies))}
+def _closure(dependencies: Dependencies, edges: Sequence[int], max_ops: int, limit: int) -> list[int] | None:
+    """All convex sets connected by ``edges``, by size; None when there are more than ``limit``."""
+    layer = _singles(dependencies, edges)
     found = list(layer)
     for _ in range(1, max_ops):
         if len(found) > limit:
-            break
-        wider: dict[int, tuple[int, int, int]] = {}
-        for mask, (above, below, near) in layer.items():
-            for bit in bits(near & ~mask):
-                joined = mask | 1 << bit
-                if joined in wider or (detours[bit] | detours_from[bit]) & mask:
-                    continue
-                new_above, new_below = above | ancestors[bit], below | descendants[bit]
-                if not new_above & new_below & ~joined:
-                    wider[joined] = (new_above, new_below, near | edges[bit])
-            if len(found) + len(wider) > limit and not stop_short:
-                return None
-        found += _ordered(wider)
-        layer = wider
+            return None
+        layer = _wider(dependencies, edges, layer, limit - len(found))
         if not layer:
             break
-    if len(found) <= limit:
-        return found
-    return found[:limit] if stop_short else None
+        found += layer
+    return found if len(found) <= limit else None
+
+
+def _beam(dependencies: Dependencies, max_ops: int, budget: int) -> list[int]:
+    """Convex sets joined by data flow: of each size those that cut the fewest data-flow edges, about ``budget``."""
+    edges = dependencies.dataflow
+    layer = _singles(dependencies, edges)
+    found: list[int] = []
+    sizes = min(len(layer), max_ops) - 1
+    width = max(1, (budget - len(layer)) // max(sizes, 1))
+    for _ in range(sizes):
+        layer = _wider(dependencies, edges, layer, limit=None)
+        best = sorted(_ordered(layer), key=lambda mask: sum((edges[bit] & ~mask).bit_count() for bit in bits(mask)))
+        layer = {mask: layer[mask] for mask in best[:width]}
+        found += layer
+    return found
+
+
+#: Sets by mask, each with the masks of the members above it, below it, and joined to it.
+_Layer: TypeAlias = dict[int, tuple[int, int, int]]
+
+
+def _singles(dependencies: Dependencies, edges: Sequence[int]) -> _Layer:
+    ancestors, descendants = dependencies.ancestors, dependencies.descendants
+    return {1 << bit: (ancestors[bit], descendants[bit], edges[bit]) for bit in range(len(dependencies))}
+
+
+def _wider(dependencies: Dependencies, edges: Sequence[int], layer: _Layer, limit: int | None) -> _Layer:
+    """The convex sets that have one member more than a set of ``layer``; it stops soon after ``limit``."""
+    ancestors, descendants = dependencies.ancestors, dependencies.descendants
+    detours, detours_from = dependencies.detours, dependencies.detours_from
+    wider: _Layer = {}
+    for mask, (above, below, near) in layer.items():
+        for bit in bits(near & ~mask):
+            joined = mask | 1 << bit
+            if joined in wider or (detours[bit] | detours_from[bit]) & mask:
+                continue
+            new_above, new_below = above | ancestors[bit], below | descendants[bit]
+            if not new_above & new_below & ~joined:
+                wider[joined] = (new_above, new_below, near | edges[bit])
+        if limit is not None and len(wider) > limit:
+            break
+    return wider
 
 
 def _maximal(dependencies: Dependencies, edges: Sequence[int], max_ops: int) -> list[int]:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -56,10 +57,10 @@ def measure_cpu(
     kernel = None if kernel_call is None else time_calls({"kernel": kernel_call}, timer)["kernel"]
     rates = _special_rates(identity, timer) + _matmul_rates(quick, _step(progress, 0.65, 0.9, "arithmetic"))
     if identity.cores > 1:
-        # One thread is a floor for all of them, on a machine too busy to run them side by side.
         with _one_thread():
-            rates += _special_rates(identity, timer)
-            rates += _matmul_rates(quick, _step(progress, 0.9, 1.0, "arithmetic, one thread"))
+            single = _special_rates(identity, timer)
+            single += _matmul_rates(quick, _step(progress, 0.9, 1.0, "arithmetic, one thread"))
+        rates += _from_one_thread(single, identity.cores)
     return Measurements(streams, eager, rates, thread_streams, kernel)
 
 
@@ -85,6 +86,14 @@ def _one_thread() -> Iterator[None]:
 def _eager_call(footprint_bytes: int) -> Call:
     x = torch.rand(footprint_bytes // 12)
     return partial(torch.add, x, torch.rand_like(x))
+
+
+def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:
+    """What one thread's rates say about the device: all threads reach at least that, and ideally ``cores`` times it.
+
+    On a machine too busy to run its threads side by side this keeps both the prediction and the bound sane.
+    """
+    return single + [replace(rate, flops=rate.flops * cores, typical=False) for rate in single]
 
 
 def _special_rates(identity: DeviceIdentity, timer: HostTimer) -> list[RateTiming]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fuseplan.costmodel import probe_cpu, probe_cuda
 from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, current_identity
+from fuseplan.costmodel.fit import RateTiming, peaks
 from fuseplan.costmodel.probe import probe
 from fuseplan.costmodel.probe_streams import Stream, _call, stream_sizes
 from fuseplan.costmodel.roofline import lower_bound, predict
@@ -71,6 +72,14 @@ def test_largest_footprint_follows_cache_and_memory(monkeypatch: pytest.MonkeyPa
     assert probe_cpu._largest_bytes(large) == 8 * MIB  # a quarter of 32 MiB
     monkeypatch.setattr(probe_cpu.os, "sysconf_names", {})
     assert probe_cpu._largest_bytes(large) == 512 * MIB
+
+
+def test_one_thread_bounds_the_device_from_both_sides() -> None:
+    stalled = RateTiming("fp32", 1e6, Timing(1000.0, 1000.0, 0.0))  # 1e9 / s, with all threads in each other's way
+    single = RateTiming("fp32", 1e6, Timing(10.0, 10.0, 0.0))  # 1e11 / s
+    peak = peaks([stalled, *probe_cpu._from_one_thread([single], 4)])["fp32"]
+    assert peak.per_s == pytest.approx(1e11)
+    assert peak.best_per_s == pytest.approx(4e11)
 
 
 def test_unknown_device_is_refused() -> None:

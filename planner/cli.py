@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TextIO
 
 import typer
 from fuseplan.planner import cli_bench, cli_db, cli_device, cli_explain, cli_report, cli_tune
@@ -101,7 +101,10 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()) or "no message"
 
 
-def _show_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """Our own warnings as one line; what the libraries warn about is not for this command's user."""
     if issubclass(category, UserWarning) and _ours(filename):
         typer.echo(f"plan: warning: {_one_line(str(message))}", err=True)

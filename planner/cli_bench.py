@@ -1,3 +1,182 @@
-"""``plan bench``."""
-def bench() -> None:
-    """todo"""
+"""``plan bench``: our plan beside eager and TorchInductor, and how planning scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
+from fuseplan.planner.cli_source import (
+    ConfigOption,
+    DecodeOption,
+    DtypeOption,
+    KvLenOption,
+    LayersOption,
+    ModelOption,
+    ModuleOption,
+    Numerics,
+    NumericsOption,
+    PrefillOption,
+    Regime,
+    RegimeOption,
+    capture_all,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from fuseplan.planner.bench import BenchRow
+    from fuseplan.planner.models import ModelSource
+    from fuseplan.planner.session import Session
+    from fuseplan.planner.workload import Workload
+
+#: Layers of the end-to-end model unless the user says otherwise: enough for every region to occur.
+_LAYERS = 2
+
+
+class Topic(StrEnum):
+    """What to measure."""
+
+    ALL = "all"
+    MODEL = "model"
+    GROUPS = "groups"
+    PLANNER = "planner"
+
+
+def bench(
+    topic: Annotated[
+        Topic,
+        typer.Argument(
+            help="model: end to end. groups: every fused group. all: both. planner: how planning scales to 100k ops."
+        ),
+    ] = Topic.ALL,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    module: ModuleOption = None,
+    decode: DecodeOption = None,
+    kv_len: KvLenOption = None,
+    prefill: PrefillOption = None,
+    dtype: DtypeOption = None,
+    layers: LayersOption = None,
+    numerics: NumericsOption = Numerics.FP32,
+    regime: RegimeOption = Regime.EAGER,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds of interleaved rounds per comparison.")] = 1.0,
+    max_autotune: Annotated[
+        bool, typer.Option("--max-autotune/--no-max-autotune", help="Also time TorchInductor with max-autotune (slow).")
+    ] = True,
+    inductor: Annotated[bool, typer.Option("--inductor/--no-inductor", help="Time TorchInductor at all.")] = True,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where to write CSV, Markdown and JSON. "
+                                  "Default: results/<device>.")
+    ] = None,
+    device: DeviceOption = Device.AUTO,
+    db: DbOption = None,
+) -> None:
+    """Measure the stored plan beside eager and TorchInductor, on the same inputs in one run.
+
+    Tune first: what is not stored is planned by the cost model, and said so. On CUDA everything is timed both
+    launched from Python and replayed from a CUDA graph.
+    """
+    from fuseplan.planner.plan import PlanSettings
+    from fuseplan.planner.session import open_session
+
+    kind = device_type(device)
+    session = open_session(kind, db, PlanSettings(numerics=numerics.value, regime=regime.value), mode="read")
+    if topic is Topic.PLANNER:
+        _planner(session, out)
+        return
+    from fuseplan.planner.models import find_source, workloads_for
+
+    source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))
+    workloads = workloads_for(source, kind, decode, kv_len, prefill)
+    peers = _peers(inductor, max_autotune)
+    modes = ("eager", "graph") if kind == "cuda" else ("eager",)
+    parts: dict[str, list[BenchRow]] = {}
+    if topic in (Topic.ALL, Topic.GROUPS):
+        parts["groups"] = list(_groups(session, source, workloads, peers, modes, seconds))
+    if topic in (Topic.ALL, Topic.MODEL):
+        parts["model"] = list(_models(session, source, workloads, peers, modes, seconds))
+    _publish(session, source.label, parts, out)
+
+
+def _peers(inductor: bool, max_autotune: bool) -> tuple[str, ...]:
+    from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE
+
+    return (EAGER, *([INDUCTOR] if inductor else []), *([MAX_AUTOTUNE] if inductor and max_autotune else []))
+
+
+def _groups(
+    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
+    modes: Sequence[str], seconds: float,
+) -> Iterator[BenchRow]:
+    from fuseplan.planner.bench_groups import bench_group, fused_groups
+    from fuseplan.planner.errors import PlanError
+
+    graphs = capture_all(source, workloads, session.target.device_type)
+    planned = [(name, graph, session.planner().plan_graph(graph)) for name, graph in graphs]
+    untuned = {one.region.key for _, _, plan in planned for one in plan.regions if one.source == "model"}
+    if untuned:
+        words = f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first"
+        typer.echo(f"plan: warning: {words}", err=True)
+    groups = fused_groups(session, planned)
+    if not groups:
+        raise PlanError("the plan fuses nothing, so there is no group to measure; run `plan tune` first")
+    with console(stderr=True).status("measuring") as status:
+        for number, group in enumerate(groups, 1):
+            status.update(f"group {number} of {len(groups)}: {group.choice.label}")
+            yield from bench_group(session, group, peers, modes, seconds)
+
+
+def _models(
+    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
+    modes: Sequence[str], seconds: float,
+) -> Iterator[BenchRow]:
+    from fuseplan.planner.bench_model import bench_model
+    from fuseplan.planner.build import build_model
+
+    with console(stderr=True).status(f"building {source.label}") as status:
+        model = build_model(source, session.target.device_type)
+        for workload in workloads:
+            status.update(f"{source.label}, {workload.label}: compiling and measuring every contestant")
+            yield from bench_model(session, model, workload, peers, modes, seconds)
+
+
+def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out: Path | None) -> None:
+    from fuseplan.planner import bench as results
+
+    frames: dict[str, pd.DataFrame] = {part: results.bench_frame(rows) for part, rows in parts.items()}
+    words: list[str] = []
+    for part, frame in frames.items():
+        print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
+        words += results.verdict(frame, part)
+        words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
+    for line in words:
+        typer.echo(line)
+    _write(session, name, frames, words, out, {})
+
+
+def _write(
+    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
+    more: dict[str, Any],
+) -> None:
+    from fuseplan.planner import bench as results
+
+    folder = out if out is not None else Path("results") / results.folder_name(session.device)
+    facts = results.environment(session, name) | more
+    for path in results.write_results(folder.expanduser(), results.file_name(name), frames, facts, words):
+        typer.echo(f"written: {path}")
+
+
+def _planner(session: Session, out: Path | None) -> None:
+    from fuseplan.planner.scaling import plan_scaling
+
+    with console(stderr=True).status("planning synthetic graphs of 1k, 10k and 100k ops"):
+        frame = plan_scaling()
+    print_frame(frame, title="Planning time by graph size")
+    growth = frame["us_per_op"].iloc[-1] / frame["us_per_op"].iloc[0]
+    largest_s = frame["total_s"].iloc[-1]
+    words = [f"the largest graph took {largest_s:.1f} s; time per op changes {growth:.2f}x over the range"]
+    typer.echo(words[0])
+    _write(session, "planner", {"planner": frame}, words, out, {})

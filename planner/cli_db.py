@@ -44,7 +44,7 @@ def show(
     database = open_database(db, write=False)
     found = maintenance.show(database, key)
     if not found:
-        labels = [record.label for record in (*database.records(), *database.plans())]
+        labels = [record.label for record in database.records()] + [plan.label for plan in database.plans()]
         close = nearest(key, labels)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "; list them with `plan db ls`"
         raise ConfigError(f"no record matches {key!r} in {_where(database)}{hint}")

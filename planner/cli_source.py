@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -41,6 +41,12 @@ ModuleOption = Annotated[
         "--module", metavar="PKG.MOD:FACTORY", help="Your own: FACTORY() returns (nn.Module, example inputs)."
     ),
 ]
+PatternOption = Annotated[
+    str | None, typer.Option("--pattern", metavar="NAME", help="A named pattern such as swiglu, with --shape.")
+]
+ShapeOption = Annotated[
+    str | None, typer.Option("--shape", metavar="32x4096", help="Shape of the pattern's activations.")
+]
 DecodeOption = Annotated[
     str | None, typer.Option("--decode", metavar="1,8", help="Decode batch sizes: one new token per sequence.")
 ]
@@ -65,16 +71,66 @@ NumericsOption = Annotated[
 ]
 
 
-def capture_all(source: ModelSource, workloads: tuple[Workload, ...], kind: str) -> list[tuple[str, DataflowGraph]]:
+def named_graphs(
+    kind: Literal["cpu", "cuda"],
+    source: tuple[str | None, Path | None, str | None],
+    pattern: tuple[str | None, str | None],
+    workloads: tuple[str | None, int | None, str | None],
+    dtype: str | None,
+    layers: int | None,
+) -> tuple[str, list[tuple[str, DataflowGraph]]]:
+    """Name of what the options mean, and its graphs by workload name.
+
+    Args:
+        kind: Device type.
+        source: ``--model``, ``--config``, ``--module``.
+        pattern: ``--pattern``, ``--shape``.
+        workloads: ``--decode``, ``--kv-len``, ``--prefill``.
+        dtype: ``--dtype``.
+        layers: ``--layers``.
+
+    Raises:
+        FuseplanError: The options contradict each other, or name nothing that exists.
+    """
+    from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.models import find_source, workloads_for
+
+    if pattern[0] is not None:
+        if any(source) or any(option is not None for option in (*workloads, layers)):
+            raise ConfigError("--pattern takes --shape and --dtype only; a model's options do not go with it")
+        return _pattern(pattern[0], pattern[1], dtype)
+    if pattern[1] is not None:
+        raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")
+    found = find_source(*source, kind, dtype, layers)
+    return found.label, capture_all(found, workloads_for(found, kind, *workloads), kind)
+
+
+def _pattern(name: str, shape: str | None, dtype: str | None) -> tuple[str, list[tuple[str, DataflowGraph]]]:
+    from fuseplan.planner.errors import ShapeError, UnknownPatternError
+    from fuseplan.planner.patterns import PATTERNS, pattern_graph
+
+    if name not in PATTERNS:
+        raise UnknownPatternError(name, PATTERNS)
+    if shape is None:
+        found = PATTERNS[name]
+        raise ShapeError(f"--pattern {name} needs --shape ({found.dims}), such as --shape {found.example}")
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    graph = pattern_graph(name, shape, short.get(dtype or "", dtype or "bfloat16"))
+    return f"pattern {name}", [(shape, graph)]
+
+
+def capture_all(
+    source: ModelSource, workloads: tuple[Workload, ...], kind: str
+) -> list[tuple[str, DataflowGraph]]:
     """Name and graph of each workload; a model that breaks into several graphs gets numbered names."""
-    from fuseplan.planner.capture import capture
+    from fuseplan.planner.capture_cache import cached_capture
     from fuseplan.planner.cli_common import console
 
     found = []
     with console(stderr=True).status("capturing") as status:
         for workload in workloads:
             status.update(f"capturing {source.label}, {workload.label}")
-            graphs = capture(source, workload, kind).graphs
+            graphs = cached_capture(source, workload, kind).graphs
             for number, graph in enumerate(graphs, 1):
                 name = workload.label if len(graphs) == 1 else f"{workload.label} part {number}"
                 found.append((name, graph))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
@@ -16,15 +16,15 @@ from fuseplan.planner.cli_source import (
     ModuleOption,
     Numerics,
     NumericsOption,
+    PatternOption,
     PrefillOption,
     Regime,
     RegimeOption,
-    capture_all,
+    ShapeOption,
+    named_graphs,
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fuseplan.planner.graph import DataflowGraph
     from fuseplan.planner.session import Session
     from fuseplan.planner.tune import TuneResult
@@ -35,12 +35,8 @@ def tune(
     model: ModelOption = None,
     config: ConfigOption = None,
     module: ModuleOption = None,
-    pattern: Annotated[
-        str | None, typer.Option("--pattern", metavar="NAME", help="A named pattern such as swiglu, with --shape.")
-    ] = None,
-    shape: Annotated[
-        str | None, typer.Option("--shape", metavar="32x4096", help="Shape of the pattern's activations.")
-    ] = None,
+    pattern: PatternOption = None,
+    shape: ShapeOption = None,
     decode: DecodeOption = None,
     kv_len: KvLenOption = None,
     prefill: PrefillOption = None,
@@ -64,7 +60,7 @@ def tune(
     from fuseplan.search.tuner import Budget
 
     kind = device_type(device)
-    name, graphs = _graphs(
+    name, graphs = named_graphs(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
     )
     settings = PlanSettings(numerics=numerics.value, regime=regime.value)
@@ -124,9 +120,10 @@ def source_of_groups(result: TuneResult) -> dict[str, str]:
     found: dict[str, str] = {}
     for _, region in result.distinct():
         source = "measured" if region.source == "tuned" else "stored"
-        for one in (*region.record.groups, *region.record.rejected):
-            if one.workload:
-                found.setdefault(one.workload, source)
+        workloads = [group.workload for group in region.record.groups]
+        workloads += [alternative.workload for alternative in region.record.rejected]
+        for workload in filter(None, workloads):
+            found.setdefault(workload, source)
     return found
 
 
@@ -143,28 +140,3 @@ def outcome(result: TuneResult) -> str:
         f"measured {result.measured} of {result.enumerated} candidates in {len(distinct) - stored} regions "
         f"({stored} regions were stored already); tuning took {result.elapsed_s:.1f} s"
     )
-
-
-def _graphs(
-    kind: Literal["cpu", "cuda"],
-    source: tuple[str | None, Path | None, str | None],
-    pattern: tuple[str | None, str | None],
-    workloads: tuple[str | None, int | None, str | None],
-    dtype: str | None,
-    layers: int | None,
-) -> tuple[str, list[tuple[str, DataflowGraph]]]:
-    """Name of what is tuned, and its graphs."""
-    from fuseplan.planner.errors import ConfigError
-    from fuseplan.planner.models import find_source, workloads_for
-
-    name, shape = pattern
-    if name is None:
-        if shape is not None:
-            raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")
-        found = find_source(*source, kind, dtype, layers)
-        return found.label, capture_all(found, workloads_for(found, kind, *workloads), kind)
-    if any(source):
-        raise ConfigError("give --pattern or a model (--model, --config, --module), not both")
-    from fuseplan.planner.patterns import pattern_graph
-
-    return f"pattern:{name}", [(f"{name} {shape}", pattern_graph(name, shape, dtype))]

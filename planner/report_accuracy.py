@@ -11,7 +11,7 @@ from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_s
 from fuseplan.planner.cover import CoverProblem, Option, solve_cover
 from fuseplan.planner.report import ReportData
 from fuseplan.planner.summary import RegionSummary
-from fuseplan.search.record import PlanRecord
+from fuseplan.search.record import Alternative, GroupChoice, PlanRecord
 
 SUMMARY_COLUMNS = ("split", "value", "pairs", "median_error", "p90_error", "spearman")
 REGRET_COLUMNS = ("region", "choices", "best_us", "model_us", "regret", "key")
@@ -30,7 +30,8 @@ class _Choice:
 
 def _choices(plan: PlanRecord) -> Iterator[_Choice]:
     """Everything of a region that was both predicted and measured, chosen or not."""
-    for one in (*plan.groups, *plan.rejected):
+    measured: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
+    for one in measured:
         if one.measured_us is not None and one.predicted_us is not None and one.predicted_us > 0:
             yield _Choice(one.ops, one.kind, one.label, one.predicted_us, one.measured_us)
 

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fuseplan.costmodel.device import DeviceSpec
@@ -22,7 +22,7 @@ _COLOURS = {
     "accent": "#010a06", "paper": "#010a07",
 }
 _INK, _MUTED, _LINE, _FUSED, _UNFUSED, _ACCENT, _PAPER = _COLOURS.values()
-_STYLE = {
+_STYLE: dict[str, Any] = {
     "svg.fonttype": "none", "font.size": 9.5, "font.family": "sans-serif", "axes.edgecolor": _MUTED,
     "axes.labelcolor": _INK, "text.color": _INK, "xtick.color": _MUTED, "ytick.color": _MUTED, "grid.color": _LINE,
     "xtick.labelcolor": _INK, "ytick.labelcolor": _INK, "legend.frameon": False, "axes.spines.top": False,
@@ -119,8 +119,9 @@ def scatter_plot(points: Sequence[tuple[float, float, bool]]) -> str:
         for is_fused, colour, marker, label in ((False, _UNFUSED, "o", "unfused op"), (True, _FUSED, "D", "fused")):
             chosen = [(measured, predicted) for measured, predicted, fused in points if fused is is_fused]
             if chosen:
+                x, y = zip(*chosen, strict=True)
                 axes.scatter(
-                    *zip(*chosen, strict=True), s=26, color=colour, marker=marker, label=label, zorder=3,
+                    x, y, s=26, color=colour, marker=marker, label=label, zorder=3,
                     edgecolors=_PAPER, linewidths=0.6,
                 )
         axes.set_xscale("log")
@@ -140,7 +141,8 @@ def _plain_ticks(axes: Axes, which: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axis.set_minor_formatter(NullFormatter())
 
@@ -162,7 +164,8 @@ def _svg(name: str, words: str, draw: Callable[[Axes], None]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    style: Any = {**_STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=_SIZE, layout="constrained")
         draw(figure.subplots())
         buffer = io.StringIO()

@@ -23,8 +23,8 @@ from fuseplan.planner.workload import Workload
 
 #: Sources whose text decides what a captured graph looks like.
 _CAPTURE_CODE = (
-    "build", "capture", "execute", "graph", "graph_json", "hazards", "models", "normalise", "sizes", "spelling",
-    "workload",
+    "arguments", "build", "capture", "execute", "graph", "graph_json", "hazards", "models", "normalise", "sizes",
+    "spelling", "workload",
 )  # fmt: skip
 
 

@@ -41,7 +41,9 @@ class ModelSource:
     @property
     def label(self) -> str:
         """Short name for tables and records."""
-        base = Path(self.name).parent.name or self.name if self.kind == "config" else self.name
+        path = Path(self.name)
+        folder = path.parent.name if path.name == "config.json" else path.stem
+        base = (folder or self.name) if self.kind == "config" else self.name
         return f"{base}:{self.layers}L" if self.layers else base
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from fuseplan.planner.arguments import Bound, Storages, TracedTensor, bind_arguments, tensor_call, tensors_in
 from fuseplan.planner.errors import CaptureError
-from fuseplan.planner.execute import Parameter, parameters_of
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.hazards import Access, live, order_edges
 from fuseplan.planner.sizes import SizeNames
@@ -63,19 +63,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """What an fx node stands for when it is a tensor."""
-
-    name: str
-    fake: torch.Tensor
-
-    @property
-    def storage(self) -> int:
-        """Identity of the memory: equal for a tensor, its views, and what an in-place op returns."""
-        return int(self.fake.untyped_storage()._cdata)
-
-
 #: Calls that only switch a mode, and run-time checks: they compute nothing.
 _MODE_SWITCHES = (torch._C._set_grad_enabled, torch.amp.autocast_mode._exit_autocast)
 _CHECKS = frozenset(
@@ -87,8 +74,7 @@ _CHECKS = frozenset(
         "sym_constrain_range_for_size",
     )
 )
-#: In-place ops that change autograd state, never data.
-_HARMLESS = frozenset(("aten.detach_.default", "aten.requires_grad_.default"))
+_DROPOUTS = frozenset(f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout"))
 
 
 @dataclass
@@ -105,7 +91,8 @@ class _Builder:
     outputs: list[str] = field(default_factory=list)
     results: tuple[Any, ...] = ()
     names: SizeNames = field(default_factory=SizeNames)
-    #: What each fx node stands for: a _Tensor, a size or constant, a tuple of these, or a module.
+    storages: Storages = field(default_factory=Storages)
+    #: What each fx node stands for: a TracedTensor, a size or constant, a tuple of these, or a module.
     values: dict[fx.Node, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -152,12 +139,12 @@ class _Builder:
         fake = node.meta.get("val")
         return self._define(node.name, fake if isinstance(fake, torch.Tensor) else held, node)
 
-    def _define(self, name: str, fake: torch.Tensor, node: fx.Node) -> _Tensor:
+    def _define(self, name: str, fake: torch.Tensor, node: fx.Node) -> TracedTensor:
         if fake.layout is not torch.strided:
             raise CaptureError(f"value {name} has layout {fake.layout}; only strided tensors can be planned")
         self.specs[name] = self._spec(fake)
         self.nodes[name] = node
-        return _Tensor(name, fake)
+        return TracedTensor(name, fake)
 
     def _spec(self, fake: torch.Tensor) -> TensorSpec:
         shape = tuple(self.names.size(extent) for extent in fake.shape)
@@ -166,7 +153,7 @@ class _Builder:
     def _output(self, node: fx.Node) -> None:
         leaves = []
         for leaf in pytree.tree_leaves(self._resolve(node.args[0]), is_leaf=lambda item: item is None):
-            if isinstance(leaf, _Tensor):
+            if isinstance(leaf, TracedTensor):
                 leaves.append(Ref(len(self.outputs)))
                 self.outputs.append(leaf.name)
             else:
@@ -212,102 +199,68 @@ class _Builder:
         name = str(target)
         if name.split(".")[1] in _CHECKS:
             return None
-        operands, attrs, written = self._bind(node, name)
+        bound = bind_arguments(name, self._resolve(node.args), self._resolve(node.kwargs), self.names)
         results, value = self._results(node)
         if not results:
             raise CaptureError(f"op {name} ({node.name}) returns no tensor; it cannot be placed in a dataflow graph")
-        if len(results) == 1 and operands and not written and self._is_same(operands[0], results[0]):
-            return operands[0]
-        self._append(name, operands, attrs, written, results, node, random=_is_random(target, attrs))
+        if len(results) == 1 and bound.operands and not bound.written and self._is_same(name, bound, results[0]):
+            return bound.operands[0]
+        self._append(name, bound, results, node, random=_is_random(target, bound.attrs))
         return value
 
-    def _is_same(self, operand: _Tensor, result: _Tensor) -> bool:
+    def _is_same(self, op: str, bound: Bound, result: TracedTensor) -> bool:
         """True when the op handed back its operand: same memory, same layout, same bits."""
-        if operand.storage != result.storage or operand.fake.dtype.is_complex:
+        operand = bound.operands[0]
+        if op in _DROPOUTS and (not bound.attrs["train"] or bound.attrs["p"] == 0):
+            # Its fake result has memory of its own; its real one has not.
+            self.storages.merge(result, operand)
+        if self.storages.of(operand) != self.storages.of(result) or operand.fake.dtype.is_complex:
             return False
         offsets = [self.names.size(tensor.fake.storage_offset()) for tensor in (operand, result)]
         return offsets[0] == offsets[1] and self._spec(operand.fake) == self._spec(result.fake)
 
-    def _append(
-        self,
-        name: str,
-        operands: list[_Tensor],
-        attrs: dict[str, Any],
-        written: set[int],
-        results: list[_Tensor],
-        node: fx.Node,
-        random: bool = False,
-    ) -> None:
+    def _append(self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node, random: bool) -> None:
         for result in results:
             self._define(result.name, result.fake, node)
-        source = operands[0] if operands else None
+        source, result = next(iter(bound.operands), None), results[0]
         call = Call(
             name,
-            tuple(operand.name for operand in operands),
-            attrs,
+            tuple(operand.name for operand in bound.operands),
+            bound.attrs,
             self.specs[source.name] if source else None,
-            self.specs[results[0].name],
-            source is not None and source.fake.device != results[0].fake.device,
+            self.specs[result.name],
+            source is not None and source.fake.device != result.fake.device,
         )
         op, inputs, attrs = respell(call)
-        if results[0].fake.device.type != self.device:
-            attrs["device"] = results[0].fake.device.type
-        made = OpNode(op, inputs, tuple(result.name for result in results), attrs)
+        if call.moves or result.fake.device.type != self.device:
+            attrs["device"] = result.fake.device.type
+        made = OpNode(op, inputs, tuple(item.name for item in results), attrs)
         self.ops.append(made)
-        touched = frozenset(operand.storage for operand in operands)
-        aliases = bool(operands) and not written and all(result.storage in touched for result in results)
-        self.accesses[made.name] = Access(frozenset() if aliases else touched, frozenset(written), random)
+        touched = frozenset(map(self.storages.of, bound.operands))
+        written = frozenset(map(self.storages.of, bound.written))
+        is_view = bool(touched) and not written and touched.issuperset(map(self.storages.of, results))
+        self.accesses[made.name] = Access(frozenset() if is_view else touched, written, random)
 
-    def _results(self, node: fx.Node) -> tuple[list[_Tensor], Any]:
+    def _results(self, node: fx.Node) -> tuple[list[TracedTensor], Any]:
         """The tensors an op returns, and the same in the structure that ``getitem`` nodes index."""
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor):
-            result = _Tensor(node.name, fake)
+            result = TracedTensor(node.name, fake)
             return [result], result
         if not isinstance(fake, list | tuple):
             return [], None
         value = tuple(
-            _Tensor(f"{node.name}_out{number}", item) if isinstance(item, torch.Tensor) else self.names.plain(item)
+            TracedTensor(f"{node.name}_out{number}", item) if isinstance(item, torch.Tensor) else self.names.plain(item)
             for number, item in enumerate(fake)
         )
-        return [item for item in value if isinstance(item, _Tensor)], value
-
-    def _bind(self, node: fx.Node, op: str) -> tuple[list[_Tensor], dict[str, Any], set[int]]:
-        """Operands in schema order, the other arguments by name, and the storages that the op writes."""
-        operands: list[_Tensor] = []
-        attrs: dict[str, Any] = {}
-        written: set[int] = set()
-        parameters = parameters_of(op)
-        positional = dict(zip((parameter.name for parameter in parameters), node.args, strict=False))
-        given = {**positional, **node.kwargs}
-        for parameter in parameters:
-            value = self._resolve(given.get(parameter.name, parameter.default))
-            tensors = _tensors(value)
-            if parameter.is_written and op not in _HARMLESS:
-                written |= {tensor.storage for tensor in tensors}
-            if isinstance(value, _Tensor):
-                operands.append(value)
-            elif parameter.is_variadic and tensors:
-                operands.extend(tensors)
-            elif tensors:
-                attrs[parameter.name] = tuple(self._place(item, operands) for item in value)
-            elif not _is_default(parameter, value):
-                attrs[parameter.name] = self.names.plain(value)
-        return operands, attrs, written
-
-    def _place(self, item: Any, operands: list[_Tensor]) -> Any:
-        """A list element: a tensor becomes an operand and leaves a ``Ref`` to it."""
-        if not isinstance(item, _Tensor):
-            return self.names.plain(item)
-        operands.append(item)
-        return Ref(len(operands) - 1)
+        return [item for item in value if isinstance(item, TracedTensor)], value
 
     # -- higher-order ops -----------------------------------------------------------------------------------
 
     def _higher_order(self, node: fx.Node, target: torch._ops.HigherOrderOperator) -> Any:
         """Keep a call such as ``cond`` whole, as one opaque op (the tracer has inlined the simple ones)."""
         arguments, keywords = self._resolve(node.args), self._resolve(node.kwargs)
-        operands = _tensors((arguments, keywords))
+        operands = tensors_in((arguments, keywords))
         results, value = self._results(node)
         if not results:
             raise CaptureError(f"higher-order op {target.name()} ({node.name}) returns no tensor; it cannot be planned")
@@ -320,9 +273,9 @@ class _Builder:
         )
         self.ops.append(made)
         # What it does inside is not looked at: it may write to anything it is given.
-        touched = frozenset(operand.storage for operand in operands)
+        touched = frozenset(map(self.storages.of, operands))
         self.accesses[made.name] = Access(touched, touched)
-        self.opaque[made.name] = _opaque_call(target, arguments, keywords)
+        self.opaque[made.name] = tensor_call(target, arguments, keywords)
         return value
 
     def finish(self) -> Normalised:
@@ -340,43 +293,9 @@ class _Builder:
             order_edges(ops, self.accesses),
         )
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
-        return Normalised(
-            graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results
-        )
-
-
-def _tensors(value: Any) -> list[_Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _Tensor)]
-
-
-def _opaque_call(
-    target: torch._ops.HigherOrderOperator, arguments: Any, keywords: Any
-) -> Callable[..., list[torch.Tensor]]:
-    """A function of the tensor operands alone that makes the higher-order call."""
-    leaves, structure = pytree.tree_flatten((arguments, keywords))
-
-    def call(*operands: torch.Tensor) -> list[torch.Tensor]:
-        left = iter(operands)
-        filled = [next(left) if isinstance(leaf, _Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(filled, structure)
-        return [leaf for leaf in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-
-    return call
+        return Normalised(graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results)
 
 
 def _is_random(target: torch._ops.OpOverload, attrs: Mapping[str, Any]) -> bool:
     """True when the op draws random numbers (attention does only with dropout)."""
     return torch.Tag.nondeterministic_seeded in target.tags and attrs.get("dropout_p", 1.0) != 0.0
-
-
-def _is_default(parameter: Parameter, value: Any) -> bool:
-    """True for arguments that say where or how to allocate, in the usual way: they carry no meaning."""
-    if parameter.name in ("device", "pin_memory", "non_blocking"):
-        return True
-    if parameter.name == "layout":
-        return value in (None, torch.strided)
-    if parameter.name == "memory_format":
-        # Schemas spell the default contiguous_format as the number 0.
-        usual = torch.contiguous_format if parameter.default == 0 else torch.preserve_format
-        return value in (None, usual, parameter.default)
-    return parameter.name == "generator" and value is None

@@ -1,0 +1,277 @@
+"""What is captured offline, without weights, is what torch.compile sees at run time, and it computes the model."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import networkx as nx
+import pytest
+import torch
+from fuseplan.planner import capture_cache
+from fuseplan.planner.build import build_model
+from fuseplan.planner.capture import capture, record, trace_predispatch
+from fuseplan.planner.capture_cache import cached_capture, capture_key
+from fuseplan.planner.errors import CaptureError, ConfigError
+from fuseplan.planner.graph_json import graph_to_json
+from fuseplan.planner.models import ModelSource, find_source
+from fuseplan.planner.normalise import Normalised
+from fuseplan.planner.workload import Workload, decode, prefill
+from model_samples import write_config
+from torch import Tensor, fx, nn
+from tracing import ops, recording
+
+DECODE, PREFILL = decode(3, 32), prefill(2, 9)
+
+
+def at_run_time(source: ModelSource, workload: Workload) -> list[Normalised]:
+    """The graphs that torch.compile hands to a back end when the real model runs, checked against eager."""
+    model = build_model(source, "cpu")
+    args, kwargs = model.example(workload)
+    eager_args, eager_kwargs = deepcopy((args, kwargs))
+    traces: list[Normalised] = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        actual = torch.compile(model.module, backend=recording(traces))(*args, **kwargs)
+        expected = model.module(*eager_args, **eager_kwargs)
+    torch.testing.assert_close(actual[0], expected[0], rtol=2e-5, atol=2e-5)
+    if "past_key_values" in kwargs:
+        for layer, eager_layer in zip(
+            kwargs["past_key_values"].layers, eager_kwargs["past_key_values"].layers, strict=True
+        ):
+            torch.testing.assert_close(layer.keys, eager_layer.keys, rtol=2e-5, atol=2e-5)
+            assert int(layer.cumulative_length) == int(eager_layer.cumulative_length)
+    return traces
+
+
+@pytest.mark.parametrize(
+    ("family", "workload"),
+    [
+        ("llama", DECODE),
+        ("llama", PREFILL),
+        ("qwen3", DECODE),
+        ("gemma3", DECODE),
+        ("mixtral", DECODE),
+        ("gpt2", PREFILL),
+        ("bert", PREFILL),
+    ],
+)
+def test_offline_capture_equals_run_time_and_computes_the_model(
+    family: str, workload: Workload, tmp_path: Path
+) -> None:
+    source = find_source(config=write_config(tmp_path, family), dtype="float32")
+    running = [graph_to_json(trace.graph) for trace in at_run_time(source, workload)]
+    assert [graph_to_json(graph) for graph in capture(source, workload, "cpu").graphs] == running
+
+
+def test_layers_of_a_llama_stay_whole(tmp_path: Path) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    graph = capture(source, DECODE, "cpu").graph
+    names = ops(graph)
+    assert names.count("aten.linear.default") == 8
+    assert names.count("aten.scaled_dot_product_attention.default") == 1
+    assert names.count("aten.index_copy_.default") == 2
+    assert {graph.specs[value].dtype for value in graph.outputs} == {"bfloat16"}
+    writes = [node for node in graph if node.op == "aten.index_copy_.default"]
+    attention = next(node for node in graph if "attention" in node.op)
+    assert all(nx.has_path(graph.graph, node.name, attention.name) for node in writes)
+
+
+def test_seventy_billion_parameters_need_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    graph = capture(find_source("llama-3.1-70b", layers=2), prefill(1, 2048), "cpu").graph
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    weights_bytes = sum(graph.specs[name].nbytes() for name in graph.inputs)
+    assert weights_bytes > 7e9
+    assert grown_kib * 1024 < weights_bytes / 4
+
+
+def test_cuda_can_be_captured_without_a_gpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: the real device is captured")
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    assert ops(capture(source, DECODE, "cuda").graph) == ops(capture(source, DECODE, "cpu").graph)
+
+
+# -- the user's own module --------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Shares a weight between two layers and keeps a plain tensor as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.scale = nn.Buffer(torch.full((6,), 2.0))
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        y = torch.relu(self.second(self.first(x))) * self.scale
+        return y if extra is None else y + extra
+
+
+class Breaking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin() + 1
+        torch._dynamo.graph_break()
+        return y.cos() * 2
+
+
+class DataDependent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if float(x.sum()) > 0 else x - 1
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    code = """
+import torch
+from test_capture import Breaking, DataDependent, Tied
+
+def tied(): return Tied(), (torch.randn(5, 6),)
+def keyword(): return Tied(), {"x": torch.randn(5, 6), "extra": torch.randn(6)}
+def single(): return Tied(), torch.randn(5, 6)
+def breaking(): return Breaking(), (torch.randn(5, 6),)
+def data_dependent(): return DataDependent(), (torch.randn(5, 6),)
+def wrong(): return Tied()
+def failing(): raise RuntimeError("no such file: weights.bin")
+"""
+    (tmp_path / "user_models.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "test_capture", sys.modules[__name__])
+    monkeypatch.delitem(sys.modules, "user_models", raising=False)
+    return "user_models"
+
+
+@pytest.mark.parametrize("factory", ["tied", "keyword", "single"])
+def test_a_module_is_captured_as_it_runs(factories: str, factory: str) -> None:
+    source = find_source(module=f"{factories}:{factory}")
+    graph = capture(source, Workload("forward"), "cpu").graph
+    model = build_model(source, "cpu")
+    args, kwargs = model.example(Workload("forward"))
+    (trace,) = record(model.module, args, kwargs)
+    assert graph_to_json(graph) == graph_to_json(trace.graph)
+    weights = [name for name in graph.inputs if graph.specs[name].shape == (6, 6)]
+    assert len(weights) == 1
+
+
+def test_dtype_applies_to_a_module(factories: str) -> None:
+    source = find_source(module=f"{factories}:tied", dtype="fp16")
+    model = build_model(source, "cpu")
+    assert next(model.module.parameters()).dtype == torch.float16
+
+
+def test_graph_breaks_give_several_graphs(factories: str) -> None:
+    captured = capture(find_source(module=f"{factories}:breaking"), Workload("forward"), "cpu")
+    assert [ops(graph) for graph in captured.graphs] == [
+        ["aten.sin.default", "aten.add.Tensor"],
+        ["aten.cos.default", "aten.mul.Tensor"],
+    ]
+    with pytest.raises(CaptureError, match="2 graphs"):
+        _ = captured.graph
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("wrong", "must return"),
+        ("failing", "no such file: weights.bin"),
+        ("absent", "absent"),
+    ],
+)
+def test_a_bad_factory_is_named(factories: str, factory: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        capture(find_source(module=f"{factories}:{factory}"), Workload("forward"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["no_such_package_here:f", "user_models"])
+def test_a_bad_module_path_is_named(factories: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        capture(find_source(module=name), Workload("forward"), "cpu")
+
+
+def test_control_flow_on_data_cannot_be_captured(factories: str) -> None:
+    with pytest.raises(CaptureError):
+        capture(find_source(module=f"{factories}:data_dependent"), Workload("forward"), "cpu")
+
+
+def test_nothing_to_trace_is_an_error() -> None:
+    with pytest.raises(CaptureError, match="no tensor op"):
+        record(lambda x: x, [torch.ones(2)], {})
+
+
+def test_tracing_needs_a_back_end() -> None:
+    with pytest.raises(CaptureError, match="back end"):
+        trace_predispatch(fx.symbolic_trace(lambda x: x + 1), [torch.ones(2)])
+
+
+def test_a_refused_graph_raises_its_own_error() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x @ x
+
+    with pytest.raises(CaptureError, match="autocast"):
+        record(function, [torch.ones(2, 2)], {})
+
+
+# -- the cache --------------------------------------------------------------------------------------------
+
+
+def test_a_capture_comes_back_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, folder = find_source(config=write_config(tmp_path, "llama"), layers=1), tmp_path / "cache"
+    fresh = cached_capture(source, PREFILL, "cpu", folder)
+
+    def forbidden(*args: object) -> None:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr(capture_cache, "capture", forbidden)
+    kept = cached_capture(source, PREFILL, "cpu", folder)
+    assert graph_to_json(kept.graph) == graph_to_json(fresh.graph)
+    assert [dict(node.attrs) for node in kept.graph] == [dict(node.attrs) for node in fresh.graph]
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"graphs": [{"nodes": [1]}]}', '{"graphs": 3}', "[]"])
+def test_a_damaged_file_is_captured_again(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    path = tmp_path / f"{capture_key(source, PREFILL, 'cpu')}.json"
+    path.write_text(damage)
+    calls: list[object] = []
+    monkeypatch.setattr(capture_cache, "capture", lambda *args: calls.append(args) or _Empty())
+    cached_capture(source, PREFILL, "cpu", tmp_path)
+    assert len(calls) == 1
+
+
+class _Empty:
+    graphs = ()
+
+
+def test_an_unwritable_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setattr(capture_cache, "capture", lambda *args: _Empty())
+    assert cached_capture(source, PREFILL, "cpu", blocked / "cache").graphs == ()
+
+
+def test_the_users_module_is_never_cached(factories: str, tmp_path: Path) -> None:
+    cached_capture(find_source(module=f"{factories}:tied"), Workload("forward"), "cpu", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_key_tells_everything_apart_but_the_path(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "llama")
+    base = capture_key(find_source(config=path), DECODE, "cpu")
+    other = tmp_path / "elsewhere" / "config.json"
+    other.parent.mkdir()
+    other.write_text(path.read_text())
+    assert capture_key(find_source(config=other), DECODE, "cpu") == base
+    different = [
+        capture_key(find_source(config=path, layers=1), DECODE, "cpu"),
+        capture_key(find_source(config=path, dtype="float32"), DECODE, "cpu"),
+        capture_key(find_source(config=path), PREFILL, "cpu"),
+        capture_key(find_source(config=path), DECODE, "cuda"),
+        capture_key(find_source(config=write_config(tmp_path, "qwen3")), DECODE, "cpu"),
+    ]
+    assert len({base, *different}) == 6

@@ -1,0 +1,73 @@
+"""Graphs survive a trip through JSON text, and hostile text is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import sympy
+from fuseplan.kernels.index import symbol
+from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.graph_json import graph_from_json, graph_to_json, parse_size
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+S0, S1 = symbol("s0"), symbol("s1")
+
+
+def sample() -> DataflowGraph:
+    spec = TensorSpec((S0, 2 * S1 + 1), "bfloat16", (2 * S1 + 1, 1))
+    attrs = {
+        "dim": (-1,),
+        "flag": True,
+        "none": None,
+        "scale": 0.125,
+        "low": -math.inf,
+        "dtype": "float32",
+        "indices": (None, Ref(1)),
+        "size": (FloorDiv(S0 * S1, 2), Mod(S0, 3), S1**2, -S0 + 4),
+    }
+    nodes = [
+        OpNode("aten.sum.default", ("x",), ("a",), {}),
+        OpNode("aten.add_.Tensor", ("x", "y"), ("b",), attrs),
+        OpNode("aten.topk.default", ("b",), ("c", "d"), {"k": 2}),
+    ]
+    specs = dict.fromkeys("xyabcd", spec)
+    return DataflowGraph(nodes, specs, ["x", "y"], ["d", "a"], {"s0": 4, "s1": 7}, [("a", "b")])
+
+
+def one_op(attribute: str, value: object) -> DataflowGraph:
+    spec = TensorSpec.contiguous((2,), "float32")
+    node = OpNode("aten.mul.Tensor", ("x",), ("y",), {attribute: value})
+    return DataflowGraph([node], {"x": spec, "y": spec}, ["x"], ["y"])
+
+
+def test_a_graph_comes_back_equal() -> None:
+    graph = sample()
+    back = graph_from_json(json.loads(json.dumps(graph_to_json(graph), allow_nan=False)))
+    assert list(back) == list(graph)
+    assert [dict(node.attrs) for node in back] == [dict(node.attrs) for node in graph]
+    assert back.specs == graph.specs
+    assert (back.inputs, back.outputs, back.symbols) == (graph.inputs, graph.outputs, graph.symbols)
+    assert dict(back.graph.edges) == dict(graph.graph.edges)
+    assert type(back.op("b").attrs["flag"]) is bool
+
+
+def test_nan_comes_back_as_nan() -> None:
+    graph = one_op("other", math.nan)
+    back = graph_from_json(json.loads(json.dumps(graph_to_json(graph), allow_nan=False)))
+    assert math.isnan(back.op("y").attrs["other"])
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "s0.real", "f(s0)", "Mod(s0)", "s0 + 1.5", "[s0]", "s0 if s1 else 2", "s0 +", "True"]
+)
+def test_text_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("value", [object(), sympy.Max(S0, S1), {1, 2}])
+def test_what_is_no_data_is_not_written(value: object) -> None:
+    with pytest.raises(ValueError, match=r"no data|no size|cannot be written"):
+        graph_to_json(one_op("odd", value))

@@ -1,0 +1,67 @@
+"""Run a function through torch.compile, our normaliser and ``run_graph``, and compare with plain eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import sympy
+import torch
+from fuseplan.kernels.index import evaluate
+from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner.execute import run_graph
+from fuseplan.planner.graph import DataflowGraph, OpNode, Ref
+from fuseplan.planner.normalise import Normalised, normalise
+from torch import fx
+
+
+def runner(trace: Normalised) -> Callable[..., list[Any]]:
+    """A callable with the fx module's signature that interprets the dataflow graph instead."""
+
+    def run(*arguments: Any) -> list[Any]:
+        inputs = {name: arguments[position] for name, position in trace.placeholders.items()} | dict(trace.constants)
+        sizes = {name: int(arguments[position]) for name, position in trace.sizes.items()}
+        tensors = run_graph(trace.graph, inputs, sizes, trace.opaque)
+        results = [tensors[item.position] if isinstance(item, Ref) else item for item in trace.results]
+        return [evaluate(item, sizes) if isinstance(item, sympy.Expr) else item for item in results]
+
+    return run
+
+
+def recording(traces: list[Normalised]) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A torch.compile back end that keeps every normalised graph and runs it through ``run_graph``."""
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        traces.append(normalise(trace_predispatch(module, example_inputs)))
+        return runner(traces[-1])
+
+    return backend
+
+
+def check(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Normalised:
+    """Trace ``function``; assert that the interpreted graph gives eager's results and eager's mutations."""
+    traces: list[Normalised] = []
+    expected_inputs = deepcopy(inputs)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = function(*expected_inputs)
+        actual = torch.compile(function, backend=recording(traces), dynamic=dynamic)(*inputs)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(inputs, expected_inputs, rtol=0, atol=0)
+    assert len(traces) == 1
+    return traces[0]
+
+
+def ops(graph: DataflowGraph) -> list[str]:
+    return [node.op for node in graph]
+
+
+def only(graph: DataflowGraph, op: str) -> OpNode:
+    (found,) = [node for node in graph if node.op == op]
+    return found
+
+
+def ordered(graph: DataflowGraph) -> set[tuple[str, str]]:
+    """Op name pairs joined by an edge that carries no value."""
+    return {(a, b) for a, b, data in graph.graph.edges(data=True) if not data["values"]}

@@ -136,6 +136,7 @@ def guided_partition(
     margin: float = 0.0,
     max_measured: int | None = None,
     limits: CoverLimits = DEFAULT_LIMITS,
+    start: Sequence[Choice] = (),
 ) -> GuidedResult:
     """Find a partition whose measured cost is within ``tolerance`` of the least possible.
 
@@ -147,11 +148,12 @@ def guided_partition(
             measurements); of those the one with the fewest launches is taken, but none slower than unfused.
         max_measured: Choices to measure at most; the gap that is left then is in the result.
         limits: Sizes past which covers are found greedily.
+        start: Choices to measure before the first cover is solved; good ones let the loop stop sooner.
 
     Raises:
         ValueError: An op could not be measured unfused.
     """
-    return _Guided(problem, prices, limits).run(tolerance, margin, max_measured)
+    return _Guided(problem, prices, limits).run(tolerance, margin, max_measured, start)
 
 
 class _Guided:
@@ -162,9 +164,13 @@ class _Guided:
         self.bounds = [prices.bound_s(choice) for choice in problem.choices]
         self.times: dict[int, float] = {}
 
-    def run(self, tolerance: float, margin: float, max_measured: int | None) -> GuidedResult:
+    def run(
+        self, tolerance: float, margin: float, max_measured: int | None, start: Sequence[Choice]
+    ) -> GuidedResult:
         unfused = range(len(self.problem.ops))
-        self._measure(unfused)
+        first = set(start)
+        fused = [at for at, choice in enumerate(self.problem.choices) if choice.fused and choice in first]
+        self._measure([*unfused, *fused])
         unfused_s = math.fsum(self.times[at] for at in unfused)
         bound_s, exact, iterations = 0.0, False, 0
         while True:

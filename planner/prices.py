@@ -140,6 +140,7 @@ class MeasuredPrices(ModelPrices):
         self.tuner = tuner
         self.records: dict[tuple[str, ...], TuningRecord] = {}
         self.failures: dict[tuple[str, ...], str] = {}
+        self._screened_s: dict[Choice, float] = {}
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
         return [self._measure_s(choice) for choice in choices]
@@ -152,12 +153,17 @@ class MeasuredPrices(ModelPrices):
         return self.records[group.ops]
 
     def _measure_s(self, choice: Choice) -> float:
+        record = self.records.get(choice.group.ops) if choice.fused else None
+        if record is not None:
+            return fused_s(record)
+        if choice not in self._screened_s:
+            self._screened_s[choice] = self._screen_s(choice)
+        return self._screened_s[choice]
+
+    def _screen_s(self, choice: Choice) -> float:
         subject = self.book.subject(choice.group)
         if not choice.fused:
             return self.tuner.time_unfused(subject).median_us * 1e-6
-        record = self.records.get(choice.group.ops)
-        if record is not None:
-            return fused_s(record)
         trial = self.tuner.screen(subject)
         if trial.median_us is None:
             self.failures[choice.group.ops] = trial.reason

@@ -143,6 +143,8 @@ class MeasuredPrices(ModelPrices):
         self._screened_s: dict[Choice, float] = {}
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
+        fused = [choice.group for choice in choices if choice.fused and choice.group.ops not in self.records]
+        self.tuner.precompile(self.book.subject(group) for group in fused)
         return [self._measure_s(choice) for choice in choices]
 
     def tuned(self, group: Candidate) -> TuningRecord:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from fuseplan.kernels.backend import config_key
 from fuseplan.search import codec, tables
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.rows import json_or_empty, json_row, key_columns, record_row, same_key, trial_row
 from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, Table, and_, select
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -102,7 +102,7 @@ class Database:
     def put_record(self, record: TuningRecord) -> None:
         """Store a tuning record and close the trials that led to it, in one transaction."""
         with self.writing() as connection:
-            self._put(connection, tables.TUNINGS, record)
+            tables.upsert(connection, tables.TUNINGS, record_row(record))
             connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, record.key)).values(open=0))
 
     def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
@@ -112,7 +112,7 @@ class Database:
     def put_plan(self, plan: PlanRecord) -> None:
         """Store a plan."""
         with self.writing() as connection:
-            self._put(connection, tables.PLANS, plan)
+            tables.upsert(connection, tables.PLANS, record_row(plan))
 
     def records(self) -> Iterator[TuningRecord]:
         """Every readable tuning record, in key order."""
@@ -135,7 +135,7 @@ class Database:
     def devices(self) -> dict[str, dict[str, Any]]:
         """Every stored device spec by identity."""
         rows = self._select(tables.DEVICES)
-        return {row["device"]: _json_or_empty(row["payload"]) for row in rows}
+        return {row["device"]: json_or_empty(row["payload"]) for row in rows}
 
     def get_capture(self, name: str) -> dict[str, Any] | None:
         """A cached capture, or None."""
@@ -146,7 +146,7 @@ class Database:
         where = tables.CAPTURES.c.name.startswith(prefix, autoescape=True)
         rows = self._select(tables.CAPTURES, where, order=("created", "name"))
         sound = (row for row in rows if codec.checksum(row["payload"]) == row["checksum"])
-        return {row["name"]: _json_or_empty(row["payload"]) for row in sound}
+        return {row["name"]: json_or_empty(row["payload"]) for row in sound}
 
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
         """Cache a capture (any JSON object)."""
@@ -156,17 +156,8 @@ class Database:
 
     def log_trial(self, trial: Trial, versions: Versions) -> None:
         """Store one finished trial at once, so that a killed tune never repeats it."""
-        row = key_columns(trial.key) | {
-            "backend": trial.backend,
-            "config_hash": codec.checksum(config_key(trial.config)),
-            "versions": codec.dumps(versions),
-            "payload": codec.dumps(trial),
-            "created": now(),
-            "open": 1,
-            "median_us": trial.median_us,
-        }
         with self.writing() as connection:
-            tables.upsert(connection, tables.TRIALS, row)
+            tables.upsert(connection, tables.TRIALS, trial_row(trial, versions))
 
     def trials(self, key: RecordKey, versions: Versions | None = None, only_open: bool = False) -> list[Trial]:
         """Finished trials of a key in the order they finished; of these versions only, when given."""
@@ -198,7 +189,7 @@ class Database:
         }
         try:
             engine = self._engine if self.mode == "write" and self._engine else tables.open_for_writing(self.url)
-            with _transaction(engine) as connection:
+            with tables.transaction(engine) as connection:
                 where = same_key(table, key)
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
@@ -210,7 +201,7 @@ class Database:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
         rows = [dict(row) for row in self._select(tables.MISSES)]
         for row in rows:
-            row["payload"] = _json_or_empty(row["payload"])
+            row["payload"] = json_or_empty(row["payload"])
         return sorted(rows, key=lambda row: (-row["count"], row["workload"]))
 
     # -- plumbing shared with maintenance and transfer ----------------------------------------------------
@@ -221,7 +212,7 @@ class Database:
         if self.mode != "write" or self._engine is None:
             raise ReadOnlyDatabaseError(f"{self.url.render_as_string()} was opened for reading only")
         try:
-            with _transaction(self._engine) as connection:
+            with tables.transaction(self._engine) as connection:
                 yield connection
         except SQLAlchemyError as error:
             raise tables.explain(error, self._engine) from None
@@ -276,15 +267,11 @@ class Database:
             self._warn(f"{self.url.render_as_string()}: damaged {cls.__name__} '{row['label']}' ({error}); ignored")
             return None
 
-    @staticmethod
-    def _put(connection: Connection, table: Table, record: TuningRecord | PlanRecord) -> None:
-        tables.upsert(connection, table, record_row(record))
-
     def _get_json(self, table: Table, where: ColumnElement[bool]) -> dict[str, Any] | None:
         rows = self._select(table, where)
         if not rows or codec.checksum(rows[0]["payload"]) != rows[0]["checksum"]:
             return None
-        value = _json_or_empty(rows[0]["payload"])
+        value = json_or_empty(rows[0]["payload"])
         return value or None
 
     def _put_json(self, table: Table, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
@@ -296,46 +283,3 @@ class Database:
         if not self._warned:
             warnings.warn(f"{message}; going on without it", stacklevel=4)
             self._warned = True
-
-
-@contextlib.contextmanager
-def _transaction(engine: Engine) -> Iterator[Connection]:
-    with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
-        yield connection
-
-
-def key_columns(key: RecordKey) -> dict[str, Any]:
-    return {"workload": key.workload, "device": key.device, "regime": key.regime, "numerics": key.numerics}
-
-
-def same_key(table: Table, key: RecordKey) -> ColumnElement[bool]:
-    return and_(*(table.c[name] == value for name, value in key_columns(key).items()))
-
-
-def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:
-    """The row that stores a record."""
-    payload = codec.dumps(record)
-    return key_columns(record.key) | {
-        "label": record.label,
-        "versions": codec.dumps(record.evidence.versions),
-        "payload": payload,
-        "checksum": codec.checksum(payload),
-        "created": record.evidence.created,
-    }
-
-
-def json_row(key: Mapping[str, str], value: Mapping[str, Any]) -> dict[str, Any]:
-    """The row that stores a JSON object."""
-    try:
-        payload = json.dumps(dict(value), sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RecordError(f"{dict(key)}: cannot be stored as JSON: {error}") from error
-    return {**key, "payload": payload, "checksum": codec.checksum(payload), "created": now()}
-
-
-def _json_or_empty(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -36,12 +36,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What the trials showed: outcomes, back ends that refused, size of the space, compiled facts by config."""
+    """What the trials showed: outcomes, back ends that refused, size of the space."""
 
     trials: tuple[Trial, ...]
     refusals: Mapping[str, str]
     enumerated: int
-    resources: Mapping[tuple[str, str], Mapping[str, int]]
 
 
 def decide(
@@ -125,7 +124,7 @@ def _record(
         compiled=sum(not trial.reason.startswith("does not compile") for trial in verdicts.trials),
         measured=sum(trial.median_us is not None and not trial.duplicate_of for trial in verdicts.trials),
         work=subject.work,
-        resources=verdicts.resources.get((best.backend.name, config_key(best.config)), {}) if best is not None else {},
+        resources=dict(decision.resources[best.name]) if best is not None else {},
         evidence=replace(
             evidence, created=now(), clocks_mhz=decision.clocks_mhz,
             reason=_reason(best, fuse, gain, contest.threshold, verdicts),

@@ -61,7 +61,6 @@ class Screened:
 
     verdict: Verdict
     time: Measurement | None
-    resources: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,11 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decisive run: everyone's samples, and entrants that failed on fresh inputs."""
+    """The decisive run: everyone's samples, compiled facts by name, and entrants that failed on fresh inputs."""
 
     contest: Contest
     failed: Mapping[str, str]
+    resources: Mapping[str, Mapping[str, int]]
     eager_error: float
     clocks_mhz: Mapping[str, float]
 
@@ -139,12 +139,11 @@ def screen_config(bench: Bench, subject: Subject, backend: Backend, config: Conf
     with torch.no_grad():
         desk = _desk(bench, subject)
         kernel = backend.load(subject.ir, config, bench.target)
-        facts = resource_facts(kernel.resources)
         verdict = verify(kernel, subject, desk.oracle, desk.device)
         if not verdict.ok:
-            return Screened(verdict, None, facts)
+            return Screened(verdict, None)
         run = backend.fused_callable(subject.ir, config, bench.target)
-        return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s), facts)
+        return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s))
 
 
 def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
@@ -161,9 +160,11 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
         fresh = make_oracle(subject, bench.seed + 1, desk.device) if entrants else None
         runs: dict[str, Run] = {UNFUSED: desk.subject.eager}
         failed: dict[str, str] = {}
+        resources: dict[str, dict[str, int]] = {}
         for entrant in entrants:
             assert fresh is not None
             kernel = entrant.backend.load(subject.ir, entrant.config, bench.target)
+            resources[entrant.name] = resource_facts(kernel.resources)
             verdict = verify(kernel, subject, fresh, desk.device)
             if verdict.ok:
                 runs[entrant.name] = entrant.backend.fused_callable(subject.ir, entrant.config, bench.target)
@@ -172,7 +173,7 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
         result = contest(
             bench.timer, runs, desk.operands, bench.decide_s, twice if twice in runs else None
         )
-        return Decision(result, failed, min(desk.oracle.eager_error, 1e300), clocks_mhz(desk.device))
+        return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks_mhz(desk.device))
 
 
 def release() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,13 @@ def check_schema(engine: Engine) -> bool:
             f"{SCHEMA_VERSION}; it was left as it is: use the fuseplan that wrote it, or pass another file with --db"
         )
     return True
+
+
+@contextlib.contextmanager
+def transaction(engine: Engine) -> Iterator[Connection]:
+    """A transaction that takes the write lock when it begins."""
+    with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
+        yield connection
 
 
 def quarantine(file: Path) -> Path:

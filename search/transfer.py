@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fuseplan.search import codec, tables
-from fuseplan.search.database import Database, json_row, record_row
+from fuseplan.search.database import Database
 from fuseplan.search.errors import ImportRefusedError, RecordError, SchemaVersionError
 from fuseplan.search.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
+from fuseplan.search.rows import json_row, record_row
 
 _FORMAT = "fuseplan-records"
 

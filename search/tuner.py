@@ -6,66 +6,22 @@ is stored at once, so a tune that is killed goes on where it was.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TypeVar
 
-from fuseplan.kernels.backend import Backend, Config, Target, config_key
+from fuseplan.kernels.backend import Backend, Target
 from fuseplan.search import jobs
 from fuseplan.search.database import Database
-from fuseplan.search.decision import Choice, Verdicts, decide
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
-from fuseplan.search.space import Space, enumerate_space
-from fuseplan.search.strategy import Strategy, make_strategy
+from fuseplan.search.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.subject import Subject
 from fuseplan.search.timers import Timer, timer_for
-from fuseplan.search.worker import Executor, Outcome, WorkerPool
+from fuseplan.search.trials import Budget, ProgressEvent, SubjectRun, Workshop
+from fuseplan.search.worker import Executor, WorkerPool
 
-Phase = Literal["open", "compile", "screen", "decide", "done"]
+__all__ = ["Budget", "ProgressEvent", "Tuner"]
 
-
-@dataclass(frozen=True)
-class Budget:
-    """What one subject may cost. The first batch and the decision are always run.
-
-    Attributes:
-        trials: Configurations, over all back ends.
-        seconds: Wall time of proposing, compiling and screening.
-        screen_s: Seconds of samples for one screening.
-        decide_s: Seconds of interleaved rounds for the decision.
-        finalists: Challengers in the decision, beside the default and the unfused chain.
-        job_limit_s: After how long a job in a worker counts as hanging.
-    """
-
-    trials: int = 12
-    seconds: float = 6.0
-    screen_s: float = 0.08
-    decide_s: float = 0.5
-    finalists: int = 3
-    job_limit_s: float = 60.0
-
-
-@dataclass(frozen=True)
-class ProgressEvent:
-    """One step of a tune, for a progress bar. ``best_us`` is the best time so far, the unfused chain included."""
-
-    label: str
-    trial: int
-    of: int
-    best_us: float
-    phase: Phase
-
-
-@dataclass
-class _Entry:
-    """A back end that takes part: its space and the strategy over it."""
-
-    order: int
-    backend: Backend
-    space: Space
-    strategy: Strategy
+T = TypeVar("T")
 
 
 class Tuner:
@@ -76,7 +32,7 @@ class Tuner:
         target: The device kernels are compiled for.
         backends: Kernel back ends to choose from, in order of preference.
         device: Identity of the device, part of every key.
-        budget: What one subject may cost.
+        budget: What one subject may cost; the default :class:`Budget` when None.
         seed: Seed of the search and of the inputs.
         regime: ``"eager"`` or ``"graph"``.
         numerics: ``"fp32"`` or ``"eager"``, part of every key.
@@ -91,7 +47,7 @@ class Tuner:
         target: Target,
         backends: Sequence[Backend],
         device: str,
-        budget: Budget = Budget(),
+        budget: Budget | None = None,
         seed: int = 0,
         regime: str = "eager",
         numerics: str = "fp32",
@@ -103,16 +59,18 @@ class Tuner:
         self.target = target
         self.backends = tuple(backends)
         self.device = device
-        self.budget = budget
+        self.budget = budget = budget if budget is not None else Budget()
         self.seed = seed
         self.regime = regime
         self.numerics = numerics
         self.versions = Versions.current(target.device_type)
         timer = timer if timer is not None else timer_for(target.device_type, regime)
-        self._bench = jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s)
         self._executor: Executor = executor if executor is not None else WorkerPool()
         self._owns_executor = executor is None
-        self._progress = progress
+        self._shop = Workshop(
+            database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
+            self._executor, budget, self.versions, progress,
+        )
 
     def __enter__(self) -> Tuner:
         return self
@@ -147,11 +105,8 @@ class Tuner:
             self.database.forget_trials(key)
         elif stored is not None and not self.versions.mismatch(stored.evidence.versions):
             return stored
-        run = _Run(self, subject, key, [*neighbours, *([stored] if stored is not None else [])])
-        try:
-            record = run.execute()
-        finally:
-            self._executor.call(jobs.release, limit_s=self.budget.job_limit_s)
+        hints = [*([stored] if stored is not None else []), *neighbours]
+        record = self._released(SubjectRun(self._shop, subject, key, hints).execute)
         self.database.put_record(record)
         return record
 
@@ -172,7 +127,7 @@ class Tuner:
         for trial in self.database.trials(key, self.versions):
             if not trial.backend and trial.median_us is not None:
                 return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
-        outcome = self._executor.call(jobs.open_subject, self._bench, subject, limit_s=self.budget.job_limit_s)
+        outcome = self._shop.call(jobs.open_subject, self._shop.bench, subject)
         if not outcome.ok:
             raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
         time_us: Measurement = outcome.value
@@ -189,199 +144,27 @@ class Tuner:
         Raises:
             SubjectError: The unfused chain or its reference fails, or no back end takes part.
         """
-        run = _Run(self, subject, self.key(subject), ())
+        return self._released(SubjectRun(self._shop, subject, self.key(subject), ()).screen_defaults)
+
+    def precompile(self, subjects: Iterable[Subject]) -> None:
+        """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.
+
+        What does not compile is left to the screening to report; subjects with a stored trial or record are skipped.
+        """
+        pending = []
+        for subject in subjects:
+            key = self.key(subject)
+            if self.database.get_record(key).record is not None or self.database.trials(key, self.versions):
+                continue
+            backend = next((b for b in self.backends if self._shop.refusal(b, subject) is None), None)
+            if backend is not None:
+                config = backend.default_config(subject.ir, self.target)
+                pending.append((backend, subject.ir, config, self.target))
+        self._executor.map(jobs.prepare, pending, limit_s=self.budget.job_limit_s)
+
+    def _released(self, run: Callable[[], T]) -> T:
+        """Run, then let the measuring process forget the subject."""
         try:
-            return run.screen_defaults()
+            return run()
         finally:
-            self._executor.call(jobs.release, limit_s=self.budget.job_limit_s)
-
-    def report(self, event: ProgressEvent) -> None:
-        if self._progress is not None:
-            self._progress(event)
-
-
-class _Run:
-    """One subject's tune."""
-
-    def __init__(self, tuner: Tuner, subject: Subject, key: RecordKey, neighbours: Sequence[TuningRecord]) -> None:
-        self._tuner = tuner
-        self._subject = subject
-        self._key = key
-        self._budget = tuner.budget
-        self._executor = tuner._executor
-        self._refusals: dict[str, str] = {}
-        self._trials: dict[tuple[str, str], Trial] = {}
-        self._runs: dict[tuple[str, str], Trial] = {}
-        self._resources: dict[tuple[str, str], dict[str, int]] = {}
-        self._entries = self._take_part(neighbours)
-        self._best_us = float("inf")
-
-    def execute(self) -> TuningRecord:
-        self._open()
-        start = time.monotonic()
-        self._resume()
-        while batch := self._next_batch(time.monotonic() - start):
-            self._try(batch)
-        verdicts = Verdicts(
-            tuple(self._trials.values()), self._refusals, sum(len(entry.space) for entry in self._entries),
-            {key: dict(facts) for key, facts in self._resources.items()},
-        )
-        self._event("decide")
-        evidence = Evidence(now(), self._tuner.versions, self._tuner.seed, 0.0)
-        record = decide(
-            self._executor, self._tuner._bench, self._subject, self._key, self._choices(), verdicts, evidence,
-            self._budget.job_limit_s,
-        )
-        self._best_us = record.best_us
-        self._event("done")
-        elapsed_s = round(time.monotonic() - start, 3)
-        return replace(record, evidence=replace(record.evidence, elapsed_s=elapsed_s))
-
-    def screen_defaults(self) -> Trial:
-        """The trials of the default configurations, one back end after the other until one works."""
-        self._resume(only_open=False)
-        found: Trial | None = None
-        for entry in self._entries:
-            key = (entry.backend.name, config_key(entry.space.configs[0]))
-            if key not in self._trials:
-                if found is None:
-                    self._open()
-                self._try([(entry, 0)])
-            found = self._trials[key]
-            if found.median_us is not None:
-                return found
-        if found is None:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
-            raise SubjectError(f"{self._subject.label}: no back end takes part ({reasons})")
-        return found
-
-    # -- who takes part -----------------------------------------------------------------------------------
-
-    def _take_part(self, neighbours: Sequence[TuningRecord]) -> list[_Entry]:
-        tuner, ir = self._tuner, self._subject.ir
-        willing: list[tuple[int, Backend, Space]] = []
-        for order, backend in enumerate(tuner.backends):
-            reason = self._refusal(backend)
-            if reason is None:
-                willing.append((order, backend, enumerate_space(backend, ir, tuner.target)))
-            else:
-                self._refusals[backend.name] = reason
-        share = max(1, self._budget.trials // max(1, len(willing)))
-        entries = []
-        for order, backend, space in willing:
-            hints = [record.config for record in neighbours if record.backend == backend.name]
-            hints += backend.suggestions(ir, tuner.target)
-            first = [space.nearest(config) for config in hints]
-            entries.append(_Entry(order, backend, space, make_strategy(space, share, tuner.seed, first)))
-        return entries
-
-    def _refusal(self, backend: Backend) -> str | None:
-        target = self._tuner.target
-        if backend.device_type != target.device_type:
-            return f"is for {backend.device_type}, not {target.device_type}"
-        return backend.unavailable() or backend.refuse(self._subject.ir, target)
-
-    def _open(self) -> None:
-        self._event("open")
-        outcome = self._call(jobs.open_subject, self._tuner._bench, self._subject)
-        if not outcome.ok:
-            raise SubjectError(f"{self._subject.label}: cannot be tuned: {outcome.failure}")
-        unfused: Measurement = outcome.value
-        self._best_us = unfused.median_us
-
-    def _resume(self, only_open: bool = True) -> None:
-        """Take over the trials of a tune that was cut short (or of any tune)."""
-        by_name = {entry.backend.name: entry for entry in self._entries}
-        for trial in self._tuner.database.trials(self._key, self._tuner.versions, only_open=only_open):
-            entry = by_name.get(trial.backend)
-            position = entry.space.find(trial.config) if entry is not None else None
-            if entry is not None and position is not None:
-                self._note(entry, position, trial)
-
-    # -- trials -------------------------------------------------------------------------------------------
-
-    def _next_batch(self, elapsed_s: float) -> list[tuple[_Entry, int]]:
-        """Positions to try next; all back ends in turn, so that a compile batch fills the cores."""
-        if elapsed_s >= self._budget.seconds and self._trials:
-            return []
-        width = max(1, getattr(self._executor, "compilers", 1) // max(1, len(self._entries)))
-        return [(entry, position) for entry in self._entries for position in entry.strategy.ask(width)]
-
-    def _try(self, batch: Sequence[tuple[_Entry, int]]) -> None:
-        self._event("compile")
-        arguments = [
-            (entry.backend, self._subject.ir, entry.space.configs[position], self._tuner.target)
-            for entry, position in batch
-        ]
-        compiled = self._executor.map(jobs.prepare, arguments, limit_s=self._budget.job_limit_s)
-        for (entry, position), outcome in zip(batch, compiled, strict=True):
-            trial = self._screen(entry, position, outcome)
-            self._tuner.database.log_trial(trial, self._tuner.versions)
-            self._note(entry, position, trial)
-            self._event("screen")
-
-    def _screen(self, entry: _Entry, position: int, compiled: Outcome) -> Trial:
-        config = entry.space.configs[position]
-        blank = Trial(self._key, entry.backend.name, dict(config), created=now())
-        if not compiled.ok:
-            return replace(blank, reason=f"does not compile: {compiled.failure}")
-        prepared: jobs.Prepared = compiled.value
-        spilled = prepared.resources.get("spill_bytes", 0)
-        if spilled and position != 0:
-            return replace(blank, reason=f"spills {spilled} bytes of registers")
-        twin = self._runs.get((entry.backend.name, prepared.run_key)) if prepared.run_key else None
-        if twin is not None:
-            return replace(
-                blank, median_us=twin.median_us, reason=twin.reason, error=twin.error,
-                duplicate_of=config_key(twin.config),
-            )
-        trial = self._measure(entry, config, blank)
-        if prepared.run_key:
-            self._runs[entry.backend.name, prepared.run_key] = trial
-        return trial
-
-    def _measure(self, entry: _Entry, config: Config, blank: Trial) -> Trial:
-        outcome = self._call(jobs.screen_config, self._tuner._bench, self._subject, entry.backend, config)
-        if not outcome.ok:
-            return replace(blank, reason=outcome.failure)
-        screened: jobs.Screened = outcome.value
-        self._resources[entry.backend.name, config_key(config)] = dict(screened.resources)
-        error = min(screened.verdict.error, 1e300)
-        if screened.time is None:
-            return replace(blank, reason=f"wrong result: {screened.verdict.reason}", error=error)
-        return replace(blank, median_us=screened.time.median_us, error=error)
-
-    def _note(self, entry: _Entry, position: int, trial: Trial) -> None:
-        self._trials[trial.backend, config_key(trial.config)] = trial
-        entry.strategy.tell(position, trial.median_us)
-        if trial.median_us is not None:
-            self._best_us = min(self._best_us, trial.median_us)
-
-    def _choices(self) -> list[Choice]:
-        """The default of the first back end that has one which works, then the fastest others, in space order."""
-        timed = [
-            (entry, position, entry.strategy.times[position])
-            for entry in self._entries
-            for position in entry.strategy.times
-            if entry.strategy.times[position] < float("inf") and not self._is_copy(entry, position)
-        ]
-        default = next(((e, p) for e, p, _ in sorted(timed, key=lambda item: item[0].order) if p == 0), None)
-        ranked = sorted(timed, key=lambda item: (item[2], item[0].order, item[1]))
-        others = [(e, p) for e, p, _ in ranked if (e, p) != default][: self._budget.finalists]
-        others.sort(key=lambda item: (item[0].order, item[1]))
-        listed = [("default", *default)] if default is not None else []
-        listed += [(f"challenger {number}", e, p) for number, (e, p) in enumerate(others, 1)]
-        return [Choice(name, entry.backend, entry.space.configs[position]) for name, entry, position in listed]
-
-    def _is_copy(self, entry: _Entry, position: int) -> bool:
-        return bool(self._trials[entry.backend.name, config_key(entry.space.configs[position])].duplicate_of)
-
-    # -- small things -------------------------------------------------------------------------------------
-
-    def _call(self, function: Callable[..., object], *args: object) -> Outcome:
-        return self._executor.call(function, *args, limit_s=self._budget.job_limit_s)
-
-    def _event(self, phase: Phase) -> None:
-        of = sum(entry.strategy.limit for entry in self._entries)
-        event = ProgressEvent(self._subject.label, len(self._trials), of, self._best_us, phase)
-        self._tuner.report(event)
+            self._shop.call(jobs.release)

@@ -367,3 +367,67 @@ def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     compiles = sum(line.startswith("compile") for line in journal.read_text().splitlines())
     # At most one compile per kill was under way and had to be repeated.
     assert 3 * 19 <= compiles <= 3 * 19 + kills
+
+
+# -- ranking before a tune --------------------------------------------------------------------------------
+
+
+def test_the_unfused_chain_is_timed_once(db: Database) -> None:
+    calls: list[str] = []
+
+    class Counting(InlineExecutor):
+        def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
+            calls.append(function.__name__)
+            return super().call(function, *args, limit_s=limit_s)
+
+    shared = tuner(db, executor=Counting())
+    assert shared.time_unfused(SUBJECT).median_us == pytest.approx(100.0)
+    assert shared.time_unfused(SUBJECT).median_us == pytest.approx(100.0)
+    assert calls.count("open_subject") == 1
+    tuned = FakeSubject(key="tuned", eager_us=70.0)
+    shared.tune(tuned)
+    before = len(calls)
+    assert shared.time_unfused(tuned).median_us == pytest.approx(70.0)
+    assert len(calls) == before
+    with pytest.raises(SubjectError, match="cannot be timed"):
+        shared.time_unfused(FakeSubject(key="broken", broken="eager"))
+
+
+def test_screening_tries_the_default_once_and_a_tune_starts_from_it(db: Database, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    shared = tuner(db, FakeBackend(journal=str(journal)))
+    trial = shared.screen(SUBJECT)
+    assert trial.median_us == pytest.approx(35.0)
+    assert shared.screen(SUBJECT) == trial
+    record = shared.tune(SUBJECT)
+    assert record.measured == 19
+    compiles = Counter(line for line in journal.read_text().splitlines() if line.startswith("compile"))
+    assert set(compiles.values()) == {1}
+
+
+def test_screening_falls_to_the_next_back_end(db: Database) -> None:
+    failing = FakeBackend(faults={"tile=16,unroll=1": "wrong"})
+    assert tuner(db, failing, OtherBackend()).screen(SUBJECT).backend == "other"
+    alone = tuner(db, failing).screen(FakeSubject(key="alone"))
+    assert alone.median_us is None
+    assert "wrong result" in alone.reason
+    with pytest.raises(SubjectError, match=r"no back end takes part \(fake: cannot\)"):
+        tuner(db, FakeBackend(refusal="cannot")).screen(FakeSubject(key="none"))
+
+
+def test_precompiling_skips_what_is_known_and_who_cannot_take_part(db: Database, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    shared = tuner(db, FakeBackend(refusal="cannot"), OtherBackend(journal=str(journal)))
+    known = FakeSubject(key="known")
+    shared.screen(known)
+    journal.unlink()
+    shared.precompile([known, FakeSubject(key="new"), FakeSubject(key="newer")])
+    assert journal.read_text() == "compile tile=16,unroll=1\n" * 2
+    tuner(db, FakeBackend(refusal="cannot")).precompile([FakeSubject(key="new")])
+
+
+def test_many_neighbours_leave_trials_for_the_search(db: Database) -> None:
+    record = tuner(db).tune(SUBJECT)
+    rows = [replace(record, config={"tile": t, "unroll": u}) for t in (16, 32, 64) for u in (1, 2, 4, 8)]
+    found = tuner(db, budget=replace(BUDGET, trials=12)).tune(FakeSubject(key="other"), neighbours=rows)
+    assert dict(found.config) == {"tile": 128, "unroll": 4}

@@ -41,7 +41,8 @@ class GpuKernel(CompiledKernel):
         compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
         geometry: Programs and index width for given dynamic sizes.
         symbols: Names of the dynamic sizes.
-        arguments: For each pointer argument of the kernel, the buffer and the bytes to add to its address.
+        arguments: For each argument of the kernel before the dynamic sizes, the buffer and the bytes to add to its
+            address; or None and the value of a compile-time argument (launchers expect those in their places).
         num_buffers: Number of tensors in a call.
         resources: Facts of the default variant.
     """
@@ -51,7 +52,7 @@ class GpuKernel(CompiledKernel):
         compile_variant: Callable[[Variant], Any],
         geometry: Callable[[Mapping[str, int]], Geometry],
         symbols: tuple[str, ...],
-        arguments: tuple[tuple[int, int], ...],
+        arguments: tuple[tuple[int | None, int], ...],
         num_buffers: int,
         resources: Resources,
     ) -> None:
@@ -76,21 +77,27 @@ class GpuKernel(CompiledKernel):
         for address in addresses:
             bits |= address
         if self._arguments is not None:
-            addresses = [addresses[buffer] + offset for buffer, offset in self._arguments]
+            addresses = [rest if buffer is None else addresses[buffer] + rest for buffer, rest in self._arguments]
         device = tensors[0].get_device()
         key = (device, geometry.wide, bits % 16 == 0)
         launch = self._launchers.get(key)
         if launch is None:
             launch = self._launchers[key] = self._load(*key)
         if device == torch.cuda.current_device():
-            launch(geometry.programs, torch.cuda.current_stream(device).cuda_stream, *addresses, *sizes)
+            launch(geometry.programs, _raw_stream(device), *addresses, *sizes)
         else:
             with torch.cuda.device(device):
-                launch(geometry.programs, torch.cuda.current_stream(device).cuda_stream, *addresses, *sizes)
+                launch(geometry.programs, _raw_stream(device), *addresses, *sizes)
 
     def _load(self, device: int, wide: bool, aligned: bool) -> Callable[..., None]:
         with torch.cuda.device(device):
             return direct_launcher(self._compile_variant(Variant(wide, aligned)))
+
+
+def _raw_stream(device: int) -> int:
+    """Handle of the current stream, without making a ``torch.cuda.Stream`` where PyTorch offers that."""
+    query = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(query(device) if query else torch.cuda.current_stream(device).cuda_stream)
 
 
 def direct_launcher(compiled: Any) -> Callable[..., None]:

@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from fuseplan.kernels.backend import (
-    Backend,
-    BuildError,
-    CompiledKernel,
-    Config,
-    Resources,
-    Target,
-    Tunable,
-    config_key,
-)
+from fuseplan.kernels.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
+from fuseplan.kernels.gpu_backend import GpuBackend
 from fuseplan.kernels.gpu_build import (
     POINTER_TYPES,
     KernelSpec,
@@ -39,7 +31,7 @@ from fuseplan.kernels.triton_tile import needs_int64, next_power_of_2, segment_p
 _GENERATION = threading.Lock()
 
 
-class NinetoothedBackend(Backend):
+class NinetoothedBackend(GpuBackend):
     """Generated ninetoothed kernels for CUDA devices: arrangement and application, compiled by Triton.
 
     Like :class:`~fuseplan.kernels.triton_backend.TritonBackend`, it runs on CPU tensors in a process that has Triton's
@@ -50,7 +42,6 @@ class NinetoothedBackend(Backend):
     """
 
     name: ClassVar[str] = "ninetoothed"
-    device_type: ClassVar[str] = "cuda"
 
     def __init__(self, cache_dir: Path | str | None = None) -> None:
         self.store = ModuleStore("ninetoothed", cache_dir)
@@ -128,7 +119,7 @@ class NinetoothedBackend(Backend):
             functools.partial(self._compile, ir, config, target),
             lambda _: Geometry(count, False),
             (),
-            tuple((view.buffer, _byte_offset(ir, view)) for view in _by_pointer(self._generate(ir, config), views)),
+            _launch_arguments(ir, self._generate(ir, config), views),
             len(ir.buffers),
             self.prepare(ir, config, target),
         )
@@ -223,8 +214,12 @@ def _parameters(function: Any, views: tuple[View, ...]) -> Iterator[tuple[str, V
         yield name, *known[name]
 
 
-def _by_pointer(function: Any, views: tuple[View, ...]) -> list[View]:
-    return [view for _, view, dimension in _parameters(function, views) if dimension is None]
+def _launch_arguments(ir: KernelIR, function: Any, views: tuple[View, ...]) -> tuple[tuple[int | None, int], ...]:
+    """For :class:`GpuKernel`: addresses as buffer and byte offset, strides as constants."""
+    return tuple(
+        (view.buffer, _byte_offset(ir, view)) if dimension is None else (None, view.strides[dimension])
+        for _, view, dimension in _parameters(function, views)
+    )
 
 
 def _kernel_spec(ir: KernelIR, config: Config, variant: Variant, function: Any) -> KernelSpec:

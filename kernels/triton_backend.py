@@ -9,16 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from fuseplan.kernels.backend import (
-    Backend,
-    BuildError,
-    CompiledKernel,
-    Config,
-    Resources,
-    Target,
-    Tunable,
-    config_key,
-)
+from fuseplan.kernels.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
+from fuseplan.kernels.gpu_backend import GpuBackend
 from fuseplan.kernels.gpu_build import (
     POINTER_TYPES,
     KernelSpec,
@@ -35,7 +27,7 @@ from fuseplan.kernels.triton_index import symbol_argument
 from fuseplan.kernels.triton_tile import needs_int64, programs
 
 
-class TritonBackend(Backend):
+class TritonBackend(GpuBackend):
     """Generated Triton kernels for CUDA devices.
 
     In a process that has Triton's interpreter on (``TRITON_INTERPRET=1`` before the first import), :meth:`load` gives
@@ -46,7 +38,6 @@ class TritonBackend(Backend):
     """
 
     name: ClassVar[str] = "triton"
-    device_type: ClassVar[str] = "cuda"
 
     def __init__(self, cache_dir: Path | str | None = None) -> None:
         self.store = ModuleStore("triton", cache_dir)

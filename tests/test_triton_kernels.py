@@ -82,9 +82,8 @@ def test_the_default_config_is_a_feasible_point_of_the_space(sample: Sample, bac
 def test_feasible_configs_build_distinct_kernels(backend: TritonBackend) -> None:
     for sample in (samples.add_rms_norm(512, 4096, "bfloat16"), samples.swiglu(32, 1000), samples.softmax(64, 50000)):
         feasible = [c for c in every_config(backend, sample.ir) if backend.infeasible(sample.ir, c, SM90) is None]
-        body = [
-            (backend.source(sample.ir, c).split('"""', 2)[2], c["num_warps"], programs(sample.ir, c, {})) for c in feasible
-        ]
+        sources = [backend.source(sample.ir, config).split('"""', 2)[2] for config in feasible]
+        body = [(text, c["num_warps"], programs(sample.ir, c, {})) for text, c in zip(sources, feasible, strict=True)]
         assert 5 < len(feasible) <= 200
         assert len(set(body)) == len(body)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -138,9 +139,19 @@ def environment(session: Session, model: str, command: Sequence[str] | None = No
         "probe_noise": spec.noise if spec is not None else None,
         "clocks_mhz": clocks_mhz(device),
         "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
         "commit": commit(Path(__file__).parent),
         "versions": versions(device),
     }
+
+
+def quietness(facts: Mapping[str, Any]) -> list[str]:
+    """A sentence when other programs kept the processor busy, for then CPU times say little."""
+    load, cores = facts["load_average"], os.cpu_count() or 1
+    # The bench itself keeps up to all cores busy, so only more than that is somebody else.
+    if load <= 1.25 * cores:
+        return []
+    return [f"the machine was busy (load average {load} on {cores} cores): times on the CPU are not to be trusted"]
 
 
 def versions(device_type: str) -> dict[str, str]:

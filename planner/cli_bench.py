@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
@@ -152,19 +152,19 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
         print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
-    for line in words:
-        typer.echo(line)
-    _write(session, name, frames, words, out, {})
+    _write(session, name, frames, words, out)
 
 
 def _write(
-    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
-    more: dict[str, Any],
+    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None
 ) -> None:
     from fuseplan.planner import bench as results
 
     folder = out if out is not None else Path("results") / results.folder_name(session.device)
-    facts = results.environment(session, name) | more
+    facts = results.environment(session, name)
+    words = [*results.quietness(facts), *words]
+    for line in words:
+        typer.echo(line)
     for path in results.write_results(folder.expanduser(), results.file_name(name), frames, facts, words):
         typer.echo(f"written: {path}")
 
@@ -178,5 +178,4 @@ def _planner(session: Session, out: Path | None) -> None:
     growth = frame["us_per_op"].iloc[-1] / frame["us_per_op"].iloc[0]
     largest_s = frame["total_s"].iloc[-1]
     words = [f"the largest graph took {largest_s:.1f} s; time per op changes {growth:.2f}x over the range"]
-    typer.echo(words[0])
-    _write(session, "planner", {"planner": frame}, words, out, {})
+    _write(session, "planner", {"planner": frame}, words, out)

@@ -1,0 +1,342 @@
+"""Reports: exact numbers from a hand-made database, and a page that opens in a browser without a network."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import report_samples as samples
+from fuseplan.planner import report, report_accuracy, report_graph, report_plots, summary
+from fuseplan.planner.errors import PlanError
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.regions import find_regions
+from fuseplan.planner.report import ReportData, load_report
+from fuseplan.planner.report_html import html_report, table_html
+from fuseplan.search.record import Alternative, GroupChoice
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> ReportData:
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        return load_report(database, samples.DEVICE, samples.SPEC, "llama")
+
+
+# -- frames ---------------------------------------------------------------------------------------------------
+
+
+def test_group_frame_counts_runs_and_says_do_not_fuse(data: ReportData) -> None:
+    frame = report.group_frame(data).set_index("group")
+    swiglu = frame.loc["silu+mul 32x8192 bfloat16"]
+    assert swiglu["times"] == 32  # 16 in each of two workloads
+    assert swiglu["workload"] == "decode b1, prefill 1x128"
+    assert swiglu["speedup"] == pytest.approx(120.0 / 40.0)
+    assert swiglu["config"] == "threads=2 tile=1024"
+    rope = frame.loc["cat|neg <rope> 32x32x64 bfloat16"]
+    assert (rope["answer"], rope["speedup"], rope["fused_us"]) == ("do not fuse", 1.0, 55.0)
+    assert len(frame) == 3  # the lone neg was no tuning question
+
+
+def test_coverage_counts_ops_and_launches(data: ReportData) -> None:
+    frame = report.coverage_frame(data).set_index("workload")
+    decode = frame.loc["decode b1"]
+    # 16 x 2 (swiglu) + 32 x 4 (norm) fused; 16 x 3 (rope) not.
+    assert (decode["fusable"], decode["fused"]) == (208, 160)
+    assert decode["launches_unfused"] == 208
+    assert decode["launches"] == 16 * 1 + 32 * 1 + 16 * (2 + 1)
+    assert decode["planned_us"] == pytest.approx(16 * 40.0 + 32 * 20.0 + 16 * 55.5)
+    assert frame.loc["prefill 1x128", "coverage"] == 1.0
+
+
+def test_region_and_miss_frames(data: ReportData) -> None:
+    regions = report.region_frame(data)
+    assert len(regions) == 5
+    assert regions["speedup"].tolist() == pytest.approx([3.0, 4.5, 1.0, 3.0, 4.5])
+    misses = report.miss_frame(data)
+    assert misses[["label", "count"]].to_numpy().tolist() == [["gelu 7x13 float32", 1]]
+
+
+def test_headline_names_groups_that_lose(data: ReportData) -> None:
+    groups = report.group_frame(data)
+    assert report.headline(groups) == (
+        "2 of 3 groups are fused; geometric mean speed-up over unfused 2.38x; 0 slower than unfused beyond noise"
+    )
+    groups.loc[0, "speedup"] = 0.9
+    assert "1 slower" in report.headline(groups)
+    assert report.headline(groups.iloc[:0]) == "no group has been tuned"
+
+
+def test_records_without_a_summary_still_make_a_report(data: ReportData) -> None:
+    bare = replace(data, workloads=(), model="")
+    assert len(report.group_frame(bare)) == 3
+    assert report.coverage_frame(bare).empty
+    assert "no graph to draw" in html_report(bare)
+
+
+def test_names_carry_the_model_when_there_are_several(tmp_path: Path) -> None:
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        summary.store(database, samples.workload("decode b1", samples.REGIONS[:1], model="other"))
+        everything = load_report(database, samples.DEVICE)
+        assert "other decode b1" in report.coverage_frame(everything)["workload"].tolist()
+        assert load_report(database, samples.DEVICE, model="other").plans.keys() == {samples.SWIGLU_PLAN.key}
+
+
+def test_shortened_models_belong_to_their_model(tmp_path: Path) -> None:
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        summary.store(database, samples.workload("decode b16", samples.REGIONS, model="llama:2L"))
+        summary.store(database, samples.workload("decode b2", samples.REGIONS, model="llama"))
+        found = summary.load(database, samples.DEVICE, "llama")
+        names = [(one.model, one.workload) for one in found]
+        assert names == [
+            ("llama", "decode b1"), ("llama", "decode b2"), ("llama", "prefill 1x128"), ("llama:2L", "decode b16"),
+        ]
+
+
+def test_nothing_stored_is_an_error_that_names_the_nearest_model(tmp_path: Path) -> None:
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        with pytest.raises(PlanError, match=r"lama.*did you mean llama\?"):
+            load_report(database, samples.DEVICE, model="lama")
+        with pytest.raises(PlanError, match="no record of device nowhere"):
+            load_report(database, "nowhere")
+
+
+@pytest.mark.parametrize("ratios, expected", [([2.0, 8.0], 4.0), ([3.0, float("inf"), 0.0], 3.0)])
+def test_geometric_mean(ratios: list[float], expected: float) -> None:
+    assert report.geometric_mean(ratios) == pytest.approx(expected)
+
+
+def test_text_forms_keep_every_cell(data: ReportData) -> None:
+    groups = report.group_frame(data)
+    read = pd.read_csv(StringIO(report.to_text(groups, "csv")))
+    assert read["fused_us"].tolist() == groups["fused_us"].tolist()
+    markdown = report.to_text(groups, "markdown").splitlines()
+    assert len(markdown) == 2 + len(groups)
+    assert all(len(re.findall(r"(?<!\\)\|", line)) == len(groups.columns) + 1 for line in markdown)
+    assert r"cat\|neg" in markdown[-1]
+
+
+# -- accuracy ---------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_pairs_hold_what_was_measured(data: ReportData) -> None:
+    pairs = report_accuracy.accuracy_pairs(data)
+    assert {(pair.predicted_us, pair.measured_us) for pair in pairs} == {
+        (36.0, 40.0), (25.0, 20.0), (48.0, 50.0), (5.0, 5.5), (30.0, 35.0),
+    }
+    overall = report_accuracy.accuracy_table(data).iloc[0]
+    errors = sorted(abs(pair.predicted_us / pair.measured_us - 1) for pair in pairs)
+    assert overall["pairs"] == len(errors) == 7
+    assert overall["median_error"] == pytest.approx(errors[3])
+
+
+def test_regret_is_the_cost_of_the_models_own_choice(data: ReportData) -> None:
+    # Apart: predicted 8, measured 9. Together: predicted 5, measured 12. The model would fuse and lose 12 / 9.
+    plan = replace(
+        samples.SWIGLU_PLAN,
+        groups=(
+            GroupChoice((0,), "unfused", "", "silu", predicted_us=4.0, measured_us=4.0),
+            GroupChoice((1,), "unfused", "", "mul", predicted_us=4.0, measured_us=5.0),
+        ),
+        rejected=(Alternative((0, 1), "silu+mul", "slower", 5.0, 12.0),),
+    )
+    table = report_accuracy.regret_table(replace(data, plans={plan.key: plan}))
+    assert table[["best_us", "model_us"]].to_numpy().tolist() == [[pytest.approx(9.0), pytest.approx(12.0)]]
+    assert table["regret"].tolist() == [pytest.approx(12.0 / 9.0 - 1.0)]
+
+
+def test_regret_needs_a_choice(data: ReportData) -> None:
+    assert report_accuracy.regret_table(data).empty
+
+
+def test_accuracy_text_without_measurements(data: ReportData) -> None:
+    assert report_accuracy.accuracy_text(replace(data, plans={})) == ["No prediction has been measured yet."]
+
+
+# -- summaries ------------------------------------------------------------------------------------------------
+
+
+def _graph() -> tuple[DataflowGraph, dict[str, str]]:
+    """Two equal silu * x regions around a matmul."""
+    spec = TensorSpec.contiguous((4, 8), "float32")
+    nodes = [
+        OpNode("aten.silu.default", ("x",), ("a",)),
+        OpNode("aten.mul.Tensor", ("a", "x"), ("b",)),
+        OpNode("aten.linear.default", ("b", "w"), ("c",), {"bias": None}),
+        OpNode("aten.silu.default", ("c",), ("d",)),
+        OpNode("aten.mul.Tensor", ("d", "c"), ("e",)),
+    ]
+    specs = dict.fromkeys("xabcde", spec) | {"w": TensorSpec.contiguous((8, 8), "float32")}
+    return DataflowGraph(nodes, specs, ("x", "w"), ("e",)), {}
+
+
+def test_summarise_counts_repeated_regions_once(tmp_path: Path) -> None:
+    graph, _ = _graph()
+    regions = find_regions(graph)
+    plan = replace(samples.SWIGLU_PLAN, key=replace(samples.SWIGLU_PLAN.key, workload=regions[0].key))
+    made = summary.summarise("toy", "decode 1", graph, [(region, plan) for region in regions])
+    assert [(region.occurrences, region.ops) for region in made.regions] == [(2, ("silu.default", "mul.Tensor"))]
+    assert made.regions[0].edges == ((0, 1),)
+    assert (made.ops, made.views, made.externs, made.computes) == (5, 0, 1, 4)
+    assert made.extern_ops == {"aten.linear.default": 1}
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        summary.store(database, made)
+        assert summary.load(database, samples.DEVICE, "toy") == (made,)
+        database.put_capture("summary/damaged", {"model": "toy"})
+        assert summary.load(database, samples.DEVICE, "toy") == (made,)
+    with pytest.raises(ValueError, match="no region"):
+        summary.summarise("toy", "decode 1", graph, [])
+
+
+# -- pictures and the page --------------------------------------------------------------------------------------
+
+
+class _Reader(HTMLParser):
+    """Collects tags with their attributes, and checks that every element is closed in order."""
+
+    VOID = frozenset({"meta", "link", "br", "img", "path", "rect", "use", "input", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def _read(page: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(page)
+    assert reader.open == []
+    return reader
+
+
+def test_page_is_well_formed_and_needs_no_network(data: ReportData) -> None:
+    page = html_report(data)
+    reader = _read(page)
+    for tag, attributes in reader.tags:
+        assert tag not in {"script", "link", "iframe"}, f"{tag} in a page that must stand alone"
+        for name in ("src", "href", "xlink:href", "srcset"):
+            assert not (attributes.get(name) or "#").startswith(("http", "//")), (tag, attributes)
+    assert not re.search(r"@import|url\((?!#)", page)
+    ids = [attributes["id"] for _, attributes in reader.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_page_has_words_for_every_picture_and_a_phone_viewport(data: ReportData) -> None:
+    page = html_report(data)
+    tags = _read(page).tags
+    pictures = [attributes for tag, attributes in tags if tag == "svg"]
+    assert len(pictures) == 3 + len(samples.REGIONS)
+    assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in pictures)
+    assert any(tag == "meta" and attributes.get("name") == "viewport" for tag, attributes in tags)
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_page_escapes_labels(data: ReportData) -> None:
+    page = html_report(data)
+    assert "cat|neg &lt;rope&gt;" in page
+    assert "<rope>" not in page
+
+
+def test_page_without_a_probe_leaves_the_plots_of_the_device_out(data: ReportData) -> None:
+    page = html_report(replace(data, spec=None))
+    assert "Roofline" not in page
+    assert "Predicted and measured" in page
+
+
+def test_page_without_misses_says_so(data: ReportData) -> None:
+    assert "every look-up on this device found its plan" in html_report(replace(data, misses=()))
+
+
+def test_partition_drawing_puts_every_op_in_its_cluster() -> None:
+    drawing = report_graph.partition_svg(samples.REGIONS[2], samples.ROPE_PLAN)
+    assert drawing.count('class="op"') == 4  # three compute ops and the view
+    assert drawing.count('class="cluster"') == 2
+    assert drawing.count("<path") == 3
+    assert 'class="view"' in drawing
+    _read(drawing)
+
+
+def test_partition_drawing_shows_a_recomputed_op_twice() -> None:
+    plan = replace(
+        samples.NORM_PLAN,
+        groups=(
+            GroupChoice((0, 1, 2), "fused", "k", "add+pow+mean", "cpp", {}, 1.0, 0.5, 1.0),
+            GroupChoice((0, 3), "fused", "l", "add+mul", "cpp", {}, 1.0, 0.5, 1.0),
+        ),
+    )
+    drawing = report_graph.partition_svg(samples.REGIONS[1], plan)
+    assert drawing.count('class="op"') == 5
+    assert 'class="group0"' in drawing and 'class="group1"' in drawing
+
+
+def test_plots_take_their_colours_from_the_page() -> None:
+    plot = report_plots.roofline_plot(samples.SPEC, [samples.SWIGLU, samples.NORM])
+    assert "var(--fused)" in plot and "#010a" not in plot
+    assert "font-family" not in plot and "http" not in plot
+    assert report_plots.roofline_plot(samples.SPEC, [samples.SWIGLU, samples.NORM]) == plot
+
+
+def test_table_html_escapes_and_aligns() -> None:
+    table = table_html(pd.DataFrame({"name": ["<b>", None], "share": [0.25, float("nan")]}), "Shares", ("share",))
+    assert "&lt;b&gt;" in table and '<td class="number">25.0%</td>' in table and '<td class="number"></td>' in table
+
+
+def _chromium() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        found = shutil.which(name)
+        if found:
+            return found
+    pytest.skip("no Chromium on PATH (chromium, chromium-browser or google-chrome)")
+
+
+def test_page_opens_in_chromium_at_phone_width(data: ReportData, tmp_path: Path) -> None:
+    browser = _chromium()
+    # The page inside a frame of a phone's width, measured by the document around it.
+    measure = (
+        "const page = frame.contentDocument, width = page.documentElement.scrollWidth;"
+        "const plots = [...page.querySelectorAll('svg.plot')].map(one => one.getBoundingClientRect().width);"
+        "out.textContent = `width=${width} plots=${plots.length} widest=${Math.max(...plots)} "
+        "bars=${page.querySelectorAll('.bars li').length} title=${page.title} "
+        "colour=${getComputedStyle(page.querySelector('.bar.fused i')).backgroundColor}`;"
+    )
+    outer = tmp_path / "outer.html"
+    outer.write_text(
+        f'<p id="out"></p><iframe id="frame" width="390" height="800" style="border:0" '
+        f'srcdoc="{html.escape(html_report(data))}" onload="{html.escape(measure)}"></iframe>',
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+            "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+            outer.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )
+    found = re.search(
+        r"width=(\d+) plots=(\d+) widest=([\d.]+) bars=(\d+) title=(.*?) colour=(.*?)</p>", done.stdout
+    )
+    assert found is not None, done.stdout[:2000]
+    assert int(found[1]) <= 390, "the page scrolls sideways on a phone"
+    assert (int(found[2]), int(found[4])) == (3, 3)
+    assert float(found[3]) <= 390
+    assert found[5] == "Fusion report: llama"
+    assert found[6] == "rgb(11, 122, 138)"  # the light page's --fused

@@ -98,7 +98,8 @@ def test_where_a_tensor_is_made_carries_no_device() -> None:
 
 
 def test_a_move_between_devices_names_its_target() -> None:
-    trace = normalise(make_fx(lambda x: x.to("meta", torch.float16) * 2, pre_dispatch=True, tracing_mode="fake")(f32(3)))
+    traced = make_fx(lambda x: x.to("meta", torch.float16) * 2, pre_dispatch=True, tracing_mode="fake")(f32(3))
+    trace = normalise(traced)
     move = only(trace.graph, "aten.to.device")
     assert move.attrs["device"] == "meta"
     assert run_node(move, [f32(3)])[0].device.type == "meta"
@@ -184,6 +185,16 @@ def test_writes_keep_their_order_and_other_storages_are_free() -> None:
     assert (names[0], names[2]) in graph.graph.edges
     assert (names[0], names[1]) not in graph.graph.edges
     assert (names[1], names[2]) not in graph.graph.edges
+
+
+def test_inputs_that_share_memory_are_ordered() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        return y.exp()
+
+    base = f32(4, 3)
+    graph = check(function, base, base[1:]).graph
+    assert (only(graph, "aten.mul_.Tensor").name, only(graph, "aten.exp.default").name) in ordered(graph)
 
 
 def test_indexed_writes_return_the_tensor_they_wrote() -> None:

@@ -1,0 +1,41 @@
+"""On a GPU too, the graph captured on fake tensors is the one that torch.compile sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fuseplan.planner.build import build_model
+from fuseplan.planner.capture import capture, trace_predispatch
+from fuseplan.planner.graph_json import graph_to_json
+from fuseplan.planner.models import find_source
+from fuseplan.planner.normalise import normalise
+from fuseplan.planner.workload import Workload, decode, prefill
+from model_samples import write_config
+from torch import fx
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("workload", [decode(3, 64), prefill(2, 128)])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mixtral"])
+def test_offline_capture_equals_run_time(family: str, workload: Workload, tmp_path: Path) -> None:
+    source = find_source(config=write_config(tmp_path, family))
+    model = build_model(source, "cuda")
+    args, kwargs = model.example(workload)
+    running: list[dict[str, Any]] = []
+
+    def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        running.append(graph_to_json(normalise(trace_predispatch(module, example_inputs)).graph))
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model.module, backend=backend)(*args, **kwargs)
+    assert [graph_to_json(graph) for graph in capture(source, workload, "cuda").graphs] == running

@@ -15,7 +15,7 @@ torch.Size([2, 8])
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from fuseplan.planner.executor import GroupPlan, executable, failure_reason
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.normalise import dtype_name
 from fuseplan.planner.placement import Traced
+from fuseplan.planner.recipes import mutates
 from fuseplan.planner.resolve import Resolved, resolve
 from fuseplan.planner.session import Session, open_session
 from fuseplan.planner.subgraph import SubGraph, run_nodes, trace_subgraph
@@ -109,7 +110,16 @@ class FusionScheduler:
                 call = self._compile(graph, tensors)
                 if self.config.enable_cache:
                     self._cache[key] = call
-            return dict(zip(graph.output_names, call(*tensors), strict=True))
+            try:
+                results = call(*tensors)
+            except FuseplanError:
+                raise
+            except Exception as error:
+                if not self.config.fallback_on_error or any(mutates(node) for node in graph.ordered):
+                    raise
+                logger.warning("graph failed (%s); running its ops one by one", failure_reason(error))
+                results = _unfused(graph, tensors)(*tensors)  # names the op if it is the op that fails
+            return dict(zip(graph.output_names, results, strict=True))
 
     def explain(self, graph: SubGraph, inputs: Tensors) -> str:
         """The plan in words: every region, its groups with their configuration, and what was not chosen and why."""
@@ -133,12 +143,7 @@ class FusionScheduler:
     # -- building -----------------------------------------------------------------------------------------
 
     def _compile(self, graph: SubGraph, tensors: list[torch.Tensor]) -> Callable[..., Any]:
-        device = tensors[0].device if tensors else torch.device("cpu")
-        nodes = graph.ordered
-
-        def unfused(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return run_nodes(nodes, graph, dict(zip(graph.input_names, given, strict=True)), device.type)
-
+        unfused = _unfused(graph, tensors)
         if not self.config.enable_fusion:
             return unfused
         tally = new_tally(f"subgraph {len(self._tallies)}")
@@ -158,7 +163,7 @@ class FusionScheduler:
                 raise
             reason = failure_reason(error)
         tally.refuse(reason)
-        logger.warning("graph of %d ops runs unfused: %s", len(nodes), reason)
+        logger.warning("graph of %d ops runs unfused: %s", len(graph.nodes), reason)
         return unfused
 
     def _plan(self, graph: SubGraph, tensors: list[torch.Tensor], tally: Tally) -> tuple[Traced, Session, Resolved]:
@@ -185,6 +190,17 @@ class FusionScheduler:
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """The layout of a tensor."""
     return TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), tuple(tensor.stride()))
+
+
+def _unfused(graph: SubGraph, tensors: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The graph as its ATen ops, called with its inputs in order."""
+    nodes = graph.ordered
+    device_type = tensors[0].device.type if tensors else "cpu"
+
+    def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return run_nodes(nodes, graph, dict(zip(graph.input_names, given, strict=True)), device_type)
+
+    return run
 
 
 def _checked(graph: SubGraph, inputs: Tensors) -> list[torch.Tensor]:

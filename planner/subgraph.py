@@ -124,8 +124,7 @@ def full_name(node: OpNode) -> str:
     if not fitting:
         reasons = "; ".join(f"{name}: {_misfit(node, name)}" for name in usable[:3])
         raise GraphError(f"no overload of {node.op} ({node.name}) takes its operands: {reasons}")
-    # An overload with a tensor for every operand is what eager dispatches to; Scalar ones are for Python numbers.
-    return min(fitting, key=lambda name: (name.endswith(".Scalar"), names.index(name)))
+    return min(fitting, key=lambda name: (_unlikely(node, name), names.index(name)))
 
 
 def _misfit(node: OpNode, op: str) -> str | None:
@@ -139,6 +138,12 @@ def _misfit(node: OpNode, op: str) -> str | None:
     except ShapeError as error:
         return str(error)
     return None
+
+
+def _unlikely(node: OpNode, op: str) -> tuple[bool, int]:
+    """Orders overloads as eager dispatches: ``x + 2`` is ``add.Tensor``, but ``x ** 2`` is ``pow.Tensor_Scalar``."""
+    tensors = {parameter.name for parameter in parameters_of(op) if parameter.is_tensor}
+    return op.endswith(".Scalar"), sum(name in tensors and value is not None for name, value in node.attrs.items())
 
 
 def _short_names() -> list[str]:

@@ -1,0 +1,129 @@
+"""Named patterns against their formulas in float64, and the errors of their shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuseplan.planner.errors import ShapeError, UnknownPatternError
+from fuseplan.planner.patterns import PATTERNS, parse_shape, pattern, pattern_graph
+from fuseplan.planner.regions import find_regions
+from fuseplan.planner.scheduler import FusionConfig, FusionScheduler
+from fuseplan.planner.subject import random_tensor
+from reference_backend import ReferenceBackend, use
+
+Tensor = torch.Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotation of each pair (x_i, x_{i + D/2}), as complex multiplication. x: [B, S, H, D], tables: [B, S, D]."""
+    half = x.shape[-1] // 2
+    low, high = x.transpose(1, 2)[..., :half], x.transpose(1, 2)[..., half:]
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat([low * c[..., :half] - high * s[..., :half], high * c[..., half:] + low * s[..., half:]], -1)
+
+
+def causal_softmax(scores: Tensor) -> Tensor:
+    queries, keys = scores.shape[-2:]
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    weights = torch.where(visible, torch.exp(scores / 8 - (scores / 8).amax(-1, keepdim=True)), 0.0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+FORMULAS: dict[str, tuple[str, Callable[..., tuple[Tensor, ...]]]] = {
+    "swiglu": ("3x127", lambda gate, up: (gate * torch.sigmoid(gate) * up,)),
+    "geglu": ("2x3x33", lambda gate, up: (0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up,)),
+    "geglu_tanh": ("1x4097", lambda gate, up: (tanh_gelu(gate) * up,)),
+    "rms_norm": ("3x33", lambda x, weight: (rms_norm(x, weight),)),
+    "add_rms_norm": ("2x1x65", lambda residual, x, weight: (residual + x, rms_norm(residual + x, weight))),
+    "layer_norm": ("5x123", lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias),)),
+    "rope": ("2x3x5x6", lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))),
+    "causal_softmax": ("2x3x5x9", lambda scores: (causal_softmax(scores),)),
+}
+
+
+def test_every_pattern_has_a_formula_here() -> None:
+    assert FORMULAS.keys() == PATTERNS.keys()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_computes_its_formula_in_one_kernel(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = ReferenceBackend()
+    use(monkeypatch, kernels)
+    shape, formula = FORMULAS[name]
+    graph, specs = pattern(name, shape, dtype)
+    generator = torch.Generator().manual_seed(0)
+    inputs = {value: random_tensor(spec, generator, "cpu") for value, spec in specs.items()}
+    config = FusionConfig(min_nodes_for_fusion=1)
+    result = FusionScheduler(config, tmp_path / "tuning.db").dispatch(graph, inputs)
+    eager = FusionScheduler(FusionConfig(enable_fusion=False)).dispatch(graph, inputs)
+    exact = formula(*(tensor.double() for tensor in inputs.values()))
+    for value, expected in zip(graph.output_names, exact, strict=True):
+        error = float((result[value].double() - expected).norm() / expected.norm())
+        eager_error = float((eager[value].double() - expected).norm() / expected.norm())
+        assert error <= eager_error * 1.05 + 1e-7
+        assert result[value].dtype == eager[value].dtype and result[value].stride() == eager[value].stride()
+    # On a device that was not probed, one op by itself gains nothing by a kernel of ours.
+    assert len(kernels.calls) == (1 if len(graph.nodes) > 1 else 0)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_examples_and_keys(name: str) -> None:
+    example = PATTERNS[name].example
+    (region,) = find_regions(pattern_graph(name, example))
+    (again,) = find_regions(pattern_graph(name, parse_shape(example)))
+    (other,) = find_regions(pattern_graph(name, example, "float16"))
+    assert region.key == again.key != other.key
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("32x4096", (32, 4096)), (" 1X2x3 ", (1, 2, 3)), ("(8, 16)", (8, 16)), ("7", (7,))]
+)
+def test_shapes(text: str, shape: tuple[int, ...]) -> None:
+    assert parse_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["", "x", "32x", "32x-1", "32 4096", "axb", "3.5x2"])
+def test_unreadable_shapes(text: str) -> None:
+    with pytest.raises(ShapeError) as caught:
+        parse_shape(text)
+    assert str(caught.value) == f"cannot read shape {text!r}; write sizes joined by x, such as 32x4096"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "message"),
+    [
+        ("swiglu", "0x8", "float32", "shape '0x8' has an empty dimension; every size is at least 1"),
+        ("swiglu", "8", "float32", "pattern swiglu takes rows x columns (or batch x rows x columns), not 1 sizes (8)"),
+        ("rope", "2x2", "float32", "try 1x32x128x64"),
+        ("rope", "1x2x3x5", "float32", "the head dimension must be even, not 5"),
+        ("causal_softmax", "9x5", "float32", "at least as many keys as queries, not 9x5"),
+        ("rms_norm", "2x8", "int32", "cannot be built in dtype 'int32'; use bfloat16"),
+        ("rms_norm", "2x8", "float99", "cannot be built in dtype 'float99'"),
+    ],
+)
+def test_shapes_that_do_not_fit(name: str, shape: str, dtype: str, message: str) -> None:
+    with pytest.raises(ShapeError) as caught:
+        pattern(name, shape, dtype)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_pattern_suggests_the_nearest() -> None:
+    with pytest.raises(UnknownPatternError) as caught:
+        pattern_graph("swigloo", "2x2")
+    assert "unknown pattern 'swigloo'; did you mean swiglu" in str(caught.value)

@@ -1,0 +1,308 @@
+"""The ``plan`` command: help, one-line errors, and the whole way from tune to report on tiny inputs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import report_samples as samples
+import torch
+from fuseplan.costmodel.device import current_identity
+from fuseplan.planner import cli, cli_common, scaling, session
+from fuseplan.search.database import Database
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*argv: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.run([str(arg) for arg in argv])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    """A database that knows this machine's CPU, so that no command has to probe it."""
+    path = tmp_path / "tuning.db"
+    identity = current_identity("cpu")
+    with Database(path) as database:
+        spec = replace(samples.SPEC, identity=identity)
+        database.put_device(identity.key(), json.loads(spec.to_json()))
+    return path
+
+
+def assert_user_error(outcome: tuple[int, str, str], *words: str) -> None:
+    status, _, err = outcome
+    assert status == 2
+    lines = err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("plan: error: "), err
+    for word in words:
+        assert word in err, (word, err)
+
+
+# -- help and start-up ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["tune"], ["explain"], ["bench"], ["report"], ["probe"], ["backends"], ["db"], ["db", "prune"]]
+)
+def test_every_command_has_help(plan: Run, command: list[str]) -> None:
+    status, out, _ = plan(*command, "--help")
+    assert status == 0
+    assert out.startswith("Usage: plan") and len(out.splitlines()) > 5
+
+
+def test_version(plan: Run) -> None:
+    status, out, _ = plan("--version")
+    assert status == 0 and out.startswith("fuseplan 0.")
+
+
+def test_importing_the_command_line_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, fuseplan.planner.cli; "
+        "print([name for name in ('torch', 'pandas', 'matplotlib', 'transformers', 'sqlalchemy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_backends_says_what_can_be_used(plan: Run) -> None:
+    status, out, _ = plan("backends")
+    assert status == 0
+    for name in ("cpp", "triton", "ninetoothed"):
+        assert name in out
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in out
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["tune", "--model", "lama"], ["unknown model 'lama'", "did you mean llama"]),
+        (["tune", "--pattern", "swiglou", "--shape", "3x8"], ["unknown pattern 'swiglou'", "swiglu"]),
+        (["tune", "--pattern", "swiglu", "--shape", "3by8"], ["'3by8'", "32x4096"]),
+        (["tune", "--pattern", "swiglu"], ["needs --shape"]),
+        (["tune", "--pattern", "swiglu", "--shape", "3x8", "--decode", "1"], ["--pattern takes"]),
+        (["tune", "--shape", "3x8"], ["belongs to --pattern"]),
+        (["tune", "--config", "/nowhere/config.json"], ["/nowhere/config.json", "No such file"]),
+        (["tune", "--module", "toy_models:missing"], ["toy_models:missing"]),
+        (["tune", "--module", "toy_models:broken"], ["no weights here"]),
+        (["tune", "--decode", "0"], ["--decode", "'0'"]),
+        (["tune", "--dtype", "int3"], ["int3", "bfloat16"]),
+        (["tune", "--trials", "0"], ["--trials"]),
+        (["tune", "--frobnicate"], ["--frobnicate"]),
+        (["frobnicate"], ["frobnicate"]),
+        (["report", "--format", "pdf"], ["pdf"]),
+        (["db", "import", "/nowhere/records.jsonl"], ["/nowhere/records.jsonl"]),
+        (["tune", "--db", "nosuchdialect://host/db", "--pattern", "swiglu", "--shape", "3x8"], ["nosuchdialect"]),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(plan: Run, argv: list[str], words: list[str]) -> None:
+    assert_user_error(plan(*argv), *words)
+
+
+def test_unwritable_database(plan: Run) -> None:
+    outcome = plan("tune", "--pattern", "swiglu", "--shape", "3x8", "--db", "/proc/nowhere/tuning.db")
+    assert_user_error(outcome, "/proc/nowhere")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu(plan: Run) -> None:
+    assert_user_error(plan("tune", "--device", "cuda"), "no CUDA GPU", "--device cpu")
+
+
+def test_missing_compiler(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuseplan.kernels.cpp_backend import CppBackend
+
+    monkeypatch.setattr(CppBackend, "unavailable", lambda self: "no C++ compiler found; install g++ or clang++")
+    outcome = plan("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db)
+    assert_user_error(outcome, "install g++")
+
+
+def test_an_unexpected_error_is_one_line_and_exit_code_1(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("the planner\ndivided by zero")
+
+    monkeypatch.setattr("fuseplan.planner.cli_device._say_device", fail)
+    status, _, err = plan("backends")
+    assert status == 1
+    assert err == "plan: error: ZeroDivisionError: the planner divided by zero (add --debug for the traceback)\n"
+    status, _, err = plan("backends", "--debug")
+    assert status == 1 and "Traceback" in err and err.splitlines()[-1].startswith("plan: error:")
+
+
+def test_ctrl_c_says_how_to_go_on(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fuseplan.planner.cli_device._say_device", interrupt)
+    status, _, err = plan("backends")
+    assert status == 130
+    assert err.strip() == cli.INTERRUPTED
+
+
+def test_a_corrupt_database_is_one_warning_line(plan: Run, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.db"
+    path.write_bytes(b"SQLite format 3\0" + b"junk" * 500)
+    status, out, err = plan("db", "ls", "--db", path)
+    assert status == 0 and "no records" in out
+    assert len(err.strip().splitlines()) == 1 and err.startswith("plan: warning: ")
+
+
+# -- probe --------------------------------------------------------------------------------------------------------
+
+
+def test_probe_prints_stores_and_plots(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = replace(samples.SPEC, identity=current_identity("cpu"))
+    asked: list[bool] = []
+
+    def fake(kind: str, quick: bool, progress: object, kernel_call: object) -> object:
+        asked.append(quick)
+        return measured
+
+    monkeypatch.setattr(session, "probe", fake)
+    db, plot = tmp_path / "tuning.db", tmp_path / "plots" / "bandwidth.png"
+    status, out, _ = plan("probe", "--full", "--device", "cpu", "--db", db, "--plot", plot)
+    assert status == 0 and asked == [False]
+    assert "launch, eager" in out and str(db) in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    with Database(db, mode="read") as database:
+        assert cli_common.stored_spec(database, current_identity("cpu").key()) == measured
+
+
+# -- database -----------------------------------------------------------------------------------------------------
+
+
+def test_database_commands(plan: Run, tmp_path: Path) -> None:
+    path, copy, file = tmp_path / "a.db", tmp_path / "b.db", tmp_path / "records.jsonl"
+    samples.sample_database(path).close()
+    status, out, _ = plan("db", "ls", "--db", path)
+    assert status == 0 and "add+rms_norm" in out and "do not fuse" in out
+    status, out, _ = plan("db", "show", "silu+mul", "--db", path)
+    assert status == 0
+    assert '"TuningRecord"' in out and '"PlanRecord"' in out
+    assert_user_error(plan("db", "show", "silu+mol 32x8192 bfloat16", "--db", path), "did you mean")
+    assert plan("db", "export", file, "--db", path)[0] == 0
+    status, out, _ = plan("db", "import", file, "--db", copy)
+    assert status == 0 and out.startswith("7 entries")  # one device, three records, three plans
+    assert plan("db", "verify", "--db", copy)[0] == 0
+    file.write_text(file.read_text()[:-100])
+    assert_user_error(plan("db", "import", file, "--db", copy), "truncated")
+    status, out, _ = plan("db", "prune", "--device-key", samples.DEVICE, "--db", copy)
+    assert status == 0 and "3 tuning_records, 3 plan_records" in out
+    status, out, _ = plan("db", "ls", "--db", copy)
+    assert status == 0 and "no records" in out
+
+
+def test_verify_fails_on_a_damaged_record(plan: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with samples.sample_database(path) as database:
+        with database.writing() as connection:
+            connection.exec_driver_sql("UPDATE tuning_records SET checksum = 'x' WHERE label LIKE 'silu%'")
+    status, out, _ = plan("db", "verify", "--db", path)
+    assert status == 2 and "silu+mul" in out and "plan db prune" in out
+
+
+# -- report -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> tuple[str, ...]:
+    path = tmp_path / "tuning.db"
+    samples.sample_database(path).close()
+    return ("--db", str(path), "--device-key", samples.DEVICE, "--device", "cpu")
+
+
+def test_report_as_tables(plan: Run, sampled: tuple[str, ...]) -> None:
+    status, out, _ = plan("report", *sampled)
+    assert status == 0
+    for words in ("silu+mul 32x8192", "Coverage", "gelu 7x13", "geometric mean speed-up over unfused 2.38x"):
+        assert words in out, words
+    status, out, _ = plan("report", "accuracy", *sampled)
+    assert status == 0 and "spearman" in out and "median" in out
+
+
+def test_report_as_files(plan: Run, sampled: tuple[str, ...], tmp_path: Path) -> None:
+    status, out, _ = plan("report", "--format", "csv", *sampled)
+    assert status == 0 and out.startswith("workload,group,ops")
+    status, out, _ = plan("report", "accuracy", "--format", "csv", *sampled)
+    assert status == 0 and "relative_error" in out.splitlines()[0]
+    status, out, _ = plan("report", "accuracy", "--format", "markdown", *sampled)
+    assert status == 0 and "## Predicted against measured" in out
+    assert plan("report", "--format", "markdown", "--out", tmp_path / "new" / "r.md", *sampled)[0] == 0
+    assert "## Coverage" in (tmp_path / "new" / "r.md").read_text()
+    assert plan("report", "--format", "html", "--out", tmp_path / "r.html", *sampled)[0] == 0
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert_user_error(plan("report", "--format", "html", "--out", "/proc/nowhere/r.html", *sampled), "/proc/nowhere")
+
+
+def test_report_of_an_unknown_model(plan: Run, sampled: tuple[str, ...]) -> None:
+    assert_user_error(plan("report", "--model", "gpt9", *sampled), "gpt9", "plan tune")
+
+
+# -- tune, explain, bench -------------------------------------------------------------------------------------------
+
+
+def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) -> None:
+    command = ("tune", "--module", "toy_models:gated", "--trials", "1", "--seconds", "0.1", "--device", "cpu", "--db", db)
+    status, out, err = plan(*command)
+    assert status == 0, err
+    assert "silu+mul 3x24 float32" in out and "measured" in out and str(db) in out
+    status, out, err = plan(*command)
+    assert status == 0, err
+    assert "nothing was measured: all 1 distinct regions came from the database" in out
+    assert "stored" in out
+
+    status, out, err = plan("explain", "--module", "toy_models:gated", "--source", "--device", "cpu", "--db", db)
+    assert status == 0, err
+    assert "plan from the database" in out and "aten.linear.default" in out and "silu" in out
+
+    status, out, err = plan("report", "--model", "toy_models:gated", "--device", "cpu", "--db", db)
+    assert status == 0, err
+    assert "forward" in out
+
+    folder = db.parent / "results"
+    status, out, err = plan(
+        "bench", "--module", "toy_models:gated", "--no-inductor", "--seconds", "0.01", "--device", "cpu", "--db", db,
+        "--out", folder,
+    )
+    assert status == 0, err
+    rows = pd.read_csv(folder / "toy_models-gated-model.csv")
+    assert set(rows["contestant"]) == {"fuseplan", "eager"} and (rows["median_us"] > 0).all()
+    facts = json.loads((folder / "toy_models-gated.json").read_text())
+    assert facts["versions"]["torch"] == torch.__version__ and facts["device_key"] == current_identity("cpu").key()
+    assert "vs_eager" in (folder / "toy_models-gated.md").read_text()
+
+
+def test_explain_without_a_tune_uses_the_cost_model(plan: Run, db: Path) -> None:
+    status, out, err = plan("explain", "--pattern", "add_rms_norm", "--shape", "3x127", "--device", "cpu", "--db", db)
+    assert status == 0, err
+    assert "not tuned yet" in out and "one cpp kernel" in out
+    outcome = plan(
+        "explain", "--pattern", "swiglu", "--shape", "3x8", "--workload", "5x8", "--device", "cpu", "--db", db
+    )
+    assert_user_error(outcome, "'5x8'", "3x8")
+
+
+def test_bench_planner_writes_its_table(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = scaling.plan_scaling
+    monkeypatch.setattr(scaling, "plan_scaling", lambda: real((200, 400)))
+    status, out, err = plan("bench", "planner", "--device", "cpu", "--db", tmp_path / "a.db", "--out", tmp_path)
+    assert status == 0, err
+    rows = pd.read_csv(tmp_path / "planner-planner.csv")
+    assert len(rows) == 2 and (rows["total_s"] > 0).all()
+    assert "time per op" in out

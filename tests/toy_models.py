@@ -1,0 +1,29 @@
+"""Small modules for ``--module toy_models:<name>``."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Gated(nn.Module):
+    """A gated feed-forward block: two matmuls, silu and a product between them."""
+
+    def __init__(self, width: int = 16, inner: int = 24) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        hidden: torch.Tensor = self.down(torch.nn.functional.silu(gate) * up)
+        return hidden
+
+
+def gated() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Gated(), torch.randn(3, 16)
+
+
+def broken() -> tuple[nn.Module, torch.Tensor]:
+    raise RuntimeError("no weights here")

@@ -138,8 +138,9 @@ def _fill(module: nn.Module, std: float = 0.02, seed: int = 0) -> None:
     """
     device = next(module.parameters()).device
     block = torch.randn(1_000_003, generator=torch.Generator(device).manual_seed(seed), device=device).mul_(std)
+    blocks = {dtype: block.to(dtype) for dtype in {parameter.dtype for parameter in module.parameters()}}
     for name, parameter in module.named_parameters():
-        noise, flat = block.to(parameter.dtype), parameter.view(-1)
+        noise, flat = blocks[parameter.dtype], parameter.view(-1)
         for start in range(0, flat.numel(), noise.numel()):
             piece = flat[start : start + noise.numel()]
             piece.copy_(noise[: piece.numel()])

@@ -141,9 +141,9 @@ def bench_model(
         for name in (EAGER, OURS, *(peer for peer in peers if peer != EAGER)):
             start = time.perf_counter()
             own = _with_own_cache(model, workload, kwargs)
-            forward = Forward(_compiled(session, model, name), args, own, workload)
+            reset_stats()
             try:
-                reset_stats()
+                forward = Forward(_compiled(session, model, name), args, own, workload)
                 output = first_tensor(forward())
             except Exception as error:  # a peer that cannot compile the model must not end the bench
                 note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

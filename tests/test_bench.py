@@ -1,0 +1,188 @@
+"""The bench: statistics from hand-made samples, contestants that are right, peers that fail, files that can be read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import report_samples as samples
+import torch
+from fuseplan.costmodel.device import current_identity
+from fuseplan.planner import bench, bench_groups, bench_model
+from fuseplan.planner.bench import EAGER, INDUCTOR, OURS, BenchRow
+from fuseplan.planner.build import build_model
+from fuseplan.planner.models import find_source
+from fuseplan.planner.patterns import pattern_graph
+from fuseplan.planner.session import Session, open_session
+from fuseplan.planner.workload import Workload, decode
+from fuseplan.search.database import Database
+from fuseplan.search.measure import Contest
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    path = tmp_path / "tuning.db"
+    identity = current_identity("cpu")
+    with Database(path) as database:
+        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    return open_session("cpu", path)
+
+
+# -- statistics -------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_contest() -> None:
+    contest = Contest({OURS: (2.0, 1.0, 3.0, 2.0, 2.0), EAGER: (4.0, 5.0, 6.0, 4.0, 4.0)}, 0.02, "eager")
+    rows = bench.rows_of(contest, workload="decode 1", subject="swiglu")
+    ours, eager = rows[OURS], rows[EAGER]
+    assert (ours.median_us, ours.p20_us, ours.p80_us, ours.rounds) == (2.0, 2.0, 3.0, 5)
+    assert ours.gain is None
+    # Paired differences 2, 4, 3, 2, 2: median 2, over eager's median 4.
+    assert eager.gain == pytest.approx(0.5)
+    assert (eager.workload, eager.mode, eager.noise) == ("decode 1", "eager", 0.02)
+
+
+def _frame() -> pd.DataFrame:
+    def row(subject: str, contestant: str, median_us: float | None, gain: float | None = None) -> BenchRow:
+        return BenchRow("decode 1", subject, contestant, "eager", median_us, gain=gain, noise=0.05, key=subject)
+
+    return bench.bench_frame([
+        row("a", OURS, 2.0), row("a", EAGER, 8.0, 0.75), row("a", INDUCTOR, 1.0, -1.0),
+        row("b", OURS, 2.0), row("b", EAGER, 1.96, -0.02), row("b", INDUCTOR, None),
+    ])
+
+
+def test_comparison_puts_contestants_side_by_side() -> None:
+    table = bench.comparison(_frame()).set_index("subject")
+    assert table.loc["a", ["fuseplan_us", "eager_us", "vs_eager", "vs_inductor"]].tolist() == [2.0, 8.0, 4.0, 0.5]
+    assert table.loc["b", "vs_eager"] == pytest.approx(0.98)
+    assert pd.isna(table.loc["b", "vs_inductor"])
+
+
+def test_verdict_counts_losses_beyond_noise_only() -> None:
+    eager, inductor = bench.verdict(_frame(), "groups")
+    assert eager == "groups: 1.98x eager (geometric mean of 2); 0 slower beyond noise"
+    assert inductor == "groups: 0.50x inductor (geometric mean of 1); 1 slower beyond noise"
+
+
+def test_busy_machine_is_said() -> None:
+    assert bench.quietness({"load_average": 0.5}) == []
+    assert "not to be trusted" in bench.quietness({"load_average": 1e4})[0]
+
+
+# -- evidence ---------------------------------------------------------------------------------------------------
+
+
+def test_results_can_be_read_back(session: Session, tmp_path: Path) -> None:
+    facts = bench.environment(session, "toy", ["plan", "bench", "--model", "toy"])
+    assert facts["command"] == ["bench", "--model", "toy"]
+    assert facts["device"]["cores"] == torch.get_num_threads()
+    assert facts["versions"]["torch"] == torch.__version__
+    written = bench.write_results(tmp_path / "out", "toy", {"groups": _frame()}, facts, ["all well"])
+    assert [path.name for path in written] == ["toy-groups.csv", "toy.md", "toy.json"]
+    assert pd.read_csv(written[0])["median_us"].tolist()[:5] == [2.0, 8.0, 1.0, 2.0, 1.96]
+    text = written[1].read_text()
+    assert "* all well" in text and "| a |" in text.replace("decode 1 | a", "| a")
+    assert json.loads(written[2].read_text()) == facts
+
+
+def test_commit_is_empty_outside_a_repository(tmp_path: Path) -> None:
+    assert bench.commit(tmp_path) == ""
+
+
+def test_file_and_folder_names() -> None:
+    assert bench.folder_name("cuda-nvidia-h200-f15dd9b4c7e2") == "nvidia-h200"
+    assert bench.file_name("/models/my llama:2L") == "models-my-llama-2L"
+
+
+# -- groups -----------------------------------------------------------------------------------------------------
+
+
+def _groups(session: Session, name: str, shape: str) -> list[bench_groups.BenchGroup]:
+    graph = pattern_graph(name, shape, "float32")
+    plan = session.planner().plan_graph(graph)
+    return bench_groups.fused_groups(session, [(shape, graph, plan), (f"again {shape}", graph, plan)])
+
+
+def test_every_contestant_of_a_group_computes_the_same(session: Session) -> None:
+    (group,) = _groups(session, "add_rms_norm", "3x127")
+    assert group.workload == "3x127"
+    rows = {row.contestant: row for row in bench_groups.bench_group(session, group, (EAGER,), ("eager",), 0.0)}
+    assert rows.keys() == {OURS, EAGER}
+    for row in rows.values():
+        assert row.median_us is not None and row.median_us > 0
+        assert row.error is not None and row.error < 1e-6
+        assert row.key == group.choice.workload
+
+
+def test_inductor_kernel_is_right(session: Session) -> None:
+    (group,) = _groups(session, "swiglu", "3x17")
+    inputs = group.subject.make_inputs(0, "cpu")
+    with torch.no_grad():
+        outputs = bench_groups.inductor_callable(group.subject.chain, inputs, max_autotune=False)(*inputs)
+    reference = group.subject.reference(*inputs)
+    torch.testing.assert_close(list(outputs)[0].double(), reference[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_peer_that_fails_gets_a_row_with_the_reason(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no\nkernel")
+
+    monkeypatch.setattr(bench_groups, "inductor_callable", fail)
+    (group,) = _groups(session, "swiglu", "3x17")
+    rows = {row.contestant: row for row in bench_groups.bench_group(session, group, (EAGER, INDUCTOR), ("eager",), 0.0)}
+    assert rows[INDUCTOR].median_us is None and rows[INDUCTOR].note == "RuntimeError: no kernel"
+    assert rows[OURS].gain is None and rows[EAGER].gain is not None
+
+
+# -- models -----------------------------------------------------------------------------------------------------
+
+
+def test_every_contestant_of_a_model_computes_the_same(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = bench_model._compiled
+
+    def fail(session: Session, model: object, name: str) -> object:
+        if name == INDUCTOR:
+            raise RuntimeError("no compiler")
+        return compiled(session, model, name)
+
+    monkeypatch.setattr(bench_model, "_compiled", fail)
+    model = build_model(find_source(module="toy_models:gated"), "cpu")
+    made = bench_model.bench_model(session, model, Workload("forward"), (EAGER, INDUCTOR), ("eager",), 0.0)
+    rows = {row.contestant: row for row in made}
+    assert rows[OURS].error is not None and rows[OURS].error < 1e-6
+    assert rows[EAGER].error == 0.0
+    assert "1 by the model, 1 misses" in rows[OURS].note
+    assert rows[INDUCTOR].note == "RuntimeError: no compiler"
+
+
+def test_cache_is_put_back_before_it_is_full() -> None:
+    calls: list[int] = []
+
+    class Layer:
+        cumulative_length = torch.zeros(1)
+
+    cache = SimpleNamespace(layers=[Layer()])
+
+    def call(past_key_values: SimpleNamespace) -> None:
+        past_key_values.layers[0].cumulative_length += 1
+        calls.append(int(past_key_values.layers[0].cumulative_length))
+
+    forward = bench_model.Forward(call, (), {"past_key_values": cache}, decode(1, 16))
+    assert forward.room == 7
+    sample = bench_model.ForwardTimer("cpu").prepare(forward, [()])
+    for number in range(5):
+        sample(number)
+    # Half full is 8 of 16; whatever the speed of this machine, the cache never overflows.
+    assert max(calls) <= 16 and min(calls) == 9
+
+
+def test_first_tensor_finds_the_logits() -> None:
+    logits = torch.ones(2)
+    assert bench_model.first_tensor({"ids": torch.ones(1, dtype=torch.int64), "logits": logits}) is logits
+    with pytest.raises(ValueError, match="no floating-point tensor"):
+        bench_model.first_tensor((1, None))

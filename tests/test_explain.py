@@ -1,0 +1,108 @@
+"""The plan in words: every op is accounted for, and each boundary has its reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import report_samples as samples
+from fuseplan.costmodel.device import current_identity
+from fuseplan.planner.explain import explain, sources
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.patterns import pattern_graph
+from fuseplan.planner.plan import GraphPlan, RegionPlan
+from fuseplan.planner.session import Session, open_session
+from fuseplan.search.database import Database
+from fuseplan.search.record import Alternative, GroupChoice
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    path = tmp_path / "tuning.db"
+    identity = current_identity("cpu")
+    with Database(path) as database:
+        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    return open_session("cpu", path)
+
+
+def _words(session: Session, graph: DataflowGraph, plan: GraphPlan) -> str:
+    return "\n".join(explain(session, "decode 1", graph, plan))
+
+
+def _two_regions() -> DataflowGraph:
+    """silu(x) * x around a matmul, and an add that reads both sides."""
+    spec = TensorSpec.contiguous((4, 8), "float32")
+    nodes = [
+        OpNode("aten.silu.default", ("x",), ("a",)),
+        OpNode("aten.mul.Tensor", ("a", "x"), ("b",)),
+        OpNode("aten.linear.default", ("b", "w"), ("c",), {"bias": None}),
+        OpNode("aten.add.Tensor", ("b", "c"), ("d",)),
+    ]
+    specs = dict.fromkeys("xabcd", spec) | {"w": TensorSpec.contiguous((8, 8), "float32")}
+    return DataflowGraph(nodes, specs, ("x", "w"), ("d",))
+
+
+def test_library_calls_and_regions_have_reasons(session: Session) -> None:
+    graph = _two_regions()
+    words = _words(session, graph, session.planner().plan_graph(graph))
+    assert "4 ops. 0 are views (address maps, no work), 1 stay library calls, 3 can run in generated kernels" in words
+    assert "boundary: aten.linear.default" in words
+    assert "mul and add, because a path runs through aten.linear.default (c)" in words
+    assert "Region 1 of 2" in words and "Region 2 of 2" in words
+
+
+def test_model_plan_is_called_that(session: Session) -> None:
+    graph = pattern_graph("add_rms_norm", "3x128", "bfloat16")
+    words = _words(session, graph, session.planner().plan_graph(graph))
+    assert "not tuned yet: this is the cost model's plan" in words
+    assert "A: one cpp kernel: add, to, pow, mean, add, rsqrt, mul, to, mul" in words
+    assert "not measured" in words
+
+
+def _apart(session: Session, rejected: tuple[Alternative, ...]) -> str:
+    """The words for silu and mul run apart."""
+    graph = pattern_graph("swiglu", "3x128", "bfloat16")
+    (found,) = session.planner().plan_graph(graph).regions
+    groups = tuple(
+        GroupChoice((at,), "unfused", label=name, predicted_us=3.0, measured_us=2.0)
+        for at, name in enumerate(("silu", "mul"))
+    )
+    record = replace(found.record, groups=groups, rejected=rejected, measured=3)
+    return _words(session, graph, GraphPlan((RegionPlan(found.region, record, "database"),)))
+
+
+def test_a_boundary_that_was_measured_names_both_times(session: Session) -> None:
+    words = _apart(session, (Alternative((0, 1), "silu+mul", "not faster than its ops unfused", 4.0, 5.5),))
+    assert "between A and B: tried as one kernel: 5.50 us, apart 2.00 + 2.00 us; not faster" in words
+    assert "not chosen: silu+mul, 2 ops (5.50 us measured; 4.00 us predicted)" in words
+
+
+def test_a_boundary_that_was_not_measured_names_the_bound(session: Session) -> None:
+    words = _apart(session, ())
+    assert "between A and B: as one kernel at least" in words
+    assert "between A and B: legal as one kernel" in _apart(replace(session, spec=None), ())
+
+
+def test_a_boundary_between_ops_with_one_in_the_middle(session: Session) -> None:
+    graph = pattern_graph("rms_norm", "3x128", "float32")
+    (found,) = session.planner().plan_graph(graph).regions
+    compute = found.record.groups[0].ops
+    groups = tuple(GroupChoice((at,), "unfused", label=str(at), predicted_us=1.0) for at in compute)
+    plan = GraphPlan((RegionPlan(found.region, replace(found.record, groups=groups), "model"),))
+    words = _words(session, graph, plan)
+    # mul(x, rsqrt(...)) reads x directly and through the statistics.
+    assert "which a group with both must hold too" in words
+
+
+def test_long_lists_are_counted(session: Session) -> None:
+    many = tuple(Alternative((0,), f"silu {number}", "slower", 1.0, 2.0) for number in range(9))
+    assert "and 4 more measured groups that were not chosen" in _apart(session, many)
+
+
+def test_sources_are_the_generated_code(session: Session) -> None:
+    graph = pattern_graph("swiglu", "3x128", "bfloat16")
+    ((label, text),) = sources(session, graph, session.planner().plan_graph(graph))
+    assert label == "silu+mul 3x128 bfloat16"
+    assert "for" in text and "{" in text

@@ -108,6 +108,7 @@ class SubjectRun:
         self._refusals: dict[str, str] = {}
         self._trials: dict[tuple[str, str], Trial] = {}
         self._runs: dict[tuple[str, str], Trial] = {}
+        self._default_spills: dict[str, int] = {}
         self._entries = self._take_part(neighbours)
         self._best_us = float("inf")
 
@@ -216,7 +217,10 @@ class SubjectRun:
             return replace(blank, reason=f"does not compile: {compiled.failure}")
         prepared: jobs.Prepared = compiled.value
         spilled = prepared.resources.get("spill_bytes", 0)
-        if spilled and position != 0:
+        if position == 0:
+            self._default_spills[entry.backend.name] = spilled
+        # Some maths spills whatever the configuration; only what spills more than the default is not worth measuring.
+        if spilled > self._default_spills.get(entry.backend.name, spilled):
             return replace(blank, reason=f"spills {spilled} bytes of registers")
         twin = self._runs.get((entry.backend.name, prepared.run_key)) if prepared.run_key else None
         if twin is not None:

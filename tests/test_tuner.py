@@ -156,6 +156,13 @@ def test_every_finished_trial_is_checked_and_failures_cost_only_themselves(db: D
     assert record.measured == 13
 
 
+def test_spilling_no_more_than_the_default_is_no_reason(db: Database) -> None:
+    faults = {"tile=16,unroll=1": "spill", "tile=128,unroll=4": "spill"}
+    record = tuner(db, FakeBackend(faults=faults)).tune(SUBJECT)
+    assert dict(record.config) == {"tile": 128, "unroll": 4}
+    assert record.rejected == ()
+
+
 def test_a_failing_default_leaves_the_challengers(db: Database) -> None:
     record = tuner(db, FakeBackend(faults={"tile=16,unroll=1": "wrong"})).tune(SUBJECT)
     assert dict(record.config) == {"tile": 128, "unroll": 4}

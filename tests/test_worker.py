@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
+from fuseplan.search.supervisor import CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
 from fuseplan.search.worker import InlineExecutor, WorkerPool
 
 LIMIT = 30.0
@@ -226,3 +231,78 @@ def test_the_inline_executor_reports_like_the_pool() -> None:
     assert inline.call(fail, "x", limit_s=1).failure == "ValueError: x"
     assert [o.value for o in inline.map(add, [(1, 1), (2, 2)], limit_s=1)] == [2, 4]
     inline.close()
+
+
+# -- the supervisor, driven directly ----------------------------------------------------------------------
+
+
+class Supervised:
+    """A supervisor in a thread of this process, so that its steps can be watched."""
+
+    def __init__(self) -> None:
+        self.pipe, far = Pipe()
+        self.supervisor = Supervisor(far, threads=1)
+        self.thread = threading.Thread(target=self.supervisor.run, daemon=True)
+        self.thread.start()
+
+    def ask(
+        self, job: int, function: Callable[..., object], *args: object, lane: int = 0, limit_s: float = 20.0
+    ) -> None:
+        self.pipe.send(Request(lane, job, limit_s, pickle.dumps((function, args))))
+
+    def answer(self) -> tuple[int, str, object]:
+        assert self.pipe.poll(20)
+        job, state, payload = self.pipe.recv()
+        return job, state, pickle.loads(payload) if state == OK else payload
+
+    def end(self) -> None:
+        # The workers, forked from this process, hold copies of this end: closing it alone would not be seen.
+        with socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+        self.pipe.close()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def supervised() -> Iterator[Supervised]:
+    running = Supervised()
+    yield running
+    running.end()
+
+
+def test_replies_name_their_job_and_state(supervised: Supervised) -> None:
+    supervised.ask(7, add, 2, 3)
+    assert supervised.answer() == (7, OK, 5)
+    supervised.ask(8, fail, "no")
+    assert supervised.answer() == (8, RAISED, "ValueError: no")
+    supervised.ask(9, crash)
+    assert supervised.answer() == (9, CRASHED, "killed by SIGSEGV")
+    supervised.ask(10, leave, 4)
+    assert supervised.answer() == (10, CRASHED, "exited with status 4")
+    supervised.ask(11, hang, limit_s=0.2)
+    assert supervised.answer() == (11, TIMED_OUT, "")
+    supervised.ask(12, fail, "CUDA error: misaligned address")
+    assert supervised.answer() == (12, RAISED, "ValueError: CUDA error: misaligned address")
+    supervised.ask(13, add, 1, 1)
+    assert supervised.answer() == (13, OK, 2)
+
+
+def test_lanes_have_their_own_deadlines(supervised: Supervised) -> None:
+    supervised.ask(1, hang, lane=1, limit_s=0.4)
+    supervised.ask(2, add, 1, 1, lane=2)
+    assert supervised.answer() == (2, OK, 2)
+    assert supervised.answer() == (1, TIMED_OUT, "")
+
+
+def test_a_worker_killed_while_idle_is_replaced(supervised: Supervised) -> None:
+    supervised.ask(1, os.getpid)
+    _, _, pid = supervised.answer()
+    assert isinstance(pid, int)
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(500):
+        if not supervised.supervisor._lanes:
+            break
+        time.sleep(0.01)
+    supervised.ask(2, add, 1, 1)
+    assert supervised.answer() == (2, OK, 2)

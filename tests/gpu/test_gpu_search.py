@@ -1,0 +1,121 @@
+"""The search on a CUDA device: timers, verification, isolation of device errors, a tune with Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from fuseplan.kernels.backend import CompiledKernel, Config, Target
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.registry import local_target
+from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.search.database import Database
+from fuseplan.search.measure import contest, rotating_operands, screen
+from fuseplan.search.timers import timer_for
+from fuseplan.search.tuner import Budget, Tuner
+from fuseplan.search.worker import WorkerPool
+from search_fakes import FakeBackend, FakeKernel, FakeSubject
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@dataclass(frozen=True)
+class CudaSubject(FakeSubject):
+    """The muladd subject with its tensors on the device and its oracle there too."""
+
+    def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
+        return [tensor.to(device) for tensor in super().make_inputs(seed, device)]
+
+    def allocate_outputs(self, device: str) -> list[torch.Tensor]:
+        return [torch.empty(self.rows, self.cols, device=device)]
+
+
+class FaultyKernel(FakeKernel):
+    """Runs on the device; the fault is a real device-side assertion."""
+
+    def __call__(self, *args: torch.Tensor | int) -> None:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if self._fault:
+            tensors[0].view(-1)[torch.tensor([tensors[0].numel() + 5], device="cuda")]
+            torch.cuda.synchronize()
+        a, b, w, out = tensors
+        out.copy_(a * b + w)
+
+
+class CudaFake(FakeBackend):
+    """The fake back end on the device."""
+
+    device_type = "cuda"
+
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        fault = "assert" if int(config["tile"]) == 32 else ""
+        return FaultyKernel(ir, self.time_us(config), 0.0, fault)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(compilers=8) as pool:
+        yield pool
+
+
+SUBJECT = CudaSubject(rows=512, cols=4096)
+
+
+@pytest.mark.parametrize("regime", ["eager", "graph"])
+def test_timers_rank_by_size_and_agree_with_bandwidth(regime: str) -> None:
+    small, large = (torch.zeros(n, device="cuda") for n in (1 << 10, 1 << 27))
+    timer = timer_for("cuda", regime)
+    runs = {"large": lambda x: large + x, "small": lambda x: small + x}
+    result = contest(timer, runs, [(torch.ones(1, device="cuda"),)] * 3, seconds=0.2)
+    assert result.winner("large", ["small"]) == "small"
+    # 1 GiB of traffic: between 1 and 8 TB/s on anything this runs on.
+    assert 134 < result.time("large").median_us < 1100
+
+
+def test_a_graph_hides_the_host() -> None:
+    x = torch.zeros(64, device="cuda")
+    times = {regime: screen(timer_for("cuda", regime), torch.neg, [(x,)], 0.1) for regime in ("eager", "graph")}
+    assert times["graph"].median_us < times["eager"].median_us
+
+
+def test_cold_weights_are_slower_than_hot_ones() -> None:
+    weight = torch.randn(4 << 20, device="cuda")
+    timer = timer_for("cuda", "graph")
+    cold = rotating_operands([weight], [False], torch.cuda.get_device_properties(0).L2_cache_size, 4 << 30)
+    assert len(cold) > 8
+    hot_us, cold_us = (screen(timer, torch.sum, operands, 0.2).median_us for operands in ([(weight,)], cold))
+    assert cold_us > hot_us
+
+
+@pytest.mark.parametrize("regime", ["eager", "graph"])
+def test_triton_kernels_are_tuned(pool: WorkerPool, tmp_path: Path, regime: str) -> None:
+    backend = TritonBackend(tmp_path)
+    budget = Budget(trials=16, seconds=30.0)
+    database = Database("sqlite://")
+    tuner = Tuner(database, local_target("cuda"), (backend,), "gpu-test", budget, regime=regime, executor=pool)
+    record = tuner.tune(replace(SUBJECT, key=regime))
+    print(record)
+    assert record.fuse
+    assert record.measured > 4
+    assert record.fused is not None
+    assert record.fused.regime == regime
+    assert record.evidence.versions.triton
+    assert record.resources["registers"] > 0
+
+
+def test_a_device_side_assertion_costs_one_config(pool: WorkerPool) -> None:
+    backend = CudaFake(tiles=(16, 32, 64), unrolls=(1,), best=(0, 0))
+    tuner = Tuner(
+        Database("sqlite://"), local_target("cuda"), (backend,), "gpu-test", Budget(trials=3, seconds=60.0),
+        executor=pool,
+    )
+    record = tuner.tune(SUBJECT)
+    assert record.measured == 2
+    assert [dict(rejection.config) for rejection in record.rejected] == [{"tile": 32, "unroll": 1}]
+    assert "assert" in record.rejected[0].reason

@@ -8,43 +8,22 @@ which is how the planner tells a legal group from an illegal one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fuseplan.kernels.index import Index, Size, as_size, flatten, known_less_equal
-from fuseplan.kernels.ir import (
-    ITEMSIZE,
-    Apply,
-    Buffer,
-    Cast,
-    Const,
-    Instr,
-    Iota,
-    KernelIR,
-    Load,
-    Reduce,
-    RegisterType,
-    Round,
-    Segment,
-    Store,
-    register_type,
-    validate,
-)
-from fuseplan.kernels.ops import OPS
+from fuseplan.kernels.index import Index, Size, flatten
+from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, register_type, validate
 from fuseplan.planner.coalesce import coalesce
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.recipes import VIEW_MAPS, find_recipe, kind_of
+from fuseplan.planner.graph import DataflowGraph, TensorSpec
+from fuseplan.planner.puller import Group, NotLowerable, Puller, Space, column
+from fuseplan.planner.recipes import find_recipe, kind_of
+from fuseplan.planner.views import Position
 
-#: A position in a tensor: one index expression per dimension.
-Position = tuple[Index, ...]
+__all__ = ["Lowered", "NotLowerable", "group_outputs", "lower"]
 
 #: ``cat`` pieces along the columns that are unrolled into one body instead of being selected by a mask.
 MAX_PIECES = 4
-
-
-class NotLowerable(Exception):
-    """The group cannot be one kernel; the message says why, naming the op."""
 
 
 @dataclass(frozen=True)
@@ -100,30 +79,6 @@ def group_outputs(graph: DataflowGraph, members: frozenset[str]) -> tuple[str, .
     return tuple(value for name in names for value in graph.op(name).outputs if escapes(value))
 
 
-@dataclass
-class _Space:
-    """One iteration space under construction. ``pieces`` copies of the columns are unrolled side by side."""
-
-    rows: tuple[Size, ...]
-    cols: Size
-    pieces: int = 1
-    body: list[Instr] = field(default_factory=list)
-    known: dict[Instr, int] = field(default_factory=dict)
-    pulled: dict[tuple[str, Position, int | None], int] = field(default_factory=dict)
-    stores: list[Store] = field(default_factory=list)
-
-    @property
-    def width(self) -> Size:
-        """Columns of one piece."""
-        return self.cols if self.pieces == 1 else self.cols // self.pieces
-
-    def emit(self, instr: Instr) -> int:
-        if instr not in self.known:
-            self.known[instr] = len(self.body)
-            self.body.append(instr)
-        return self.known[instr]
-
-
 @dataclass(frozen=True)
 class _Plan:
     """The iteration space chosen for one output: which of its dimensions are rows, and what the columns are."""
@@ -139,10 +94,8 @@ class _Lowering:
     def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str) -> None:
         self.graph = graph
         self.members = members
-        self.numerics = numerics
-        self.inputs: list[str] = []
+        self.group = Group(graph, members, numerics)
         self.outputs: list[str] = []
-        self.boundaries: set[int] = set()
 
     def run(self, wanted: tuple[str, ...]) -> Lowered:
         self.outputs = list(wanted)
@@ -152,11 +105,11 @@ class _Lowering:
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
         segments = [self._segment(rows, cols, members) for (rows, cols), members in spaces.items()]
         for value in self._leaves(wanted):
-            self.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
+            self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
         buffers = self._buffers()
         ir = KernelIR(buffers, tuple(coalesce(self._renumber(segment)) for segment in segments))
         validate(ir)
-        return Lowered(ir, tuple(self.inputs), tuple(self.outputs))
+        return Lowered(ir, tuple(self.group.inputs), tuple(self.outputs))
 
     # -- iteration spaces ---------------------------------------------------------------------------------
 
@@ -223,32 +176,32 @@ class _Lowering:
         return sorted(found)
 
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
-        self.boundaries = set()
+        self.group.boundaries = set()
         try:
-            space = self._fill(_Space(rows, cols), members)
+            space = self._fill(Space(rows, cols), members)
         except NotLowerable:
-            if _equal_pieces(self.boundaries, cols) == 1:
+            if _equal_pieces(self.group.boundaries, cols) == 1:
                 raise
-        pieces = _equal_pieces(self.boundaries, cols)
+        pieces = _equal_pieces(self.group.boundaries, cols)
         if pieces > 1:
             # Unroll at the cat boundaries: every choice is then decided at build time and each operand is loaded once.
-            space = self._fill(_Space(rows, cols, pieces), members)
+            space = self._fill(Space(rows, cols, pieces), members)
         return Segment(rows, space.width, tuple(space.body), tuple(space.stores))
 
-    def _fill(self, space: _Space, members: list[tuple[str, _Plan]]) -> _Space:
+    def _fill(self, space: Space, members: list[tuple[str, _Plan]]) -> Space:
         col_axis = len(space.rows)
         for value, plan in members:
             spec = self.graph.specs[value]
             for piece in range(space.pieces):
                 position: Position = tuple(
                     Index(0) if axis is None
-                    else _col_position(space, piece) if axis == col_axis
+                    else column(space, piece) if axis == col_axis
                     else Index.coord(axis, space.rows[axis])
                     for axis in plan.axes
                 )
                 if piece > 0 and col_axis not in plan.axes:
                     break
-                puller = Puller(self, space)
+                puller = Puller(self.group, space)
                 result = puller.pull(value, position)
                 stored = puller.cast(result, register_type(spec.dtype))
                 space.stores.append(Store(self._output_buffer(value), flatten(position, spec.strides), stored))
@@ -256,17 +209,12 @@ class _Lowering:
 
     # -- buffers ------------------------------------------------------------------------------------------
 
-    def input_buffer(self, value: str) -> int:
-        if value not in self.inputs:
-            self.inputs.append(value)
-        return self.inputs.index(value)
-
     def _output_buffer(self, value: str) -> int:
         # Outputs are numbered from -1 down until the number of inputs is known.
         return -1 - self.outputs.index(value)
 
     def _renumber(self, segment: Segment) -> Segment:
-        first = len(self.inputs)
+        first = len(self.group.inputs)
         stores = tuple(replace(store, buffer=first - 1 - store.buffer) for store in segment.stores)
         return replace(segment, stores=stores)
 
@@ -277,11 +225,7 @@ class _Lowering:
                 raise NotLowerable(f"value {value} has dtype {spec.dtype}, which kernels do not handle")
             return Buffer(value, spec.dtype, spec.shape, spec.strides, is_output)
 
-        return (*(buffer(v, False) for v in self.inputs), *(buffer(v, True) for v in self.outputs))
-
-
-def _col_position(space: _Space, piece: int) -> Index:
-    return Index.coord(len(space.rows), space.width) + Index(as_size(piece * space.width))
+        return (*(buffer(v, False) for v in self.group.inputs), *(buffer(v, True) for v in self.outputs))
 
 
 def _memory_order(spec: TensorSpec) -> list[int]:
@@ -299,135 +243,3 @@ def _equal_pieces(boundaries: set[int], cols: Size) -> int:
     edges = [0, *sorted(boundaries), cols]
     widths = {b - a for a, b in pairwise(edges)}
     return len(edges) - 1 if len(widths) == 1 and len(edges) - 1 <= MAX_PIECES else 1
-
-
-class Puller:
-    """Answers "what is this value at this position" by emitting instructions into a space. Recipes drive it."""
-
-    def __init__(self, lowering: _Lowering, space: _Space, mask: int | None = None) -> None:
-        self._lowering = lowering
-        self._space = space
-        self._mask = mask
-        self.specs: Mapping[str, TensorSpec] = lowering.graph.specs
-
-    def pull(self, value: str, position: Position) -> int:
-        """Value id of ``value`` at ``position``."""
-        key = (value, position, self._mask)
-        if key not in self._space.pulled:
-            self._space.pulled[key] = self._produce(value, position)
-        return self._space.pulled[key]
-
-    def _produce(self, value: str, position: Position) -> int:
-        graph = self._lowering.graph
-        producer = graph.producer(value)
-        if producer is not None:
-            node = graph.op(producer)
-            if kind_of(node, graph.specs) == "view":
-                source, moved = VIEW_MAPS[node.op](node, value, position, graph.specs)
-                return self.pull(source, moved)
-            if producer in self._lowering.members:
-                recipe = find_recipe(node.op)
-                if recipe is None:
-                    raise NotLowerable(f"{node.op} has no lowering")
-                return self._rounded(recipe.build(self, node, position), self.specs[value].dtype)
-        spec = self.specs[value]
-        index = flatten(position, spec.strides)
-        return self._space.emit(Load(register_type(spec.dtype), self._lowering.input_buffer(value), index, self._mask))
-
-    def _rounded(self, value: int, dtype: str) -> int:
-        if self._lowering.numerics == "eager" and dtype in ("bfloat16", "float16"):
-            return self._space.emit(Round("float32", self.cast(value, "float32"), dtype))
-        return value
-
-    # -- what recipes use ---------------------------------------------------------------------------------
-
-    def operand(self, node: OpNode, number: int, position: Position, dtype: RegisterType | None = None) -> int:
-        """Operand ``number`` of ``node`` broadcast to the result's ``position`` (converted to ``dtype`` if given)."""
-        value = node.inputs[number]
-        shape = self.specs[value].shape
-        aligned = position[len(position) - len(shape) :] if shape else ()
-        moved = tuple(
-            Index(0) if isinstance(extent, int) and extent == 1 else index
-            for index, extent in zip(aligned, shape, strict=True)
-        )
-        result = self.pull(value, moved)
-        return result if dtype is None else self.cast(result, dtype)
-
-    def dtype_of(self, value: int) -> RegisterType:
-        return self._space.body[value].dtype
-
-    def const(self, number: float | int | bool, dtype: RegisterType) -> int:
-        if dtype.startswith("float"):
-            number = float(number)
-        elif dtype == "bool":
-            number = bool(number)
-        else:
-            number = int(number)
-        return self._space.emit(Const(dtype, number))
-
-    def iota(self, index: Index) -> int:
-        """The integer value of an index expression, as int64."""
-        if not index.terms and isinstance(index.const, int):
-            return self._space.emit(Const("int64", index.const))
-        return self._space.emit(Iota("int64", index))
-
-    def cast(self, value: int, dtype: RegisterType) -> int:
-        if self.dtype_of(value) == dtype:
-            return value
-        source = self._space.body[value]
-        if isinstance(source, Const):
-            return self.const(source.value, dtype)
-        return self._space.emit(Cast(dtype, value))
-
-    def round_to(self, value: int, dtype: str) -> int:
-        """Convert to storage type ``dtype``: a register conversion, plus rounding under eager numerics."""
-        return self._rounded(self.cast(value, register_type(dtype)), dtype)
-
-    def apply(self, op: str, *args: int) -> int:
-        """A scalar op of the op table; operands must already share a register type."""
-        spec = OPS[op]
-        dtype: RegisterType = "bool" if spec.result == "bool" else self.dtype_of(args[-1])
-        return self._space.emit(Apply(dtype, op, args))
-
-    def masked(self, mask: int) -> Puller:
-        """The same space, with every load guarded by ``mask`` (and by any mask already in force)."""
-        combined = mask if self._mask is None else self.apply("logical_and", self._mask, mask)
-        return Puller(self._lowering, self._space, combined)
-
-    def reduce(self, kind: str, node: OpNode, extent: Size, element: Callable[[Index], int]) -> int:
-        """Fold ``element(column)`` over ``extent`` columns.
-
-        Raises:
-            NotLowerable: When the columns of this space are not what the op reduces.
-        """
-        space = self._space
-        if as_size(extent - space.cols) != 0:
-            raise NotLowerable(f"{node.op} folds {extent} elements in a space of {space.cols} columns")
-        if self._mask is not None:
-            raise NotLowerable(f"{node.op} feeds only part of a cat")
-        combine = {"sum": "add", "max": "maximum", "min": "minimum"}[kind]
-        total = element(_col_position(space, 0))
-        for piece in range(1, space.pieces):
-            total = self.apply(combine, total, element(_col_position(space, piece)))
-        return space.emit(Reduce(self.dtype_of(total), kind, total))
-
-    def row_position(self, node: OpNode, position: Position) -> Position:
-        """Check that ``position`` names one row (mentions no column): a row statistic is asked for once per row."""
-        col_axis = len(self._space.rows)
-        if any(col_axis in index.axes() for index in position):
-            raise NotLowerable(f"{node.op}: its rows run across the columns of the group")
-        return position
-
-    def split_at(self, index: Index, boundary: Size) -> bool | None:
-        """Is ``index < boundary``? None when it depends on the coordinate (a boundary along the columns is noted)."""
-        if known_less_equal(index.maximum() + 1, boundary):
-            return True
-        if known_less_equal(boundary, index.const):  # coefficients are non-negative: const is the minimum
-            return False
-        col_axis = len(self._space.rows)
-        only_col = index.axes() == {col_axis} and index.coefficient(col_axis) == 1
-        if only_col and isinstance(boundary, int) and isinstance(index.const, int) and self._space.pieces == 1:
-            edge = boundary - index.const
-            if isinstance(self._space.cols, int) and 0 < edge < self._space.cols:
-                self._lowering.boundaries.add(edge)
-        return None

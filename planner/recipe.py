@@ -1,0 +1,59 @@
+"""What a recipe is, and what recipes share. The recipes themselves are rows of :mod:`fuseplan.planner.recipes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from fuseplan.kernels.index import Size, product
+from fuseplan.kernels.ir import RegisterType, register_type
+from fuseplan.planner.graph import OpNode
+from fuseplan.planner.views import Position, Specs
+
+if TYPE_CHECKING:
+    from fuseplan.planner.puller import Puller
+
+Build: TypeAlias = Callable[["Puller", OpNode, Position], int]
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an op is lowered.
+
+    Attributes:
+        build: Emits the value at a position of the op's result.
+        reduced_dim: Gives the dimensions the op folds; None for pointwise ops.
+        refuse: Gives the reason when this instance cannot be lowered (an unsupported attribute), else None.
+    """
+
+    build: Build
+    reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
+    refuse: Callable[[OpNode, Specs], str | None] | None = None
+
+    def reduced_size(self, node: OpNode, specs: Specs) -> Size:
+        """Number of elements folded into each result."""
+        assert self.reduced_dim is not None
+        shape = specs[node.inputs[0]].shape
+        return product(shape[dim] for dim in self.reduced_dim(node, specs))
+
+
+def result_type(p: Puller, node: OpNode) -> RegisterType:
+    """Register type of the op's result."""
+    return register_type(p.specs[node.outputs[0]].dtype)
+
+
+def argument(p: Puller, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:
+    """Operand ``number``, or the scalar attribute ``name`` where a number stands in its place."""
+    if name in node.attrs:
+        return p.const(node.attrs[name], dtype)
+    return p.operand(node, number, position, dtype)
+
+
+def float_result(node: OpNode, specs: Specs) -> str | None:
+    """Refuses integer results."""
+    if specs[node.outputs[0]].dtype not in FLOATS:
+        return f"{node.op}: integer result"
+    return None

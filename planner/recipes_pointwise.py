@@ -1,0 +1,231 @@
+"""Recipes of pointwise ops: an element of the result from the operands at the same (broadcast) position."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fuseplan.kernels.ir import RegisterType, register_type
+from fuseplan.planner.graph import OpNode
+from fuseplan.planner.recipe import Recipe, argument, float_result, result_type
+from fuseplan.planner.views import Position, Specs
+
+if TYPE_CHECKING:
+    from fuseplan.planner.puller import Puller
+
+
+def _promoted(p: Puller, node: OpNode) -> RegisterType:
+    """Register type in which a comparison's operands meet."""
+    types = [register_type(p.specs[value].dtype) for value in node.inputs]
+    types += ["float32" for key in ("other", "self") if isinstance(node.attrs.get(key), float)]
+    order: tuple[RegisterType, ...] = ("float64", "float32", "int64", "int32", "bool")
+    best = min(order.index(t) for t in types)
+    if "other" in node.attrs and order[best] == "bool":
+        return "int64"
+    return order[best]
+
+
+def _unary(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        return p.apply(op, p.operand(node, 0, position, result_type(p, node)))
+
+    return Recipe(build)
+
+
+def _binary(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = result_type(p, node)
+        a = argument(p, node, "self", 0, position, dtype)
+        b = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
+        alpha = node.attrs.get("alpha", 1)
+        if alpha != 1:
+            b = p.apply("mul", b, p.const(alpha, dtype))
+        return p.apply(op, a, b)
+
+    return Recipe(build)
+
+
+def _comparison(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = _promoted(p, node)
+        a = argument(p, node, "self", 0, position, dtype)
+        return p.apply(op, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
+
+    return Recipe(build)
+
+
+def _logical(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        a = p.operand(node, 0, position, "bool")
+        return p.apply(op, a, p.operand(node, len(node.inputs) - 1, position, "bool"))
+
+    return Recipe(build)
+
+
+def _bools_only(node: OpNode, specs: Specs) -> str | None:
+    if any(specs[value].dtype != "bool" for value in node.inputs) or "other" in node.attrs:
+        return f"{node.op}: only boolean operands are supported"
+    return None
+
+
+def _div(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    a = argument(p, node, "self", 0, position, dtype)
+    other = node.attrs.get("other")
+    if other is not None and other != 0 and math.frexp(other)[0] in (0.5, -0.5):
+        return p.apply("mul", a, p.const(1.0 / other, dtype))  # exact: a power of two
+    return p.apply("div", a, argument(p, node, "other", 1, position, dtype))
+
+
+def _rsub(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    a = p.operand(node, 0, position, dtype)
+    alpha = node.attrs.get("alpha", 1)
+    if alpha != 1:
+        a = p.apply("mul", a, p.const(alpha, dtype))
+    return p.apply("sub", argument(p, node, "other", 1, position, dtype), a)
+
+
+def power(p: Puller, base: int, exponent: float) -> int:
+    """``base ** exponent`` with the cheap exponents spelled out, as ATen's own pow kernel does."""
+    dtype = p.dtype_of(base)
+    if exponent == 2:
+        return p.apply("mul", base, base)
+    if exponent == 3:
+        return p.apply("mul", p.apply("mul", base, base), base)
+    if exponent == 1:
+        return base
+    if dtype.startswith("float"):
+        if exponent == 0.5:
+            return p.apply("sqrt", base)
+        if exponent == -0.5:
+            return p.apply("rsqrt", base)
+        if exponent == -1:
+            return p.apply("reciprocal", base)
+    return p.apply("pow", base, p.const(exponent, dtype))
+
+
+def _pow_scalar(p: Puller, node: OpNode, position: Position) -> int:
+    return power(p, p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"])
+
+
+def _pow_tensor(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    base = argument(p, node, "self", 0, position, dtype)
+    return p.apply("pow", base, p.operand(node, len(node.inputs) - 1, position, dtype))
+
+
+def _silu(p: Puller, node: OpNode, position: Position) -> int:
+    x = p.operand(node, 0, position, result_type(p, node))
+    return p.apply("mul", x, p.apply("sigmoid", x))
+
+
+def _gelu(p: Puller, node: OpNode, position: Position) -> int:
+    """0.5 x (1 + erf(x / sqrt 2)), or the tanh approximation (Hendrycks & Gimpel, arXiv:1606.08415)."""
+    dtype = result_type(p, node)
+    x = p.operand(node, 0, position, dtype)
+    if node.attrs.get("approximate", "none") == "tanh":
+        cube = p.apply("mul", p.apply("mul", x, x), x)
+        inner = p.apply("add", x, p.apply("mul", cube, p.const(0.044715, dtype)))
+        curve = p.apply("tanh", p.apply("mul", inner, p.const(math.sqrt(2.0 / math.pi), dtype)))
+    else:
+        curve = p.apply("erf", p.apply("mul", x, p.const(math.sqrt(0.5), dtype)))
+    half = p.apply("mul", x, p.const(0.5, dtype))
+    return p.apply("mul", half, p.apply("add", curve, p.const(1.0, dtype)))
+
+
+def _relu(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    return p.apply("maximum", p.operand(node, 0, position, dtype), p.const(0, dtype))
+
+
+def _clamp(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    x = p.operand(node, 0, position, dtype)
+    low = node.attrs.get("min", node.attrs.get("min_val"))
+    high = node.attrs.get("max", node.attrs.get("max_val"))
+    if low is not None:
+        x = p.apply("maximum", x, p.const(low, dtype))
+    return x if high is None else p.apply("minimum", x, p.const(high, dtype))
+
+
+def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:
+    return None if len(node.inputs) == 1 else f"{node.op}: tensor bounds are not supported"
+
+
+def _where(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    condition = p.operand(node, 0, position, "bool")
+    first = argument(p, node, "self", 1, position, dtype)
+    second = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
+    return p.apply("where", condition, first, second)
+
+
+def _masked_fill(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    mask = p.operand(node, 1, position, "bool")
+    filled = argument(p, node, "value", 2, position, dtype)
+    return p.apply("where", mask, filled, p.operand(node, 0, position, dtype))
+
+
+def _logical_not(p: Puller, node: OpNode, position: Position) -> int:
+    return p.apply("logical_not", p.operand(node, 0, position, "bool"))
+
+
+def _convert(p: Puller, node: OpNode, position: Position) -> int:
+    """to, _to_copy, type_as, clone, contiguous, dropout at inference: the value itself, converted."""
+    value = p.operand(node, 0, position)
+    target = p.specs[node.outputs[0]].dtype
+    if target == "bool" and p.dtype_of(value) != "bool":
+        return p.apply("ne", value, p.const(0, p.dtype_of(value)))
+    return p.cast(value, register_type(target))
+
+
+def _convert_refuse(node: OpNode, specs: Specs) -> str | None:
+    source, target = specs[node.inputs[0]].dtype, specs[node.outputs[0]].dtype
+    if target in ("int8", "uint8", "int16") and source != target:
+        return f"{node.op}: conversion {source} to {target} wraps around"
+    return None
+
+
+def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
+    return f"{node.op}: training mode" if node.attrs.get("train") and node.attrs.get("p") else None
+
+
+def pointwise_recipes() -> dict[str, Recipe]:
+    """Rows of the recipe table, by ATen op."""
+    rows: dict[str, Recipe] = {}
+    for name in ("exp", "exp2", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal"):
+        rows[f"aten.{name}.default"] = _unary(name)
+    for name in ("neg", "abs", "floor", "ceil"):
+        rows[f"aten.{name}.default"] = _unary(name)
+    for name in ("add", "sub", "mul"):
+        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _binary(name)
+    for name in ("div", "true_divide"):
+        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = Recipe(_div, refuse=float_result)
+    rows["aten.maximum.default"], rows["aten.minimum.default"] = _binary("maximum"), _binary("minimum")
+    rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub)
+    rows["aten.pow.Tensor_Scalar"] = Recipe(_pow_scalar, refuse=float_result)
+    rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = Recipe(_pow_tensor, refuse=float_result)
+    rows["aten.square.default"] = Recipe(
+        lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), 2))
+    rows["aten.silu.default"], rows["aten.gelu.default"] = Recipe(_silu), Recipe(_gelu)
+    rows["aten.relu.default"] = Recipe(_relu)
+    for name in ("clamp.default", "clamp_min.default", "clamp_max.default", "hardtanh.default"):
+        rows[f"aten.{name}"] = Recipe(_clamp, refuse=_clamp_refuse)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _comparison(name)
+    for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
+        rows[f"aten.logical_{name}.default"] = _logical(op)
+        for spelling in (f"aten.bitwise_{name}.Tensor", f"aten.__{name}__.Tensor"):
+            rows[spelling] = Recipe(_logical(op).build, refuse=_bools_only)
+    rows["aten.logical_not.default"] = Recipe(_logical_not)
+    rows["aten.bitwise_not.default"] = Recipe(_logical_not, refuse=_bools_only)
+    for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):
+        rows[f"aten.where.{name}"] = Recipe(_where)
+    rows["aten.masked_fill.Scalar"] = rows["aten.masked_fill.Tensor"] = Recipe(_masked_fill)
+    for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
+                 "clone.default", "contiguous.default", "lift_fresh_copy.default"):
+        rows[f"aten.{name}"] = Recipe(_convert, refuse=_convert_refuse)
+    rows["aten.dropout.default"] = Recipe(_convert, refuse=_dropout_refuse)
+    return rows

@@ -37,12 +37,14 @@ def probe(
 def backends() -> None:
     """Say which kernel back ends can be used here, and why the others cannot."""
     import pandas as pd
+    import torch
     from fuseplan.kernels.registry import backends_for
 
     rows = []
     for kind in ("cpu", "cuda"):
+        no_device = "PyTorch sees no CUDA GPU" if kind == "cuda" and not torch.cuda.is_available() else None
         for backend in backends_for(kind):
-            reason = backend.unavailable()
+            reason = backend.unavailable() or no_device
             rows.append((backend.name, kind, "no" if reason else "yes", reason or ""))
     print_frame(pd.DataFrame(rows, columns=["back end", "device", "usable here", "why not"]))
     _say_device()

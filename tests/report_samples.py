@@ -41,7 +41,7 @@ def time(median_us: float) -> Measurement:
     return Measurement(median_us, 0.1, 9, 9, "eager", 0.02)
 
 
-def tuning(name: str, label: str, fused_us: float | None, unfused_us: float, work: Work = Work()) -> TuningRecord:
+def tuning(name: str, label: str, fused_us: float | None, unfused_us: float, work: Work) -> TuningRecord:
     """A record whose answer is to fuse when the kernel is faster."""
     fuse = fused_us is not None and fused_us < unfused_us
     return TuningRecord(

@@ -125,7 +125,7 @@ def test_inductor_kernel_is_right(session: Session) -> None:
     with torch.no_grad():
         outputs = bench_groups.inductor_callable(group.subject.chain, inputs, max_autotune=False)(*inputs)
     reference = group.subject.reference(*inputs)
-    torch.testing.assert_close(list(outputs)[0].double(), reference[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(next(iter(outputs)).double(), reference[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_peer_that_fails_gets_a_row_with_the_reason(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,8 +70,8 @@ def test_version(plan: Run) -> None:
 
 def test_importing_the_command_line_imports_nothing_heavy() -> None:
     code = (
-        "import sys, fuseplan.planner.cli; "
-        "print([name for name in ('torch', 'pandas', 'matplotlib', 'transformers', 'sqlalchemy') if name in sys.modules])"
+        "import sys, fuseplan.planner.cli; heavy = ('torch', 'pandas', 'matplotlib', 'transformers', 'sqlalchemy'); "
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -210,9 +210,8 @@ def test_database_commands(plan: Run, tmp_path: Path) -> None:
 
 def test_verify_fails_on_a_damaged_record(plan: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.db"
-    with samples.sample_database(path) as database:
-        with database.writing() as connection:
-            connection.exec_driver_sql("UPDATE tuning_records SET checksum = 'x' WHERE label LIKE 'silu%'")
+    with samples.sample_database(path) as database, database.writing() as connection:
+        connection.exec_driver_sql("UPDATE tuning_records SET checksum = 'x' WHERE label LIKE 'silu%'")
     status, out, _ = plan("db", "verify", "--db", path)
     assert status == 2 and "silu+mul" in out and "plan db prune" in out
 
@@ -258,7 +257,8 @@ def test_report_of_an_unknown_model(plan: Run, sampled: tuple[str, ...]) -> None
 
 
 def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) -> None:
-    command = ("tune", "--module", "toy_models:gated", "--trials", "1", "--seconds", "0.1", "--device", "cpu", "--db", db)
+    toy = ("--module", "toy_models:gated", "--device", "cpu", "--db", db)
+    command = ("tune", *toy, "--trials", "1", "--seconds", "0.1")
     status, out, err = plan(*command)
     assert status == 0, err
     assert "silu+mul 3x24 float32" in out and "measured" in out and str(db) in out
@@ -267,7 +267,7 @@ def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) ->
     assert "nothing was measured: all 1 distinct regions came from the database" in out
     assert "stored" in out
 
-    status, out, err = plan("explain", "--module", "toy_models:gated", "--source", "--device", "cpu", "--db", db)
+    status, out, err = plan("explain", "--source", *toy)
     assert status == 0, err
     assert "plan from the database" in out and "aten.linear.default" in out and "silu" in out
 
@@ -276,10 +276,7 @@ def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) ->
     assert "forward" in out
 
     folder = db.parent / "results"
-    status, out, err = plan(
-        "bench", "--module", "toy_models:gated", "--no-inductor", "--seconds", "0.01", "--device", "cpu", "--db", db,
-        "--out", folder,
-    )
+    status, out, err = plan("bench", *toy, "--no-inductor", "--seconds", "0.01", "--out", folder)
     assert status == 0, err
     rows = pd.read_csv(folder / "toy_models-gated-model.csv")
     assert set(rows["contestant"]) == {"fuseplan", "eager"} and (rows["median_us"] > 0).all()

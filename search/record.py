@@ -6,6 +6,8 @@ Every record is a frozen dataclass of plain data; :mod:`fuseplan.search.codec` w
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -71,14 +73,19 @@ def _version(package: str) -> str:
         return ""
 
 
+@functools.cache
 def _driver_version() -> str:
-    import torch
-
-    read = getattr(torch._C, "_cuda_getDriverVersion", None)
+    """The GPU driver's version by NVIDIA's management library, which touches no device; "" where there is none."""
+    text = ctypes.create_string_buffer(96)
     try:
-        return str(read()) if read is not None else ""
-    except RuntimeError:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() != 0:
+            return ""
+        found = library.nvmlSystemGetDriverVersion(text, len(text)) == 0
+        library.nvmlShutdown()
+    except (OSError, AttributeError):
         return ""
+    return text.value.decode() if found else ""
 
 
 @dataclass(frozen=True)

@@ -119,3 +119,32 @@ def test_records_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         tuning().gain = 1.0  # type: ignore[misc]
     assert evidence().reason
+
+
+class _Library:
+    """Stands in for NVIDIA's management library."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802  # the library's name
+        return self.status
+
+    def nvmlSystemGetDriverVersion(self, buffer: object, size: int) -> int:  # noqa: N802
+        buffer.value = b"580.159.04"  # type: ignore[attr-defined]
+        return 0
+
+    def nvmlShutdown(self) -> int:  # noqa: N802
+        return 0
+
+
+@pytest.mark.parametrize(("status", "version"), [(0, "580.159.04"), (9, "")])
+def test_the_drivers_version_comes_from_its_library(
+    monkeypatch: pytest.MonkeyPatch, status: int, version: str
+) -> None:
+    from fuseplan.search import record
+
+    monkeypatch.setattr(record.ctypes, "CDLL", lambda name: _Library(status))
+    record._driver_version.cache_clear()
+    assert record._driver_version() == version
+    record._driver_version.cache_clear()

@@ -1,0 +1,209 @@
+"""Planning a graph: look-ups, the measured loop, "do not fuse", and what the record says. Times are scripted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.kernels.backend import Target
+from fuseplan.planner.binding import bind_graph
+from fuseplan.planner.candidates import enumerate_candidates
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.memory import peak_bytes
+from fuseplan.planner.plan import Planner, PlanSettings
+from fuseplan.planner.prices import GroupBook
+from fuseplan.planner.regions import find_regions
+from fuseplan.planner.subject import GroupSubject
+from fuseplan.search.database import Database
+from fuseplan.search.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
+from graphs import Builder
+from reference_backend import ReferenceBackend
+
+TARGET = Target("cpu", "native", 2)
+EXHAUSTIVE = PlanSettings(tolerance=0.0, margin=0.0, max_fused_measured=100)
+
+
+def measured(us: float) -> Measurement:
+    return Measurement(us, 0.0, 10, 5, "eager")
+
+
+@dataclass
+class ScriptedTuner:
+    """Answers like the tuner, from a table of times by the number of ops in a group."""
+
+    database: Database
+    fused_us: Callable[[GroupSubject], float]
+    unfused_us: float = 10.0
+    refuses: Callable[[GroupSubject], bool] = lambda subject: False
+    seed: int = 0
+    screened: list[str] = field(default_factory=list)
+    tuned: list[str] = field(default_factory=list)
+
+    def time_unfused(self, subject: GroupSubject) -> Measurement:
+        return measured(self.unfused_us)
+
+    def screen(self, subject: GroupSubject) -> Trial:
+        self.screened.append(subject.label)
+        return Trial(RecordKey(subject.key, "dev"), "cpp", {"tile": 1}, self.fused_us(subject))
+
+    def precompile(self, subjects: Iterable[GroupSubject]) -> None:
+        """There is nothing to compile."""
+
+    def tune(self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = ()) -> TuningRecord:
+        self.tuned.append(subject.label)
+        fuse = not self.refuses(subject)
+        record = TuningRecord(
+            RecordKey(subject.key, "dev"), subject.label, fuse, "cpp", {"tile": 4}, measured(self.fused_us(subject)),
+            measured(self.unfused_us * len(compute_nodes(subject))), 0.5, 0.1, 0.01, 1e-7, 1e-7, (), (), {}, 4, 2, 2,
+            {}, Evidence(now(), Versions.current("cpu"), 0, 0.1), subject.work,
+        )
+        self.database.put_record(record)
+        return record
+
+
+def compute_nodes(subject: GroupSubject) -> list[OpNode]:
+    return [node for node in subject.nodes if node.op.split(".")[1] not in ("view", "transpose", "slice")]
+
+
+def chain(length: int) -> DataflowGraph:
+    b = Builder(x=torch.randn(4, 8))
+    value = "x"
+    for number in range(length):
+        value = b(("aten.exp.default", "aten.neg.default", "aten.tanh.default")[number % 3], value)
+    return b.graph(value)
+
+
+def planner(database: Database, tuner: ScriptedTuner | None = None, spec: DeviceSpec | None = None) -> Planner:
+    return Planner(database, spec, "dev", TARGET, (ReferenceBackend(),), EXHAUSTIVE, tuner)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return Database(tmp_path / "t.db", "write", Versions.current("cpu"))
+
+
+def test_without_a_probed_device_the_fewest_launches_win(database: Database) -> None:
+    plan = planner(database).plan_graph(chain(4)).regions[0]
+    assert plan.source == "model"
+    assert [group.kind for group in plan.record.groups] == ["fused"]
+    assert len(plan.group_ops(plan.record.groups[0])) == 4
+    assert "nothing was measured" in plan.record.evidence.reason
+
+
+def test_measured_times_decide_and_the_next_plan_is_looked_up(database: Database) -> None:
+    # Pairs are cheap, longer kernels expensive: 2 + 2 beats every other cover of four ops.
+    times = {1: 9.0, 2: 3.0, 3: 20.0, 4: 30.0}
+    tuner = ScriptedTuner(database, lambda subject: times[len(compute_nodes(subject))])
+    first = planner(database, tuner).plan_graph(chain(4)).regions[0]
+    assert first.source == "tuned"
+    assert [len(group.ops) for group in first.record.groups] == [2, 2]
+    assert first.record.planned_us == pytest.approx(6.0)
+    assert first.record.unfused_us == pytest.approx(40.0)
+    assert first.record.margin == pytest.approx(1 - 6 / 40)
+    assert {len(other.ops) for other in first.record.rejected if other.kind == "fused"} >= {4}
+    assert len(tuner.tuned) == 2  # only what the cover uses is searched
+    again = planner(database, None).plan_graph(chain(4)).regions[0]
+    assert again.source == "database"
+    assert again.record == first.record
+
+
+def test_do_not_fuse_is_an_answer(database: Database) -> None:
+    tuner = ScriptedTuner(database, lambda subject: 5.0, refuses=lambda subject: True)
+    record = planner(database, tuner).plan_graph(chain(3)).regions[0].record
+    assert [group.kind for group in record.groups] == ["unfused"] * 3
+    assert record.planned_us == pytest.approx(30.0)
+    assert record.unfused_us == pytest.approx(30.0)
+    assert any("not faster" in other.reason for other in record.rejected)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_plan_is_the_cheapest_cover(database: Database, seed: int) -> None:
+    """Against brute force over all covers of a chain into runs, with random times."""
+    generator = torch.Generator().manual_seed(seed)
+    length = 5
+    table = (torch.rand(length, length, generator=generator) * 20 + 4).tolist()
+    graph = chain(length)
+    order = {node.name: number for number, node in enumerate(graph)}
+
+    def time_of(subject: GroupSubject) -> float:
+        numbers = sorted(order[node.name] for node in subject.nodes)
+        return float(table[numbers[0]][numbers[-1]])
+
+    tuner = ScriptedTuner(database, time_of)
+    record = planner(database, tuner).plan_graph(graph).regions[0].record
+    best = math.inf
+    for cuts in itertools.product([0, 1], repeat=length - 1):
+        starts = [0, *(at + 1 for at, cut in enumerate(cuts) if cut)]
+        ends = [*(at for at, cut in enumerate(cuts) if cut), length - 1]
+        runs = list(zip(starts, ends, strict=True))
+        best = min(best, sum(min(table[a][b], 10.0) if a == b else table[a][b] for a, b in runs))
+    assert record.planned_us == pytest.approx(best)
+
+
+def test_equal_regions_are_planned_once_and_named_in_each_occurrence(database: Database) -> None:
+    b = Builder(x=torch.randn(4, 8), w=torch.randn(8, 8))
+    first = b("aten.tanh.default", b("aten.exp.default", "x"))
+    second = b("aten.tanh.default", b("aten.exp.default", b("aten.linear.default", first, "w")))
+    tuner = ScriptedTuner(database, lambda subject: 1.0)
+    labels: list[str] = []
+    graph = b.graph(second)
+    planned = Planner(
+        database, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings(), tuner,  # type: ignore[arg-type]
+        on_region=lambda label, number, total: labels.append(f"{label} {number}/{total}"),
+    ).plan_graph(graph)
+    assert len(planned.regions) == 2
+    assert len(planned.unique()) == len(labels) == 1
+    assert labels[0].endswith("1/1")
+    groups = [plan.group_ops(plan.record.groups[0]) for plan in planned.regions]
+    assert [{graph.op(name).op for name in ops} for ops in groups] == [{"aten.exp.default", "aten.tanh.default"}] * 2
+    assert not set(groups[0]) & set(groups[1])
+
+
+def test_a_kernel_that_never_works_leaves_its_ops_unfused(database: Database) -> None:
+    class Failing(ScriptedTuner):
+        def screen(self, subject: GroupSubject) -> Trial:
+            return Trial(RecordKey(subject.key, "dev"), "cpp", {}, None, "does not compile: no such register")
+
+    record = planner(database, Failing(database, lambda subject: 1.0)).plan_graph(chain(2)).regions[0].record
+    assert {group.kind for group in record.groups} == {"unfused"}
+    assert any("no such register" in other.reason for other in record.rejected)
+
+
+def test_a_back_end_that_cannot_run_is_never_planned_for(database: Database) -> None:
+    store = Planner(database, None, "dev", TARGET, (ReferenceBackend(missing="no compiler"),), PlanSettings())
+    record = store.plan_graph(chain(3)).regions[0].record
+    assert {group.kind for group in record.groups} == {"unfused"}
+
+
+def test_peak_memory_of_a_partition() -> None:
+    graph = chain(3)  # three values of 4*8*4 = 128 bytes
+    region = find_regions(graph)[0]
+    book = GroupBook(graph, "fp32", "cpu")
+    enumeration = enumerate_candidates(graph, region, legal=book.legal)
+    whole = [group for group in enumeration.candidates if len(group.ops) == 3]
+    singles = [choice.group for choice in book.unfused_choices(region)]
+    assert peak_bytes(graph, whole, region.outputs) == 128
+    assert peak_bytes(graph, singles, region.outputs) == 256  # an op's operand and result live together
+
+
+def test_binding_replaces_sizes_everywhere() -> None:
+    from fuseplan.kernels.index import symbol
+
+    s = symbol("s0")
+    view = OpNode("aten.view.default", ("x",), ("v",), {"size": (s * 2, 4)})
+    nodes = [view, OpNode("aten.exp.default", ("v",), ("y",))]
+    specs = {name: TensorSpec.contiguous(shape, "float32") for name, shape in
+             (("x", (s, 8)), ("v", (s * 2, 4)), ("y", (s * 2, 4)))}
+    graph = DataflowGraph(nodes, specs, ("x",), ("y",), {"s0": 3}, order=[("v", "y")])
+    for sizes, rows in ((None, 3), ({"s0": 5}, 5)):
+        bound = bind_graph(graph, sizes)
+        assert bound.specs["y"] == TensorSpec.contiguous((rows * 2, 4), "float32")
+        assert bound.op("v").attrs["size"] == (rows * 2, 4)
+        assert [node.name for node in bound] == ["v", "y"]
+        assert not bound.symbols

@@ -26,6 +26,9 @@ POINTER_TYPES: Mapping[str, str] = {
     "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1",
 }
 
+#: 32-bit registers of one multiprocessor.
+_REGISTER_FILE = 65536
+
 
 def digest(text: str) -> str:
     """A short content hash for file names."""
@@ -96,12 +99,25 @@ class KernelSpec:
 def compile_kernel(function: Any, spec: KernelSpec, target: Target) -> Any:
     """Compile a ``@triton.jit`` function to a cubin, through Triton's own on-disk cache. Needs no GPU.
 
+    Left alone, ptxas may spill a few registers of a small kernel for the sake of occupancy; then the kernel is compiled
+    again with an explicit limit, which it fills first.
+
     Returns:
         Triton's ``CompiledKernel``.
 
     Raises:
         BuildError: Triton or ptxas refused; the message has their first complaint.
     """
+    compiled = _compile(function, spec, target, {})
+    limit = min(target.registers_per_thread or 255, _REGISTER_FILE // (32 * spec.num_warps) // 8 * 8)
+    registers, spilled = _registers_and_spills(compiled)
+    if not spilled or registers is None or registers >= limit:
+        return compiled
+    roomy = _compile(function, spec, target, {"maxnreg": limit})
+    return roomy if (_registers_and_spills(roomy)[1] or 0) < spilled else compiled
+
+
+def _compile(function: Any, spec: KernelSpec, target: Target, more_options: Mapping[str, int]) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -109,12 +125,19 @@ def compile_kernel(function: Any, spec: KernelSpec, target: Target) -> Any:
     names = list(spec.signature)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned}
     constants = {(names.index(name),): value for name, value in (spec.constants or {}).items()}
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True, **more_options}
     try:
         source = ASTSource(function, dict(spec.signature), constants, attributes)
         return triton.compile(source, target=GPUTarget("cuda", compute_capability(target), 32), options=options)
+    except BuildError:
+        raise
     except Exception as error:
         raise BuildError(f"triton could not compile the kernel for {target.arch}: {_complaint(error)}") from error
+
+
+def _registers_and_spills(compiled: Any) -> tuple[int | None, int | None]:
+    usage = _cubin_usage(compiled.asm["cubin"], compiled.metadata.name)
+    return usage.get("REG"), usage.get("STACK")
 
 
 def compute_capability(target: Target) -> int:
@@ -135,9 +158,9 @@ def _complaint(error: BaseException) -> str:
 
 def read_resources(compiled: Any) -> Resources:
     """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel, read from its cubin."""
-    usage = _cubin_usage(compiled.asm["cubin"], compiled.metadata.name)
+    registers, spilled = _registers_and_spills(compiled)
     extra = {"ptx_vector_bytes": vector_bytes(compiled.asm.get("ptx", ""))}
-    return Resources(usage.get("REG"), usage.get("STACK"), int(compiled.metadata.shared), extra)
+    return Resources(registers, spilled, int(compiled.metadata.shared), extra)
 
 
 def vector_bytes(ptx: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import sympy
-from fuseplan.kernels.index import Coord, Index, Size, as_size, product
+from fuseplan.kernels.index import Coord, FloorDiv, Index, Size, as_size, product
 from fuseplan.kernels.ir import Segment
 from fuseplan.kernels.triton_tile import Blocks
 
@@ -61,8 +61,10 @@ class Coordinates:
         rest: list[tuple[str, Size]] = []
         for atom, coefficient in index.terms:
             if not isinstance(atom, Coord):
-                operator = "//" if type(atom).__name__ == "FloorDiv" else "%"
-                rest.append((f"({self.text(atom.base)}) {operator} {size_text(atom.divisor)}", coefficient))
+                operator = "//" if isinstance(atom, FloorDiv) else "%"
+                base = self.text(atom.base)
+                base = base if base.isidentifier() else f"({base})"
+                rest.append((f"{base} {operator} {size_text(atom.divisor)}", coefficient))
             elif atom.axis == self.segment.col_axis:
                 rest.append(("col", coefficient))
             else:

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from fuseplan.planner.capture import trace_predispatch
-from fuseplan.planner.executor import RefusedError, executable, failure_reason
+from fuseplan.planner.executor import executable
+from fuseplan.planner.fallback import RefusedError, failure_reason
 from fuseplan.planner.normalise import normalise
 from fuseplan.planner.options import DispatchOptions, parse_options
 from fuseplan.planner.placement import Traced

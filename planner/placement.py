@@ -213,6 +213,8 @@ class _Rewrite:
             elif unit.node is not None and unit.node.op not in ("placeholder", "output"):
                 made[unit.node] = graph.node_copy(unit.node, made.__getitem__)
         graph.node_copy(self.source.output_node(), made.__getitem__)
+        for node in graph.nodes:
+            node.meta = {}  # the trace's fake tensors would live as long as the compiled graph
         return graph
 
     def _emit_group(self, graph: fx.Graph, placement: Placement, made: dict[fx.Node, fx.Node]) -> None:

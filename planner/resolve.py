@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fuseplan.planner.binding import bind_graph
-from fuseplan.planner.executor import GroupPlan, failure_reason
+from fuseplan.planner.fallback import GroupPlan, failure_reason
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.plan import Planner, RegionPlan
 from fuseplan.planner.plan_record import region_label

@@ -23,7 +23,8 @@ from typing import Any, TypeAlias
 import torch
 from fuseplan.kernels.index import evaluate
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError
-from fuseplan.planner.executor import GroupPlan, executable, failure_reason
+from fuseplan.planner.executor import executable
+from fuseplan.planner.fallback import GroupPlan, failure_reason
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.normalise import dtype_name
 from fuseplan.planner.placement import Traced

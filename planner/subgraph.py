@@ -76,12 +76,16 @@ def _in_order(graph: SubGraph) -> list[OpNode]:
     waiting = list(graph.nodes)
     known = set(graph.input_names)
     while waiting:
-        ready = [node for node in waiting if known.issuperset(node.inputs)]
-        if not ready:
+        later = []
+        for node in waiting:  # an order that is right already is kept
+            if known.issuperset(node.inputs):
+                ordered.append(node)
+                known.update(node.outputs)
+            else:
+                later.append(node)
+        if len(later) == len(waiting):
             raise _unorderable(waiting, producer, known)
-        ordered += ready
-        known.update(value for node in ready for value in node.outputs)
-        waiting = [node for node in waiting if node not in ready]
+        waiting = later
     return ordered
 
 

@@ -19,14 +19,18 @@ import torch.nn.functional as F
 from fuseplan.kernels.backend import BuildError
 from fuseplan.planner import resolve
 from fuseplan.planner.binding import bind_graph
-from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner.build import build_model
+from fuseplan.planner.capture import capture, trace_predispatch
 from fuseplan.planner.dispatch import fuseplan as backend
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.models import find_source
 from fuseplan.planner.normalise import normalise
 from fuseplan.planner.options import parse_options
 from fuseplan.planner.plan import GraphPlan, Planner
 from fuseplan.planner.session import open_session
+from fuseplan.planner.workload import Workload, decode, prefill
 from fuseplan.search.database import Database
+from model_samples import write_config
 from reference_backend import ReferenceBackend, use
 from torch import nn
 
@@ -288,7 +292,7 @@ def test_calls_after_the_first_go_straight_to_the_kernel(db: Path, kernels: Refe
     x = torch.randn(4, 4)
     fast(x, x)
     (name,) = [key for key in traced[0].__globals__ if "fused_0" in key]
-    assert "_FirstCall" not in repr(traced[0].__globals__[name])
+    assert "FirstCall" not in repr(traced[0].__globals__[name])
     fast(x, x)
     assert len(kernels.calls) == 2
 
@@ -417,6 +421,27 @@ def test_a_stored_do_not_fuse_is_obeyed(db: Path, kernels: ReferenceBackend) -> 
     compiled(swiglu, db)(x, x)
     done = fuseplan.planner.stats()
     assert (done.groups_fused, done.planned_unfused, done.misses, done.fallbacks) == (0, 1, 0, {})
+
+
+@pytest.mark.parametrize("workload", [decode(2, 16), prefill(1, 7)], ids=lambda workload: workload.label)
+def test_what_was_planned_offline_is_hit_when_the_model_runs(
+    workload: Workload, db: Path, tmp_path: Path, kernels: ReferenceBackend
+) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), dtype="bfloat16")
+    session = open_session("cpu", db)
+    for plan in session.planner().plan_graph(capture(source, workload, "cpu").graph).unique():
+        session.database.put_plan(plan.record)
+    session.database.close()
+    model = build_model(source, "cpu")
+    args, kwargs = model.example(workload)
+    result = compiled(model.module, db)(*args, **kwargs).logits
+    args, again = model.example(workload)
+    kwargs = {"input_ids": kwargs["input_ids"], **{name: again[name] for name in again if name != "input_ids"}}
+    eager = model.module(*args, **kwargs).logits
+    assert relative_error(result, eager.double()) < 0.05
+    done = fuseplan.planner.stats()
+    assert done.misses == done.from_model == 0 and done.fallbacks == {}
+    assert done.groups_fused == done.from_database >= 5
 
 
 # -- failures ---------------------------------------------------------------------------------------------

@@ -1,0 +1,153 @@
+"""What stands behind a kernel call: the group's ATen ops, which take over when its first call fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from fuseplan.kernels.backend import Backend, Config
+from fuseplan.kernels.index import evaluate
+from fuseplan.kernels.ir import Buffer, KernelIR
+from fuseplan.kernels.reference import torch_dtype
+from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.execute import run_node
+from fuseplan.planner.graph import DataflowGraph, OpNode
+from fuseplan.planner.lower import Lowered, NotLowerable
+from fuseplan.planner.subject import group_nodes
+from fuseplan.planner.tally import Source, Tally
+
+#: ``fused(*inputs, *symbol values)``: a tensor, or a tuple of tensors where the group has several outputs.
+Fused: TypeAlias = Callable[..., Any]
+
+logger = logging.getLogger("fuseplan")
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group to run as one kernel.
+
+    Attributes:
+        ops: Names of its ops in the dataflow graph.
+        backend: Who compiles it.
+        config: With which configuration.
+        source: Where the decision came from.
+        label: Short name for people.
+    """
+
+    ops: tuple[str, ...]
+    backend: Backend
+    config: Config
+    source: Source
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class BuiltGroup:
+    """A group with its kernel."""
+
+    plan: GroupPlan
+    lowered: Lowered
+    call: Fused
+
+
+class RefusedError(Exception):
+    """A group or graph that must stay unfused; the message says why."""
+
+
+def failure_reason(error: Exception) -> str:
+    """One line for the counters."""
+    if isinstance(error, NotLowerable | RefusedError | FuseplanError):
+        return str(error).splitlines()[0]
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+class FirstCall:
+    """Runs a kernel for the first time, then takes itself out of the way.
+
+    The kernel must get tensors laid out as it was compiled for: what a fake tensor promised and the device's ATen op
+    did not keep is found here, before memory is read through wrong strides.
+    """
+
+    def __init__(
+        self,
+        group: BuiltGroup,
+        chain: UnfusedChain,
+        namespace: dict[str, Any],
+        name: str,
+        tally: Tally,
+        debug: bool,
+    ) -> None:
+        self._group = group
+        self._chain = chain
+        self._namespace = namespace
+        self._name = name
+        self._tally = tally
+        self._debug = debug
+
+    def __call__(self, *args: Any) -> Any:
+        group = self._group
+        try:
+            check_layouts(group.lowered.ir, args)
+            result = group.call(*args)
+        except Exception as error:
+            reason = f"first call failed: {failure_reason(error)}"
+            self._tally.fall_back(reason, group.plan.source)
+            logger.warning("group %s runs unfused from now on: %s", group.plan.label or self._name, reason)
+            self._namespace[self._name] = self._chain
+            return self._chain(*args)
+        self._namespace[self._name] = group.call
+        if self._debug:
+            difference = largest_difference(result, self._chain(*args))
+            logger.info("%s differs from its ATen ops by at most %.3g", group.plan.label or self._name, difference)
+        return result
+
+
+def largest_difference(result: Any, expected: Any) -> float:
+    """Largest absolute difference over one tensor or a tuple of tensors."""
+    pairs = [(result, expected)] if isinstance(result, torch.Tensor) else list(zip(result, expected, strict=True))
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def check_layouts(ir: KernelIR, args: Sequence[Any]) -> None:
+    """Raise ``RefusedError`` naming the first input that is not laid out as ``ir`` says."""
+    count = len(ir.inputs)
+    symbols = dict(zip(ir.symbols, args[count:], strict=True))
+    for buffer, tensor in zip(ir.inputs, args[:count], strict=True):
+        expected = _layout(buffer, symbols)
+        dims = [dim for dim, extent in enumerate(expected[0]) if extent != 1]  # a stride over one element is free
+        actual = (tuple(tensor.shape), tuple(tensor.stride()))
+        same_strides = len(actual[1]) == len(expected[1]) and all(actual[1][d] == expected[1][d] for d in dims)
+        if actual[0] != expected[0] or not same_strides or tensor.dtype != torch_dtype(buffer.dtype):
+            raise RefusedError(f"input is {tensor.dtype} {actual}, the kernel expects {buffer.dtype} {expected}")
+
+
+def _layout(buffer: Buffer, symbols: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (
+        tuple(evaluate(extent, symbols) for extent in buffer.shape),
+        tuple(evaluate(stride, symbols) for stride in buffer.strides),
+    )
+
+
+class UnfusedChain:
+    """A group as the ATen ops it replaced, called like its kernel."""
+
+    def __init__(self, graph: DataflowGraph, ops: Iterable[str], lowered: Lowered) -> None:
+        self._nodes: tuple[OpNode, ...] = group_nodes(graph, ops, lowered)
+        self._inputs = lowered.inputs
+        self._outputs = lowered.outputs
+        self._symbols = lowered.ir.symbols
+
+    def __call__(self, *args: Any) -> Any:
+        count = len(self._inputs)
+        values: dict[str, torch.Tensor] = dict(zip(self._inputs, args[:count], strict=True))
+        symbols = dict(zip(self._symbols, args[count:], strict=True))
+        device = args[0].device if count else None
+        for node in self._nodes:
+            results = run_node(node, [values[name] for name in node.inputs], device, symbols)
+            values.update(zip(node.outputs, results, strict=True))
+        outputs = tuple(values[name] for name in self._outputs)
+        return outputs[0] if len(outputs) == 1 else outputs

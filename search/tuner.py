@@ -165,6 +165,10 @@ class Tuner:
     def _released(self, run: Callable[[], T]) -> T:
         """Run, then let the measuring process forget the subject."""
         try:
-            return run()
-        finally:
+            result = run()
+        except Exception:
             self._shop.call(jobs.release)
+            raise
+        # An interrupt is not caught: it has ended the workers already.
+        self._shop.call(jobs.release)
+        return result

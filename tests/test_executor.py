@@ -1,0 +1,133 @@
+"""Random programs of pointwise ops, views and in-place writes: run with their regions fused, and op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fuseplan.kernels.backend import Target
+from fuseplan.planner.executor import executable
+from fuseplan.planner.fallback import GroupPlan, RefusedError, check_layouts, failure_reason
+from fuseplan.planner.lower import lower
+from fuseplan.planner.normalise import normalise
+from fuseplan.planner.placement import Traced
+from fuseplan.planner.plan import Planner
+from fuseplan.planner.tally import Tally
+from fuseplan.search.database import Lookup
+from fuseplan.search.record import PlanRecord, RecordKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_backend import ReferenceBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+CPU = Target("cpu", "native", 2)
+Step = tuple[str, int, int]
+
+#: name -> (values, number of one operand, number of another) -> a new value, or None when an operand was written.
+STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add": lambda a, b: a + b[:1],
+    "mul": lambda a, b: a * b.mean(-1, keepdim=True)[:1],
+    "silu": lambda a, b: torch.nn.functional.silu(a),
+    "softmax": lambda a, b: torch.softmax(a, -1),
+    "rows": lambda a, b: a[1:],
+    "columns": lambda a, b: a[..., ::2].repeat_interleave(2, -1)[..., : a.shape[-1]],
+    "copy": lambda a, b: a.clone(),
+    "cast": lambda a, b: a.to(torch.float32),
+    "matmul": lambda a, b: a @ torch.eye(a.shape[-1]),
+    "add_": lambda a, b: a.add_(0.5),
+    "mul_": lambda a, b: a.mul_(b.detach().clone()[:1]),
+    "copy_": lambda a, b: a.copy_(torch.tanh(b[:1]) + 1.0),
+    "write_row": lambda a, b: a[0].fill_(2.0),
+}
+
+
+STEP = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9))
+
+
+def program(steps: list[Step]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = list(inputs)
+        for name, first, second in steps:
+            a, b = values[first % len(values)], values[second % len(values)]
+            if a.shape[0] < 2:
+                a = inputs[0]
+            made = STEPS[name](a, b)
+            if made.dim() == 2:
+                values.append(made)
+        return tuple(values[-3:])
+
+    return run
+
+
+class NothingStored:
+    """A plan store without plans."""
+
+    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
+        return Lookup()
+
+    def log_miss(self, *args: Any) -> bool:
+        return False
+
+
+def fused(function: Callable[..., Any], inputs: list[torch.Tensor], tally: Tally) -> Callable[..., Any]:
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in inputs]
+        module = make_fx(function, pre_dispatch=True)(*fakes)
+    normalised = normalise(module)
+    graph = normalised.graph
+    planner = Planner(NothingStored(), None, "test", CPU, (ReferenceBackend(),))
+    plans = [
+        GroupPlan(plan.group_ops(choice), ReferenceBackend(), choice.config, "model")
+        for plan in planner.plan_graph(graph).regions
+        for choice in plan.record.groups
+        if choice.kind == "fused"
+    ]
+    return executable(Traced(module, graph, normalised.nodes, normalised.sizes), plans, CPU, tally)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(STEP, min_size=2, max_size=9))
+def test_writes_keep_their_place(steps: list[Step]) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 4), torch.randn(4, 4)]
+    mine, theirs = [t.clone() for t in inputs], [t.clone() for t in inputs]
+    tally = Tally()
+    call = fused(program(steps), inputs, tally)
+    for one, other in zip((*call(*mine), *mine), (*program(steps)(*theirs), *theirs), strict=True):
+        torch.testing.assert_close(one, other)
+    assert tally.snapshot().fallbacks == {}
+
+
+def test_the_programs_above_do_fuse_across_writes() -> None:
+    steps: list[Step] = [("silu", 0, 0), ("mul", 2, 1), ("add_", 0, 0), ("softmax", 3, 0), ("add", 5, 1)]
+    tally = Tally()
+    inputs = [torch.randn(3, 4), torch.randn(4, 4)]
+    fused(program(steps), inputs, tally)
+    assert tally.snapshot().groups_fused == 1 and tally.snapshot().fallbacks == {}
+
+
+def test_layouts_are_compared_where_they_matter() -> None:
+    with FakeTensorMode():
+        module = make_fx(lambda x, y: torch.relu(x) + y, pre_dispatch=True)(torch.ones(3, 1), torch.ones(3, 4))
+    normalised = normalise(module)
+    ir = lower(normalised.graph, [node.name for node in normalised.graph]).ir
+    first = [buffer.shape for buffer in ir.inputs].index((3, 1))
+    x, y = torch.ones(3, 1), torch.ones(3, 4)
+
+    def given_(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        return [a, b] if first == 0 else [b, a]
+
+    check_layouts(ir, given_(x, y))
+    check_layouts(ir, given_(x.as_strided((3, 1), (1, 7)), y))  # the stride of a dimension of one element is free
+    for a, b in ((x, y.t().contiguous().t()), (x, y.double()), (x.expand(3, 4), y), (x[:2], y), (x[:, 0], y)):
+        with pytest.raises(RefusedError, match="the kernel expects float32"):
+            check_layouts(ir, given_(a, b))
+
+
+def test_reasons_are_one_line() -> None:
+    assert failure_reason(RuntimeError("a\nb")) == "RuntimeError: a"
+    assert failure_reason(RuntimeError()) == "RuntimeError"
+    assert failure_reason(RefusedError("too small")) == "too small"

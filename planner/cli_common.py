@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -90,19 +91,37 @@ def console(stderr: bool = False) -> Console:
     return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=180)
 
 
-def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2) -> None:
-    """Print a frame as a table: text to the left, numbers to the right."""
+def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = ()) -> None:
+    """Print a frame as a table: text to the left, numbers to the right.
+
+    Args:
+        frame: What to print.
+        title: Stands above it.
+        digits: Decimals of floats.
+        spare: Columns to leave out, in this order, until the table fits the terminal.
+    """
     import pandas as pd
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    screen = console()
     numeric = {name for name in frame.columns if pd.api.types.is_numeric_dtype(frame[name])}
-    for name in frame.columns:
-        table.add_column(str(name), justify="right" if name in numeric else "left", overflow="fold")
-    for row in frame.itertuples(index=False):
-        table.add_row(*(cell_text(value, digits) for value in row))
-    console().print(table)
+    texts = {name: [cell_text(value, digits) for value in frame[name]] for name in frame.columns}
+    widths = {name: min(_WIDEST, max(map(len, [str(name), *cells]))) for name, cells in texts.items()}
+    for name in (name for name in spare if name in widths):
+        if sum(widths.values()) + 3 * len(widths) <= screen.width:
+            break
+        del widths[name]
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for name in widths:
+        table.add_column(str(name), justify="right" if name in numeric else "left", no_wrap=name in numeric)
+    for row in zip(*(texts[name] for name in widths), strict=True):
+        table.add_row(*row)
+    screen.print(table)
+
+
+#: Characters of a text column before it wraps.
+_WIDEST = 44
 
 
 def cell_text(value: object, digits: int = 2) -> str:

@@ -26,7 +26,8 @@ def list_records(db: DbOption = None) -> None:
         return
     frame["workload"] = frame["workload"].str.slice(0, 12)
     frame["gain"] = frame["gain"].map("{:.0%}".format)
-    print_frame(frame.drop(columns=["numerics", "stale"]), title=_where(database), digits=1)
+    spare = ("regime", "created", "device", "backend")
+    print_frame(frame.drop(columns=["numerics", "stale"]), title=_where(database), digits=1, spare=spare)
 
 
 @app.command()

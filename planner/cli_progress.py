@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from fuseplan.planner.cli_common import console
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph import DataflowGraph
@@ -29,6 +31,16 @@ def regions_to_tune(session: Session, graphs: Sequence[tuple[str, DataflowGraph]
     return found
 
 
+class _Bar(Progress):
+    """The bar, and under it a line that is cut rather than wrapped."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(f"  {self.line}", overflow="ellipsis", no_wrap=True)
+
+
 class TuneProgress:
     """A progress bar over the regions that have to be tuned; a context manager.
 
@@ -39,12 +51,12 @@ class TuneProgress:
     def __init__(self, pending: Sequence[Sequence[bool]]) -> None:
         self._pending = [flag for regions in pending for flag in regions]
         self._started = 0
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("regions"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[trial]}"),
+        self._bar = _Bar(
+            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("regions"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
             console=console(stderr=True), transient=True,
         )
-        self._task = self._bar.add_task("tuning", total=max(1, sum(self._pending)), trial="")
+        self._task = self._bar.add_task("tuning", total=max(1, sum(self._pending)))
 
     def __enter__(self) -> TuneProgress:
         self._bar.start()
@@ -59,10 +71,10 @@ class TuneProgress:
         """A region of a workload is looked up or tuned next."""
         done = sum(self._pending[: self._started])
         self._started += 1
-        self._bar.update(self._task, completed=done, description=workload, trial=label)
+        self._bar.line = label
+        self._bar.update(self._task, completed=done, description=workload)
 
     def on_trial(self, event: ProgressEvent) -> None:
         """A group's tune took a step."""
         best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
-        trial = f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}"
-        self._bar.update(self._task, trial=trial)
+        self._bar.line = f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}"

@@ -97,9 +97,11 @@ def _print(data: ReportData, topic: Topic) -> None:
         print_frame(regret_table(data).drop(columns=["key"]), title="Trusting the model alone", digits=3)
     else:
         groups = frames.group_frame(data)
-        print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}")
+        spare = ("config", "ops", "backend", "workload", "times")
+        print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
         if data.workloads:
-            print_frame(frames.coverage_frame(data), title="Coverage")
+            spare = ("views", "ops", "planned_us", "unfused_us")
+            print_frame(frames.coverage_frame(data), title="Coverage", spare=spare)
         if data.misses:
             print_frame(frames.miss_frame(data).drop(columns=["key"]), title="Look-ups without a plan")
         typer.echo(frames.headline(groups))

@@ -106,7 +106,8 @@ def say(result: TuneResult, name: str) -> None:
     sources = source_of_groups(result)
     shown = groups[groups["key"].isin(sources)]
     shown = shown.assign(source=shown["key"].map(sources))
-    print_frame(shown[_SHOWN], title=f"{name} on {session.device}")
+    spare = ("config", "ops", "backend", "workload", "source")
+    print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
     typer.echo(report.headline(groups))
     typer.echo(outcome(result))
     typer.echo(f"stored in {session.database.url.render_as_string()}")

@@ -16,7 +16,7 @@ from fuseplan.kernels.ops import op_spec
 from fuseplan.kernels.schedule import schedule
 
 #: Work that pays for waking one more thread: bytes moved, or their equal in arithmetic.
-BYTES_PER_THREAD = 128 * 1024
+BYTES_PER_THREAD = 192 * 1024
 #: The same for dynamic sizes, in elements.
 ELEMENTS_PER_THREAD = 32 * 1024
 #: A task is at least this many bytes, so that handing it out costs nothing beside running it.

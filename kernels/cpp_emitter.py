@@ -18,6 +18,7 @@ from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segmen
 from fuseplan.kernels.ops import REDUCTIONS
 from fuseplan.kernels.rewrite import collapse_axes
 from fuseplan.kernels.schedule import Phase, schedule
+from fuseplan.kernels.split import split_columns
 
 #: A staging row up to this size lives on the stack.
 _STACK_BYTES = 64 * 1024
@@ -49,8 +50,8 @@ def generate(ir: KernelIR, unroll: int = 2, stage: bool = False) -> str:
 
 
 def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
-    """The segments as they are emitted: with as few axes as possible."""
-    return tuple(collapse_axes(segment) for segment in ir.segments)
+    """The segments as they are emitted: cut where their masks change, with as few axes as possible."""
+    return tuple(collapse_axes(piece) for segment in ir.segments for piece in split_columns(segment))
 
 
 def is_tiled(segment: Segment) -> bool:
@@ -219,12 +220,10 @@ class _SegmentWriter:
         return REDUCTIONS[instr.kind].cpp_combine.format(a, b)
 
     def _fold(self, value: int) -> list[str]:
-        kind = self._accumulator_kind(value)
-        scalar = SCALAR_TYPE[kind]
         total = f"a{value}_0"
         for lane in range(1, self.unroll):
             total = self._combine(value, total, f"a{value}_{lane}")
-        function = f"[]({scalar} x, {scalar} y) {{ return {self._combine(value, 'x', 'y')}; }}"
+        function = f"[](auto x, auto y) {{ return {self._combine(value, 'x', 'y')}; }}"
         target = SCALAR_TYPE[self.kinds[value]]
         return [f"const {target} r{value} = ({target})fold({total}, {function});"]
 
@@ -242,14 +241,14 @@ class _SegmentWriter:
 
     def _body(self, phase: Phase, looped: Sequence[int]) -> list[str]:
         values = self.values
-        lines = [
-            f"const {VECTOR_TYPE[self.kinds[value]]} e{value} = read<{VECTOR_TYPE[self.kinds[value]]}>(t{value} + j);"
-            for value in phase.reads
-        ]
+        lines = []
+        for value in phase.reads:
+            vector = VECTOR_TYPE[self.kinds[value]]
+            lines.append(f"const {vector} e{value} = read<{vector}>(t{value} + slot(m, j));")
         for value in phase.elements:
             lines.append(values.element_declaration(value))
             if value in phase.stages:
-                lines.append(f"write(t{value} + j, e{value});")
+                lines.append(f"write(t{value} + slot(m, j), e{value});")
         for value in looped:
             kind, operand = self._accumulator_kind(value), self._operand(value)
             item = conversion(self.kinds[operand], kind, f"e{operand}")

@@ -46,14 +46,22 @@ template <class T, class V, class M> FP_INLINE V load_masked(const T* p, vm mask
   return gather_masked(p, [](int i) { return (i64)i; }, mask, other, m);
 }
 
+// Fold the lanes, halving; `combine` works on scalars and on vectors of any width.
+template <class T, int W> struct Folder {
+  typedef T whole __attribute__((vector_size(W * sizeof(T))));
+  typedef T half __attribute__((vector_size(W * sizeof(T) / 2)));
+  template <class C> FP_INLINE T fold(whole v, C combine) {
+    half parts[2];
+    __builtin_memcpy(parts, &v, sizeof v);
+    return Folder<T, W / 2>::fold(combine(parts[0], parts[1]), combine);
+  }
+};
+template <class T> struct Folder<T, 2> {
+  template <class V, class C> FP_INLINE T fold(V v, C combine) { return combine(v[0], v[1]); }
+};
 template <class V, class C> FP_INLINE typename lane<V>::type fold(V v, C combine) {
-  typename lane<V>::type part[L];
-  write(part, v);
-  for (int width = L / 2; width >= 1; width /= 2)
-    for (int i = 0; i < width; ++i) part[i] = combine(part[i], part[i + width]);
-  return part[0];
+  return Folder<typename lane<V>::type, L>::fold(v, combine);
 }
-
 template <class V> FP_INLINE V iota(i64 first, i64 step) {
   V v;
   for (int i = 0; i < L; ++i) v[i] = i;
@@ -68,6 +76,9 @@ FP_INLINE int clamp_int(i64 x) { return (int)(x < -0x7fffffff ? -0x7fffffff : x 
 template <class V> FP_INLINE V keep(Full, V next, V) { return next; }
 template <class V, class M> FP_INLINE V keep(M m, V next, V old) { return fp_where(counts(m), next, old); }
 
+// Where a vector is staged: the last one has a place of its own, since reading back across two writes is slow.
+template <class M> FP_INLINE i64 slot(M, i64 j) { return j; }
+FP_INLINE i64 slot(Last m, i64 j) { return j + m.skip; }
 // Staging space of one thread, for rows too long for the stack.
 template <class T> struct Scratch {
   T* data;

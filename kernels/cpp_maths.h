@@ -12,16 +12,21 @@ FP_INLINE vi fp_where(vm m, vi a, vi b) { return m ? a : b; }
 FP_INLINE vd fp_where(vm m, vd a, vd b) { return convert<vl>(m) ? a : b; }
 FP_INLINE vl fp_where(vm m, vl a, vl b) { return convert<vl>(m) ? a : b; }
 // A NaN operand wins, as in ATen.
-template <class T> FP_INLINE T fp_maximum(T a, T b) { return a > b || a != a ? a : b; }
-template <class T> FP_INLINE T fp_minimum(T a, T b) { return a < b || a != a ? a : b; }
-FP_INLINE vf fp_maximum(vf a, vf b) { return (a > b) | (a != a) ? a : b; }
-FP_INLINE vf fp_minimum(vf a, vf b) { return (a < b) | (a != a) ? a : b; }
-FP_INLINE vd fp_maximum(vd a, vd b) { return (a > b) | (a != a) ? a : b; }
-FP_INLINE vd fp_minimum(vd a, vd b) { return (a < b) | (a != a) ? a : b; }
-FP_INLINE vi fp_maximum(vi a, vi b) { return a > b ? a : b; }
-FP_INLINE vi fp_minimum(vi a, vi b) { return a < b ? a : b; }
-FP_INLINE vl fp_maximum(vl a, vl b) { return a > b ? a : b; }
-FP_INLINE vl fp_minimum(vl a, vl b) { return a < b ? a : b; }
+template <class T> FP_INLINE T fp_maximum(T a, T b) { return (a > b) | (a != a) ? a : b; }
+template <class T> FP_INLINE T fp_minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
+// larger(a, b) and smaller(a, b) give b where an operand is NaN.
+#if FP_VECTOR_BYTES > 16
+FP_INLINE vf larger(vf a, vf b) { vf y; __asm__("vmaxps %2, %1, %0" : "=v"(y) : "v"(a), "v"(b)); return y; }
+FP_INLINE vf smaller(vf a, vf b) { vf y; __asm__("vminps %2, %1, %0" : "=v"(y) : "v"(a), "v"(b)); return y; }
+#else
+FP_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+FP_INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
+#endif
+FP_INLINE vf fp_maximum(vf a, vf b) { return a == a ? larger(a, b) : a; }
+FP_INLINE vf fp_minimum(vf a, vf b) { return a == a ? smaller(a, b) : a; }
+FP_INLINE vf clamp(vf x, float low, float high) {  // NaN stays NaN
+  return larger(splat<vf>(low), smaller(splat<vf>(high), x));
+}
 
 // -- lane by lane, for what is rare or has no vector form -------------------------------------------------------------
 template <class V, class F> FP_INLINE V each(V x, F f) {
@@ -92,34 +97,41 @@ FP_INLINE vf fp_ceil(vf x) {
   return round_toward(x, whole + (whole < x ? splat<vf>(1.0f) : splat<vf>(0.0f)));
 }
 
-// x * 2^n for -252 <= n <= 252, in two steps so that overflow and denormals come out right.
-FP_INLINE vf scale(vf x, vi n) {
-  vi half = n >> 1;
-  return x * bit_cast<vf>((half + 127) << 23) * bit_cast<vf>((n - half + 127) << 23);
-}
+// x * 2^n for integral n, -252 <= n <= 252; overflow and denormals come out right. n = shifted - FP_MAGIC.
 #define FP_MAGIC 0x1.8p23f  // adding it rounds to the nearest integer, which is then in the low bits
+FP_INLINE vf scale(vf x, vf shifted) {
+#if FP_AVX512
+  vf y, n = shifted - FP_MAGIC;
+  __asm__("vscalefps %2, %1, %0" : "=v"(y) : "v"(x), "v"(n));
+  return y;
+#else
+  vi n = bit_cast<vi>(shifted) - bit_cast<int>(FP_MAGIC), half = n >> 1;
+  return x * bit_cast<vf>((half + 127) << 23) * bit_cast<vf>((n - half + 127) << 23);
+#endif
+}
 FP_INLINE vf fp_exp(vf x) {
-  x = x < -104.0f ? splat<vf>(-104.0f) : x;
-  x = x > 89.0f ? splat<vf>(89.0f) : x;
+  x = clamp(x, -104.0f, 89.0f);
   vf shifted = x * 0x1.715476p0f + FP_MAGIC, n = shifted - FP_MAGIC;
   vf r = x - n * 0x1.63p-1f + n * 0x1.bd0106p-13f;
   vf p = 0x1.6a4d6ep-10f * r + 0x1.123e58p-7f;
   p = p * r + 0x1.5558b8p-5f;
   p = p * r + 0x1.55548cp-3f;
   p = p * r + 0x1.fffffcp-2f;
-  p = p * (r * r) + r + 1.0f;
-  return scale(p, bit_cast<vi>(shifted) - bit_cast<int>(FP_MAGIC));
+  return scale(p * (r * r) + r + 1.0f, shifted);
 }
-FP_INLINE vf fp_exp2(vf x) {
-  x = x < -151.0f ? splat<vf>(-151.0f) : x;
-  x = x > 129.0f ? splat<vf>(129.0f) : x;
-  vf shifted = x + FP_MAGIC, r = x - (shifted - FP_MAGIC);
+// 2^x from `shifted`, x + FP_MAGIC, and r, x less its nearest integer.
+FP_INLINE vf exp2_parts(vf shifted, vf r) {
   vf p = 0x1.417a34p-13f * r + 0x1.5f0f74p-10f;
   p = p * r + 0x1.3b2ddap-7f;
   p = p * r + 0x1.c6af72p-5f;
   p = p * r + 0x1.ebfbdcp-3f;
   p = p * r + 0x1.62e430p-1f;
-  return scale(p * r + 1.0f, bit_cast<vi>(shifted) - bit_cast<int>(FP_MAGIC));
+  return scale(p * r + 1.0f, shifted);
+}
+FP_INLINE vf fp_exp2(vf x) {
+  x = clamp(x, -151.0f, 129.0f);
+  vf shifted = x + FP_MAGIC;
+  return exp2_parts(shifted, x - (shifted - FP_MAGIC));
 }
 FP_INLINE float fp_sigmoid(float x) { return 1.0f / (1.0f + __builtin_expf(-x)); }
 FP_INLINE double fp_sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
@@ -147,33 +159,36 @@ FP_INLINE vf fp_log(vf x) {
 }
 
 FP_INLINE vf fp_tanh(vf x) {
-  vf s = x * x, t = fp_abs(x);
+  vf s = x * x, t = smaller(splat<vf>(10.0f), fp_abs(x));
   vf p = -0x1.828776p-8f * s + 0x1.54c3c2p-6f;
   p = p * s - 0x1.b89abap-5f;
   p = p * s + 0x1.1109bep-3f;
   p = p * s - 0x1.55553ep-2f;
-  vf small = p * s * x + x;
-  vf large = 1.0f - 2.0f / (fp_exp(t + t) + 1.0f);
-  return with_sign(t < 0.55f ? small : (x == x ? large : x), x);
+  vf small = p * s * t + t;
+  vf shifted = t * 0x1.715476p1f + FP_MAGIC;  // exp(2t) = 2^(t * 2 / log(2))
+  vf large = 1.0f - 2.0f / (exp2_parts(shifted, t * 0x1.715476p1f - (shifted - FP_MAGIC)) + 1.0f);
+  return with_sign(t < 0.55f ? small : large, x);
 }
 
 FP_INLINE vf fp_erf(vf x) {
-  vf s = x * x, t = fp_abs(x);
-  vf p = -0x1.304836p-11f * s + 0x1.44b36ep-8f;
-  p = p * s - 0x1.b616d0p-6f;
-  p = p * s + 0x1.ce11ecp-4f;
-  p = p * s - 0x1.8126aep-2f;
-  p = p * s + 0x1.06eba4p-3f;
-  vf small = p * x + x;
-  t = t > 4.0f ? splat<vf>(4.0f) : t;
-  vf q = 0x1.6941bcp-17f * t - 0x1.4d8b14p-12f;  // -log(erfc(t)) / t - 1
-  q = q * t + 0x1.dae168p-9f;
-  q = q * t - 0x1.84a2d8p-6f;
-  q = q * t + 0x1.b2f21ep-4f;
-  q = q * t + 0x1.45367cp-1f;
-  q = q * t + 0x1.0774f0p-3f;
-  vf large = with_sign(1.0f - fp_exp(-(q * t + t)), x);
-  return fp_abs(x) < 0.92f ? small : (x == x ? large : x);
+  vf s = x * x, t = smaller(splat<vf>(3.95f), fp_abs(x));
+  vf p = 0x1.177d02p-8f * s - 0x1.b18318p-6f;
+  p = p * s + 0x1.cde3aep-4f;
+  p = p * s - 0x1.812618p-2f;
+  p = p * s + 0x1.06eba2p-3f;
+  vf small = p * t + t;
+  vf q = -0x1.45a2cep-12f * t + 0x1.311672p-8f;  // -log2(erfc(t)) / t
+  q = q * t - 0x1.0f0426p-5f;
+  q = q * t + 0x1.3736f2p-3f;
+  q = q * t + 0x1.d58a00p-1f;
+  q = q * t + 0x1.a0cce2p0f;
+  vf shifted = FP_MAGIC - q * t, r = (FP_MAGIC - shifted) - q * t;
+  vf e = 0x1.5b8926p-10f * r + 0x1.3cf23cp-7f;
+  e = e * r + 0x1.c6b814p-5f;
+  e = e * r + 0x1.ebf9aap-3f;
+  e = e * r + 0x1.62e428p-1f;
+  vf large = 1.0f - scale(e * r + 1.0f, shifted);
+  return with_sign(t < 0.7f ? small : large, x);
 }
 
 // sin(x + quadrant * pi/2). Beyond the range where the reduction is exact, libm takes over.

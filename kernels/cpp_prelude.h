@@ -104,10 +104,47 @@ FP_INLINE void put(bf16* p, float v) { p->bits = (unsigned short)bf16_bits<unsig
 FP_INLINE void put(f16* p, float v) { p->bits = (unsigned short)f16_bits<unsigned>(v); }
 FP_INLINE void put(b8* p, bool v) { p->bits = v; }
 
+// Where the compilers' generic code is far from one instruction, it is spelled out. FP_WIDE: a vector of 16-bit lanes
+// fills a register of its own.
+#define FP_WIDE (FP_VECTOR_BYTES >= 32 && FP_VECTOR_BYTES >= 8 * FP_WIDEST)
+#define FP_AVX512 (FP_VECTOR_BYTES == 64)
+FP_INLINE vu widen(const void* p) {
+#if FP_WIDE
+  typedef vh unaligned __attribute__((may_alias, aligned(1)));
+  vu v;
+  __asm__("vpmovzxwd %1, %0" : "=v"(v) : "m"(*(const unaligned*)p));
+  return v;
+#else
+  return convert<vu>(read<vh>((const unsigned short*)p));
+#endif
+}
+FP_INLINE vh narrow(vu v) {
+#if FP_WIDE && FP_AVX512
+  vh half;
+  __asm__("vpmovdw %1, %0" : "=v"(half) : "v"(v));
+  return half;
+#else
+  return convert<vh>(v);
+#endif
+}
+FP_INLINE vh narrow_bf16(vf v) {
+#if FP_WIDE && FP_AVX512 && defined(__AVX512BF16__)
+  // The instruction rounds as it should, except that it flushes denormals.
+  u64 denormal;
+  __asm__("vfpclassps $0x20, %1, %%k1; kmovq %%k1, %0" : "=r"(denormal) : "v"(v) : "k1");
+  if (__builtin_expect(denormal == 0, 1)) {
+    vh half;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(half) : "v"(v));
+    return half;
+  }
+#endif
+  return narrow(bf16_bits<vu>(v));
+}
+
 FP_INLINE vf load(const float* p) { return read<vf>(p); }
 FP_INLINE vd load(const double* p) { return read<vd>(p); }
-FP_INLINE vf load(const bf16* p) { return bit_cast<vf>(convert<vu>(read<vh>(p)) << 16); }
-FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(convert<vu>(read<vh>(p))); }
+FP_INLINE vf load(const bf16* p) { return bit_cast<vf>(widen(p) << 16); }
+FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(widen(p)); }
 FP_INLINE vl load(const i64* p) { return read<vl>(p); }
 FP_INLINE vi load(const int* p) { return read<vi>(p); }
 FP_INLINE vi load(const short* p) { return convert<vi>(read<vs>(p)); }
@@ -117,8 +154,8 @@ FP_INLINE vm load(const b8* p) { return convert<vi>(read<vb>(p)) != 0; }
 
 FP_INLINE void store(float* p, vf v) { write(p, v); }
 FP_INLINE void store(double* p, vd v) { write(p, v); }
-FP_INLINE void store(bf16* p, vf v) { write(p, convert<vh>(bf16_bits<vu>(v))); }
-FP_INLINE void store(f16* p, vf v) { write(p, convert<vh>(f16_bits<vu>(v))); }
+FP_INLINE void store(bf16* p, vf v) { write(p, narrow_bf16(v)); }
+FP_INLINE void store(f16* p, vf v) { write(p, narrow(f16_bits<vu>(v))); }
 FP_INLINE void store(i64* p, vl v) { write(p, v); }
 FP_INLINE void store(i64* p, vi v) { for (int i = 0; i < L; ++i) p[i] = v[i]; }
 FP_INLINE void store(int* p, vi v) { write(p, v); }

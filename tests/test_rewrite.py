@@ -1,0 +1,155 @@
+"""Rewrites keep a kernel's meaning: the reference interpreter agrees before and after."""
+
+from __future__ import annotations
+
+import ir_samples as samples
+import pytest
+import torch
+from fuseplan.kernels.index import Index, symbol
+from fuseplan.kernels.ir import Const, Iota, KernelIR, Load, Segment, validate
+from fuseplan.kernels.reference import run_reference
+from fuseplan.kernels.rewrite import collapse_axes
+from fuseplan.kernels.split import split_columns
+
+SAMPLES = [
+    pytest.param(one, id=samples.label(one)) for one in [*samples.static_samples(), *samples.dynamic_samples()]
+]
+
+
+def cat_columns(widths: tuple[int, ...], rows: int = 3) -> samples.Sample:
+    """``cat`` of several operands along the last dimension, by nested masks and selects."""
+    total = sum(widths)
+    buffers = [samples.contiguous(f"x{n}", "float32", (rows, width)) for n, width in enumerate(widths)]
+    buffers.append(samples.contiguous("y", "float32", (rows, total), True))
+    b = samples.Body(buffers, (rows,), total)
+    r, c = b.at
+
+    def choose(number: int, start: int, guard: int | None) -> int:
+        if number == len(widths) - 1:
+            return b.load(f"x{number}", (r, c + -start), mask=guard)
+        inside = b("lt", b.iota(c), b.iota(Index(start + widths[number])))
+        mask = inside if guard is None else b("logical_and", guard, inside)
+        here = b.load(f"x{number}", (r, c + -start), mask=mask)
+        outside = b("logical_not", inside)
+        rest = outside if guard is None else b("logical_and", guard, outside)
+        return b("where", inside, here, choose(number + 1, start + widths[number], rest))
+
+    b.store("y", (r, c), choose(0, 0, None))
+    ir = KernelIR(tuple(buffers), (b.segment(),))
+    validate(ir)
+    return samples.Sample("cat_columns", ir)
+
+
+def assert_same(sample: samples.Sample, segments: tuple[Segment, ...]) -> None:
+    rewritten = KernelIR(sample.ir.buffers, segments)
+    validate(rewritten)
+    inputs = sample.inputs()
+    before = run_reference(sample.ir, inputs, sample.symbols)
+    after = run_reference(rewritten, inputs, sample.symbols)
+    for one, other in zip(before, after, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_collapsing_keeps_the_meaning(sample: samples.Sample) -> None:
+    assert_same(sample, tuple(collapse_axes(segment) for segment in sample.ir.segments))
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_splitting_keeps_the_meaning(sample: samples.Sample) -> None:
+    assert_same(sample, tuple(piece for segment in sample.ir.segments for piece in split_columns(segment)))
+
+
+def test_a_contiguous_pointwise_kernel_becomes_one_row() -> None:
+    collapsed = collapse_axes(samples.geglu(5, 33).ir.segments[0])
+    assert (collapsed.rows, collapsed.cols) == ((), 165)
+
+
+def test_a_broadcast_column_keeps_the_rows_apart() -> None:
+    assert collapse_axes(samples.broadcast_add(5, 33).ir.segments[0]).rows == (5,)
+
+
+def test_rows_of_a_reduction_never_join_the_columns() -> None:
+    segment = samples.softmax(6, 8).ir.segments[0]
+    assert collapse_axes(segment) == segment
+
+
+def test_row_axes_merge_above_a_reduction() -> None:
+    buffers = [samples.contiguous("x", "float32", (2, 3, 4)), samples.contiguous("y", "float32", (2, 3), True)]
+    b = samples.Body(buffers, (2, 3), 4)
+    b.store("y", b.at[:2], b.reduce("sum", b.load("x", b.at)))
+    sample = samples.Sample("row_sums", KernelIR(tuple(buffers), (b.segment(),)))
+    collapsed = collapse_axes(sample.ir.segments[0])
+    assert collapsed.rows == (6,)
+    assert_same(sample, (collapsed,))
+
+
+def test_symbolic_rows_merge_when_strides_agree_for_every_size() -> None:
+    n = symbol("n")
+    buffers = [samples.contiguous("x", "float32", (n, 3, 8)), samples.contiguous("y", "float32", (n, 3, 8), True)]
+    b = samples.Body(buffers, (n, 3), 8)
+    b.store("y", b.at, b("neg", b.load("x", b.at)))
+    collapsed = collapse_axes(b.segment())
+    assert (collapsed.rows, collapsed.cols) == ((), 24 * n)
+
+
+@pytest.mark.parametrize("widths", [(32, 16, 40), (16, 16), (100, 17)])
+def test_a_cat_is_cut_into_plain_copies(widths: tuple[int, ...]) -> None:
+    sample = cat_columns(widths)
+    pieces = split_columns(sample.ir.segments[0])
+    assert tuple(piece.cols for piece in pieces) == widths
+    assert_same(sample, pieces)
+    for piece in pieces:
+        needed = piece.body[piece.stores[0].value]
+        assert isinstance(needed, Load)
+        assert needed.mask is None
+
+
+def test_pieces_narrower_than_a_vector_are_not_cut() -> None:
+    assert len(split_columns(cat_columns((40, 3, 40)).ir.segments[0])) == 1
+
+
+def test_a_mask_over_rows_and_columns_stays() -> None:
+    segment = samples.position_mask(4, 64).ir.segments[0]
+    assert split_columns(segment) == (segment,)
+
+
+def test_an_equality_inside_a_piece_is_not_folded_away() -> None:
+    buffers = [samples.contiguous("y", "float32", (2, 48), True), samples.contiguous("z", "bool", (2, 48), True)]
+    b = samples.Body(buffers, (2,), 48)
+    r, c = b.at
+    at_seven = b("eq", b.iota(c * 2), b.const(14, "int64"))
+    low = b("ge", b.const(20, "int64"), b.iota(c))
+    b.store("y", (r, c), b("where", at_seven, b.const(1.0), b.const(0.0)))
+    b.store("z", (r, c), b("logical_or", low, at_seven))
+    sample = samples.Sample("one_hot", KernelIR(tuple(buffers), (b.segment(),)))
+    assert_same(sample, split_columns(sample.ir.segments[0]))
+
+
+def test_divisions_of_the_column_are_cut_where_they_step() -> None:
+    buffers = [samples.contiguous("x", "float32", (4, 2, 20)), samples.contiguous("y", "float32", (4, 40), True)]
+    b = samples.Body(buffers, (4,), 40)
+    r, c = b.at
+    b.store("y", (r, c), b.load("x", (r, c // 20, c % 20)))
+    direct = samples.Sample("joined", KernelIR(tuple(buffers), (b.segment(),)))
+    assert_same(direct, split_columns(direct.ir.segments[0]))
+
+    flipped = samples.Body(buffers, (4,), 40)
+    flipped.store("y", (r, c), flipped.load("x", (r, Index(1) - c // 20, c % 20)))
+    swapped = samples.Sample("swapped", KernelIR(tuple(buffers), (flipped.segment(),)))
+    pieces = split_columns(swapped.ir.segments[0])
+    assert [piece.cols for piece in pieces] == [20, 20]
+    assert all(piece.body[0].index.is_affine_in(1) for piece in pieces)  # type: ignore[union-attr]
+    assert_same(swapped, pieces)
+
+
+def test_a_decided_bool_that_is_stored_becomes_a_constant() -> None:
+    buffers = [samples.contiguous("z", "bool", (2, 64), True)]
+    b = samples.Body(buffers, (2,), 64)
+    r, c = b.at
+    b.store("z", (r, c), b("lt", b.iota(c), b.const(32, "int64")))
+    sample = samples.Sample("flags", KernelIR(tuple(buffers), (b.segment(),)))
+    pieces = split_columns(sample.ir.segments[0])
+    assert [piece.body[piece.stores[0].value] for piece in pieces] == [Const("bool", True), Const("bool", False)]
+    assert any(isinstance(instr, Iota) for instr in pieces[0].body)
+    assert_same(sample, pieces)

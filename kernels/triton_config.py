@@ -167,13 +167,18 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     rows = 1
     while not looped and rows * cols < 1024 and num_rows // (2 * rows) >= 2 * target.cores:
         rows *= 2
-    # Few warps, each with many loads in flight, fold a row fastest: measured on an H200 from 1 to 16384 rows.
-    warps = min(16, max(1, rows * cols // (32 * (8 if looped else 32))))
+    # Measured on an H200: few warps, each with all its loads in flight, fold a row fastest; but with a few rows for
+    # each multiprocessor, more and smaller warps overlap better.
+    few_rows_each = target.cores < num_rows <= 8 * target.cores
+    per_thread = 8 if looped else 16 if few_rows_each else 32
+    warps = min(16, max(1, rows * cols // (32 * per_thread)))
     words = max(live_words(segment) for segment in ir.segments)
     while warps < 32 and rows * cols // (32 * warps) * words > 128:
         warps *= 2
     choices = {tunable.name: tunable.choices for tunable in tunables(ir)}
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
     chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
+    if few_rows_each and not looped:
+        chosen["loads"] = "late"
     # The first choice of what is left: all loads ahead of the first reduction, no pipelining.
     return {name: chosen.get(name, values[0]) for name, values in choices.items()}

@@ -1,0 +1,159 @@
+"""Generated modules on disk, compile facts, and the launcher's choices (with a stand-in for the device)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ir_samples as samples
+import pytest
+import torch
+from fuseplan.kernels import gpu_build, gpu_launch
+from fuseplan.kernels.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
+from fuseplan.kernels.gpu_build import KernelSpec, ModuleStore, ResourceCache, compile_kernel, vector_bytes
+from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.triton_backend import TritonBackend
+
+
+def test_equal_sources_share_a_file_and_a_module(tmp_path: Path) -> None:
+    store = ModuleStore("triton", tmp_path)
+    first, second = store.write("ANSWER = 42\n"), store.write("ANSWER = 42\n")
+    assert first == second and first.read_text() == "ANSWER = 42\n"
+    assert store.load("ANSWER = 42\n").ANSWER == 42
+    assert store.load("ANSWER = 42\n") is ModuleStore("triton", tmp_path).load("ANSWER = 42\n")
+    assert store.write("ANSWER = 43\n") != first
+    assert [path for path in store.folder.iterdir() if path.name.startswith(".partial")] == []
+
+
+def test_the_default_folder_is_the_users_cache() -> None:
+    assert "fuseplan" in str(ModuleStore("triton").folder)
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file")
+    with pytest.raises(BuildError, match="blocked"):
+        ModuleStore("triton", tmp_path / "blocked").write("x = 1\n")
+
+
+def test_a_damaged_resource_record_is_forgotten(tmp_path: Path) -> None:
+    cache = ResourceCache(ModuleStore("triton", tmp_path))
+    assert cache.get("key") is None
+    cache.put("key", Resources(32, 0, 16, {"ptx_vector_bytes": 16}))
+    assert cache.get("key") == Resources(32, 0, 16, {"ptx_vector_bytes": 16})
+    next(cache.store.folder.glob("resources_*")).write_text("[1, 2")
+    assert cache.get("key") is None
+
+
+def test_vector_width_is_the_narrowest_vector_access() -> None:
+    ptx = "ld.global.v4.b32 {a};\nst.global.L1::evict_last.v2.b32 [p], {q};\nld.global.b16 x;"
+    assert vector_bytes(ptx) == 8
+    assert vector_bytes("ld.global.b16 x;") == 0
+
+
+@pytest.mark.parametrize(("roomy_spill", "kept"), [(0, "roomy"), (40, "first")])
+def test_a_spilling_kernel_gets_a_second_chance(monkeypatch: pytest.MonkeyPatch, roomy_spill: int, kept: str) -> None:
+    asked: list[dict[str, int]] = []
+
+    def fake_compile(function: Any, spec: KernelSpec, target: Target, options: dict[str, int]) -> str:
+        asked.append(options)
+        return "roomy" if options else "first"
+
+    facts = {"first": (40, 8), "roomy": (46, roomy_spill)}
+    monkeypatch.setattr(gpu_build, "_compile", fake_compile)
+    monkeypatch.setattr(gpu_build, "_registers_and_spills", facts.__getitem__)
+    assert compile_kernel(None, KernelSpec({}, (), num_warps=4), SM90) == kept
+    assert asked == [{}, {"maxnreg": 255}]
+
+
+def test_a_kernel_at_the_register_limit_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(gpu_build, "_compile", lambda *args: calls.append(args) or "only")
+    monkeypatch.setattr(gpu_build, "_registers_and_spills", lambda _: (64, 100))
+    assert compile_kernel(None, KernelSpec({}, (), num_warps=32), SM90) == "only"
+    assert len(calls) == 1
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Records launches; CPU tensors (device -1) stand for tensors on the current device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(gpu_launch, "_raw_stream", lambda _: 7)
+    return []
+
+
+def recording(launches: list[tuple[Any, ...]]) -> Callable[[Variant], Any]:
+    def compile_variant(variant: Variant) -> Any:
+        def run(*args: Any) -> None:
+            launches.append((variant, args[0], args[3], args[9:]))
+
+        return SimpleNamespace(run=run, function=1, packed_metadata=())
+
+    return compile_variant
+
+
+def test_the_launcher_picks_a_binary_for_alignment_and_size(launches: list[tuple[Any, ...]]) -> None:
+    def geometry(sizes: dict[str, int]) -> Geometry:
+        return Geometry(sizes["n"] // 2, sizes["n"] > 100)
+
+    kernel = GpuKernel(recording(launches), geometry, ("n",), ((0, 0), (1, 0)), 2, Resources())
+    storage = torch.zeros(64)
+    base = next(offset for offset in range(4) if storage[offset:].data_ptr() % 16 == 0)
+    aligned, odd = storage[base:], storage[base + 1 :]
+    kernel(aligned, aligned, 8)
+    kernel(aligned, odd, 8)
+    kernel(aligned, aligned, 200)
+    kernel(aligned, aligned, 0)
+    address = aligned.data_ptr()
+    assert launches == [
+        (Variant(False, True), 4, 7, (address, address, 8)),
+        (Variant(False, False), 4, 7, (address, address + 4, 8)),
+        (Variant(True, True), 100, 7, (address, address, 200)),
+    ]
+
+
+def test_views_and_constants_take_their_places(launches: list[tuple[Any, ...]]) -> None:
+    arguments = ((0, 0), (None, 128), (0, 64), (1, 0))
+    kernel = GpuKernel(recording(launches), lambda _: Geometry(3, False), (), arguments, 2, Resources())
+    x, y = torch.zeros(64), torch.zeros(64)
+    kernel(x, y)
+    assert launches[0][3] == (x.data_ptr(), 128, x.data_ptr() + 64, y.data_ptr())
+
+
+def test_a_kernel_on_another_device_switches_to_it(
+    launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def switch(device: int) -> Any:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", switch)
+    kernel = GpuKernel(recording(launches), lambda _: Geometry(1, False), (), ((0, 0),), 1, Resources())
+    kernel(torch.zeros(4))
+    assert entered == [-1, -1] and len(launches) == 1
+
+
+def test_fused_callable_allocates_what_the_kernel_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorder(CompiledKernel):
+        def __call__(self, *args: Any) -> None:
+            *tensors, rows = args
+            assert [tuple(tensor.shape) for tensor in tensors] == [(rows, 96), (rows, 48)]
+            tensors[1].fill_(rows)
+
+    def load(self: TritonBackend, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        return Recorder()
+
+    monkeypatch.setattr(TritonBackend, "load", load)
+    ir = samples.dynamic_samples()[4].ir
+    call = TritonBackend().fused_callable(ir, {}, SM90)
+    for rows in (3, 5, 3):
+        out = call(torch.zeros(rows, 96), rows)
+        assert isinstance(out, torch.Tensor) and out.shape == (rows, 48) and out[0, 0] == rows

@@ -22,7 +22,8 @@ class DispatchOptions:
     Attributes:
         db: File or SQLAlchemy URL of the tuning database; None for the user's default file.
         on_miss: For a region without a tuned plan: ``"model"`` fuses as the cost model says with default kernel
-            configurations, ``"unfused"`` leaves it as it is, ``"tune"`` tunes it now and stores the plan.
+            configurations (the fewest launches, where the device was never probed), ``"unfused"`` leaves it as it
+            is, ``"tune"`` tunes it now and stores the plan.
         numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
         regime: Which tuned plans to use: ``"eager"`` launches, or ``"graph"`` when the caller captures the model in
             a CUDA graph.

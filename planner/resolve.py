@@ -159,7 +159,7 @@ def _plans_on_miss(
     if not regions or on_miss == "unfused":
         return []
     if session.spec is None and on_miss == "model":
-        logger.info("this device has not been probed, so maximal legal groups are fused; run `plan probe`")
+        logger.info("this device has not been probed, so the plan with the fewest launches is used; run `plan probe`")
     keys = {region.key for region in regions}
     try:
         if on_miss == "tune":

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import pandas as pd
 from fuseplan.planner.report import geometric_mean, markdown_table
 from fuseplan.planner.session import Session
 from fuseplan.search.jobs import clocks_mhz
-from fuseplan.search.measure import Contest
+from fuseplan.search.measure import Contest, contest
 from fuseplan.search.record import now
+from fuseplan.search.timers import Operands, Run, Sampler, Timer
 
 #: Contestants by the names that tables use.
 OURS, EAGER, INDUCTOR, MAX_AUTOTUNE = "fuseplan", "eager", "inductor", "inductor max-autotune"
@@ -62,9 +63,69 @@ class BenchRow:
     key: str = ""
 
 
+class _Prepared(Timer):
+    """Hands out samplers that were prepared one by one, so that a failure is its contestant's alone."""
+
+    def __init__(self, timer: Timer, samplers: Mapping[int, Sampler]) -> None:
+        self._samplers = samplers
+        self.regime = timer.regime  # type: ignore[misc]
+
+    def prepare(self, run: Run, operands: Operands) -> Sampler:
+        return self._samplers[id(run)]
+
+
+def fair_contest(
+    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float
+) -> tuple[Contest | None, dict[str, str]]:
+    """Time all contestants in interleaved rounds, without those that fail.
+
+    Returns:
+        The samples (None when nobody is left), and why each of the others failed.
+    """
+    samplers: dict[int, Sampler] = {}
+    failed: dict[str, str] = {}
+    for name, run in runs.items():
+        try:
+            samplers[id(run)] = timer.prepare(run, operands)
+        except Exception as error:  # such as an op that cannot be captured in a CUDA graph
+            failed[name] = failure(error)
+    standing = {name: run for name, run in runs.items() if name not in failed}
+    if not standing:
+        return None, failed
+    twice = EAGER if EAGER in standing else None
+    return contest(_Prepared(timer, samplers), standing, operands, seconds, twice), failed
+
+
+def failure(error: Exception) -> str:
+    """An error as a short note for a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def mode_rows(
+    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, facts: Mapping[str, Mapping[str, Any]],
+    **common: Any,
+) -> list[BenchRow]:
+    """Time ``runs`` in one mode: a row for every contestant, whatever happens to it.
+
+    Args:
+        timer: How to time; its regime is the mode.
+        runs: Contestants.
+        operands: Operand sets.
+        seconds: Time to spend on rounds.
+        facts: Fields that each contestant brings along.
+        common: Fields that all rows share.
+    """
+    result, failed = fair_contest(timer, runs, operands, seconds)
+    rows = rows_of(result, **common) if result is not None else {}
+    rows |= {name: BenchRow(contestant=name, mode=timer.regime, **common) for name in failed}
+    return [
+        replace(rows[name], **{**facts[name], **({"note": failed[name]} if name in failed else {})}) for name in runs
+    ]
+
+
 def rows_of(result: Contest, **common: Any) -> dict[str, BenchRow]:
     """A row for every contestant of an interleaved run; ``common`` fills the fields that all share."""
-    found = {}
+    found: dict[str, BenchRow] = {}
     for name, samples in result.samples.items():
         low, high = _percentile(samples, 0.2), _percentile(samples, 0.8)
         gain = result.gain(OURS, name) if OURS in result.samples and name != OURS else None

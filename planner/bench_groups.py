@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, rows_of
+from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.plan import GraphPlan
 from fuseplan.planner.session import Session
 from fuseplan.planner.subject import GroupSubject, group_subject
 from fuseplan.search.jobs import free_bytes
-from fuseplan.search.measure import cache_bytes, contest, rotating_operands
+from fuseplan.search.measure import cache_bytes, rotating_operands
 from fuseplan.search.record import GroupChoice
 from fuseplan.search.timers import Run, timer_for
 from fuseplan.search.verify import errors
@@ -73,14 +73,13 @@ def bench_group(
                 run = _contestant(session, group, name, inputs)
                 outputs = run(*inputs)
             except Exception as error:  # a peer that cannot compile a group must not end the bench
-                yield from _failed(name, modes, error, common)
+                note = failure(error)
+                yield from (BenchRow(contestant=name, mode=mode, note=note, **common) for mode in modes)
                 continue
             runs[name] = run
             facts[name] = {"compile_s": time.perf_counter() - start, "error": _error(outputs, references)}
         for mode in modes:
-            result = contest(timer_for(device, mode), runs, operands, seconds)
-            for name, row in rows_of(result, **common).items():
-                yield replace(row, **facts[name])
+            yield from mode_rows(timer_for(device, mode), runs, operands, seconds, facts, **common)
 
 
 def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence[torch.Tensor]) -> Run:
@@ -102,12 +101,6 @@ def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max
     options = {"max_autotune": True, "triton.cudagraphs": False} if max_autotune else {}
     compiled: Callable[..., Any] = compile_with_inductor(copy.deepcopy(chain), list(inputs), options=options)
     return compiled
-
-
-def _failed(name: str, modes: Sequence[str], error: Exception, common: dict[str, Any]) -> Iterator[BenchRow]:
-    note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    for mode in modes:
-        yield BenchRow(contestant=name, mode=mode, note=note, **common)
 
 
 def _error(outputs: Any, references: Sequence[torch.Tensor]) -> float:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, rows_of
+from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
 from fuseplan.planner.build import Model, rewind
 from fuseplan.planner.session import Session
 from fuseplan.planner.tally import reset_stats, stats
 from fuseplan.planner.workload import Workload
-from fuseplan.search.measure import contest
 from fuseplan.search.timers import Operands, Run, Sampler, Timer
 from fuseplan.search.verify import errors
 
@@ -146,7 +145,7 @@ def bench_model(
                 forward = Forward(_compiled(session, model, name), args, own, workload)
                 output = first_tensor(forward())
             except Exception as error:  # a peer that cannot compile the model must not end the bench
-                note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                note = failure(error)
                 yield from (BenchRow(contestant=name, mode=mode, note=note, **common) for mode in modes)
                 continue
             expected = output if expected is None else expected
@@ -158,9 +157,7 @@ def bench_model(
             }
         for mode in modes:
             timer = ForwardGraphTimer() if mode == "graph" else ForwardTimer(session.target.device_type)
-            result = contest(timer, runs, [()], seconds, twice=EAGER)
-            for name, row in rows_of(result, **common).items():
-                yield replace(row, **facts[name])
+            yield from mode_rows(timer, runs, [()], seconds, facts, **common)
 
 
 def _with_own_cache(model: Model, workload: Workload, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fuseplan.planner.session import Session, open_session
 from fuseplan.planner.workload import Workload, decode
 from fuseplan.search.database import Database
 from fuseplan.search.measure import Contest
+from fuseplan.search.timers import Operands, Run, Sampler, Timer
 
 
 @pytest.fixture
@@ -67,6 +68,31 @@ def test_verdict_counts_losses_beyond_noise_only() -> None:
     eager, inductor = bench.verdict(_frame(), "groups")
     assert eager == "groups: 1.98x eager (geometric mean of 2); 0 slower beyond noise"
     assert inductor == "groups: 0.50x inductor (geometric mean of 1); 1 slower beyond noise"
+
+
+class _Counting(Timer):
+    """A virtual clock on which every contestant takes what it says; one cannot be prepared."""
+
+    regime = "graph"
+
+    def prepare(self, run: Run, operands: Operands) -> Sampler:
+        time_us = run()
+        if time_us is None:
+            raise RuntimeError("not capturable")
+        return lambda number: float(str(time_us))
+
+
+def test_a_contestant_that_fails_leaves_the_others_in_the_race() -> None:
+    runs: dict[str, Run] = {OURS: lambda: 2.0, EAGER: lambda: 8.0, INDUCTOR: lambda: None}
+    facts = {OURS: {"error": 0.5}, EAGER: {}, INDUCTOR: {"note": "compiled"}}
+    rows = bench.mode_rows(_Counting(), runs, [()], 0.0, facts, workload="w", subject="s")
+    assert [row.contestant for row in rows] == [OURS, EAGER, INDUCTOR]
+    assert [row.median_us for row in rows] == [2.0, 8.0, None]
+    assert [row.mode for row in rows] == ["graph"] * 3
+    assert (rows[0].error, rows[1].gain) == (0.5, 0.75)
+    assert rows[2].note == "RuntimeError: not capturable"
+    only = bench.mode_rows(_Counting(), {INDUCTOR: lambda: None}, [()], 0.0, {INDUCTOR: {}}, workload="w", subject="s")
+    assert [row.note for row in only] == ["RuntimeError: not capturable"]
 
 
 def test_busy_machine_is_said() -> None:

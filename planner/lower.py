@@ -114,6 +114,9 @@ class _Lowering:
     # -- iteration spaces ---------------------------------------------------------------------------------
 
     def _plan_space(self, value: str) -> _Plan:
+        return _without_unit_rows(self._ordered_space(value))
+
+    def _ordered_space(self, value: str) -> _Plan:
         spec = self.graph.specs[value]
         reduced = self._reduced_size(value)
         rank = len(spec.shape)
@@ -226,6 +229,14 @@ class _Lowering:
             return Buffer(value, spec.dtype, spec.shape, spec.strides, is_output)
 
         return (*(buffer(v, False) for v in self.group.inputs), *(buffer(v, True) for v in self.outputs))
+
+
+def _without_unit_rows(plan: _Plan) -> _Plan:
+    """The same space without rows of size one, whose place differs between outputs that are to share a segment."""
+    kept = [axis for axis, extent in enumerate(plan.rows) if not (isinstance(extent, int) and extent == 1)]
+    numbers: dict[int | None, int] = {axis: number for number, axis in enumerate((*kept, len(plan.rows)))}
+    rows = tuple(plan.rows[axis] for axis in kept)
+    return _Plan(rows, plan.cols, tuple(numbers.get(axis) for axis in plan.axes), plan.reduces)
 
 
 def _memory_order(spec: TensorSpec) -> list[int]:

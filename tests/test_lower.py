@@ -55,7 +55,7 @@ def rope(b: Builder, x: str, cos: str, sin: str) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 127), (2, 5, 33)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 127), (2, 5, 33), (4, 1, 33)])
 def test_add_rms_norm_has_two_outputs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     b = Builder(x=torch.randn(shape).to(dtype), y=torch.randn(shape).to(dtype), w=torch.randn(shape[-1]).to(dtype))
     total = b("aten.add.Tensor", "x", "y")

@@ -70,8 +70,10 @@ class NinetoothedBackend(GpuBackend):
     def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         found = {tunable.name: tunable for tunable in tunables(ir)}
         found.pop("num_stages", None)
-        if any(segment.has_reduction() for segment in ir.segments):
-            found["block_cols"] = Tunable("block_cols", found["block_cols"].choices[-1:])
+        widest = max((next_power_of_2(s.cols) for s in ir.segments if s.has_reduction()), default=0)
+        if widest:
+            # Smaller blocks could not hold a row; only pointwise segments beside it could use larger ones.
+            found["block_cols"] = Tunable("block_cols", (widest,))
         return tuple(found.values())
 
     def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
@@ -83,11 +85,10 @@ class NinetoothedBackend(GpuBackend):
     def default_config(self, ir: KernelIR, target: Target) -> Config:
         config = dict(default_config(ir, target))
         config.pop("num_stages", None)
-        if any(segment.has_reduction() for segment in ir.segments):
-            cols = int(self.tunables(ir, target)[1].choices[-1])
-            # A row that Triton would walk in blocks: more threads hold it at once.
-            if cols > int(config["block_cols"]):
-                config |= {"block_cols": cols, "num_warps": 32}
+        cols = {t.name: t.choices for t in self.tunables(ir, target)}["block_cols"]
+        if config["block_cols"] not in cols:
+            # A row that Triton would walk in blocks: as many threads as there are hold it at once.
+            config |= {"block_cols": cols[-1], "num_warps": 32}
         return config
 
     def source(self, ir: KernelIR, config: Config) -> str:

@@ -44,6 +44,7 @@ class Views:
     """The arguments of one kernel, in the order in which its accesses ask for them."""
 
     def __init__(self, ir: KernelIR) -> None:
+        self._ir = ir
         self._names = buffer_names(ir)
         self._found: dict[tuple[int, int, Index | None], View] = {}
         self.by_access: dict[tuple[int, Instr | Store], View] = {}
@@ -59,8 +60,11 @@ class Views:
 
     def anchor(self, number: int) -> View:
         """An argument of segment ``number`` with all its dimensions: the source of its coordinates."""
-        full = [view for view in self.all if view.segment == number and view.on_rows and view.on_cols]
-        return full[0]
+        return next(view for view in self.all if self._is_full(number, view))
+
+    def _is_full(self, number: int, view: View) -> bool:
+        has_rows = view.on_rows or not self._ir.segments[number].rows
+        return view.segment == number and has_rows and view.on_cols
 
     def _view(self, number: int, segment: Segment, access: Load | Store) -> View:
         if not has_view(segment, access):
@@ -68,7 +72,7 @@ class Views:
         return self._remember(number, segment, access.buffer, access.index)
 
     def _add_anchor(self, number: int, segment: Segment) -> None:
-        if any(view.segment == number and view.on_rows and view.on_cols for view in self.all):
+        if any(self._is_full(number, view) for view in self.all):
             return
         # Every coordinate at stride 0: only its positions are used.
         sizes = (*segment.rows, segment.cols)

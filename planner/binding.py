@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy
-
 from fuseplan.kernels.index import evaluate
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 
@@ -20,10 +19,11 @@ def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> 
         return graph
     values = {**graph.symbols, **(sizes or {})}
     specs = {name: bind_spec(spec, values) for name, spec in graph.specs.items()}
-    nodes = (
-        OpNode(node.op, node.inputs, node.outputs, {key: bind_value(value, values) for key, value in node.attrs.items()})
-        for node in graph
-    )
+    def bound(node: OpNode) -> OpNode:
+        attrs = {name: bind_value(value, values) for name, value in node.attrs.items()}
+        return OpNode(node.op, node.inputs, node.outputs, attrs)
+
+    nodes = [bound(node) for node in graph]
     order = [(a, b) for a, b, data in graph.graph.edges(data=True) if not data["values"]]
     return DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=order)
 

@@ -26,8 +26,13 @@ _DEFAULT_CACHE_BYTES = 32 * 2**20
 #: More operand sets than this cost more to build than their coldness is worth.
 _MAX_SETS = 256
 _SCREEN_SAMPLES = 7
-_MIN_ROUNDS = 5
+_MIN_CLEAN = 3
+_MIN_ROUNDS = 7
 _MAX_ROUNDS = 61
+#: How many times longer than planned to wait for undisturbed samples.
+_PATIENCE = 4
+#: How often a sample of a round is repeated while something disturbs it.
+_TRIES = 5
 #: Standard error of a median over that of a mean, times the factor from MAD to standard deviation.
 _MEDIAN_SE = 1.2533 * 1.4826
 
@@ -91,14 +96,28 @@ def summarise(samples: Sequence[float], regime: str, rounds: int = 0, noise: flo
 
 
 def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measurement:
-    """A quick time of one callable on its own: enough to rank, not to decide."""
+    """A quick time of one callable on its own: enough to rank, not to decide.
+
+    Samples that something else disturbed are left out, and more are taken; on a processor that is never left alone
+    the faster half of all samples counts, for disturbances only ever add time.
+    """
+    clean: list[float] = []
+    disturbed: list[float] = []
     with _no_collection():
         sample = timer.prepare(run, operands)
         start = timer.clock()
-        samples = [sample(0)]
-        while len(samples) < _SCREEN_SAMPLES and timer.clock() - start < seconds:
-            samples.append(sample(len(samples)))
-    return summarise(samples, timer.regime)
+        while True:
+            before = timer.disturbances()
+            value = sample(len(clean) + len(disturbed))
+            (clean if timer.disturbances() == before else disturbed).append(value)
+            spent = timer.clock() - start
+            enough = len(clean) >= _SCREEN_SAMPLES or (spent >= seconds and len(clean) >= _MIN_CLEAN)
+            if enough or spent >= seconds * _PATIENCE:
+                break
+    if len(clean) < _MIN_CLEAN:
+        everything = sorted(clean + disturbed)
+        clean = everything[: (len(everything) + 1) // 2]
+    return summarise(clean, timer.regime)
 
 
 @dataclass(frozen=True)
@@ -126,12 +145,17 @@ class Contest:
 
     def gain(self, challenger: str, incumbent: str) -> float:
         """Median of the paired differences over the incumbent's median; positive when the challenger is faster."""
-        pairs = zip(self.samples[incumbent], self.samples[challenger], strict=True)
-        return statistics.median(a - b for a, b in pairs) / statistics.median(self.samples[incumbent])
+        differences = self._differences(challenger, incumbent)
+        return statistics.median(differences) / statistics.median(self.samples[incumbent])
+
+    def _differences(self, challenger: str, incumbent: str) -> list[float]:
+        return [a - b for a, b in zip(self.samples[incumbent], self.samples[challenger], strict=True)]
 
     def accepts(self, challenger: str, incumbent: str) -> bool:
-        """True when the challenger's gain exceeds the threshold; an incumbent keeps a tie."""
-        return self.gain(challenger, incumbent) > self.threshold
+        """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie."""
+        differences = self._differences(challenger, incumbent)
+        doubt = 2 * _standard_error(differences) / statistics.median(self.samples[incumbent])
+        return self.gain(challenger, incumbent) > max(self.threshold, doubt)
 
     def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
         """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them."""
@@ -147,6 +171,9 @@ def contest(
 ) -> Contest:
     """Time all contestants in interleaved rounds, each starting with another one.
 
+    A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
+    processor is never left alone.
+
     Args:
         timer: How to time.
         contestants: What to time, by name.
@@ -154,33 +181,61 @@ def contest(
         seconds: Time to spend on rounds; at least a few rounds are run whatever they take.
         twice: The contestant that runs a second time for the A/A noise; the first one by default.
     """
-    names = list(contestants)
-    twice = names[0] if twice is None else twice
+    twice = next(iter(contestants)) if twice is None else twice
+    clean: list[dict[str, float]] = []
+    disturbed: list[dict[str, float]] = []
     with _no_collection():
         samplers: dict[str, Sampler] = {name: timer.prepare(run, operands) for name, run in contestants.items()}
         samplers[_AGAIN] = timer.prepare(contestants[twice], operands)
-        collected: dict[str, list[float]] = {name: [] for name in samplers}
-        order = list(samplers)
         start = timer.clock()
-        for number in range(_MAX_ROUNDS):
-            if number >= _MIN_ROUNDS and timer.clock() - start >= seconds:
+        while len(clean) < _MAX_ROUNDS:
+            number = len(clean) + len(disturbed)
+            tried = {name: _undisturbed(timer, samplers[name], number) for name in _turn(list(samplers), number)}
+            found = {name: value for name, (value, _) in tried.items()}
+            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
+            spent = timer.clock() - start
+            if spent >= seconds and len(clean) >= _MIN_ROUNDS:
                 break
-            shift = number % len(order)
-            turn = order[shift:] + order[:shift]
-            # Every second round runs backwards, so that nobody always follows the same neighbour.
-            for name in turn if number % 2 == 0 else reversed(turn):
-                collected[name].append(samplers[name](number))
-    noise = paired_noise(collected[twice], collected[_AGAIN])
-    return Contest({name: tuple(collected[name]) for name in names}, noise, timer.regime)
+            if spent >= seconds * _PATIENCE and number >= _MIN_ROUNDS:
+                break
+    rounds = clean if len(clean) >= _MIN_ROUNDS else clean + disturbed
+    samples = {name: tuple(one[name] for one in rounds) for name in samplers}
+    noise = paired_noise(samples[twice], samples.pop(_AGAIN))
+    return Contest(samples, noise, timer.regime)
+
+
+def _turn(names: list[str], number: int) -> list[str]:
+    """The order of a round: another one starts each time, and every second round runs backwards.
+
+    So nobody always follows the same neighbour.
+    """
+    shift = number % len(names)
+    turn = names[shift:] + names[:shift]
+    return turn if number % 2 == 0 else turn[::-1]
+
+
+def _undisturbed(timer: Timer, sampler: Sampler, number: int) -> tuple[float, bool]:
+    """A sample that nothing else disturbed, else the fastest of a few, for disturbances only ever add; and which."""
+    fastest = math.inf
+    for _ in range(_TRIES):
+        before = timer.disturbances()
+        fastest = min(fastest, sampler(number))
+        if timer.disturbances() == before:
+            return fastest, True
+    return fastest, False
 
 
 def paired_noise(first: Sequence[float], second: Sequence[float]) -> float:
     """Relative gain that two runs of the same thing show by chance: the median's offset plus two standard errors."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    centre = statistics.median(differences)
-    mad = statistics.median(abs(difference - centre) for difference in differences)
-    error = _MEDIAN_SE * mad / math.sqrt(len(differences))
-    return (abs(centre) + 2 * error) / statistics.median(first)
+    offset = abs(statistics.median(differences))
+    return (offset + 2 * _standard_error(differences)) / statistics.median(first)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Standard error of the median, from the median absolute deviation."""
+    centre = statistics.median(values)
+    return _MEDIAN_SE * statistics.median(abs(value - centre) for value in values) / math.sqrt(len(values))
 
 
 @contextmanager

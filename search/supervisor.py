@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -55,11 +56,13 @@ class Supervisor:
     Args:
         parent: Requests in, ``(job, state, payload)`` out.
         threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
+        cores: What the compiling lanes may run on; the OpenMP runtime may have bound this process to one core.
     """
 
-    def __init__(self, parent: Connection, threads: int) -> None:
+    def __init__(self, parent: Connection, threads: int, cores: Iterable[int] = ()) -> None:
         self._parent = parent
         self._threads = threads
+        self._cores = tuple(cores)
         self._lanes: dict[int, _Lane] = {}
 
     def run(self) -> None:
@@ -141,6 +144,8 @@ class Supervisor:
             self._parent.close()
             for lane in self._lanes.values():
                 lane.pipe.close()
+            if number and self._cores:
+                os.sched_setaffinity(0, self._cores)
             _work(far, self._threads if number == 0 else 1)
         far.close()
         with contextlib.suppress(OSError):
@@ -200,6 +205,7 @@ def _die_with_parent() -> None:
 def main(handle: int, threads: int) -> None:
     """Serve the parent behind the socket ``handle``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     import fuseplan.search.jobs  # noqa: F401  # pulls in torch before any fork
 
-    Supervisor(Connection(handle), threads).run()
+    Supervisor(Connection(handle), threads, cores).run()

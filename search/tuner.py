@@ -65,7 +65,7 @@ class Tuner:
         self.numerics = numerics
         self.versions = Versions.current(target.device_type)
         timer = timer if timer is not None else timer_for(target.device_type, regime)
-        self._executor: Executor = executor if executor is not None else WorkerPool()
+        self._executor: Executor = executor if executor is not None else WorkerPool(bind=target.device_type == "cpu")
         self._owns_executor = executor is None
         self._shop = Workshop(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),

@@ -58,6 +58,11 @@ class Executor(Protocol):
         ...
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class InlineExecutor:
     """Runs jobs in this process: no isolation and no time limit; for tests and trusted kernels."""
 
@@ -80,10 +85,13 @@ class WorkerPool:
     Args:
         compilers: Parallel compile lanes; the usable cores by default.
         threads: torch threads of the measuring worker; those of this process by default.
+        bind: Keep each thread of the measuring worker on a core of its own. Otherwise, beside one other busy process,
+            the scheduler may leave two threads that wait for each other on one core, for time slices on end.
     """
 
-    def __init__(self, compilers: int | None = None, threads: int | None = None) -> None:
-        self.compilers = max(1, compilers if compilers is not None else len(os.sched_getaffinity(0)))
+    def __init__(self, compilers: int | None = None, threads: int | None = None, bind: bool = False) -> None:
+        self.compilers = max(1, compilers if compilers is not None else usable_cores())
+        self._bind = bind
         self.threads = threads if threads is not None else torch.get_num_threads()
         self._jobs = 0
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
@@ -122,9 +130,11 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         with theirs:
             paths = json.dumps([os.fspath(path) for path in sys.path])
+            binding = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"} if self._bind else {}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads)],
                 pass_fds=[theirs.fileno()],
+                env=binding | dict(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

@@ -24,6 +24,7 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.disturbances = 0
         self._state = 1
 
     def advance(self, us: float, jitter: float = 0.0) -> None:
@@ -39,6 +40,9 @@ class VirtualTimer(HostTimer):
 
     def clock(self) -> float:
         return CLOCK.now
+
+    def disturbances(self) -> int:
+        return CLOCK.disturbances
 
 
 class ShortTimer(VirtualTimer):

@@ -113,6 +113,22 @@ def test_compile_lanes_run_beside_each_other_in_order(pool: WorkerPool, tmp_path
     assert pool.map(whoami, [()], limit_s=LIMIT)[0].value[1] == 1
 
 
+def where() -> set[int]:
+    torch.ones(1 << 20).sum()
+    return os.sched_getaffinity(0)
+
+
+def test_a_bound_worker_has_a_core_and_its_compilers_have_all() -> None:
+    mine = os.sched_getaffinity(0)
+    with WorkerPool(compilers=1, bind=True) as bound:
+        assert bound.call(where, limit_s=LIMIT).value < mine or len(mine) == 1
+        assert bound.map(where, [()], limit_s=LIMIT)[0].value == mine
+
+
+def test_an_unbound_worker_may_run_anywhere(pool: WorkerPool) -> None:
+    assert pool.call(where, limit_s=LIMIT).value == os.sched_getaffinity(0)
+
+
 def test_an_exception_costs_the_job_only(pool: WorkerPool) -> None:
     before = pool.call(whoami, limit_s=LIMIT).value
     outcome = pool.call(fail, "no such tile", limit_s=LIMIT)

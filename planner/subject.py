@@ -52,9 +52,9 @@ class GroupSubject:
 
         Floats are |N(0, 1)| + 0.1 where the group takes a root or logarithm of something that could be negative.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         positive = needs_positive_inputs(self.nodes)
-        return [random_tensor(self.specs[value], generator, device, positive) for value in self.inputs]
+        return [random_tensor(self.specs[value], generator, positive) for value in self.inputs]
 
     def allocate_outputs(self, device: str) -> list[torch.Tensor]:
         return [
@@ -71,9 +71,10 @@ class GroupSubject:
         return list(self.chain(*inputs))
 
     def reference(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """The chain on the CPU with every float in float64; outputs stay float64."""
-        wide = [tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu() for tensor in inputs]
-        return list(chain_module([_widened(node) for node in self.nodes], self.inputs, self.outputs, "cpu")(*wide))
+        """The chain with every float in float64, on the inputs' device; outputs stay float64."""
+        wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
+        device = inputs[0].device.type if inputs else self.device
+        return list(chain_module([_widened(node) for node in self.nodes], self.inputs, self.outputs, device)(*wide))
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "chain"}
@@ -112,21 +113,22 @@ def _adds_nothing_negative(node: OpNode) -> bool:
 
 
 def random_tensor(
-    spec: TensorSpec, generator: torch.Generator, device: str, positive: bool = False
+    spec: TensorSpec, generator: torch.Generator, positive: bool = False
 ) -> torch.Tensor:
-    """A random tensor with exactly this layout (elements that share an address are equal)."""
+    """A random tensor with exactly this layout, on the generator's device (elements at one address are equal)."""
+    device = generator.device
     span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))
     dtype = torch_dtype(spec.dtype)
     if 0 in spec.shape:
         span = 0
     if dtype.is_floating_point:
-        noise = torch.randn(span, generator=generator, dtype=torch.float32)
+        noise = torch.randn(span, generator=generator, dtype=torch.float32, device=device)
         flat = (noise.abs() + 0.1 if positive else noise).to(dtype)
     elif dtype == torch.bool:
-        flat = torch.rand(span, generator=generator) < 0.5
+        flat = torch.rand(span, generator=generator, device=device) < 0.5
     else:
-        flat = torch.randint(0, 8, (span,), generator=generator).to(dtype)
-    return flat.to(device).as_strided(spec.shape, spec.strides)
+        flat = torch.randint(0, 8, (span,), generator=generator, device=device).to(dtype)
+    return flat.as_strided(spec.shape, spec.strides)
 
 
 def _widened(node: OpNode) -> OpNode:

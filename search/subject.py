@@ -50,5 +50,5 @@ class Subject(Protocol):
         ...
 
     def reference(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """The same maths with every float op in float64 and no intermediate rounding, on the CPU."""
+        """The same maths with every float op in float64 and no intermediate rounding (on any device)."""
         ...

@@ -68,7 +68,7 @@ def test_a_pattern_computes_its_formula_in_one_kernel(
     shape, formula = FORMULAS[name]
     graph, specs = pattern(name, shape, dtype)
     generator = torch.Generator().manual_seed(0)
-    inputs = {value: random_tensor(spec, generator, "cpu") for value, spec in specs.items()}
+    inputs = {value: random_tensor(spec, generator) for value, spec in specs.items()}
     config = FusionConfig(min_nodes_for_fusion=1)
     result = FusionScheduler(config, tmp_path / "tuning.db").dispatch(graph, inputs)
     eager = FusionScheduler(FusionConfig(enable_fusion=False)).dispatch(graph, inputs)

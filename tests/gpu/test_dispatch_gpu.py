@@ -89,8 +89,8 @@ def test_a_compiled_model_can_be_captured_in_a_cuda_graph(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name: str, tmp_path: Path) -> None:
     graph, specs = pattern(name, PATTERNS[name].example, "bfloat16")
-    generator = torch.Generator().manual_seed(0)
-    inputs = {value: random_tensor(spec, generator, "cuda") for value, spec in specs.items()}
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = {value: random_tensor(spec, generator) for value, spec in specs.items()}
     scheduler = FusionScheduler(FusionConfig(), tmp_path / "tuning.db")
     result = scheduler.dispatch(graph, inputs)
     eager = FusionScheduler(FusionConfig(enable_fusion=False)).dispatch(graph, inputs)

@@ -23,13 +23,13 @@ app = typer.Typer(
     help="Plan and tune the fusion of a PyTorch model's ops for the device at hand.\n\n"
     "Start with `plan tune --model llama`; then torch.compile(model, backend='fuseplan') uses what was stored.",
 )
-app.command("tune")(cli_tune.tune)
-app.command("explain")(cli_explain.explain)
-app.command("bench")(cli_bench.bench)
-app.command("report")(cli_report.report)
-app.command("probe")(cli_device.probe)
-app.command("backends")(cli_device.backends)
-app.add_typer(cli_db.app, name="db")
+app.command("tune", short_help="Plan a model's fusion, tune it on this device, store it.")(cli_tune.tune)
+app.command("explain", short_help="Say why each boundary is where it is.")(cli_explain.explain)
+app.command("bench", short_help="Measure the plan beside eager and TorchInductor.")(cli_bench.bench)
+app.command("report", short_help="Show what is stored: tables or an HTML page.")(cli_report.report)
+app.command("probe", short_help="Measure this device for the cost model.")(cli_device.probe)
+app.command("backends", short_help="Say which kernel back ends work here, and why not.")(cli_device.backends)
+app.add_typer(cli_db.app, name="db", short_help="List, show, export, import, verify and prune records.")
 
 
 def _version(wanted: bool) -> None:
@@ -63,10 +63,18 @@ def run(argv: Sequence[str]) -> int:
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            line, status = describe(error)
-            typer.echo(f"plan: error: {line}", err=True)
+            status = _report(error)
     if status == 130:
         typer.echo(INTERRUPTED, err=True)
+    return status
+
+
+def _report(error: Exception) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":  # a command group without a command: the message is its help
+        typer.echo(str(error), err=True)
+        return 2
+    line, status = describe(error)
+    typer.echo(f"plan: error: {line}", err=True)
     return status
 
 

@@ -23,6 +23,7 @@ from fuseplan.planner.cli_source import (
     Regime,
     RegimeOption,
     capture_all,
+    regime_name,
 )
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def bench(
     from fuseplan.planner.session import open_session
 
     kind = device_type(device)
-    session = open_session(kind, db, PlanSettings(numerics=numerics.value, regime=regime.value), mode="read")
+    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
+    session = open_session(kind, db, settings, mode="read")
     if topic is Topic.PLANNER:
         _planner(session, out)
         return
@@ -158,7 +160,7 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
 def _write(
     session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None
 ) -> None:
-    from fuseplan.planner import bench as results
+    from fuseplan.planner import bench_evidence as results
 
     folder = out if out is not None else Path("results") / results.folder_name(session.device)
     facts = results.environment(session, name)
@@ -175,7 +177,8 @@ def _planner(session: Session, out: Path | None) -> None:
     with console(stderr=True).status("planning synthetic graphs of 1k, 10k and 100k ops"):
         frame = plan_scaling()
     print_frame(frame, title="Planning time by graph size")
-    growth = frame["us_per_op"].iloc[-1] / frame["us_per_op"].iloc[0]
-    largest_s = frame["total_s"].iloc[-1]
-    words = [f"the largest graph took {largest_s:.1f} s; time per op changes {growth:.2f}x over the range"]
+    words = [
+        f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"
+        for row in frame.to_dict("records")
+    ]
     _write(session, "planner", {"planner": frame}, words, out)

@@ -88,7 +88,7 @@ def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     screen = Console(stderr=stderr, highlight=False)
-    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=180)
+    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=220)
 
 
 def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = ()) -> None:

@@ -22,6 +22,7 @@ from fuseplan.planner.cli_source import (
     RegimeOption,
     ShapeOption,
     named_graphs,
+    regime_name,
 )
 
 
@@ -58,7 +59,7 @@ def explain(
     _, graphs = named_graphs(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
     )
-    settings = PlanSettings(numerics=numerics.value, regime=regime.value)
+    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
     session = open_session(kind, db, settings, mode="read")
     chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
     if not chosen:

@@ -100,8 +100,8 @@ def _print(data: ReportData, topic: Topic) -> None:
         spare = ("config", "ops", "backend", "workload", "times")
         print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
         if data.workloads:
-            spare = ("views", "ops", "planned_us", "unfused_us")
-            print_frame(frames.coverage_frame(data), title="Coverage", spare=spare)
+            less = ("views", "ops", "planned_us", "unfused_us")
+            print_frame(frames.coverage_frame(data), title="Coverage", spare=less)
         if data.misses:
             print_frame(frames.miss_frame(data).drop(columns=["key"]), title="Look-ups without a plan")
         typer.echo(frames.headline(groups))

@@ -71,6 +71,19 @@ NumericsOption = Annotated[
 ]
 
 
+def regime_name(kind: Literal["cpu", "cuda"], regime: Regime) -> str:
+    """The regime, where the device has it.
+
+    Raises:
+        DeviceError: CUDA graphs on a CPU.
+    """
+    if kind == "cpu" and regime is Regime.GRAPH:
+        from fuseplan.planner.errors import DeviceError
+
+        raise DeviceError("--regime graph needs CUDA graphs, which a CPU does not have; leave it out on the CPU")
+    return regime.value
+
+
 def named_graphs(
     kind: Literal["cpu", "cuda"],
     source: tuple[str | None, Path | None, str | None],

@@ -22,6 +22,7 @@ from fuseplan.planner.cli_source import (
     RegimeOption,
     ShapeOption,
     named_graphs,
+    regime_name,
 )
 
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ def tune(
     from fuseplan.search.tuner import Budget
 
     kind = device_type(device)
+    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
     name, graphs = named_graphs(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
     )
-    settings = PlanSettings(numerics=numerics.value, regime=regime.value)
     session = ready(open_session(kind, db, settings))
     result = run(session, name, graphs, Budget(trials=trials, seconds=seconds), seed)
     say(result, name)

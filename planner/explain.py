@@ -30,8 +30,8 @@ def explain(session: Session, workload: str, graph: DataflowGraph, plan: GraphPl
     unique = plan.unique()
     yield (
         f"{workload}: {len(graph)} ops. {kinds['view']} are views (address maps, no work), {kinds['extern']} stay "
-        f"library calls, {kinds['compute']} can run in generated kernels and form {len(plan.regions)} regions, "
-        f"{len(unique)} of them distinct."
+        f"library calls, {kinds['compute']} can run in generated kernels. Regions of these: {len(plan.regions)}, "
+        f"distinct: {len(unique)}."
     )
     yield from _externs(graph)
     yield from _region_boundaries(graph)

@@ -12,7 +12,7 @@ import pytest
 import report_samples as samples
 import torch
 from fuseplan.costmodel.device import current_identity
-from fuseplan.planner import bench, bench_groups, bench_model
+from fuseplan.planner import bench, bench_evidence, bench_groups, bench_model
 from fuseplan.planner.bench import EAGER, INDUCTOR, OURS, BenchRow
 from fuseplan.planner.build import build_model
 from fuseplan.planner.models import find_source
@@ -96,19 +96,19 @@ def test_a_contestant_that_fails_leaves_the_others_in_the_race() -> None:
 
 
 def test_busy_machine_is_said() -> None:
-    assert bench.quietness({"load_average": 0.5}) == []
-    assert "not to be trusted" in bench.quietness({"load_average": 1e4})[0]
+    assert bench_evidence.quietness({"load_average": 0.5}) == []
+    assert "not to be trusted" in bench_evidence.quietness({"load_average": 1e4})[0]
 
 
 # -- evidence ---------------------------------------------------------------------------------------------------
 
 
 def test_results_can_be_read_back(session: Session, tmp_path: Path) -> None:
-    facts = bench.environment(session, "toy", ["plan", "bench", "--model", "toy"])
+    facts = bench_evidence.environment(session, "toy", ["plan", "bench", "--model", "toy"])
     assert facts["command"] == ["bench", "--model", "toy"]
     assert facts["device"]["cores"] == torch.get_num_threads()
     assert facts["versions"]["torch"] == torch.__version__
-    written = bench.write_results(tmp_path / "out", "toy", {"groups": _frame()}, facts, ["all well"])
+    written = bench_evidence.write_results(tmp_path / "out", "toy", {"groups": _frame()}, facts, ["all well"])
     assert [path.name for path in written] == ["toy-groups.csv", "toy.md", "toy.json"]
     assert pd.read_csv(written[0])["median_us"].tolist()[:5] == [2.0, 8.0, 1.0, 2.0, 1.96]
     text = written[1].read_text()
@@ -117,12 +117,12 @@ def test_results_can_be_read_back(session: Session, tmp_path: Path) -> None:
 
 
 def test_commit_is_empty_outside_a_repository(tmp_path: Path) -> None:
-    assert bench.commit(tmp_path) == ""
+    assert bench_evidence.commit(tmp_path) == ""
 
 
 def test_file_and_folder_names() -> None:
-    assert bench.folder_name("cuda-nvidia-h200-f15dd9b4c7e2") == "nvidia-h200"
-    assert bench.file_name("/models/my llama:2L") == "models-my-llama-2L"
+    assert bench_evidence.folder_name("cuda-nvidia-h200-f15dd9b4c7e2") == "nvidia-h200"
+    assert bench_evidence.file_name("/models/my llama:2L") == "models-my-llama-2L"
 
 
 # -- groups -----------------------------------------------------------------------------------------------------

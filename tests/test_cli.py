@@ -63,6 +63,13 @@ def test_every_command_has_help(plan: Run, command: list[str]) -> None:
     assert out.startswith("Usage: plan") and len(out.splitlines()) > 5
 
 
+@pytest.mark.parametrize("command", [[], ["db"]])
+def test_a_group_without_a_command_shows_its_help(plan: Run, command: list[str]) -> None:
+    status, out, err = plan(*command)
+    assert status == 2 and out == ""
+    assert err.startswith("Usage: plan") and "Commands:" in err
+
+
 def test_version(plan: Run) -> None:
     status, out, _ = plan("--version")
     assert status == 0 and out.startswith("fuseplan 0.")
@@ -106,6 +113,7 @@ def test_backends_says_what_can_be_used(plan: Run) -> None:
         (["tune", "--trials", "0"], ["--trials"]),
         (["tune", "--frobnicate"], ["--frobnicate"]),
         (["frobnicate"], ["frobnicate"]),
+        (["tune", "--pattern", "swiglu", "--shape", "3x8", "--regime", "graph", "--device", "cpu"], ["--regime graph"]),
         (["report", "--format", "pdf"], ["pdf"]),
         (["db", "import", "/nowhere/records.jsonl"], ["/nowhere/records.jsonl"]),
         (["tune", "--db", "nosuchdialect://host/db", "--pattern", "swiglu", "--shape", "3x8"], ["nosuchdialect"]),
@@ -302,4 +310,4 @@ def test_bench_planner_writes_its_table(plan: Run, tmp_path: Path, monkeypatch: 
     assert status == 0, err
     rows = pd.read_csv(tmp_path / "planner-planner.csv")
     assert len(rows) == 2 and (rows["total_s"] > 0).all()
-    assert "time per op" in out
+    assert "us per op" in out

@@ -109,7 +109,8 @@ def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max
         return programs[-1]
 
     options = {"max_autotune": True, "triton.cudagraphs": False} if max_autotune else {}
-    whole: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
+    compiled: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
+    whole: Callable[..., Any] = compiled
     expected = whole(*inputs)
     if len(programs) != 1:
         return whole

@@ -126,3 +126,7 @@ def _ours(filename: str) -> bool:
 def main() -> None:
     """Entry point of the ``plan`` script."""
     sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pandas as pd
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
 from fuseplan.planner.cover import CoverProblem, Option, solve_cover
-from fuseplan.planner.report import ReportData
+from fuseplan.planner.report import ReportData, geometric_mean
 from fuseplan.planner.summary import RegionSummary
 from fuseplan.search.record import Alternative, GroupChoice, PlanRecord
 
@@ -128,11 +128,11 @@ def accuracy_text(data: ReportData) -> list[str]:
         f"in the median (90th percentile {overall['p90_error']:.0%})"
         + ("." if math.isnan(overall["spearman"]) else f"; rank correlation {overall['spearman']:.2f} (Spearman).")
     ]
-    regrets = regret_table(data)["regret"]
-    if len(regrets):
+    ratios = regret_table(data)["regret"] + 1.0
+    if len(ratios):
         lines.append(
-            f"Trusting the model alone to choose among what was measured would cost {regrets.mean():.1%} on average "
-            f"and {regrets.max():.1%} at worst over {len(regrets)} regions."
+            f"Trusting the model alone to choose among what was measured would take {geometric_mean(ratios):.3g} times "
+            f"as long on average (geometric mean of {len(ratios)} regions) and {ratios.max():.3g} times at worst."
         )
     for backend, fit in sorted(data.spec.calibrations.items() if data.spec is not None else ()):
         if fit.held_out_error is not None:

@@ -15,6 +15,8 @@ from fuseplan.search.record import PlanRecord
 COLOURS = 8
 _CHIP_W, _CHIP_H, _GAP, _PAD, _HEAD, _SPACE = 84, 24, 14, 10, 20, 34
 _CHIPS_A_ROW, _CLUSTERS_A_ROW = 4, 4
+#: Width that a letter of a cluster's heading is given.
+_LETTER = 6.4
 
 #: An op drawn in a cluster: an op that is computed twice has two chips.
 _Chip = tuple[int, int]
@@ -128,13 +130,17 @@ class _Drawing:
     def _cluster(self, number: int) -> str:
         box, group = self.clusters[number], self.plan.groups[number]
         time_us = group.measured_us if group.measured_us is not None else group.predicted_us
-        text = f"{group_name(number)} · {group.backend or group.kind} · {time_us:.3g} us"
+        time = f"{time_us:,.0f} us" if time_us >= 100 else f"{time_us:.3g} us"
+        text = f"{group_name(number)} · {group.backend or group.kind} · {time}"
+        room = box.width - 2 * _PAD
+        if _LETTER * len(text) > room:
+            text = f"{group_name(number)} · {time}"
+        width = min(room, _LETTER * len(text))
         return (
             f'<g class="{group_class(self.plan, number)}"><rect class="cluster" x="{box.x:.1f}" y="{box.y:.1f}" '
             f'width="{box.width:.1f}" height="{box.height:.1f}" rx="8"/>'
             f'<text class="head" x="{box.x + _PAD:.1f}" y="{box.y + 19:.1f}" '
-            f'textLength="{min(box.width - 2 * _PAD, 6.1 * len(text)):.0f}" lengthAdjust="spacingAndGlyphs">'
-            f"{escape(text)}</text></g>"
+            f'textLength="{width:.0f}" lengthAdjust="spacingAndGlyphs">{escape(text)}</text></g>'
         )
 
     def _chip(self, chip: _Chip) -> str:

@@ -143,8 +143,9 @@ def _drawings(data: ReportData) -> list[Drawing]:
 
 
 def _drawing(region: RegionSummary, plan: PlanRecord, where: str) -> Drawing:
-    proof = "proven optimal over the candidates" if plan.gap == 0 else f"within {plan.gap:.1%} of the optimum"
-    saved = f" ({plan.margin:.0%} less)" if plan.margin >= 0.005 else ""
+    proof = "optimal over the candidates" if plan.gap == 0 else f"a better partition could save {plan.gap:.0%} at most"
+    ratio = plan.unfused_us / plan.planned_us if plan.planned_us > 0 else 1.0
+    saved = f" ({ratio:.3g}×)" if ratio > 1.005 else ""
     return Drawing(
         title=plan.label,
         where=where,
@@ -158,7 +159,7 @@ def _drawing(region: RegionSummary, plan: PlanRecord, where: str) -> Drawing:
             for one in plan.rejected
         ],
         outcome=(
-            f"{plan.planned_us:.1f} us, unfused {plan.unfused_us:.1f} us{saved}; {proof}; "
+            f"{plan.planned_us:,.1f} us, unfused {plan.unfused_us:,.1f} us{saved}; {proof}; "
             f"{plan.measured} of {plan.enumerated} candidates measured"
         ),
     )

@@ -44,22 +44,29 @@ class Compiler:
 
 @lru_cache(maxsize=8)
 def find_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler | None:
-    """The first compiler on PATH that accepts C++17, or None."""
+    """The first compiler on PATH that builds a C++17 shared library, or None."""
     for name in names:
         path = shutil.which(name)
-        if path is None:
+        version = _output([path, "--version"]) if path is not None else None
+        if path is None or not version:
             continue
-        version = _output([path, "--version"])
         for native in _NATIVE_FLAGS:
-            if version and _output([path, *_FLAGS, *native, "-fsyntax-only", "-x", "c++", "-"], "int x;") is not None:
+            if _builds(path, native):
                 return Compiler(path, version.splitlines()[0], native)
     return None
 
 
-def _output(command: Sequence[str], text: str = "") -> str | None:
+def _builds(path: str, native: tuple[str, ...]) -> bool:
+    with tempfile.TemporaryDirectory(prefix="fuseplan-") as folder:
+        source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
+        source.write_text("constexpr int one() { return 1; }\nstatic_assert(one() == 1);\n")
+        return _output([path, *_FLAGS, *native, str(source), "-o", str(library)]) is not None and library.is_file()
+
+
+def _output(command: Sequence[str]) -> str | None:
     """Standard output of a command, or None when it fails."""
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

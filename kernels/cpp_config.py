@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 from fuseplan.kernels.backend import Config, Target, Tunable
-from fuseplan.kernels.cpp_emitter import is_tiled, simplified_segments
+from fuseplan.kernels.cpp_emitter import is_strided, is_tiled, simplified_segments
 from fuseplan.kernels.cpp_launch import RunSettings
-from fuseplan.kernels.index import is_static, product
+from fuseplan.kernels.index import is_static
 from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Segment
 from fuseplan.kernels.ops import op_spec
 from fuseplan.kernels.schedule import schedule
@@ -25,7 +25,9 @@ _TASK_BYTES = 16 * 1024
 _GIL_ELEMENTS = 1 << 18
 #: Staging pays while a row's buffer stays in the second-level cache.
 _STAGE_BYTES = 512 * 1024
+_TASKS_PER_THREAD = 4
 _COL_TILES = (1024, 4096, 16384)
+_STRIDED_COL_TILES = (32, 128)
 _ROWS_PER_TASK = (1, 4, 16)
 _UNROLLS = (1, 2, 4)
 _DEFAULT_UNROLL = 2
@@ -36,16 +38,24 @@ _BYTES_PER_SFU = 8
 def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     """The dimensions; one that cannot matter for ``ir`` has a single choice."""
     segments = simplified_segments(ir)
-    reduced = any(segment.has_reduction() for segment in segments)
     many_rows = any(not isinstance(segment.num_rows, int) or segment.num_rows > 1 for segment in segments)
-    small = ir_bytes(ir) is not None and (ir_bytes(ir) or 0) < BYTES_PER_THREAD // 4
+    size = ir_bytes(ir)
+    small = size is not None and size < BYTES_PER_THREAD // 4
     return (
         Tunable("threads", (1,) if small else thread_choices(target.cores)),
         Tunable("rows_per_task", _ROWS_PER_TASK if many_rows else (1,)),
-        Tunable("col_tile", _COL_TILES if any(map(is_tiled, segments)) else (_COL_TILES[1],)),
+        Tunable("col_tile", _tiles(segments)),
         Tunable("unroll", _UNROLLS),
-        Tunable("stage", (0, 1) if reduced and can_stage(segments) else (0,)),
+        Tunable("stage", (0, 1) if can_stage(segments) else (0,)),
     )
+
+
+def _tiles(segments: tuple[Segment, ...]) -> tuple[int, ...]:
+    """Column tiles to choose from; one where no segment is tiled."""
+    tiled = [segment for segment in segments if is_tiled(segment)]
+    if not tiled:
+        return _COL_TILES[1:2]
+    return _STRIDED_COL_TILES if any(map(is_strided, tiled)) else _COL_TILES
 
 
 def thread_choices(cores: int) -> tuple[int, ...]:
@@ -61,30 +71,30 @@ def can_stage(segments: tuple[Segment, ...]) -> bool:
 
 def refuse_config(ir: KernelIR, config: Config, target: Target) -> str | None:
     """Why a configuration cannot pay off, or None."""
-    threads = int(config["threads"])
+    threads, rows, tile = (int(config[name]) for name in ("threads", "rows_per_task", "col_tile"))
     if threads > max(target.cores, 1):
         return f"{threads} threads on {target.cores} cores"
     segments = simplified_segments(ir)
-    if not all(is_static(*segment.rows, segment.cols) for segment in segments):
+    if not _is_static(segments):
         return None
-    tasks = sum(_tasks(segment, config) for segment in segments)
-    if threads > 1 and tasks < threads:
+    if threads > 1 and count_tasks(segments, rows, tile) < threads:
         return "fewer tasks than threads"
-    if int(config["rows_per_task"]) > max([1, *(segment.num_rows for segment in segments)]):
+    if rows > max(1, *(int(segment.num_rows) for segment in segments), 1):
         return "more rows per task than rows"
-    smaller = [tile for tile in _COL_TILES if tile < int(config["col_tile"])]
-    if smaller and all(segment.cols <= smaller[-1] for segment in segments if is_tiled(segment)) and any(
-        map(is_tiled, segments)
-    ):
+    widest = max((int(segment.cols) for segment in segments if is_tiled(segment)), default=0)
+    if any(tile > smaller >= widest > 0 for smaller in _tiles(segments)):
         return "a column tile wider than the row"
     if int(config["stage"]) and stage_bytes(segments) > _STAGE_BYTES:
         return f"staging needs {stage_bytes(segments)} bytes a thread"
     return None
 
 
-def _tasks(segment: Segment, config: Config) -> int:
-    chunks = math.ceil(segment.num_rows / int(config["rows_per_task"]))
-    return int(chunks * (math.ceil(segment.cols / int(config["col_tile"])) if is_tiled(segment) else 1))
+def count_tasks(segments: tuple[Segment, ...], rows_per_task: int, col_tile: int) -> int:
+    """Tasks of a call with static sizes."""
+    return sum(
+        math.ceil(segment.num_rows / rows_per_task) * (math.ceil(segment.cols / col_tile) if is_tiled(segment) else 1)
+        for segment in segments
+    )
 
 
 def stage_bytes(segments: tuple[Segment, ...]) -> int:
@@ -112,36 +122,43 @@ def ir_bytes(ir: KernelIR) -> int | None:
 
 
 def default_settings(ir: KernelIR, target: Target) -> Config:
-    """A good configuration by arithmetic alone."""
+    """A good configuration by arithmetic alone: threads by bytes, then tasks that keep every thread busy."""
     segments = simplified_segments(ir)
     size = ir_bytes(ir)
-    threads = max(target.cores, 1) if size is None else max(1, min(target.cores, size // BYTES_PER_THREAD))
-    rows = _rows_per_task(segments, threads)
-    stage = can_stage(segments) and (not _static_cols(segments) or stage_bytes(segments) <= _STAGE_BYTES)
-    config: dict[str, int | str] = {
-        "threads": threads, "rows_per_task": rows, "col_tile": _COL_TILES[1], "unroll": _DEFAULT_UNROLL,
-        "stage": int(stage),
+    cores = max(target.cores, 1)
+    threads = cores if size is None else max(1, min(cores, size // BYTES_PER_THREAD))
+    rows, tile = _default_task(segments, threads)
+    if _is_static(segments):
+        threads = max(1, min(threads, count_tasks(segments, rows, tile)))
+    stage = can_stage(segments) and (not _is_static(segments) or stage_bytes(segments) <= _STAGE_BYTES)
+    return {
+        "threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": _DEFAULT_UNROLL, "stage": int(stage),
     }
-    if refuse_config(ir, config, target) is not None:
-        config |= {"rows_per_task": 1, "col_tile": _COL_TILES[0]}
-    return config if refuse_config(ir, config, target) is None else {**config, "threads": 1, "stage": 0}
 
 
-def _static_cols(segments: tuple[Segment, ...]) -> bool:
-    return is_static(*(segment.cols for segment in segments))
+def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int]:
+    """Rows and columns of a task: the largest that are still small, and leave several tasks to each thread."""
+    tiles = _tiles(segments)
+    strided = tiles == _STRIDED_COL_TILES
+    if not _is_static(segments):
+        return (_ROWS_PER_TASK[-1] if strided else _ROWS_PER_TASK[0], tiles[0])
+    widest = max(int(segment.cols) for segment in segments)
+    most_rows = max(int(segment.num_rows) for segment in segments)
 
+    def busy(rows: int, tile: int) -> bool:
+        return threads == 1 or count_tasks(segments, rows, tile) >= _TASKS_PER_THREAD * threads
 
-def _rows_per_task(segments: tuple[Segment, ...], threads: int) -> int:
-    """The largest choice that leaves every thread some tasks, as long as tasks are small."""
-    if not all(is_static(*segment.rows, segment.cols) for segment in segments):
-        return _ROWS_PER_TASK[0]
-    rows = product(segment.num_rows for segment in segments[:1])
-    widest = max([1, *(segment.cols for segment in segments)])
+    tile = tiles[0] if strided else max((one for one in tiles[:-1] if busy(1, one)), default=tiles[0])
+    bytes_per_row = min(widest, tile) * 4
     fitting = [
-        choice for choice in _ROWS_PER_TASK
-        if choice == 1 or (choice * widest * 4 <= _TASK_BYTES and rows >= 4 * threads * choice)
+        rows for rows in _ROWS_PER_TASK
+        if rows <= most_rows and rows * bytes_per_row <= _TASK_BYTES and busy(rows, tile)
     ]
-    return fitting[-1]
+    return max(fitting, default=1), tile
+
+
+def _is_static(segments: tuple[Segment, ...]) -> bool:
+    return all(is_static(*segment.rows, segment.cols) for segment in segments)
 
 
 def run_settings(ir: KernelIR, config: Config, target: Target) -> RunSettings:

@@ -24,6 +24,8 @@ from fuseplan.kernels.split import split_columns
 _STACK_BYTES = 64 * 1024
 #: Rows up to this many columns are never cut into column tiles: their trip count stays a constant.
 UNTILED_COLS = 1024
+#: The same where columns are strided: a narrow tile over several rows uses every cache line it fetches.
+UNTILED_STRIDED_COLS = 32
 
 
 def generate(ir: KernelIR, unroll: int = 2, stage: bool = False) -> str:
@@ -49,6 +51,7 @@ def generate(ir: KernelIR, unroll: int = 2, stage: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
+@lru_cache(maxsize=64)
 def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
     """The segments as they are emitted: cut where their masks change, with as few axes as possible."""
     return tuple(collapse_axes(piece) for segment in ir.segments for piece in split_columns(segment))
@@ -56,7 +59,17 @@ def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
 
 def is_tiled(segment: Segment) -> bool:
     """True when a (simplified) segment's columns are shared among tasks, too."""
-    return not segment.has_reduction() and not (isinstance(segment.cols, int) and segment.cols <= UNTILED_COLS)
+    if segment.has_reduction() or (isinstance(segment.cols, int) and segment.cols <= UNTILED_STRIDED_COLS):
+        return False
+    return is_strided(segment) or not (isinstance(segment.cols, int) and segment.cols <= UNTILED_COLS)
+
+
+def is_strided(segment: Segment) -> bool:
+    """True when some access steps through memory from column to column (a transposed operand)."""
+    axis = segment.col_axis
+    indices = [instr.index for instr in segment.body if isinstance(instr, Load)]
+    indices += [store.index for store in segment.stores]
+    return any(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)
 
 
 @lru_cache(maxsize=1)

@@ -28,6 +28,18 @@ template <class T, class At, class M> FP_INLINE auto gather(const T* p, At at, M
   for (int i = 0; i < first_lanes(m); ++i) row[i] = p[at(i)];
   return load(row);
 }
+// Narrow items are gathered into whole lanes: inserting 16-bit items into a vector one by one is slow.
+template <class At, class M> FP_INLINE vu gather_bits(const unsigned short* p, At at, M m) {
+  vu v = {};
+  for (int i = 0; i < first_lanes(m); ++i) v[i] = p[at(i)];
+  return v;
+}
+template <class At, class M> FP_INLINE vf gather(const bf16* p, At at, M m) {
+  return bit_cast<vf>(gather_bits(&p->bits, at, m) << 16);
+}
+template <class At, class M> FP_INLINE vf gather(const f16* p, At at, M m) {
+  return float_of_f16<vf>(gather_bits(&p->bits, at, m));
+}
 template <class T, class At, class V, class M> FP_INLINE void scatter(T* p, At at, V v, M m) {
   T row[L];
   store(row, v);

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import ir_samples as samples
 import pytest
 import torch
-from fuseplan.kernels.backend import Config, Target
+from fuseplan.kernels.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.cpp_backend import CppBackend
+from fuseplan.kernels.index import symbol
+from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import run_reference
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -19,6 +26,8 @@ SAMPLES = [
     pytest.param(one, id=samples.label(one))
     for one in [*samples.static_samples(), *samples.dynamic_samples(), *TILED]
 ]
+
+ONE_OF_EACH = [*{one.values[0].name: one for one in SAMPLES}.values()]
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +59,15 @@ def test_default_config_matches_the_reference(backend: CppBackend, sample: sampl
     check(backend, sample, backend.default_config(sample.ir, TARGET))
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_other_configs_match_the_reference(backend: CppBackend, sample: samples.Sample, stage: int) -> None:
-    config = {"threads": 2, "rows_per_task": 1, "col_tile": 64, "unroll": 4 - 3 * stage, "stage": stage}
-    check(backend, sample, config)
+@pytest.mark.parametrize("sample", ONE_OF_EACH)
+def test_another_config_matches_the_reference(backend: CppBackend, sample: samples.Sample) -> None:
+    check(backend, sample, {"threads": 2, "rows_per_task": 1, "col_tile": 64, "unroll": 4, "stage": 1})
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("sample", [samples.layer_norm(3, 257, "bfloat16"), samples.softmax(2, 1000)])
+def test_every_pass_can_be_recomputed(backend: CppBackend, sample: samples.Sample, unroll: int) -> None:
+    check(backend, sample, {"threads": 1, "rows_per_task": 3, "col_tile": 4096, "unroll": unroll, "stage": 0})
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
@@ -66,3 +79,97 @@ def test_fused_callable_allocates_as_the_ir_says(backend: CppBackend, sample: sa
         assert (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
     for actual, expected in zip(made, run_reference(sample.ir, sample.inputs(), sample.symbols), strict=True):
         assert_close(sample, actual, expected)
+
+
+def test_one_dynamic_kernel_serves_every_size(backend: CppBackend) -> None:
+    sample = samples.layer_norm(symbol("n"), symbol("m"), "bfloat16", {"n": 1, "m": 1})
+    kernel = backend.load(sample.ir, backend.default_config(sample.ir, TARGET), TARGET)
+    for rows, cols in ((1, 1), (2, 15), (3, 16), (0, 5), (2, 129), (300, 300)):
+        sized = replace(sample, symbols={"n": rows, "m": cols})
+        inputs, outputs = sized.inputs(), sized.outputs()
+        # The symbols are sorted by name: m, then n.
+        kernel(*inputs, *outputs, cols, rows)
+        assert_close(sized, outputs[0], run_reference(sized.ir, inputs, sized.symbols)[0])
+
+
+def test_a_long_row_is_staged_outside_the_stack(backend: CppBackend) -> None:
+    check(backend, samples.softmax(2, 40_000), {
+        "threads": 2, "rows_per_task": 1, "col_tile": 4096, "unroll": 2, "stage": 1,
+    })
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "min"])
+def test_nan_reaches_the_result_of_a_reduction(backend: CppBackend, kind: str) -> None:
+    buffers = [samples.contiguous("x", "float32", (3, 70)), samples.contiguous("y", "float32", (3,), True)]
+    b = samples.Body(buffers, (3,), 70)
+    b.store("y", b.at[:1], b.reduce(kind, b.load("x", b.at)))
+    ir = KernelIR(tuple(buffers), (b.segment(),))
+    kernel = backend.load(ir, backend.default_config(ir, TARGET), TARGET)
+    for place in (0, 16, 37, 63, 64, 69):
+        x = torch.randn(3, 70)
+        x[1, place] = math.nan
+        y = torch.zeros(3)
+        kernel(x, y)
+        assert y.isnan().tolist() == [False, True, False]
+
+
+def test_booleans_reduce_to_any_and_all(backend: CppBackend) -> None:
+    buffers = [samples.contiguous("x", "bool", (4, 40)), samples.contiguous("any", "bool", (4,), True),
+               samples.contiguous("all", "bool", (4,), True)]
+    b = samples.Body(buffers, (4,), 40)
+    x = b.load("x", b.at)
+    b.store("any", b.at[:1], b.reduce("max", x))
+    b.store("all", b.at[:1], b.reduce("min", x))
+    ir = KernelIR(tuple(buffers), (b.segment(),))
+    x_value = torch.zeros(4, 40, dtype=torch.bool)
+    x_value[1], x_value[2, 39], x_value[3, :39] = True, True, True
+    some, every = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(x_value)
+    assert torch.equal(some, x_value.any(1))
+    assert torch.equal(every, x_value.all(1))
+
+
+@given(rows=st.integers(0, 9), cols=st.integers(0, 70), seed=st.integers(0, 99), dtype=st.sampled_from(
+    ["float32", "bfloat16", "float16"]))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_rows_and_columns_of_a_dynamic_softmax(
+    backend: CppBackend, rows: int, cols: int, seed: int, dtype: str
+) -> None:
+    sample = samples.softmax(symbol("n"), symbol("m"), dtype, False, {"n": rows, "m": cols})
+    call = backend.fused_callable(sample.ir, backend.default_config(sample.ir, TARGET), TARGET)
+    x = sample.inputs(seed)[0]
+    result = call(x, cols, rows)
+    assert isinstance(result, torch.Tensor)
+    assert_close(sample, result, torch.softmax(x.double(), -1))
+
+
+def test_refuses_other_devices_and_malformed_kernels(backend: CppBackend) -> None:
+    sample = samples.rms_norm(2, 8)
+    assert backend.refuse(sample.ir, TARGET) is None
+    assert "cuda" in (backend.refuse(sample.ir, SM90) or "")
+    nothing = KernelIR(sample.ir.buffers, (replace(sample.ir.segments[0], stores=()),))
+    assert "stores nothing" in (backend.refuse(nothing, TARGET) or "")
+
+
+def test_prepare_compiles_what_load_uses(tmp_path: Path) -> None:
+    backend, sample = CppBackend(tmp_path), samples.rms_norm(2, 8)
+    config = backend.default_config(sample.ir, TARGET)
+    prepared = backend.prepare(sample.ir, config, TARGET)
+    library = tmp_path / f"{prepared.extra['binary']}.so"
+    stamp = library.stat().st_mtime_ns
+    assert backend.load(sample.ir, config, TARGET).resources == prepared
+    assert library.stat().st_mtime_ns == stamp
+
+
+def test_run_time_parameters_share_one_binary(backend: CppBackend) -> None:
+    sample = samples.swiglu(4, 2048)
+    base = dict(backend.default_config(sample.ir, TARGET))
+    other = backend.prepare(sample.ir, {**base, "threads": 2, "rows_per_task": 4, "col_tile": 1024}, TARGET)
+    assert backend.prepare(sample.ir, base, TARGET) == other
+    assert backend.prepare(sample.ir, {**base, "unroll": 4}, TARGET) != other
+
+
+def test_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
+    backend, sample = CppBackend(tmp_path, ("no-such-compiler",)), samples.rms_norm(2, 8)
+    assert "no-such-compiler" in (backend.unavailable() or "")
+    with pytest.raises(BuildError, match="install"):
+        backend.load(sample.ir, backend.default_config(sample.ir, TARGET), TARGET)

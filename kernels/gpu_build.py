@@ -136,8 +136,30 @@ def _compile(function: Any, spec: KernelSpec, target: Target, more_options: Mapp
 
 
 def _registers_and_spills(compiled: Any) -> tuple[int | None, int | None]:
+    """Registers, and bytes spilled, of one thread; None where the tools are missing."""
     usage = _cubin_usage(compiled.asm["cubin"], compiled.metadata.name)
-    return usage.get("REG"), usage.get("STACK")
+    stack = usage.get("STACK")
+    # A stack frame may also hold a local array (the slow path of sin does): only then is ptxas asked for the truth.
+    return usage.get("REG"), _spilled_bytes(compiled.asm["ptx"], stack) if stack else stack
+
+
+def _spilled_bytes(ptx: str, otherwise: int) -> int:
+    """Bytes that ptxas stores to spill registers, from its verbose output; ``otherwise`` if it does not say."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = re.search(r"^\.target\s+(\w+)", ptx, flags=re.MULTILINE)
+    if arch is None:
+        return otherwise
+    tool = get_ptxas(int(re.sub(r"\D", "", arch[1])))
+    # What Triton itself passes to a ptxas that knows it.
+    more = ["--regAllocOptLevel=2"] if int(str(tool.version).split(".")[0]) >= 13 else []
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx, encoding="utf-8")
+        command = [tool.path, "-v", *more, f"--gpu-name={arch[1]}", str(source), "-o", str(Path(folder) / "cubin")]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.findall(r"(\d+) bytes spill stores", result.stderr)
+    return sum(map(int, found)) if found else otherwise
 
 
 def compute_capability(target: Target) -> int:

@@ -104,3 +104,15 @@ def test_loading_needs_a_device(backend: NinetoothedBackend) -> None:
     sample = samples.swiglu(3, 128)
     with pytest.raises(BuildError, match="no CUDA device"):
         backend.load(sample.ir, backend.default_config(sample.ir, SM90), SM90)
+
+
+def test_the_source_reads_like_a_hand_written_kernel(backend: NinetoothedBackend) -> None:
+    sample = samples.softmax(8, 100)
+    source = backend.source(sample.ir, backend.default_config(sample.ir, SM90))
+    functions = [line for line in source.splitlines() if line.startswith("def ")]
+    assert functions == [
+        "def _row_max(x, axis, keep_dims):", "def arrangement(in0, out0):", "def application(in0, out0):",
+        "def premake():",
+    ]
+    assert "triton" not in source.split('"""')[2]  # ninetoothed turns ntl into Triton by itself
+    assert backend.unavailable() is None

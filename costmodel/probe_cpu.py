@@ -85,7 +85,7 @@ def _one_thread() -> Iterator[None]:
 
 def _eager_call(footprint_bytes: int) -> Call:
     x = torch.rand(footprint_bytes // 12)
-    return partial(torch.add, x, torch.rand_like(x))
+    return partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x))
 
 
 def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:

@@ -54,7 +54,7 @@ def measure_cuda(
 
 def _eager_call(footprint_bytes: int) -> Call:
     x = torch.rand(footprint_bytes // 12, device=_DEVICE)
-    return partial(torch.add, x, torch.rand_like(x))
+    return partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x))
 
 
 def _empty_call() -> Call:

@@ -11,6 +11,7 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.backend import Backend, Target
 from fuseplan.planner.candidates import CandidateLimits, Enumeration, enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.learning import Learner
 from fuseplan.planner.partition import guided_partition, predicted_partition, region_problem
 from fuseplan.planner.plan_record import PlanWriter, region_label
 from fuseplan.planner.prices import GroupBook, MeasuredPrices, ModelPrices
@@ -90,6 +91,7 @@ class Planner:
         settings: What to plan for.
         tuner: Measures what is not stored; None leaves it to the cost model.
         on_region: Told about each distinct region before it is planned: label, number, how many.
+        learner: The calibration that the measurements go on improving; of ``spec`` by default.
     """
 
     def __init__(
@@ -102,15 +104,21 @@ class Planner:
         settings: PlanSettings | None = None,
         tuner: Tuner | None = None,
         on_region: Callable[[str, int, int], None] | None = None,
+        learner: Learner | None = None,
     ) -> None:
         self.store = store
-        self.spec = spec
+        self.learner = learner if learner is not None else Learner(spec)
         self.device = device
         self.target = target
         self.backends = tuple(backends)
         self.settings = settings if settings is not None else PlanSettings()
         self.tuner = tuner
         self._on_region = on_region
+
+    @property
+    def spec(self) -> DeviceSpec | None:
+        """The device as it is calibrated now."""
+        return self.learner.spec
 
     def plan_graph(self, graph: DataflowGraph) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once."""
@@ -152,7 +160,7 @@ class Planner:
     def _by_measurement(self, graph: DataflowGraph, region: Region, book: GroupBook, tuner: Tuner) -> PlanRecord:
         began = time.monotonic()
         settings = self.settings
-        prices = MeasuredPrices(book, self.spec, settings.regime, self.backends, self.target, tuner)
+        prices = MeasuredPrices(book, self.spec, settings.regime, self.backends, self.target, tuner, self.learner)
         problem = region_problem(graph, region, self._enumerate(graph, region, book))
         # The model's own partition is measured first: a good incumbent lets the loop stop sooner.
         guess = predicted_partition(problem, prices.predict_s, settings.margin)
@@ -170,6 +178,7 @@ class Planner:
             f"measured {result.measured} of {result.enumerated} choices in {result.iterations} rounds; "
             f"{'optimal' if result.optimal else f'within {result.gap:.1%} of the bound'} over the candidates"
         )
+        self.learner.update()
         return self._writer(graph, region, prices).record(result, time.monotonic() - began, reason)
 
     def _enumerate(self, graph: DataflowGraph, region: Region, book: GroupBook) -> Enumeration:

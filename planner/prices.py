@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.work import Work
@@ -12,6 +13,7 @@ from fuseplan.kernels.backend import Backend, Target
 from fuseplan.planner.candidates import Candidate, Enumeration, group_form
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.learning import UNFUSED, Learner
 from fuseplan.planner.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.partition import Choice, region_problem
 from fuseplan.planner.pricing import kernel_work, op_work
@@ -124,7 +126,7 @@ class ModelPrices:
     def _unfused_s(self, op: str) -> float:
         if self.spec is None:
             return 1.0
-        return predict(self.book.unfused_work(op), self.spec, self.unfused_mode).time_us * 1e-6
+        return predict(self.book.unfused_work(op), self.spec, self.unfused_mode, backend=UNFUSED).time_us * 1e-6
 
 
 class MeasuredPrices(ModelPrices):
@@ -135,9 +137,10 @@ class MeasuredPrices(ModelPrices):
     """
 
     def __init__(self, book: GroupBook, spec: DeviceSpec | None, regime: str, backends: Sequence[Backend],
-                 target: Target, tuner: Tuner) -> None:
+                 target: Target, tuner: Tuner, learner: Learner | None = None) -> None:
         super().__init__(book, spec, regime, backends, target)
         self.tuner = tuner
+        self.learner = learner
         self.records: dict[tuple[str, ...], TuningRecord] = {}
         self.failures: dict[tuple[str, ...], str] = {}
         self._screened_s: dict[Choice, float] = {}
@@ -165,12 +168,19 @@ class MeasuredPrices(ModelPrices):
     def _screen_s(self, choice: Choice) -> float:
         subject = self.book.subject(choice.group)
         if not choice.fused:
-            return self.tuner.time_unfused(subject).median_us * 1e-6
+            time_us = self.tuner.time_unfused(subject).median_us
+            self._learn(UNFUSED, Sample(self.book.unfused_work(choice.group.ops[0]), self.unfused_mode, time_us))
+            return time_us * 1e-6
         trial = self.tuner.screen(subject)
         if trial.median_us is None:
             self.failures[choice.group.ops] = trial.reason
             return math.inf
+        self._learn(trial.backend, Sample(subject.work, self.fused_mode, trial.median_us))
         return trial.median_us * 1e-6
+
+    def _learn(self, name: str, sample: Sample) -> None:
+        if self.learner is not None:
+            self.learner.add(name, sample)
 
 
 def fused_s(record: TuningRecord) -> float:

@@ -16,6 +16,7 @@ from fuseplan.kernels.index import Index
 from fuseplan.kernels.ir import Buffer, KernelIR, Load, Segment, Store
 from fuseplan.kernels.registry import backends_for, local_target
 from fuseplan.planner.errors import CompilerMissingError, DeviceError
+from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.search.database import Database
 from fuseplan.search.layered import LayeredDatabase
@@ -59,11 +60,16 @@ class Session:
         return self.with_spec(spec)
 
     def planner(
-        self, tuner: Tuner | None = None, on_region: Callable[[str, int, int], None] | None = None
+        self,
+        tuner: Tuner | None = None,
+        on_region: Callable[[str, int, int], None] | None = None,
+        learner: Learner | None = None,
     ) -> Planner:
         """A planner over the user's records and those that ship with the package."""
         store = LayeredDatabase(self.database)
-        return Planner(store, self.spec, self.device, self.target, self.backends, self.settings, tuner, on_region)
+        return Planner(
+            store, self.spec, self.device, self.target, self.backends, self.settings, tuner, on_region, learner
+        )
 
     def tuner(
         self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None

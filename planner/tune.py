@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import GraphPlan, RegionPlan
 from fuseplan.planner.session import Session
 from fuseplan.search.tuner import Budget, ProgressEvent
@@ -79,13 +80,17 @@ def tune(
     """
     start = time.monotonic()
     plans: list[WorkloadPlan] = []
+    learner = Learner(session.spec)
     with session.tuner(budget if budget is not None else Budget(), seed, on_trial) as tuner:
         for workload, graph in graphs:
             told = _for_workload(on_region, workload)
-            plans.append(WorkloadPlan(workload, session.planner(tuner, told).plan_graph(graph)))
+            plans.append(WorkloadPlan(workload, session.planner(tuner, told, learner).plan_graph(graph)))
     elapsed_s = time.monotonic() - start
     result = TuneResult(tuple(plans), session, elapsed_s)
-    return TuneResult(result.plans, session.recalibrated() if result.measured else session, elapsed_s)
+    if not result.measured:
+        return result
+    learner.update(final=True)
+    return TuneResult(result.plans, replace(session, spec=learner.spec).recalibrated(), elapsed_s)
 
 
 def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, int, int], None] | None:

@@ -1,0 +1,41 @@
+"""Calibration while a tune goes on: every prediction uses what was measured before it, never after."""
+
+from __future__ import annotations
+
+from fuseplan.costmodel.calibrate import Sample, calibrate
+from fuseplan.costmodel.device import DeviceSpec
+
+#: Calibration name of ATen ops run by themselves; kernels go by the name of their back end.
+UNFUSED = "unfused"
+
+#: Samples of the first fit; later ones happen each time the samples have doubled.
+_FIRST_FIT = 8
+
+
+class Learner:
+    """A device spec whose calibrations follow the measurements of the running tune.
+
+    Attributes:
+        spec: The device, calibrated with the samples seen so far.
+    """
+
+    def __init__(self, spec: DeviceSpec | None) -> None:
+        self.spec = spec
+        self._samples: dict[str, list[Sample]] = {}
+        self._fitted: dict[str, int] = {}
+
+    def add(self, name: str, sample: Sample) -> None:
+        """Take in one measured kernel of the back end ``name`` (or an op: :data:`UNFUSED`)."""
+        if sample.work.launches and sample.measured_us > 0:
+            self._samples.setdefault(name, []).append(sample)
+
+    def update(self, final: bool = False) -> None:
+        """Fit again where there are enough new samples; ``final`` fits whatever has grown since."""
+        if self.spec is None:
+            return
+        for name, samples in self._samples.items():
+            fitted = self._fitted.get(name, 0)
+            due = len(samples) > fitted if final else len(samples) >= 2 * fitted
+            if due and len(samples) >= _FIRST_FIT:
+                self.spec = self.spec.with_calibration(name, calibrate(samples, self.spec))
+                self._fitted[name] = len(samples)

@@ -1,0 +1,68 @@
+"""Calibration during a tune: it follows the samples, only forwards in time, and never on too few."""
+
+from __future__ import annotations
+
+import pytest
+from costmodel_samples import CPU
+from fuseplan.costmodel.calibrate import Sample
+from fuseplan.costmodel.roofline import predict
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.learning import UNFUSED, Learner
+
+
+def samples(scale: float, count: int) -> list[Sample]:
+    """Ops that take ``scale`` times what the uncalibrated model says."""
+    works = [Work({"fp32": 1e4}, 1e4 * (number + 1), 0.0, 1) for number in range(count)]
+    return [Sample(work, "eager", scale * predict(work, CPU, "eager").time_us) for work in works]
+
+
+def test_predictions_approach_what_was_measured() -> None:
+    learner = Learner(CPU)
+    for sample in samples(3.0, 12):
+        learner.add(UNFUSED, sample)
+    learner.update()
+    assert learner.spec is not None
+    probe = samples(3.0, 20)[-1]  # not one of the twelve
+    before = predict(probe.work, CPU, "eager", backend=UNFUSED).time_us
+    after = predict(probe.work, learner.spec, "eager", backend=UNFUSED).time_us
+    assert before == pytest.approx(probe.measured_us / 3, rel=1e-6)
+    assert after == pytest.approx(probe.measured_us, rel=0.1)
+
+
+def test_too_few_samples_change_nothing() -> None:
+    learner = Learner(CPU)
+    for sample in samples(3.0, 5):
+        learner.add(UNFUSED, sample)
+    learner.update(final=True)
+    assert learner.spec == CPU
+
+
+def test_it_fits_again_when_the_samples_have_doubled() -> None:
+    learner = Learner(CPU)
+
+    def count() -> int:
+        assert learner.spec is not None
+        calibration = learner.spec.calibrations.get(UNFUSED)
+        return calibration.samples if calibration is not None else 0
+
+    counts = []
+    for sample in samples(2.0, 20):
+        learner.add(UNFUSED, sample)
+        learner.update()
+        counts.append(count())
+    assert sorted(set(counts)) == [0, 8, 16]
+    learner.update(final=True)
+    assert count() == 20
+
+
+def test_views_and_unprobed_devices_teach_nothing() -> None:
+    learner = Learner(None)
+    for sample in samples(2.0, 10):
+        learner.add(UNFUSED, sample)
+    learner.update(final=True)
+    assert learner.spec is None
+    learner = Learner(CPU)
+    for _ in range(10):
+        learner.add(UNFUSED, Sample(Work(), "eager", 1.0))
+    learner.update(final=True)
+    assert learner.spec == CPU

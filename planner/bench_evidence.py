@@ -59,7 +59,7 @@ def versions(device_type: str) -> dict[str, str]:
 
     import torch
 
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     for package in ("fuseplan", "torch", "triton", "ninetoothed", "transformers"):
         try:
             found[package] = importlib.metadata.version(package)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 
 from fuseplan.kernels.backend import Config, Target, Tunable
-from fuseplan.kernels.cpp_emitter import is_strided, is_tiled, simplified_segments
+from fuseplan.kernels.cpp_emitter import simplified_segments
+from fuseplan.kernels.cpp_entry import is_strided, is_tiled
 from fuseplan.kernels.cpp_launch import RunSettings
 from fuseplan.kernels.index import is_static
 from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Segment
@@ -30,7 +31,6 @@ _COL_TILES = (1024, 4096, 16384)
 _STRIDED_COL_TILES = (32, 128)
 _ROWS_PER_TASK = (1, 4, 16)
 _UNROLLS = (1, 2, 4)
-_DEFAULT_UNROLL = 2
 #: Bytes of traffic that take as long as one special-function application on one element.
 _BYTES_PER_SFU = 8
 
@@ -131,9 +131,9 @@ def default_settings(ir: KernelIR, target: Target) -> Config:
     if _is_static(segments):
         threads = max(1, min(threads, count_tasks(segments, rows, tile)))
     stage = can_stage(segments) and (not _is_static(segments) or stage_bytes(segments) <= _STAGE_BYTES)
-    return {
-        "threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": _DEFAULT_UNROLL, "stage": int(stage),
-    }
+    # A reduction needs independent accumulators to hide the latency of an addition; a pointwise loop does not.
+    unroll = 4 if any(segment.has_reduction() for segment in segments) else 2
+    return {"threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage)}
 
 
 def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int]:

@@ -12,17 +12,39 @@ template <class M> FP_INLINE vm present(M, vm mask) { return mask; }
 FP_INLINE vm present(Part m, vm mask) { return mask & counts(m); }
 
 template <class T, class M> FP_INLINE auto load(const T* p, M) { return load(p); }
+template <class T, class V, class M> FP_INLINE void store(T* p, V v, M) { store(p, v); }
 template <class T> FP_INLINE auto load(const T* p, Part m) {
   T row[L] = {};
   for (int i = 0; i < m.count; ++i) row[i] = p[i];
   return load(row);
 }
-template <class T, class V, class M> FP_INLINE void store(T* p, V v, M) { store(p, v); }
 template <class T, class V> FP_INLINE void store(T* p, V v, Part m) {
   T row[L];
   store(row, v);
   for (int i = 0; i < m.count; ++i) p[i] = row[i];
 }
+#if FP_AVX512
+// Masked moves touch no byte of the lanes left out.
+#define FP_MASKED(T, V, move)                                                                            \
+  FP_INLINE V read(const T* p, Part m) {                                                                 \
+    V v;                                                                                                 \
+    __asm__("kmovd %2, %%k1\n\t" move " %1, %0%{%%k1%}%{z%}"                                             \
+            : "=v"(v) : "m"(*(const T(*)[L])p), "r"((1u << m.count) - 1) : "k1");                        \
+    return v;                                                                                            \
+  }                                                                                                      \
+  FP_INLINE void write(T* p, V v, Part m) {                                                              \
+    __asm__("kmovd %2, %%k1\n\t" move " %1, %0%{%%k1%}"                                                  \
+            : "+m"(*(T(*)[L])p) : "v"(v), "r"((1u << m.count) - 1) : "k1");                              \
+  }
+FP_MASKED(float, vf, "vmovups")
+FP_MASKED(unsigned short, vh, "vmovdqu16")
+FP_INLINE vf load(const float* p, Part m) { return read(p, m); }
+FP_INLINE vf load(const bf16* p, Part m) { return bit_cast<vf>(widen(read(&p->bits, m)) << 16); }
+FP_INLINE vf load(const f16* p, Part m) { return float_of_f16<vf>(widen(read(&p->bits, m))); }
+FP_INLINE void store(float* p, vf v, Part m) { write(p, v, m); }
+FP_INLINE void store(bf16* p, vf v, Part m) { write(&p->bits, narrow_bf16(v), m); }
+FP_INLINE void store(f16* p, vf v, Part m) { write(&p->bits, narrow(f16_bits<vu>(v)), m); }
+#endif
 template <class T, class At, class M> FP_INLINE auto gather(const T* p, At at, M m) {
   T row[L] = {};
   for (int i = 0; i < first_lanes(m); ++i) row[i] = p[at(i)];
@@ -66,6 +88,22 @@ template <class T, int W> struct Folder {
     half parts[2];
     __builtin_memcpy(parts, &v, sizeof v);
     return Folder<T, W / 2>::fold(combine(parts[0], parts[1]), combine);
+  }
+};
+template <int Bytes> struct lane_number { typedef int type; };
+template <> struct lane_number<8> { typedef i64 type; };
+template <class T> struct Folder<T, 4> {  // stays in vectors: a scalar maximum would branch
+  typedef T quad __attribute__((vector_size(4 * sizeof(T))));
+  typedef typename lane_number<sizeof(T)>::type number;
+  typedef number order __attribute__((vector_size(4 * sizeof(T))));
+#if defined(__clang__)
+#define FP_SHUFFLE(v, a, b, c, d) __builtin_shufflevector(v, v, a, b, c, d)
+#else
+#define FP_SHUFFLE(v, a, b, c, d) __builtin_shuffle(v, order{a, b, c, d})
+#endif
+  template <class C> FP_INLINE T fold(quad v, C combine) {
+    v = combine(v, FP_SHUFFLE(v, 2, 3, 0, 1));
+    return combine(v, FP_SHUFFLE(v, 1, 0, 3, 2))[0];
   }
 };
 template <class T> struct Folder<T, 2> {

@@ -53,11 +53,7 @@ template <> struct lane<vf> { typedef float type; };
 template <> struct lane<vd> { typedef double type; };
 template <> struct lane<vi> { typedef int type; };
 template <> struct lane<vl> { typedef i64 type; };
-template <class V> FP_INLINE V splat(typename lane<V>::type x) {
-  V v;
-  for (int i = 0; i < L; ++i) v[i] = x;
-  return v;
-}
+template <class V> FP_INLINE V splat(typename lane<V>::type x) { return x - V{}; }  // keeps -0; becomes a broadcast
 FP_INLINE vm splat_mask(bool x) { return splat<vi>(x ? -1 : 0); }
 FP_INLINE vi lanes() {
   vi v;
@@ -108,14 +104,13 @@ FP_INLINE void put(b8* p, bool v) { p->bits = v; }
 // fills a register of its own.
 #define FP_WIDE (FP_VECTOR_BYTES >= 32 && FP_VECTOR_BYTES >= 8 * FP_WIDEST)
 #define FP_AVX512 (FP_VECTOR_BYTES == 64)
-FP_INLINE vu widen(const void* p) {
+FP_INLINE vu widen(vh half) {
 #if FP_WIDE
-  typedef vh unaligned __attribute__((may_alias, aligned(1)));
   vu v;
-  __asm__("vpmovzxwd %1, %0" : "=v"(v) : "m"(*(const unaligned*)p));
+  __asm__("vpmovzxwd %1, %0" : "=v"(v) : "vm"(half));
   return v;
 #else
-  return convert<vu>(read<vh>((const unsigned short*)p));
+  return convert<vu>(half);
 #endif
 }
 FP_INLINE vh narrow(vu v) {
@@ -143,8 +138,8 @@ FP_INLINE vh narrow_bf16(vf v) {
 
 FP_INLINE vf load(const float* p) { return read<vf>(p); }
 FP_INLINE vd load(const double* p) { return read<vd>(p); }
-FP_INLINE vf load(const bf16* p) { return bit_cast<vf>(widen(p) << 16); }
-FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(widen(p)); }
+FP_INLINE vf load(const bf16* p) { return bit_cast<vf>(widen(read<vh>(p)) << 16); }
+FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(widen(read<vh>(p))); }
 FP_INLINE vl load(const i64* p) { return read<vl>(p); }
 FP_INLINE vi load(const int* p) { return read<vi>(p); }
 FP_INLINE vi load(const short* p) { return convert<vi>(read<vs>(p)); }

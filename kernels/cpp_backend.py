@@ -53,7 +53,7 @@ class CppBackend(Backend):
         return None
 
     def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-        """Threads, rows per task, column tile, unroll, staging; those with one choice are fixed for ``ir``."""
+        """Threads, rows per task, column tile, unroll, staging, streaming stores; what cannot matter has one choice."""
         return config_space(ir, target)
 
     def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
@@ -65,8 +65,9 @@ class CppBackend(Backend):
         return default_settings(ir, target)
 
     def source(self, ir: KernelIR, config: Config) -> str:
-        """The C++ text; only ``unroll`` and ``stage`` change it."""
-        return generate(ir, int(config["unroll"]), bool(int(config["stage"])))
+        """The C++ text; only ``unroll``, ``stage`` and ``stream`` change it."""
+        stage, stream = (bool(int(config.get(name, 0))) for name in ("stage", "stream"))
+        return generate(ir, int(config["unroll"]), stage, stream)
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
         """Compile into the cache.

@@ -1,6 +1,7 @@
 """The configuration space of CPU kernels, and the choice made when nothing has been tuned.
 
-``unroll`` and ``stage`` change the binary; ``threads``, ``rows_per_task`` and ``col_tile`` are arguments of a call.
+``unroll``, ``stage`` and ``stream`` change the binary; ``threads``, ``rows_per_task`` and ``col_tile`` are arguments of
+a call.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _TASKS_PER_THREAD = 4
 _COL_TILES = (1024, 4096, 16384)
 _STRIDED_COL_TILES = (32, 128)
 _ROWS_PER_TASK = (1, 4, 16)
-_UNROLLS = (1, 2, 4)
+_UNROLLS = (2, 4)
+#: Streaming stores are worth a try once a call touches more than some last-level caches hold.
+_STREAM_BYTES = 16 * 1024 * 1024
 #: Bytes of traffic that take as long as one special-function application on one element.
 _BYTES_PER_SFU = 8
 
@@ -47,6 +50,7 @@ def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         Tunable("col_tile", _tiles(segments)),
         Tunable("unroll", _UNROLLS),
         Tunable("stage", (0, 1) if can_stage(segments) else (0,)),
+        Tunable("stream", (0, 1) if size is not None and size >= _STREAM_BYTES else (0,)),
     )
 
 
@@ -84,7 +88,7 @@ def refuse_config(ir: KernelIR, config: Config, target: Target) -> str | None:
     widest = max((int(segment.cols) for segment in segments if is_tiled(segment)), default=0)
     if any(tile > smaller >= widest > 0 for smaller in _tiles(segments)):
         return "a column tile wider than the row"
-    if int(config["stage"]) and stage_bytes(segments) > _STAGE_BYTES:
+    if int(config.get("stage", 0)) and stage_bytes(segments) > _STAGE_BYTES:
         return f"staging needs {stage_bytes(segments)} bytes a thread"
     return None
 
@@ -133,7 +137,12 @@ def default_settings(ir: KernelIR, target: Target) -> Config:
     stage = can_stage(segments) and (not _is_static(segments) or stage_bytes(segments) <= _STAGE_BYTES)
     # A reduction needs independent accumulators to hide the latency of an addition; a pointwise loop does not.
     unroll = 4 if any(segment.has_reduction() for segment in segments) else 2
-    return {"threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage)}
+    # What does not fit the last-level cache is gone before it is read again.
+    stream = 0 < target.l2_bytes < (size or 0) and (size or 0) >= _STREAM_BYTES
+    return {
+        "threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage),
+        "stream": int(stream),
+    }
 
 
 def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int]:

@@ -26,13 +26,14 @@ _STACK_BYTES = 64 * 1024
 _MOST_LANES = 16
 
 
-def generate(ir: KernelIR, unroll: int = 2, stage: bool = False) -> str:
+def generate(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
     """Source text of a kernel.
 
     Args:
         ir: The kernel; sizes may be symbolic.
         unroll: Vectors per turn of a column loop (and accumulators per reduction).
         stage: Keep values that several passes over a row need in a buffer instead of evaluating them again.
+        stream: Write results past the caches.
 
     Raises:
         BuildError: A size expression has no C++ spelling.
@@ -40,7 +41,10 @@ def generate(ir: KernelIR, unroll: int = 2, stage: bool = False) -> str:
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
     simple = KernelIR(ir.buffers, simplified_segments(ir))
     registers = assign_registers(simple)
-    lines = [f"#define FP_WIDEST {registers.widest}", prelude()]
+    floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
+    rough = bool(floats) and floats <= {"bfloat16", "float16"}
+    macros = {"FP_WIDEST": registers.widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough)}
+    lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
         values = Values(segment, registers.kinds[number], names)
         lines += _SegmentWriter(simple.buffers, segment, values, names, unroll, stage).function(number)

@@ -47,7 +47,7 @@ def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[s
         "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {total};"]), "}",
         "static i64 tasks(const i64* sizes, const Launch* how) {", *indent([*sizes, f"return {tasks};"]), "}",
         "static void run(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
-        *indent([*sizes, *runs]), "}",
+        *indent([*sizes, *runs, "results_done();"]), "}",
     ]
 
 

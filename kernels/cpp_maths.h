@@ -170,6 +170,21 @@ FP_INLINE vf fp_tanh(vf x) {
   return with_sign(t < 0.55f ? small : large, x);
 }
 
+#if FP_ROUGH
+FP_INLINE vf fp_erf(vf x) {  // one rational function, within 6 units in the last place
+  vf t = clamp(x, -3.925f, 3.925f), s = t * t;
+  vf p = 0x1.129cf6p-19f * s + 0x1.2aadd8p-12f;
+  p = p * s + 0x1.ee78d2p-9f;
+  p = p * s + 0x1.b0490cp-5f;
+  p = p * s + 0x1.8655b2p-3f;
+  p = p * s + 0x1.20dd74p0f;
+  vf q = 0x1.3f2adep-15f * s + 0x1.3118aep-10f;
+  q = q * s + 0x1.eaf7b0p-7f;
+  q = q * s + 0x1.d3b0fcp-4f;
+  q = q * s + 0x1.0125ccp-1f;
+  return p * t / (q * s + 1.0f);
+}
+#else
 FP_INLINE vf fp_erf(vf x) {
   vf s = x * x, t = smaller(splat<vf>(3.95f), fp_abs(x));
   vf p = 0x1.177d02p-8f * s - 0x1.b18318p-6f;
@@ -190,6 +205,7 @@ FP_INLINE vf fp_erf(vf x) {
   vf large = 1.0f - scale(e * r + 1.0f, shifted);
   return with_sign(t < 0.7f ? small : large, x);
 }
+#endif
 
 // sin(x + quadrant * pi/2). Beyond the range where the reduction is exact, libm takes over.
 FP_INLINE vf sine(vf x, int quadrant) {

@@ -1,7 +1,8 @@
 // Prelude of every generated CPU kernel: vector types, storage conversions, memory access and elementary functions.
 //
 // A kernel is compiled for one lane count L: FP_VECTOR_BYTES of the machine over FP_WIDEST, the bytes of the widest
-// register type the kernel uses. Vectors are GCC vector extensions (g++ and clang++, any architecture); no header is
+// register type the kernel uses. FP_STREAM (0, 1): write results past the caches. FP_ROUGH (0, 1): every float result is
+// stored in 16 bits, so that a few units in the last place of float32 do not show. Vectors are GCC vector extensions (g++ and clang++, any architecture); no header is
 // included, since a header costs more to compile than the kernel.
 typedef long long i64;
 typedef unsigned long long u64;
@@ -136,6 +137,22 @@ FP_INLINE vh narrow_bf16(vf v) {
   return narrow(bf16_bits<vu>(v));
 }
 
+// With FP_STREAM, results go past the caches: right for outputs that would only push out what is still needed.
+template <class V, class To> FP_INLINE void write_result(To* p, V v) {
+#if FP_STREAM && FP_VECTOR_BYTES >= 32
+  if (((u64)p & (sizeof v - 1)) == 0 && sizeof v >= 16) {
+    __asm__("vmovntdq %1, %0" : "=m"(*(V*)p) : "v"(v));
+    return;
+  }
+#endif
+  write(p, v);
+}
+FP_INLINE void results_done() {
+#if FP_STREAM && FP_VECTOR_BYTES >= 32
+  __asm__ volatile("sfence" ::: "memory");
+#endif
+}
+
 FP_INLINE vf load(const float* p) { return read<vf>(p); }
 FP_INLINE vd load(const double* p) { return read<vd>(p); }
 FP_INLINE vf load(const bf16* p) { return bit_cast<vf>(widen(read<vh>(p)) << 16); }
@@ -147,10 +164,10 @@ FP_INLINE vi load(const signed char* p) { return convert<vi>(read<vc>(p)); }
 FP_INLINE vi load(const unsigned char* p) { return convert<vi>(read<vb>(p)); }
 FP_INLINE vm load(const b8* p) { return convert<vi>(read<vb>(p)) != 0; }
 
-FP_INLINE void store(float* p, vf v) { write(p, v); }
+FP_INLINE void store(float* p, vf v) { write_result(p, v); }
 FP_INLINE void store(double* p, vd v) { write(p, v); }
-FP_INLINE void store(bf16* p, vf v) { write(p, narrow_bf16(v)); }
-FP_INLINE void store(f16* p, vf v) { write(p, narrow(f16_bits<vu>(v))); }
+FP_INLINE void store(bf16* p, vf v) { write_result(p, narrow_bf16(v)); }
+FP_INLINE void store(f16* p, vf v) { write_result(p, narrow(f16_bits<vu>(v))); }
 FP_INLINE void store(i64* p, vl v) { write(p, v); }
 FP_INLINE void store(i64* p, vi v) { for (int i = 0; i < L; ++i) p[i] = v[i]; }
 FP_INLINE void store(int* p, vi v) { write(p, v); }

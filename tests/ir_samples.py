@@ -437,7 +437,7 @@ def static_samples() -> list[Sample]:
         softmax(3, 50), softmax(2, 1000, "bfloat16"), softmax(17, 17, causal=True), softmax(2, 7, "float64"),
         swiglu(3, 127), swiglu(1, 256, "bfloat16"), swiglu(2, 65, "float16"),
         geglu(3, 50), geglu(2, 128, "bfloat16"), geglu(3, 50, approximate="erf"),
-        geglu(2, 33, "float64", approximate="erf"),
+        geglu(2, 33, "float64", approximate="erf"), geglu(3, 70, "bfloat16", approximate="erf"),
         rope(2, 3, 4, 2, 64), rope(1, 1, 32, 8, 64, "bfloat16"), rope(1, 2, 2, 1, 6),
         broadcast_add(5, 33), broadcast_add(2, 64, "bfloat16"), transposed_copy(7, 37),
         transposed_copy(4, 20, "bfloat16"), integer_maths(3, 53), cast_chain(2, 75), pointwise_chain(3, 67),

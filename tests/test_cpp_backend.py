@@ -61,7 +61,7 @@ def test_default_config_matches_the_reference(backend: CppBackend, sample: sampl
 
 @pytest.mark.parametrize("sample", ONE_OF_EACH)
 def test_another_config_matches_the_reference(backend: CppBackend, sample: samples.Sample) -> None:
-    check(backend, sample, {"threads": 2, "rows_per_task": 1, "col_tile": 64, "unroll": 4, "stage": 1})
+    check(backend, sample, {"threads": 2, "rows_per_task": 1, "col_tile": 64, "unroll": 4, "stage": 1, "stream": 1})
 
 
 @pytest.mark.parametrize("unroll", [1, 2])
@@ -94,7 +94,7 @@ def test_one_dynamic_kernel_serves_every_size(backend: CppBackend) -> None:
 
 def test_a_long_row_is_staged_outside_the_stack(backend: CppBackend) -> None:
     check(backend, samples.softmax(2, 40_000), {
-        "threads": 2, "rows_per_task": 1, "col_tile": 4096, "unroll": 2, "stage": 1,
+        "threads": 2, "rows_per_task": 1, "col_tile": 4096, "unroll": 2, "stage": 1, "stream": 0,
     })
 
 

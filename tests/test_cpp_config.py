@@ -69,13 +69,13 @@ def test_what_cannot_matter_has_one_choice() -> None:
 )
 def test_refusals_name_their_reason(changes: dict[str, int], reason: str) -> None:
     ir = samples.softmax(8, 200_000).ir
-    config = {"threads": 1, "rows_per_task": 1, "col_tile": 4096, "unroll": 2, "stage": 0, **changes}
+    config = {"threads": 1, "rows_per_task": 1, "col_tile": 4096, "unroll": 2, "stage": 0, "stream": 0, **changes}
     assert reason in (refuse_config(ir, config, Target("cpu", "native", 4)) or "")
 
 
 def test_a_tile_wider_than_the_row_is_refused_when_a_smaller_one_covers_it() -> None:
     ir, target = samples.broadcast_add(64, 3000).ir, Target("cpu", "native", 1)
-    base = {"threads": 1, "rows_per_task": 1, "unroll": 2, "stage": 0}
+    base = {"threads": 1, "rows_per_task": 1, "unroll": 2, "stage": 0, "stream": 0}
     tiles = next(one.choices for one in config_space(ir, target) if one.name == "col_tile")
     feasible = [tile for tile in tiles if refuse_config(ir, {**base, "col_tile": tile}, target) is None]
     assert feasible == [1024, 4096]
@@ -94,7 +94,7 @@ def test_bytes_and_tasks_are_counted() -> None:
 
 def test_run_time_settings_follow_the_config() -> None:
     target = Target("cpu", "native", 2)
-    config = {"threads": 8, "rows_per_task": 4, "col_tile": 1024, "unroll": 2, "stage": 0}
+    config = {"threads": 8, "rows_per_task": 4, "col_tile": 1024, "unroll": 2, "stage": 0, "stream": 0}
     small = run_settings(samples.rms_norm(4, 64).ir, config, target)
     assert (small.threads, small.rows_per_task, small.col_tile, small.grain) == (2, 4, 1024, 0)
     assert not small.release_gil
@@ -102,8 +102,19 @@ def test_run_time_settings_follow_the_config() -> None:
     assert run_settings(samples.rms_norm(symbol("n"), 8).ir, config, target).grain > 0
 
 
+def test_streaming_is_offered_for_large_outputs_and_chosen_beyond_the_cache() -> None:
+    small, large = samples.rms_norm(64, 2048).ir, samples.rms_norm(4096, 2048).ir
+    for cache, expected in ((0, 0), (2**24, 1), (2**30, 0)):
+        target = Target("cpu", "native", 2, l2_bytes=cache)
+        assert default_settings(large, target)["stream"] == expected
+        assert default_settings(small, target)["stream"] == 0
+        offered = {one.name: one.choices for one in config_space(large, target)}
+        assert offered["stream"] == (0, 1)
+        assert {one.name: one.choices for one in config_space(small, target)}["stream"] == (0,)
+
+
 def test_the_space_is_small_enough_to_enumerate() -> None:
-    target = Target("cpu", "native", 64)
+    target = Target("cpu", "native", 16)
     for sample in SAMPLES:
         space = [one.choices for one in config_space(sample.ir, target)]
         assert len([*itertools.product(*space)]) <= 200

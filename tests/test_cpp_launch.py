@@ -40,7 +40,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def config(**changes: int) -> Config:
-    return {"threads": 1, "rows_per_task": 1, "col_tile": 1024, "unroll": 1, "stage": 0, **changes}
+    return {"threads": 1, "rows_per_task": 1, "col_tile": 1024, "unroll": 1, "stage": 0, "stream": 0, **changes}
 
 
 def softmax(dynamic: bool = False) -> samples.Sample:
@@ -207,7 +207,7 @@ from fuseplan.kernels.backend import Target
 from fuseplan.kernels.cpp_backend import CppBackend
 sample = samples.swiglu(64, 4096)
 torch.ones(1000, 1000).exp().sum()
-config = {"threads": 2, "rows_per_task": 4, "col_tile": 1024, "unroll": 2, "stage": 0}
+config = {"threads": 2, "rows_per_task": 4, "col_tile": 1024, "unroll": 2, "stage": 0, "stream": 0}
 backend = CppBackend(Path(sys.argv[1]))
 backend.fused_callable(sample.ir, config, Target("cpu", "native", 2))(*sample.inputs())
 maps = open("/proc/self/maps").read()

@@ -163,6 +163,12 @@ def test_stores_round_to_nearest_even(backend: CppBackend, numbers: torch.Tensor
     assert torch.equal(actual.view(torch.int16)[real], expected.view(torch.int16)[real])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_erf_of_halves_is_exact_within_a_rounding(backend: CppBackend, dtype: torch.dtype) -> None:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    assert ulps(apply(backend, "erf", [x]), torch.erf(x.double())).max() <= 0.51
+
+
 def test_scalars_of_a_row_agree_with_vectors(backend: CppBackend) -> None:
     """A row-level value goes through libm, a column through the vector code: both within rounding of float64."""
     buffers = [samples.contiguous("x", "float32", (5, 1))]

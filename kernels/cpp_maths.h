@@ -170,7 +170,7 @@ FP_INLINE vf fp_tanh(vf x) {
   return with_sign(t < 0.55f ? small : large, x);
 }
 
-#if FP_ROUGH
+#if FP_ROUGH && FP_FMA
 FP_INLINE vf fp_erf(vf x) {  // one rational function, within 6 units in the last place
   vf t = clamp(x, -3.925f, 3.925f), s = t * t;
   vf p = 0x1.129cf6p-19f * s + 0x1.2aadd8p-12f;
@@ -211,7 +211,7 @@ FP_INLINE vf fp_erf(vf x) {
 FP_INLINE vf sine(vf x, int quadrant) {
   vf shifted = x * 0x1.45f306p-1f + FP_MAGIC, n = shifted - FP_MAGIC;
   vi q = bit_cast<vi>(shifted) + quadrant;
-#if defined(__FMA__) || defined(__aarch64__)
+#if FP_FMA
   vf r = x - n * 0x1.921fb6p0f;
   r = r + n * 0x1.777a5cp-25f;
   r = r + n * 0x1.ee59dap-50f;

@@ -14,6 +14,11 @@ typedef unsigned long long u64;
 #else
 #define FP_VECTOR_BYTES 16
 #endif
+#if defined(__FMA__) || defined(__aarch64__)
+#define FP_FMA 1  // a * b + c rounds once
+#else
+#define FP_FMA 0
+#endif
 enum { L = FP_VECTOR_BYTES / FP_WIDEST };
 
 #define FP_INLINE static inline __attribute__((always_inline))

@@ -86,7 +86,7 @@ def commit(folder: Path) -> str:
 def write_results(
     folder: Path, name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str]
 ) -> list[Path]:
-    """Write ``<name>-<part>.csv`` for every frame, one ``<name>.md`` with all tables, one ``<name>.json``.
+    """Write ``<name>-<part>.csv`` for every frame; ``<name>-<parts>.md`` with all tables, and its ``.json`` of facts.
 
     Args:
         folder: Made when missing.
@@ -100,9 +100,10 @@ def write_results(
     for part, frame in frames.items():
         written.append(folder / f"{name}-{part}.csv")
         frame.to_csv(written[-1], index=False)
-    written.append(folder / f"{name}.md")
+    together = "-".join((name, *frames))
+    written.append(folder / f"{together}.md")
     written[-1].write_text(_markdown(name, frames, facts, words), encoding="utf-8")
-    written.append(folder / f"{name}.json")
+    written.append(folder / f"{together}.json")
     written[-1].write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return written
 

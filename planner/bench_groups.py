@@ -108,7 +108,8 @@ def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max
         programs.append(compile_fx_inner(*args, **kwargs))
         return programs[-1]
 
-    options = {"max_autotune": True, "triton.cudagraphs": False} if max_autotune else {}
+    quiet = {"autotune_num_choices_displayed": 0}
+    options = {"max_autotune": True, "triton.cudagraphs": False, **quiet} if max_autotune else {}
     compiled: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
     whole: Callable[..., Any] = compiled
     expected = whole(*inputs)

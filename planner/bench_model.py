@@ -176,8 +176,10 @@ def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:
             "regime": session.settings.regime,
         }
         return torch.compile(model.module, backend="fuseplan", dynamic=False, options=options)
-    mode = {INDUCTOR: "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}[name]
-    return torch.compile(model.module, dynamic=False, mode=mode)
+    if name == INDUCTOR:
+        return torch.compile(model.module, dynamic=False)
+    choices = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "autotune_num_choices_displayed": 0}
+    return torch.compile(model.module, dynamic=False, options=choices)
 
 
 def first_tensor(output: Any) -> torch.Tensor:

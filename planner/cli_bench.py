@@ -96,11 +96,17 @@ def bench(
     peers = _peers(inductor, max_autotune)
     modes = ("eager", "graph") if kind == "cuda" else ("eager",)
     parts: dict[str, list[BenchRow]] = {}
-    if topic in (Topic.ALL, Topic.GROUPS):
-        parts["groups"] = list(_groups(session, source, workloads, peers, modes, seconds))
-    if topic in (Topic.ALL, Topic.MODEL):
-        parts["model"] = list(_models(session, source, workloads, peers, modes, seconds))
-    _publish(session, source.label, parts, out)
+    try:
+        if topic in (Topic.ALL, Topic.GROUPS):
+            parts["groups"] = []
+            parts["groups"].extend(_groups(session, source, workloads, peers, modes, seconds))
+        if topic in (Topic.ALL, Topic.MODEL):
+            parts["model"] = []
+            parts["model"].extend(_models(session, source, workloads, peers, modes, seconds))
+    finally:  # an interrupted bench keeps what it has measured
+        measured = {part: rows for part, rows in parts.items() if rows}
+        if measured:
+            _publish(session, source.label, measured, out)
 
 
 def _peers(inductor: bool, max_autotune: bool) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ def test_results_can_be_read_back(session: Session, tmp_path: Path) -> None:
     assert facts["device"]["cores"] == torch.get_num_threads()
     assert facts["versions"]["torch"] == torch.__version__
     written = bench_evidence.write_results(tmp_path / "out", "toy", {"groups": _frame()}, facts, ["all well"])
-    assert [path.name for path in written] == ["toy-groups.csv", "toy.md", "toy.json"]
+    assert [path.name for path in written] == ["toy-groups.csv", "toy-groups.md", "toy-groups.json"]
     assert pd.read_csv(written[0])["median_us"].tolist()[:5] == [2.0, 8.0, 1.0, 2.0, 1.96]
     text = written[1].read_text()
     assert "* all well" in text and "| a |" in text.replace("decode 1 | a", "| a")

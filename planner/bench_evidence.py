@@ -29,7 +29,7 @@ def environment(session: Session, model: str, command: Sequence[str] | None = No
     identity = asdict(spec.identity) if spec is not None else {"key": session.device}
     return {
         "created": now(),
-        "command": list(sys.argv if command is None else command)[1:],
+        "command": [_without_folder(word) for word in list(sys.argv if command is None else command)[1:]],
         "model": model,
         "device": identity,
         "device_key": session.device,
@@ -42,6 +42,11 @@ def environment(session: Session, model: str, command: Sequence[str] | None = No
         "commit": commit(Path(__file__).parent),
         "versions": versions(device),
     }
+
+
+def _without_folder(word: str) -> str:
+    """Published evidence names files, not where they lie on one machine."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 def quietness(facts: Mapping[str, Any]) -> list[str]:

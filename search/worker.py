@@ -23,8 +23,10 @@ from typing import Any, Protocol
 import torch
 from fuseplan.search.supervisor import CRASHED, OK, TIMED_OUT, Request
 
+#: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "[os.environ.setdefault(name, value) for name, value in json.loads(sys.argv[4]).items()]; "
     "from fuseplan.search.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 _CLOSE_S = 5.0
@@ -132,9 +134,8 @@ class WorkerPool:
             paths = json.dumps([os.fspath(path) for path in sys.path])
             binding = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"} if self._bind else {}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads)],
+                [sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads), json.dumps(binding)],
                 pass_fds=[theirs.fileno()],
-                env=binding | dict(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
 from fuseplan.costmodel.roofline import calibrated, lower_bound, roofline_terms
 from fuseplan.costmodel.work import Work

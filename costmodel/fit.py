@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
 from fuseplan.costmodel.device import LinearFit, Peak
 from fuseplan.costmodel.timing import Timing

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+
 from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec
 

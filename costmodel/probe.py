@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import torch
+
 from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode, current_identity, current_versions
 from fuseplan.costmodel.fit import (

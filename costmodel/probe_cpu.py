@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+
 from fuseplan.costmodel.fit import RateTiming, StreamTiming
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe import Measurements, Progress

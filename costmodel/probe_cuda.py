@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+
 from fuseplan.costmodel.fit import RateTiming
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe import Measurements, Progress

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+
 from fuseplan.costmodel.fit import StreamTiming
 from fuseplan.costmodel.timing import Call, Timer, time_calls
 

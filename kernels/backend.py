@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+
 from fuseplan.kernels.ir import KernelIR
 
 #: A kernel configuration, by parameter name (never by position): JSON-able.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+
 from fuseplan.kernels.backend import Backend, BuildError, Config, Resources, Target, Tunable
 from fuseplan.kernels.cpp_build import COMPILER_NAMES, Compiler, build_library, default_cache_dir, find_compiler
 from fuseplan.kernels.cpp_config import (

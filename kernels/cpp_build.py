@@ -21,6 +21,7 @@ from pathlib import Path
 
 import platformdirs
 import torch
+
 from fuseplan.kernels.backend import BuildError
 
 #: Searched for on PATH, in this order.

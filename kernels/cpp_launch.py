@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from fuseplan.kernels.backend import BuildError, CompiledKernel, Resources
 from fuseplan.kernels.cpp_build import Compiler, build_library, shared_openmp
 from fuseplan.kernels.ir import KernelIR

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 
 import sympy
+
 from fuseplan.kernels.backend import BuildError
 from fuseplan.kernels.index import Index, Size
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+
 from fuseplan.kernels.backend import Backend, CompiledKernel, Config, Target
 from fuseplan.kernels.ir import KernelIR
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import platformdirs
+
 from fuseplan.kernels.backend import BuildError, Resources, Target
 
 #: Storage type -> Triton's spelling in a kernel signature.

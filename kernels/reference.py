@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+
 from fuseplan.kernels.index import Coord, FloorDiv, Index, Mod, evaluate
 from fuseplan.kernels.ir import Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Round, Segment
 from fuseplan.kernels.ops import REDUCTIONS, reference_apply

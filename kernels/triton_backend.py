@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+
 from fuseplan.kernels.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
 from fuseplan.kernels.gpu_backend import GpuBackend
 from fuseplan.kernels.gpu_build import (

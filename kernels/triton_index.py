@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import sympy
+
 from fuseplan.kernels.index import Coord, FloorDiv, Index, Size, as_size, product
 from fuseplan.kernels.ir import Segment
 from fuseplan.kernels.triton_tile import Blocks

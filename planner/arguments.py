@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+
 from fuseplan.planner.execute import Parameter, parameters_of
 from fuseplan.planner.graph import Ref
 from fuseplan.planner.sizes import SizeNames

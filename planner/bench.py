@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
+
 from fuseplan.planner.report import geometric_mean
 from fuseplan.search.measure import Contest, contest
 from fuseplan.search.timers import Operands, Run, Sampler, Timer

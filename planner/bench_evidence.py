@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
 from fuseplan.planner.bench import comparison
 from fuseplan.planner.report import markdown_table
 from fuseplan.planner.session import Session

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph
@@ -19,7 +21,6 @@ from fuseplan.search.measure import cache_bytes, rotating_operands
 from fuseplan.search.record import GroupChoice
 from fuseplan.search.timers import Run, timer_for
 from fuseplan.search.verify import errors
-from torch import fx
 
 
 @dataclass(frozen=True)

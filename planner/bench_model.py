@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
+
+from fuseplan.planner.bench import EAGER, INDUCTOR, OURS, BenchRow, failure, mode_rows
 from fuseplan.planner.build import Model, rewind
 from fuseplan.planner.session import Session
 from fuseplan.planner.tally import reset_stats, stats

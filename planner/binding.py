@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy
+
 from fuseplan.kernels.index import evaluate
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.models import ModelSource, first_line, generates, hf_config
 from fuseplan.planner.workload import Workload
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 import sympy
 import torch
+
 from fuseplan.kernels.index import Size, symbol
 from fuseplan.planner.colouring import Colouring
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from fuseplan.planner.build import Model, construct, load_module
 from fuseplan.planner.errors import CaptureError, FuseplanError
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.models import ModelSource, first_line
 from fuseplan.planner.normalise import Normalised, normalise
 from fuseplan.planner.workload import Workload
-from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 
 @dataclass(frozen=True)

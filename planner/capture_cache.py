@@ -16,6 +16,7 @@ from pathlib import Path
 
 import platformdirs
 import torch
+
 from fuseplan.planner.capture import Captured, capture
 from fuseplan.planner.graph_json import graph_from_json, graph_to_json
 from fuseplan.planner.models import ModelSource

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
+
 from fuseplan.planner import cli_bench, cli_db, cli_device, cli_explain, cli_report, cli_tune
 
 INTERRUPTED = "interrupted; finished work is stored, run the same command to go on"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
 from fuseplan.planner.cli_source import (
     ConfigOption,
@@ -28,6 +29,7 @@ from fuseplan.planner.cli_source import (
 
 if TYPE_CHECKING:
     import pandas as pd
+
     from fuseplan.planner.bench import BenchRow
     from fuseplan.planner.models import ModelSource
     from fuseplan.planner.session import Session

@@ -11,9 +11,10 @@ import typer
 
 if TYPE_CHECKING:
     import pandas as pd
+    from rich.console import Console
+
     from fuseplan.costmodel.device import DeviceSpec
     from fuseplan.search.database import Database
-    from rich.console import Console
 
 
 class Device(StrEnum):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from fuseplan.planner.cli_common import DbOption, Device, console, device_type, open_database, print_frame
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
 
 
@@ -38,6 +39,7 @@ def backends() -> None:
     """Say which kernel back ends can be used here, and why the others cannot."""
     import pandas as pd
     import torch
+
     from fuseplan.kernels.registry import backends_for
 
     rows = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, device_type
 from fuseplan.planner.cli_source import (
     ConfigOption,

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fuseplan.planner.cli_common import console
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
+
+from fuseplan.planner.cli_common import console
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph import DataflowGraph

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, device_type, print_frame, write_text
 
 if TYPE_CHECKING:

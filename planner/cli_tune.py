@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
 from fuseplan.planner.cli_source import (
     ConfigOption,

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from fuseplan.planner.convex import bits
-from fuseplan.planner.cycles import Hop, short_cycles
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
+
+from fuseplan.planner.convex import bits
+from fuseplan.planner.cycles import Hop, short_cycles
 
 #: Costs are scaled so that their median is this: HiGHS stops at an absolute gap of 1e-6.
 _SCALE = 1e3

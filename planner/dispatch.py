@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+
 from fuseplan.planner.capture import trace_predispatch
 from fuseplan.planner.executor import executable
 from fuseplan.planner.fallback import RefusedError, failure_reason
@@ -31,7 +33,6 @@ from fuseplan.planner.resolve import resolve
 from fuseplan.planner.session import Session, open_session
 from fuseplan.planner.tally import Tally, new_tally
 from fuseplan.search.errors import DatabaseError
-from torch import fx
 
 logger = logging.getLogger("fuseplan")
 

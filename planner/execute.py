@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 import torch.utils._pytree as pytree
+
 from fuseplan.kernels.index import evaluate
 from fuseplan.planner.errors import ShapeError, UnknownOpError
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+
 from fuseplan.kernels.backend import Target, config_key
 from fuseplan.planner.fallback import (
     BuiltGroup,
@@ -29,7 +31,6 @@ from fuseplan.planner.flow import flow_of
 from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.placement import Placement, Traced, fused_graph
 from fuseplan.planner.tally import Tally
-from torch import fx
 
 logger = logging.getLogger("fuseplan")
 

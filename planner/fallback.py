@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+
 from fuseplan.kernels.backend import Backend, Config
 from fuseplan.kernels.index import evaluate
 from fuseplan.kernels.ir import Buffer, KernelIR

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import networkx as nx
+
 from fuseplan.kernels.index import Size, evaluate, is_static, product, row_major_strides
 from fuseplan.kernels.ir import ITEMSIZE
 

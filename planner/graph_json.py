@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy
+from torch.utils._sympy.functions import FloorDiv, Mod
+
 from fuseplan.kernels.index import Size, as_size, symbol
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
-from torch.utils._sympy.functions import FloorDiv, Mod
 
 
 def graph_to_json(graph: DataflowGraph) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import fx
+
 from fuseplan.planner.arguments import Bound, Storages, TracedTensor, bind_arguments, tensor_call, tensors_in
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.hazards import Access, live, order_edges
 from fuseplan.planner.sizes import SizeNames
 from fuseplan.planner.spelling import Call, respell
-from torch import fx
 
 
 @dataclass(frozen=True)

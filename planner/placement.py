@@ -10,9 +10,10 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import fx
+
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.recipes import kind_of
-from torch import fx
 
 #: Calls that only switch a mode: the rewritten graph runs without gradients and outside autocast throughout.
 MODE_SWITCHES = (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from fuseplan.kernels.index import Index, Size
 from fuseplan.kernels.ir import RegisterType
 from fuseplan.planner.graph import OpNode

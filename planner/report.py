@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
+
 from fuseplan.planner import summary as summaries
 from fuseplan.planner.errors import PlanError, nearest
 from fuseplan.planner.summary import RegionSummary, WorkloadSummary

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pandas as pd
+
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
 from fuseplan.planner.cover import CoverProblem, Option, solve_cover
 from fuseplan.planner.report import ReportData, geometric_mean

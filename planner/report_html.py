@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from fuseplan.planner import report
 from fuseplan.planner.report import ReportData
 from fuseplan.planner.report_accuracy import accuracy_points, accuracy_text
@@ -15,8 +18,6 @@ from fuseplan.planner.report_graph import group_class, group_name, partition_svg
 from fuseplan.planner.report_plots import bandwidth_plot, roofline_plot, scatter_plot
 from fuseplan.planner.summary import RegionSummary
 from fuseplan.search.record import GroupChoice, PlanRecord, now
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 #: More drawings than this make a page nobody scrolls through; the most expensive regions are drawn.
 _MAX_DRAWINGS = 24

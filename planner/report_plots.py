@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.present import format_bytes
 from fuseplan.search.record import TuningRecord

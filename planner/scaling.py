@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import pandas as pd
+
 from fuseplan.planner.candidates import Candidate, CandidateLimits, Legal, enumerate_candidates, transfer
 from fuseplan.planner.cycles import break_cycles
 from fuseplan.planner.graph import DataflowGraph

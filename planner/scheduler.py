@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+
 from fuseplan.kernels.index import evaluate
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError
 from fuseplan.planner.executor import executable

@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 import torch
+
 from fuseplan.kernels.index import Size, as_size, symbol
 from fuseplan.planner.errors import CaptureError
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from fuseplan.kernels.reference import torch_dtype
 from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError
 from fuseplan.planner.execute import bind_call, parameters_of, resolve_op, run_node
@@ -14,8 +17,6 @@ from fuseplan.planner.graph import OpNode, TensorSpec
 from fuseplan.planner.models import first_line
 from fuseplan.planner.normalise import normalise
 from fuseplan.planner.placement import Traced
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 #: Names that are no ATen op but that people write.
 _ALIASES = {"cast": "to", "rmsnorm": "rms_norm", "layernorm": "layer_norm", "concat": "cat", "swish": "silu"}

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import fx
+
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import torch_dtype
@@ -16,7 +18,6 @@ from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.pricing import kernel_work
 from fuseplan.planner.recipes import kind_of
-from torch import fx
 
 
 @dataclass(frozen=True)

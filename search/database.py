@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, Table, and_, select
+from sqlalchemy.exc import SQLAlchemyError
+
 from fuseplan.search import codec, tables
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.rows import json_or_empty, json_row, key_columns, record_row, same_key, trial_row
-from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, Table, and_, select
-from sqlalchemy.exc import SQLAlchemyError
 
 R = TypeVar("R", TuningRecord, PlanRecord)
 

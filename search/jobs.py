@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+
 from fuseplan.kernels.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.search.measure import Contest, cache_bytes, contest, rotating_operands, screen

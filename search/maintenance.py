@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+
 from fuseplan.search import codec, tables
 from fuseplan.search.database import Database
 from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.record import PlanRecord, TuningRecord, Versions
-from sqlalchemy import select
-from sqlalchemy.exc import SQLAlchemyError
 
 if TYPE_CHECKING:
     import pandas as pd

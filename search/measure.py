@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
 from fuseplan.search.record import Measurement
 from fuseplan.search.timers import Operands, Run, Sampler, Timer
 

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from sqlalchemy import ColumnElement, Table, and_
+
 from fuseplan.kernels.backend import config_key
 from fuseplan.search import codec
 from fuseplan.search.errors import RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
-from sqlalchemy import ColumnElement, Table, and_
 
 
 def key_columns(key: RecordKey) -> dict[str, Any]:

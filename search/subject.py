@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir import KernelIR
 

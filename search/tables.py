@@ -10,14 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from fuseplan.search.errors import (
-    CorruptDatabaseError,
-    DatabaseError,
-    ForeignDatabaseError,
-    ReadOnlyDatabaseError,
-    SchemaVersionError,
-)
-from fuseplan.search.record import SCHEMA_VERSION, now
 from sqlalchemy import (
     Column,
     Connection,
@@ -38,6 +30,15 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
+
+from fuseplan.search.errors import (
+    CorruptDatabaseError,
+    DatabaseError,
+    ForeignDatabaseError,
+    ReadOnlyDatabaseError,
+    SchemaVersionError,
+)
+from fuseplan.search.record import SCHEMA_VERSION, now
 
 METADATA = MetaData()
 _APPLICATION = "fuseplan"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
 from fuseplan.kernels.backend import CompiledKernel
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.subject import Subject

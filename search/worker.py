@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
+
 from fuseplan.search.supervisor import CRASHED, OK, TIMED_OUT, Request
 
 #: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from fuseplan.planner.execute import run_node
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 

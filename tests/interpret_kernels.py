@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from fuseplan.kernels.backend import SM90, Backend, Config
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import run_reference

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from fuseplan.kernels.index import Index, Size, evaluate, flatten, product, row_major_strides, symbol
 from fuseplan.kernels.ir import (
     Apply,

@@ -2,8 +2,9 @@
 
     python tests/kill_tune.py [times] [plan tune options]
 
-The options are ``--model llama-3.2-1b --layers 2 --decode 1 --prefill 64`` by default. Exits with status 1 when a stored
-record was lost or changed, the database is damaged, or the plan differs. pytest does not collect it: it takes minutes.
+The options are ``--model llama-3.2-1b --layers 2 --decode 1 --prefill 64`` by default. Exits with status 1 when a
+stored record was lost or changed, the database is damaged, or the plan differs. pytest does not collect it: it takes
+minutes.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+
 from fuseplan.kernels.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, Tunable
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import run_reference

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
 from fuseplan.kernels.index import Index, row_major_strides

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import ir_samples as samples
 import pytest
 import torch
+
 from fuseplan.kernels.backend import Backend, CompiledKernel, Config, Resources, Target, Tunable, config_key
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import run_reference, torch_dtype

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import report_samples as samples
 import torch
+
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner import bench, bench_evidence, bench_groups, bench_model
 from fuseplan.planner.bench import EAGER, INDUCTOR, OURS, BenchRow

@@ -6,6 +6,11 @@ import random
 
 import pytest
 import torch
+from graph_oracle import Oracle, anything, make
+from graphs import Builder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.planner.candidates import (
     Candidate,
     CandidateLimits,
@@ -20,10 +25,6 @@ from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.lower import NotLowerable, lower
 from fuseplan.planner.regions import find_regions, unique_regions
 from fuseplan.planner.synthetic import random_graph, synthetic_kind, transformer_graph
-from graph_oracle import Oracle, anything, make
-from graphs import Builder
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def enumerated(graph: DataflowGraph, region: Region, limits: CandidateLimits | None = None) -> Enumeration:

@@ -12,12 +12,13 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.kernels.index import symbol
 from fuseplan.planner.canonical import CanonicalForm, attribute_text, canonical_form, workload_key
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.synthetic import random_graph
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def scrambled(graph: DataflowGraph, seed: int) -> tuple[DataflowGraph, dict[str, str]]:

@@ -10,6 +10,10 @@ from pathlib import Path
 import networkx as nx
 import pytest
 import torch
+from model_samples import write_config
+from torch import Tensor, fx, nn
+from tracing import ops, recording
+
 from fuseplan.planner import capture_cache
 from fuseplan.planner.build import build_model
 from fuseplan.planner.capture import capture, record, trace_predispatch
@@ -19,9 +23,6 @@ from fuseplan.planner.graph_json import graph_to_json
 from fuseplan.planner.models import ModelSource, find_source
 from fuseplan.planner.normalise import Normalised
 from fuseplan.planner.workload import Workload, decode, prefill
-from model_samples import write_config
-from torch import Tensor, fx, nn
-from tracing import ops, recording
 
 DECODE, PREFILL = decode(3, 32), prefill(2, 9)
 

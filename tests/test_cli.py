@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import report_samples as samples
 import torch
+
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner import cli, cli_common, scaling, session
 from fuseplan.search.database import Database

@@ -7,10 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary, regret, spearman
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+
+from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary, regret, spearman
 
 PAIRS = [
     MeasuredPair("g1", "unfused", 10.0, 12.0, "swiglu", "graph/decode"),

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from costmodel_samples import CPU, GPU
+
 from fuseplan.costmodel.calibrate import MIN_SAMPLES, Sample, calibrate
 from fuseplan.costmodel.device import Calibration, DeviceSpec
 from fuseplan.costmodel.roofline import calibrated, roofline_terms

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.costmodel import accuracy, identity, present
 from fuseplan.costmodel.device import (
     BandwidthCurve,
@@ -26,8 +29,6 @@ from fuseplan.costmodel.device import (
 )
 from fuseplan.costmodel.identity import parse_cache_bytes, parse_cpu_name
 from fuseplan.costmodel.work import Work
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", 132, 60 * 2**20, 140 * 2**30)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.costmodel.device import DeviceIdentity
 from fuseplan.costmodel.fit import (
     RateTiming,
@@ -18,8 +21,6 @@ from fuseplan.costmodel.fit import (
 )
 from fuseplan.costmodel.probe import Measurements, assemble
 from fuseplan.costmodel.timing import Timing
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 KIB, MIB = 2**10, 2**20
 SIZES = [4 * KIB * 2**power for power in range(15)]  # 4 KiB to 64 MiB

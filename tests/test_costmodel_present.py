@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from costmodel_samples import CPU, GPU
+
 from fuseplan.costmodel.device import LinearFit
 from fuseplan.costmodel.present import bandwidth_figure, format_bytes, spec_table
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from fuseplan.costmodel import probe_cpu, probe_cuda
 from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, current_identity
 from fuseplan.costmodel.fit import RateTiming, peaks
@@ -204,9 +205,10 @@ def test_fp8_is_left_out_where_it_fails(cuda_on_cpu: dict[str, FakeKernel], monk
 )
 def test_arithmetic_kernels_compile_to_the_instruction_they_time(name: str, dtype: str, instruction: str) -> None:
     triton = pytest.importorskip("triton")
-    from fuseplan.costmodel import probe_kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from fuseplan.costmodel import probe_kernels
 
     kernel = getattr(probe_kernels, name)
     signature = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "steps": "i32", "block": "constexpr"}

@@ -7,6 +7,9 @@ import math
 
 import pytest
 from costmodel_samples import CPU, GPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.costmodel.device import (
     BandwidthCurve,
     BandwidthPoint,
@@ -19,8 +22,6 @@ from fuseplan.costmodel.device import (
 )
 from fuseplan.costmodel.roofline import lower_bound, predict, predict_sequence
 from fuseplan.costmodel.work import FLOP_UNITS, Work
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def test_memory_bound() -> None:

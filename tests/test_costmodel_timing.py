@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+
 from fuseplan.costmodel import timing
 from fuseplan.costmodel.timing import GraphTimer, HostTimer, Timing, time_calls
 

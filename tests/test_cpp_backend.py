@@ -10,13 +10,14 @@ from pathlib import Path
 import ir_samples as samples
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from fuseplan.kernels.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.cpp_backend import CppBackend
 from fuseplan.kernels.index import symbol
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import run_reference
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")

@@ -7,6 +7,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+
 from fuseplan.kernels.backend import BuildError
 from fuseplan.kernels.cpp_build import Compiler, build_library, find_compiler, is_sound
 

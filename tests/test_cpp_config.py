@@ -6,6 +6,7 @@ import itertools
 
 import ir_samples as samples
 import pytest
+
 from fuseplan.kernels.backend import Target
 from fuseplan.kernels.cpp_config import (
     config_space,

@@ -13,6 +13,7 @@ from typing import Any
 import ir_samples as samples
 import pytest
 import torch
+
 from fuseplan.kernels import cpp_launch
 from fuseplan.kernels.backend import Config, Target
 from fuseplan.kernels.cpp_backend import CppBackend

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import ir_samples as samples
 import pytest
 import torch
+
 from fuseplan.kernels.backend import Target
 from fuseplan.kernels.cpp_backend import CppBackend
 from fuseplan.kernels.index import Index

@@ -7,6 +7,7 @@ import math
 import ir_samples as samples
 import pytest
 import sympy
+
 from fuseplan.kernels.backend import BuildError
 from fuseplan.kernels.cpp_text import constant_text, size_text
 from fuseplan.kernels.cpp_types import assign_registers, index_bounds

@@ -11,6 +11,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+from search_records import HERE, evidence, plan, tuning
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, select
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.schema import CreateTable
+
 from fuseplan.search import codec, maintenance, tables, transfer
 from fuseplan.search.database import Database
 from fuseplan.search.errors import (
@@ -23,12 +30,6 @@ from fuseplan.search.errors import (
 )
 from fuseplan.search.layered import LayeredDatabase, shipped_files
 from fuseplan.search.record import RecordKey, Trial, TuningRecord
-from search_records import HERE, evidence, plan, tuning
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, select
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.engine import URL
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.schema import CreateTable
 
 
 @pytest.fixture

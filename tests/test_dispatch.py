@@ -12,10 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fuseplan.planner
 import pytest
 import torch
 import torch.nn.functional as F
+from model_samples import write_config
+from reference_backend import ReferenceBackend, use
+from torch import nn
+
+import fuseplan.planner
 from fuseplan.kernels.backend import BuildError
 from fuseplan.planner import resolve
 from fuseplan.planner.binding import bind_graph
@@ -30,9 +34,6 @@ from fuseplan.planner.plan import GraphPlan, Planner
 from fuseplan.planner.session import open_session
 from fuseplan.planner.workload import Workload, decode, prefill
 from fuseplan.search.database import Database
-from model_samples import write_config
-from reference_backend import ReferenceBackend, use
-from torch import nn
 
 BATCH = 2
 

@@ -1,6 +1,7 @@
 import inspect
 
 import pytest
+
 from fuseplan.planner import errors
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from fuseplan.kernels.index import symbol
 from fuseplan.planner.errors import ShapeError, UnknownOpError
 from fuseplan.planner.execute import bind_call, resolve_op, run_graph, run_node

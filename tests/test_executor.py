@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_backend import ReferenceBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from fuseplan.kernels.backend import Target
 from fuseplan.planner.executor import executable
 from fuseplan.planner.fallback import GroupPlan, RefusedError, check_layouts, failure_reason
@@ -17,11 +23,6 @@ from fuseplan.planner.plan import Planner
 from fuseplan.planner.tally import Tally
 from fuseplan.search.database import Lookup
 from fuseplan.search.record import PlanRecord, RecordKey
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from reference_backend import ReferenceBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 CPU = Target("cpu", "native", 2)
 Step = tuple[str, int, int]

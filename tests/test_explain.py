@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import report_samples as samples
+
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.explain import explain, sources
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec

@@ -11,6 +11,7 @@ from typing import Any
 import ir_samples as samples
 import pytest
 import torch
+
 from fuseplan.kernels import gpu_build, gpu_launch
 from fuseplan.kernels.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.gpu_build import KernelSpec, ModuleStore, ResourceCache, compile_kernel, vector_bytes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import networkx as nx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.kernels.index import symbol
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.synthetic import random_graph, transformer_graph
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def small() -> DataflowGraph:

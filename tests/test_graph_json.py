@@ -7,10 +7,11 @@ import math
 
 import pytest
 import sympy
+from torch.utils._sympy.functions import FloorDiv, Mod
+
 from fuseplan.kernels.index import symbol
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.graph_json import graph_from_json, graph_to_json, parse_size
-from torch.utils._sympy.functions import FloorDiv, Mod
 
 S0, S1 = symbol("s0"), symbol("s1")
 

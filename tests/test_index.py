@@ -6,6 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from index_oracle import value_of
+
 from fuseplan.kernels.index import (
     Index,
     divides,
@@ -15,9 +19,6 @@ from fuseplan.kernels.index import (
     row_major_strides,
     symbol,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from index_oracle import value_of
 
 EXTENTS = (3, 4, 8)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from costmodel_samples import CPU
+
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import Builder, wide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.kernels.index import symbol
 from fuseplan.kernels.ir import Load, Reduce, validate
 from fuseplan.kernels.reference import run_reference
@@ -14,9 +18,6 @@ from fuseplan.planner.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.pricing import chain_work, kernel_work
 from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.subject import _widened, chain_module, group_nodes, group_subject
-from graphs import Builder, wide
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def compute_ops(graph: DataflowGraph) -> list[str]:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from search_fakes import CLOCK, VirtualTimer
+
 from fuseplan.search import measure
 from fuseplan.search.measure import Contest, contest, paired_noise, rotating_operands, screen, summarise
 from fuseplan.search.timers import CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
-from search_fakes import CLOCK, VirtualTimer
 
 
 def taking(us: float, jitter: float = 0.0, calls: list[tuple[torch.Tensor, ...]] | None = None) -> Callable[..., None]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_samples import CONFIGS, write_config
+
 from fuseplan.planner.build import build_model, rewind
 from fuseplan.planner.errors import ConfigError, ShapeError, UnknownModelError
 from fuseplan.planner.models import find_source, generates, hf_config, workloads_for
 from fuseplan.planner.presets import PRESETS
 from fuseplan.planner.workload import Workload, decode, parse_workloads, prefill
-from model_samples import CONFIGS, write_config
 
 # -- workloads --------------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import ir_samples as samples
 import pytest
+from ir_samples import Sample, label
+
 from fuseplan.kernels.backend import SM90, BuildError, Target
 from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
 from fuseplan.kernels.ninetoothed_views import Views
-from ir_samples import Sample, label
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from tracing import check, only, ops, ordered, recording, runner
+
 from fuseplan.kernels.index import symbol
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.execute import run_node
 from fuseplan.planner.graph import Ref
 from fuseplan.planner.normalise import Normalised, normalise
 from fuseplan.planner.recipes import mutates
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from tracing import check, only, ops, ordered, recording, runner
 
 
 def f32(*shape: int) -> Tensor:

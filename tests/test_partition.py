@@ -8,6 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 import pytest
+from graph_oracle import Oracle, anything, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.planner.candidates import CandidateLimits, enumerate_candidates
 from fuseplan.planner.convex import bits
 from fuseplan.planner.cover import CoverLimits, CoverProblem, Option, solve_cover
@@ -23,9 +27,6 @@ from fuseplan.planner.partition import (
 )
 from fuseplan.planner.regions import find_regions
 from fuseplan.planner.synthetic import random_graph, synthetic_kind
-from graph_oracle import Oracle, anything, make
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def all_covers(problem: CoverProblem) -> Iterator[tuple[float, tuple[int, ...]]]:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_backend import ReferenceBackend, use
+
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.patterns import PATTERNS, parse_shape, pattern, pattern_graph
 from fuseplan.planner.regions import find_regions
 from fuseplan.planner.scheduler import FusionConfig, FusionScheduler
 from fuseplan.planner.subject import random_tensor
-from reference_backend import ReferenceBackend, use
 
 Tensor = torch.Tensor
 

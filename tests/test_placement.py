@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import OpNode, TensorSpec
 from fuseplan.planner.lower import lower
 from fuseplan.planner.placement import Placement, Traced, fused_graph
 from fuseplan.planner.subgraph import SubGraph, trace_subgraph
 from fuseplan.planner.subject import chain_module, group_nodes
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import fx
 
 SPEC = TensorSpec.contiguous((3, 3), "float32")
 

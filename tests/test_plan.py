@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphs import Builder
+from reference_backend import ReferenceBackend
+
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.backend import Target
 from fuseplan.planner.binding import bind_graph
@@ -22,8 +25,6 @@ from fuseplan.planner.regions import find_regions
 from fuseplan.planner.subject import GroupSubject
 from fuseplan.search.database import Database
 from fuseplan.search.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
-from graphs import Builder
-from reference_backend import ReferenceBackend
 
 TARGET = Target("cpu", "native", 2)
 EXHAUSTIVE = PlanSettings(tolerance=0.0, margin=0.0, max_fused_measured=100)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import Builder, wide
+
 from fuseplan.kernels.reference import run_reference
 from fuseplan.planner.lower import lower
 from fuseplan.planner.recipes import RECIPES, kind_of, mutates, why_extern
 from fuseplan.planner.subject import _widened, chain_module, group_nodes
-from graphs import Builder, wide
 
 torch.manual_seed(0)
 X = torch.randn(3, 5, 7)

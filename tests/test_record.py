@@ -7,12 +7,13 @@ import json
 import math
 
 import pytest
-from fuseplan.search import codec
-from fuseplan.search.errors import RecordError
-from fuseplan.search.record import Measurement, PlanRecord, RecordKey, Trial, TuningRecord, Versions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_records import HERE, evidence, plan, tuning
+
+from fuseplan.search import codec
+from fuseplan.search.errors import RecordError
+from fuseplan.search.record import Measurement, PlanRecord, RecordKey, Trial, TuningRecord, Versions
 
 names = st.text(max_size=8)
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from graph_oracle import Oracle, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.regions import RegionLimits, find_boundaries, find_regions, unique_regions
 from fuseplan.planner.synthetic import random_graph, synthetic_kind, transformer_graph
-from graph_oracle import Oracle, make
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 UNBOUNDED = RegionLimits(search_budget=10**6, sibling_levels=99, sibling_window=99)
 

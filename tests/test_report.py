@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import report_samples as samples
+
 from fuseplan.planner import report, report_accuracy, report_graph, report_plots, summary
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ir_samples as samples
 import pytest
 import torch
+
 from fuseplan.kernels.index import Index, symbol
 from fuseplan.kernels.ir import Const, Iota, KernelIR, Load, Segment, validate
 from fuseplan.kernels.reference import run_reference

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from graph_oracle import anything
+
 from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.regions import find_regions
 from fuseplan.planner.scaling import plan_scaling
 from fuseplan.planner.synthetic import transformer_graph
-from graph_oracle import anything
 
 
 def test_table_counts_what_was_planned() -> None:

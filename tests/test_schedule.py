@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ir_samples as samples
 import pytest
+
 from fuseplan.kernels.ir import Apply, Reduce, Segment, operands
 from fuseplan.kernels.schedule import Phase, schedule
 

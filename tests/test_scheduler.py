@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference_backend import ReferenceBackend, use
+
 from fuseplan.planner import FusionConfig, FusionScheduler, OpNode, SubGraph, reset_stats, stats
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError
 from fuseplan.planner.subgraph import full_name
-from reference_backend import ReferenceBackend, use
 
 SWIGLU = SubGraph(
     (OpNode("silu", ("gate",), ("act",)), OpNode("mul", ("act", "up"), ("out",))), ("gate", "up"), ("out",)

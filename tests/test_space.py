@@ -6,12 +6,13 @@ import itertools
 import math
 
 import pytest
-from fuseplan.kernels.backend import Tunable, config_key
-from fuseplan.search.space import Space, enumerate_space
-from fuseplan.search.strategy import ExhaustiveStrategy, GuidedStrategy, Strategy, make_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_fakes import CPU, FakeBackend, muladd_ir
+
+from fuseplan.kernels.backend import Tunable, config_key
+from fuseplan.search.space import Space, enumerate_space
+from fuseplan.search.strategy import ExhaustiveStrategy, GuidedStrategy, Strategy, make_strategy
 
 
 def space_of(sizes: tuple[int, ...], keep: set[tuple[int, ...]] | None = None) -> Space:

@@ -6,12 +6,13 @@ import itertools
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fuseplan.kernels.index import Index, flatten, symbol
 from fuseplan.kernels.ir import Const, Segment
 from fuseplan.kernels.triton_index import Coordinates, size_text
 from fuseplan.kernels.triton_tile import Blocks, ceil_div, evaluate_blocks, next_power_of_2
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def segment(rows: tuple[int, ...], cols: int) -> Segment:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import ir_samples as samples
 import pytest
+from ir_samples import Sample, label
+
 from fuseplan.kernels.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton_backend import TritonBackend
 from fuseplan.kernels.triton_tile import needs_int64, programs
-from ir_samples import Sample, label
 
 LLAMA_SHAPES = [(1, 2048, 8192), (32, 4096, 14336), (16384, 8192, 28672)]
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer
+
 from fuseplan.kernels.backend import Backend, config_key
 from fuseplan.search import maintenance
 from fuseplan.search.database import Database
@@ -22,7 +24,6 @@ from fuseplan.search.errors import SubjectError
 from fuseplan.search.record import TuningRecord, Versions
 from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
 from fuseplan.search.worker import InlineExecutor, Outcome, WorkerPool
-from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer
 
 SUBJECT = FakeSubject()
 BUDGET = Budget(trials=30, seconds=60.0, decide_s=0.002, job_limit_s=20.0)

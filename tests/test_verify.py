@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from search_fakes import FakeKernel, FakeSubject, muladd_ir
+
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import CompiledKernel, Resources
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.verify import errors, make_oracle, verify
-from search_fakes import FakeKernel, FakeSubject, muladd_ir
 
 SUBJECT = FakeSubject()
 

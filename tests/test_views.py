@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from fuseplan.kernels.index import Index, symbol
-from fuseplan.planner.graph import OpNode, TensorSpec
-from fuseplan.planner.views import VIEW_MAPS, is_address_map, reshape_position
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_oracle import value_of
+
+from fuseplan.kernels.index import Index, symbol
+from fuseplan.planner.graph import OpNode, TensorSpec
+from fuseplan.planner.views import VIEW_MAPS, is_address_map, reshape_position
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

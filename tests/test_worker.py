@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fuseplan.search.supervisor import CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
 from fuseplan.search.worker import InlineExecutor, WorkerPool
 

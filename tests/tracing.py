@@ -8,12 +8,13 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
+
 from fuseplan.kernels.index import evaluate
 from fuseplan.planner.capture import trace_predispatch
 from fuseplan.planner.execute import run_graph
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref
 from fuseplan.planner.normalise import Normalised, normalise
-from torch import fx
 
 
 def runner(trace: Normalised) -> Callable[..., list[Any]]:

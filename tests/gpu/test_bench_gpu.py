@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import report_samples as samples
 import torch
+
 from fuseplan.costmodel.device import Latency, current_identity
 from fuseplan.planner import bench_groups, bench_model
 from fuseplan.planner.bench import EAGER, INDUCTOR, OURS

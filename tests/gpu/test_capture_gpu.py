@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from model_samples import write_config
+from torch import fx
+
 from fuseplan.planner.build import build_model
 from fuseplan.planner.capture import capture, trace_predispatch
 from fuseplan.planner.graph_json import graph_to_json
 from fuseplan.planner.models import find_source
 from fuseplan.planner.normalise import normalise
 from fuseplan.planner.workload import Workload, decode, prefill
-from model_samples import write_config
-from torch import fx
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from fuseplan.costmodel.device import DeviceSpec, current_identity
 from fuseplan.costmodel.probe import probe
 

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fuseplan.planner
 import pytest
 import torch
+from model_samples import write_config
+
+import fuseplan.planner
 from fuseplan.planner.build import build_model
 from fuseplan.planner.models import find_source
 from fuseplan.planner.patterns import PATTERNS, pattern
 from fuseplan.planner.scheduler import FusionConfig, FusionScheduler
 from fuseplan.planner.subject import random_tensor
 from fuseplan.planner.workload import Workload, decode, prefill
-from model_samples import write_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -6,13 +6,14 @@ import interpret_kernels
 import ir_samples as samples
 import pytest
 import torch
+from ir_samples import Sample, label
+
 from fuseplan.kernels.backend import Backend
 from fuseplan.kernels.gpu_backend import GpuBackend
 from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
 from fuseplan.kernels.reference import run_reference
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton_backend import TritonBackend
-from ir_samples import Sample, label
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from search_fakes import FakeBackend, FakeKernel, FakeSubject
+
 from fuseplan.kernels.backend import CompiledKernel, Config, Target
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.registry import local_target
@@ -17,7 +19,6 @@ from fuseplan.search.measure import contest, rotating_operands, screen
 from fuseplan.search.timers import timer_for
 from fuseplan.search.tuner import Budget, Tuner
 from fuseplan.search.worker import WorkerPool
-from search_fakes import FakeBackend, FakeKernel, FakeSubject
 
 pytestmark = [
     pytest.mark.gpu,

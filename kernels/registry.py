@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from fuseplan.kernels.backend import Backend, Target
@@ -39,14 +37,6 @@ def backend_named(name: str) -> Backend:
     raise ValueError(f"no kernel back end is called '{name}'; known: cpp, triton, ninetoothed")
 
 
-def _last_level_cache_bytes() -> int:
-    """The processor's last-level cache; 0 where the system does not tell."""
-    for name in ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE"):
-        if name in os.sysconf_names and os.sysconf(name) > 0:
-            return os.sysconf(name)
-    return 0
-
-
 def local_target(device_type: str) -> Target:
     """What to compile for on this machine.
 
@@ -54,7 +44,7 @@ def local_target(device_type: str) -> Target:
         RuntimeError: ``"cuda"`` is asked for and there is no CUDA device.
     """
     if device_type == "cpu":
-        return Target("cpu", "native", torch.get_num_threads(), l2_bytes=_last_level_cache_bytes())
+        return Target("cpu", "native", torch.get_num_threads())
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device is visible; use --device cpu, or check the driver with nvidia-smi")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -138,6 +138,8 @@ def open_session(
         identity = current_identity(device_type)
     except (RuntimeError, ValueError) as error:
         raise DeviceError(str(error)) from None
+    if device_type == "cpu":  # the identity knows the caches; kernels know no machine
+        target = replace(target, l2_bytes=identity.l2_bytes)
     versions = Versions.current(device_type)
     opened = Database(database, "write" if mode == "write" else "read", versions)
     return Session(

@@ -22,6 +22,9 @@ from fuseplan.search.database import Database
 PLAN = [sys.executable, "-c", "from fuseplan.planner.cli import main; main()"]
 DEFAULT = ["--model", "llama-3.2-1b", "--layers", "2", "--decode", "1", "--prefill", "64"]
 
+#: Seconds in which a tune has imported, captured and begun to measure.
+START_S = 7.0
+
 Partition = dict[str, tuple[tuple[tuple[int, ...], str], ...]]
 
 
@@ -61,7 +64,7 @@ def main() -> None:
         before: dict[str, str] = {}
         for number in range(times):
             process = tune(killed, options)
-            time.sleep(generator.uniform(0.1, 0.9) * whole_s * 0.6)
+            time.sleep(START_S + generator.uniform(0.0, 1.6) * (whole_s - START_S) / times)
             process.send_signal(signal.SIGKILL)
             process.wait()
             if not killed.exists():

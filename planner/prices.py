@@ -116,6 +116,10 @@ class ModelPrices:
         work = self.book.work(choice.group)
         return predict(work, self.spec, self.fused_mode, backend=backend.name).time_us * 1e-6
 
+    def launches(self, choice: Choice) -> float:
+        """One for whatever can run here: the price under which the cheapest cover has the fewest launches."""
+        return 1.0 if not choice.fused or self.backend_for(choice.group) is not None else math.inf
+
     def bound_s(self, choice: Choice) -> float:
         if not choice.fused:
             return 0.0  # measured before any cover is solved

@@ -24,19 +24,6 @@ def backends_for(device_type: str) -> tuple[Backend, ...]:
     raise ValueError(f"no kernel back ends for device type '{device_type}'; known: cpu, cuda")
 
 
-def backend_named(name: str) -> Backend:
-    """The back end a record names (``"cpp"``, ``"triton"``, ``"ninetoothed"``).
-
-    Raises:
-        ValueError: No back end has that name.
-    """
-    for device_type in ("cpu", "cuda"):
-        for backend in backends_for(device_type):
-            if backend.name == name:
-                return backend
-    raise ValueError(f"no kernel back end is called '{name}'; known: cpp, triton, ninetoothed")
-
-
 def local_target(device_type: str) -> Target:
     """What to compile for on this machine.
 

@@ -65,12 +65,6 @@ class UnknownOpError(_UnknownNameError):
     advice = 'write it as "aten.<name>.<overload>"'
 
 
-class UnknownBackendError(_UnknownNameError):
-    """No kernel back end of that name."""
-
-    kind = "back end"
-
-
 class ConfigError(FuseplanError):
     """A config file, option or value that cannot be used."""
 

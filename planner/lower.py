@@ -87,7 +87,6 @@ class _Plan:
     cols: Size
     #: For each tensor dimension the axis that walks it, None when it stays at 0.
     axes: tuple[int | None, ...]
-    reduces: bool
 
 
 class _Lowering:
@@ -123,16 +122,16 @@ class _Lowering:
         if reduced is None:
             order = _memory_order(spec)
             if not order:
-                return _Plan((), 1, (), False)
+                return _Plan((), 1, ())
             axes: list[int | None] = [0] * rank
             for axis, dim in enumerate(order):
                 axes[dim] = axis
-            return _Plan(tuple(spec.shape[dim] for dim in order[:-1]), spec.shape[order[-1]], tuple(axes), False)
+            return _Plan(tuple(spec.shape[dim] for dim in order[:-1]), spec.shape[order[-1]], tuple(axes))
         if rank and spec.shape[-1] == reduced:
-            return _Plan(spec.shape[:-1], reduced, tuple(range(rank)), True)
+            return _Plan(spec.shape[:-1], reduced, tuple(range(rank)))
         if rank and isinstance(spec.shape[-1], int) and spec.shape[-1] == 1:
-            return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None), True)
-        return _Plan(spec.shape, reduced, tuple(range(rank)), True)
+            return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))
+        return _Plan(spec.shape, reduced, tuple(range(rank)))
 
     def _reduced_size(self, value: str) -> Size | None:
         """Length of the rows folded on the way to ``value`` (None without reductions)."""
@@ -236,7 +235,7 @@ def _without_unit_rows(plan: _Plan) -> _Plan:
     kept = [axis for axis, extent in enumerate(plan.rows) if not (isinstance(extent, int) and extent == 1)]
     numbers: dict[int | None, int] = {axis: number for number, axis in enumerate((*kept, len(plan.rows)))}
     rows = tuple(plan.rows[axis] for axis in kept)
-    return _Plan(rows, plan.cols, tuple(numbers.get(axis) for axis in plan.axes), plan.reduces)
+    return _Plan(rows, plan.cols, tuple(numbers.get(axis) for axis in plan.axes))
 
 
 def _memory_order(spec: TensorSpec) -> list[int]:

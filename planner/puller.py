@@ -161,10 +161,6 @@ class Puller:
             return self.const(source.value, dtype)
         return self._space.emit(Cast(dtype, value))
 
-    def round_to(self, value: int, dtype: str) -> int:
-        """Convert to storage type ``dtype``: a register conversion, plus rounding under eager numerics."""
-        return self._rounded(self.cast(value, register_type(dtype)), dtype)
-
     def apply(self, op: str, *args: int) -> int:
         """A scalar op of the op table; operands must already share a register type."""
         spec = OPS[op]

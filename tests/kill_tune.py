@@ -23,7 +23,7 @@ PLAN = [sys.executable, "-c", "from fuseplan.planner.cli import main; main()"]
 DEFAULT = ["--model", "llama-3.2-1b", "--layers", "2", "--decode", "1", "--prefill", "64"]
 
 #: Seconds in which a tune has imported, captured and begun to measure.
-START_S = 7.0
+START_S = 5.0
 
 Partition = dict[str, tuple[tuple[tuple[int, ...], str], ...]]
 
@@ -64,7 +64,7 @@ def main() -> None:
         before: dict[str, str] = {}
         for number in range(times):
             process = tune(killed, options)
-            time.sleep(START_S + generator.uniform(0.0, 1.6) * (whole_s - START_S) / times)
+            time.sleep(START_S + generator.uniform(0.0, 1.0) * (whole_s - START_S) / times)
             process.send_signal(signal.SIGKILL)
             process.wait()
             if not killed.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,6 +189,10 @@ class Planner:
         ]
         start = [priced.choice for guess in guesses for priced in guess.chosen]
         limit = len(problem.ops) + settings.measured_on(self.target.device_type)
+        # The cover of fewest launches is the incumbent: tuned first, so that one bad screening cannot unseat it.
+        for priced in guesses[-1].chosen:
+            if priced.choice.fused and math.isfinite(prices.measure_s([priced.choice])[0]):
+                prices.tuned(priced.choice.group)
         while True:
             result = guided_partition(problem, prices, settings.tolerance, self._margin, limit, start=start)
             groups = [priced.choice.group for priced in result.chosen if priced.choice.fused]

@@ -16,6 +16,7 @@ from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe import Measurements, Progress
 from fuseplan.costmodel.probe_streams import stream_sizes, time_streams
 from fuseplan.costmodel.timing import Call, HostTimer, Timing, time_calls
+from fuseplan.costmodel.yardstick import processor_yardstick
 
 _MIB = 2**20
 _LARGEST_BYTES = 256 * _MIB
@@ -39,7 +40,7 @@ def measure_cpu(
     identity: DeviceIdentity, quick: bool, progress: Progress, kernel_call: Call | None
 ) -> Measurements:
     """Time everything a CPU spec needs, with all of PyTorch's threads (and once with one)."""
-    timer = HostTimer(sample_us=500.0 if quick else 2000.0, repeats=9 if quick else 25)
+    timer = _timer(sample_us=500.0 if quick else 2000.0, repeats=9 if quick else 25)
     largest_bytes = _largest_bytes(identity)
     step = 2.0 if quick else 2.0**0.5
     streams = time_streams(
@@ -63,6 +64,10 @@ def measure_cpu(
             single += _matmul_rates(quick, _step(progress, 0.9, 1.0, "arithmetic, one thread"))
         rates += _from_one_thread(single, identity.cores)
     return Measurements(streams, eager, rates, thread_streams, kernel)
+
+
+def _timer(sample_us: float, repeats: int) -> HostTimer:
+    return HostTimer(sample_us, repeats, steady=lambda: processor_yardstick().steady())
 
 
 def _largest_bytes(identity: DeviceIdentity) -> int:
@@ -132,7 +137,7 @@ def _matmul(dtype: torch.dtype, enough_us: float, repeats: int) -> tuple[float, 
         call = partial(torch.mm, a, b, out=out)
         if min(_elapsed_us(call) for _ in range(3)) >= enough_us:
             break
-    timing = time_calls({size: call}, HostTimer(sample_us=1.0, repeats=repeats))[size]
+    timing = time_calls({size: call}, _timer(sample_us=1.0, repeats=repeats))[size]
     return 2.0 * size**3, timing
 
 

@@ -69,12 +69,14 @@ class HostTimer:
         finish: Waits for the device. With one that waits (CUDA), calls are only queued during a sample, so a call
             whose kernel is short costs what the host pays to launch it.
         max_calls: Most calls in one sample (a device's launch queue is finite).
+        steady: Whether the processor runs at full speed at this moment; samples beside which it did not are left out.
     """
 
     sample_us: float
     repeats: int
     finish: Callable[[], None] = lambda: None
     max_calls: int = 10_000
+    steady: Callable[[], bool] = lambda: True
 
     def prepare(self, call: Call) -> Sampler:
         self._run(call, 2)
@@ -82,13 +84,19 @@ class HostTimer:
         return lambda: self._batch(call, calls)
 
     def _batch(self, call: Call, calls: int) -> list[float]:
-        """``repeats`` samples; fewer, but at least three, where each takes much longer than planned."""
+        """``repeats`` steady samples; fewer, but at least three, where each takes much longer than planned."""
         samples: list[float] = []
+        steady_samples: list[float] = []
         left_us = _PATIENCE * self.sample_us * self.repeats
-        while len(samples) < self.repeats and (left_us > 0 or len(samples) < 3):
+        before = self.steady()
+        while len(steady_samples) < self.repeats and (left_us > 0 or len(samples) < 3):
             samples.append(self._run(call, calls))
+            after = self.steady()
+            if before and after:
+                steady_samples.append(samples[-1])
+            before = after
             left_us -= samples[-1] * calls
-        return samples
+        return steady_samples if len(steady_samples) >= 3 else samples
 
     def _run(self, call: Call, calls: int) -> float:
         self.finish()

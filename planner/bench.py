@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.planner.report import geometric_mean
-from fuseplan.search.measure import Contest, contest
+from fuseplan.search.contest import Contest, contest
 from fuseplan.search.timers import Operands, Run, Sampler, Timer
 
 #: Contestants by the names that tables use.

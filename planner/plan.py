@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from fuseplan.kernels.backend import Backend, Target
 from fuseplan.planner.candidates import CandidateLimits, Enumeration, enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.learning import Learner
-from fuseplan.planner.partition import guided_partition, predicted_partition, region_problem
+from fuseplan.planner.measured import MeasuredRegion
+from fuseplan.planner.partition import predicted_partition, region_problem
 from fuseplan.planner.plan_record import PlanWriter, region_label
 from fuseplan.planner.prices import GroupBook, MeasuredPrices, ModelPrices
 from fuseplan.planner.regions import find_regions, unique_regions
@@ -32,8 +32,8 @@ class PlanSettings:
         numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
         regime: ``"eager"`` or ``"graph"``: how the plan will be launched.
         tolerance: Stop when the measured partition is within this of the lower bound.
-        margin: Partitions within this of the best count as equal, and the one with the fewest launches is taken, so
-            that the noise of short screenings does not choose. None: 10 % on CPUs, 2 % on CUDA, where it is smaller.
+        margin: What a partition has to gain on the nominal one to take its place, so that noise does not choose.
+            None: 5 % on CPUs, 1 % on CUDA, where noise is smaller.
         max_fused_measured: Fused groups measured per region at most. None: 16 on CPUs, where a kernel compiles in a
             fraction of a second, 8 on CUDA.
         limits: Bounds on the enumeration of candidates.
@@ -58,7 +58,7 @@ class PlanSettings:
         """The margin in force on a device."""
         if self.margin is not None:
             return self.margin
-        return 0.10 if device_type == "cpu" else 0.02
+        return 0.05 if device_type == "cpu" else 0.01
 
 
 class PlanStore(Protocol):
@@ -181,32 +181,12 @@ class Planner:
         settings = self.settings
         prices = MeasuredPrices(book, self.spec, settings.regime, self.backends, self.target, tuner, self.learner)
         problem = region_problem(graph, region, self._enumerate(graph, region, book))
-        # Measured first: the model's own partition, a good incumbent that lets the loop stop sooner, and the one of
-        # fewest launches, which no estimate of this device sways.
-        guesses = [
-            predicted_partition(problem, prices.predict_s, self._margin),
-            predicted_partition(problem, prices.launches),
-        ]
-        start = [priced.choice for guess in guesses for priced in guess.chosen]
         limit = len(problem.ops) + settings.measured_on(self.target.device_type)
-        # The cover of fewest launches is the incumbent: tuned first, so that one bad screening cannot unseat it.
-        for priced in guesses[-1].chosen:
-            if priced.choice.fused and math.isfinite(prices.measure_s([priced.choice])[0]):
-                prices.tuned(priced.choice.group)
-        while True:
-            result = guided_partition(problem, prices, settings.tolerance, self._margin, limit, start=start)
-            groups = [priced.choice.group for priced in result.chosen if priced.choice.fused]
-            untuned = [group for group in groups if group.ops not in prices.records]
-            if not untuned:
-                break
-            for group in untuned:  # a tuned time, or "do not fuse", may make another cover the cheapest
-                prices.tuned(group)
-        reason = (
-            f"measured {result.measured} of {result.enumerated} choices in {result.iterations} rounds; "
-            f"{'optimal' if result.optimal else f'within {result.gap:.1%} of the bound'} over the candidates"
-        )
+        decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
         self.learner.update()
-        return self._writer(graph, region, prices).record(result, time.monotonic() - began, reason)
+        return self._writer(graph, region, prices).record(
+            decided.result, time.monotonic() - began, decided.reason
+        )
 
     def _enumerate(self, graph: DataflowGraph, region: Region, book: GroupBook) -> Enumeration:
         return enumerate_candidates(graph, region, self.settings.limits, legal=book.legal)

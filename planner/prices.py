@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import DeviceSpec, Mode
+from fuseplan.costmodel.nominal import nominal_us
 from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import Backend, Target
@@ -116,9 +117,12 @@ class ModelPrices:
         work = self.book.work(choice.group)
         return predict(work, self.spec, self.fused_mode, backend=backend.name).time_us * 1e-6
 
-    def launches(self, choice: Choice) -> float:
-        """One for whatever can run here: the price under which the cheapest cover has the fewest launches."""
-        return 1.0 if not choice.fused or self.backend_for(choice.group) is not None else math.inf
+    def nominal_s(self, choice: Choice) -> float:
+        """The price on the nominal device, which no measurement sways; infinite for what cannot run here."""
+        if choice.fused and self.backend_for(choice.group) is None:
+            return math.inf
+        work = self.book.work(choice.group) if choice.fused else self.book.unfused_work(choice.group.ops[0])
+        return nominal_us(work, self.target.device_type, choice.fused) * 1e-6
 
     def bound_s(self, choice: Choice) -> float:
         if not choice.fused:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from fuseplan.kernels.backend import Backend, Config, config_key
 from fuseplan.search import jobs
+from fuseplan.search.contest import Contest
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.measure import Contest
 from fuseplan.search.record import (
     Evidence,
     Finalist,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import torch
 
 from fuseplan.kernels.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir import KernelIR
-from fuseplan.search.measure import Contest, cache_bytes, contest, rotating_operands, screen
+from fuseplan.search.contest import Contest, contest, play_off
+from fuseplan.search.measure import cache_bytes, rotating_operands, screen
 from fuseplan.search.record import Measurement
 from fuseplan.search.subject import Subject
 from fuseplan.search.timers import Operands, Run, Timer
@@ -175,6 +176,35 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
             bench.timer, runs, desk.operands, bench.decide_s, twice if twice in runs else None
         )
         return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks_mhz(desk.device))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kernel of a side in a play-off: a subject's fused kernel or, without a back end, its unfused chain."""
+
+    subject: Subject
+    backend: Backend | None = None
+    config: Config = field(default_factory=dict)
+
+
+def decide_sides(bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest:
+    """Time whole sequences of kernels against each other.
+
+    Args:
+        bench: How to time.
+        parts: The kernels by name.
+        sides: The parts that each side runs; the incumbent first.
+    """
+    with torch.no_grad():
+        limit = (bench.operand_bytes or free_bytes(bench.target.device_type) // 4) // max(1, len(parts))
+        runs: dict[str, tuple[Run, Operands]] = {}
+        for name, part in parts.items():
+            operands = _Desk(replace(bench, operand_bytes=max(1, limit)), part.subject).operands
+            run: Run = part.subject.eager
+            if part.backend is not None:
+                run = part.backend.fused_callable(part.subject.ir, part.config, bench.target)
+            runs[name] = run, operands
+        return play_off(bench.timer, runs, sides, bench.decide_s)
 
 
 def release() -> None:

@@ -1,4 +1,4 @@
-"""Timing that decides: rotating operands, calibrated batches, interleaved rounds, paired gains, A/A noise.
+"""Timing that ranks: rotating operands and short screenings. What decides is :mod:`fuseplan.search.contest`.
 
 A :class:`~fuseplan.search.timers.Timer` knows how to time one call on one kind of device and launch mode; everything
 here is the same for all of them, and runs on a virtual clock in the tests.
@@ -10,17 +10,14 @@ import gc
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from fuseplan.search.record import Measurement
-from fuseplan.search.timers import Operands, Run, Sampler, Timer
+from fuseplan.search.timers import Operands, Run, Timer
 
-#: A gain below this is never worth a change of plan.
-MIN_GAIN = 0.01
 #: Cold operands rotate over this many times the last-level cache.
 CACHE_MULTIPLE = 3
 _DEFAULT_CACHE_BYTES = 32 * 2**20
@@ -28,17 +25,8 @@ _DEFAULT_CACHE_BYTES = 32 * 2**20
 _MAX_SETS = 256
 _SCREEN_SAMPLES = 7
 _MIN_CLEAN = 3
-_MIN_ROUNDS = 7
-_MAX_ROUNDS = 61
-#: How many times longer than planned to wait for undisturbed samples.
-_PATIENCE = 4
-#: How often a sample of a round is repeated while something disturbs it.
-_TRIES = 5
-#: Standard error of a median over that of a mean, times the factor from MAD to standard deviation.
-_MEDIAN_SE = 1.2533 * 1.4826
-
-#: The interleaved run's second copy of one contestant, from which the noise is read.
-_AGAIN = "again"
+#: How many times longer than planned to wait for undisturbed samples: a second for 80 ms.
+_PATIENCE = 12
 
 
 def cache_bytes(target_bytes: int) -> int:
@@ -104,13 +92,12 @@ def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measur
     """
     clean: list[float] = []
     disturbed: list[float] = []
-    with _no_collection():
+    with no_collection():
         sample = timer.prepare(run, operands)
         start = timer.clock()
         while True:
-            before = timer.disturbances()
-            value = sample(len(clean) + len(disturbed))
-            (clean if timer.disturbances() == before else disturbed).append(value)
+            value, undisturbed = timer.observe(sample, len(clean) + len(disturbed))
+            (clean if undisturbed else disturbed).append(value)
             spent = timer.clock() - start
             enough = len(clean) >= _SCREEN_SAMPLES or (spent >= seconds and len(clean) >= _MIN_CLEAN)
             if enough or spent >= seconds * _PATIENCE:
@@ -121,126 +108,8 @@ def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measur
     return summarise(clean, timer.regime)
 
 
-@dataclass(frozen=True)
-class Contest:
-    """Samples of an interleaved run: ``samples[name][round]`` in microseconds.
-
-    Attributes:
-        samples: Paired samples by contestant.
-        noise: Relative A/A noise.
-        regime: ``"eager"`` or ``"graph"``.
-    """
-
-    samples: Mapping[str, tuple[float, ...]]
-    noise: float
-    regime: str
-
-    @property
-    def threshold(self) -> float:
-        """What a paired gain has to exceed to count."""
-        return max(MIN_GAIN, self.noise)
-
-    def time(self, name: str) -> Measurement:
-        own = self.samples[name]
-        return summarise(own, self.regime, len(own), self.noise)
-
-    def gain(self, challenger: str, incumbent: str) -> float:
-        """Median of the paired differences over the incumbent's median; positive when the challenger is faster."""
-        differences = self._differences(challenger, incumbent)
-        return statistics.median(differences) / statistics.median(self.samples[incumbent])
-
-    def _differences(self, challenger: str, incumbent: str) -> list[float]:
-        return [a - b for a, b in zip(self.samples[incumbent], self.samples[challenger], strict=True)]
-
-    def accepts(self, challenger: str, incumbent: str) -> bool:
-        """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie."""
-        differences = self._differences(challenger, incumbent)
-        doubt = 2 * _standard_error(differences) / statistics.median(self.samples[incumbent])
-        return self.gain(challenger, incumbent) > max(self.threshold, doubt)
-
-    def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
-        """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them."""
-        better = [name for name in challengers if self.accepts(name, incumbent)]
-        if not better:
-            return incumbent
-        best = max(better, key=lambda name: self.gain(name, incumbent))
-        return next(name for name in better if name == best or not self.accepts(best, name))
-
-
-def contest(
-    timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None
-) -> Contest:
-    """Time all contestants in interleaved rounds, each starting with another one.
-
-    A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
-    processor is never left alone.
-
-    Args:
-        timer: How to time.
-        contestants: What to time, by name.
-        operands: Operand sets; every contestant of a round meets the same ones.
-        seconds: Time to spend on rounds; at least a few rounds are run whatever they take.
-        twice: The contestant that runs a second time for the A/A noise; the first one by default.
-    """
-    twice = next(iter(contestants)) if twice is None else twice
-    clean: list[dict[str, float]] = []
-    disturbed: list[dict[str, float]] = []
-    with _no_collection():
-        samplers: dict[str, Sampler] = {name: timer.prepare(run, operands) for name, run in contestants.items()}
-        samplers[_AGAIN] = timer.prepare(contestants[twice], operands)
-        start = timer.clock()
-        while len(clean) < _MAX_ROUNDS:
-            number = len(clean) + len(disturbed)
-            tried = {name: _undisturbed(timer, samplers[name], number) for name in _turn(list(samplers), number)}
-            found = {name: value for name, (value, _) in tried.items()}
-            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
-            spent = timer.clock() - start
-            if spent >= seconds and len(clean) >= _MIN_ROUNDS:
-                break
-            if spent >= seconds * _PATIENCE and number >= _MIN_ROUNDS:
-                break
-    rounds = clean if len(clean) >= _MIN_ROUNDS else clean + disturbed
-    samples = {name: tuple(one[name] for one in rounds) for name in samplers}
-    noise = paired_noise(samples[twice], samples.pop(_AGAIN))
-    return Contest(samples, noise, timer.regime)
-
-
-def _turn(names: list[str], number: int) -> list[str]:
-    """The order of a round: another one starts each time, and every second round runs backwards.
-
-    So nobody always follows the same neighbour.
-    """
-    shift = number % len(names)
-    turn = names[shift:] + names[:shift]
-    return turn if number % 2 == 0 else turn[::-1]
-
-
-def _undisturbed(timer: Timer, sampler: Sampler, number: int) -> tuple[float, bool]:
-    """A sample that nothing else disturbed, else the fastest of a few, for disturbances only ever add; and which."""
-    fastest = math.inf
-    for _ in range(_TRIES):
-        before = timer.disturbances()
-        fastest = min(fastest, sampler(number))
-        if timer.disturbances() == before:
-            return fastest, True
-    return fastest, False
-
-
-def paired_noise(first: Sequence[float], second: Sequence[float]) -> float:
-    """Relative gain that two runs of the same thing show by chance: the median's offset plus two standard errors."""
-    differences = [a - b for a, b in zip(first, second, strict=True)]
-    offset = abs(statistics.median(differences))
-    return (offset + 2 * _standard_error(differences)) / statistics.median(first)
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    """Standard error of the median, from the median absolute deviation."""
-    centre = statistics.median(values)
-    return _MEDIAN_SE * statistics.median(abs(value - centre) for value in values) / math.sqrt(len(values))
-
-
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep Python's garbage collector out of the samples."""
     was_enabled = gc.isenabled()
     gc.disable()

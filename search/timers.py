@@ -15,6 +15,8 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
+from fuseplan.costmodel.yardstick import processor_yardstick
+
 #: A contestant: called with the inputs, allocates and returns its outputs.
 Run: TypeAlias = Callable[..., object]
 #: Operand sets, used in turn.
@@ -41,13 +43,24 @@ class Timer(ABC):
         """A count that grows when something else took the processor away, which spoils the sample under way."""
         return 0
 
+    def steady(self) -> bool:
+        """Whether the device runs at its full speed at this moment."""
+        return True
+
+    def observe(self, sampler: Sampler, number: int) -> tuple[float, bool]:
+        """A sample, and whether nothing disturbed it."""
+        before = self.disturbances()
+        steady = self.steady()
+        value = sampler(number)
+        return value, steady and self.disturbances() == before and self.steady()
+
     @abstractmethod
     def prepare(self, run: Run, operands: Operands) -> Sampler:
         """Warm ``run`` up, calibrate its batch, and return its sampler."""
 
 
 class HostTimer(Timer):
-    """Wall time of a batch of calls from the host: CPUs, and a GPU's eager regime (host launch included)."""
+    """Wall time of a batch of calls from the host."""
 
     regime = "eager"
     #: A batch is long enough to be timed well and short enough to be interleaved.
@@ -104,6 +117,13 @@ class HostTimer(Timer):
             if self.disturbances() == before:
                 break
         return fastest
+
+
+class CpuTimer(HostTimer):
+    """The host timer where the host does the work: the speed of its cores is watched."""
+
+    def steady(self) -> bool:
+        return processor_yardstick().steady()
 
 
 class CudaEagerTimer(HostTimer):
@@ -166,5 +186,5 @@ def timer_for(device_type: str, regime: str) -> Timer:
     if device_type == "cuda" and regime in ("eager", "graph"):
         return CudaGraphTimer() if regime == "graph" else CudaEagerTimer()
     if device_type == "cpu" and regime == "eager":
-        return HostTimer()
+        return CpuTimer()
     raise ValueError(f"no timer for regime {regime!r} on {device_type}; CPUs have 'eager', CUDA 'eager' and 'graph'")

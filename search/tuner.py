@@ -6,11 +6,12 @@ is stored at once, so a tune that is killed goes on where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from fuseplan.kernels.backend import Backend, Target
 from fuseplan.search import jobs
+from fuseplan.search.contest import Contest
 from fuseplan.search.database import Database
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
@@ -145,6 +146,17 @@ class Tuner:
             SubjectError: The unfused chain or its reference fails, or no back end takes part.
         """
         return self._released(SubjectRun(self._shop, subject, self.key(subject), ()).screen_defaults)
+
+    def play_off(self, parts: Mapping[str, jobs.Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
+        """Whole sequences of kernels against each other in one interleaved run; None when that run fails.
+
+        Args:
+            parts: Kernels that have been tuned, by name.
+            sides: Names of the parts that each side runs; the incumbent first.
+        """
+        outcome = self._shop.call(jobs.decide_sides, self._shop.bench, dict(parts), dict(sides))
+        found: Contest | None = outcome.value if outcome.ok else None
+        return found
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
         """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.

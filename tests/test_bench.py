@@ -20,8 +20,8 @@ from fuseplan.planner.models import find_source
 from fuseplan.planner.patterns import pattern_graph
 from fuseplan.planner.session import Session, open_session
 from fuseplan.planner.workload import Workload, decode
+from fuseplan.search.contest import Contest
 from fuseplan.search.database import Database
-from fuseplan.search.measure import Contest
 from fuseplan.search.timers import Operands, Run, Sampler, Timer
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 from search_fakes import CLOCK, VirtualTimer
 
+from fuseplan.search import contest as contest_module
 from fuseplan.search import measure
-from fuseplan.search.measure import Contest, contest, paired_noise, rotating_operands, screen, summarise
-from fuseplan.search.timers import CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
+from fuseplan.search.contest import Contest, contest, paired_noise, play_off
+from fuseplan.search.measure import rotating_operands, screen, summarise
+from fuseplan.search.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
 
 
 def taking(us: float, jitter: float = 0.0, calls: list[tuple[torch.Tensor, ...]] | None = None) -> Callable[..., None]:
@@ -100,7 +102,7 @@ def test_rounds_are_bounded_by_time_and_number() -> None:
     # Each round has x twice, 0.1 s.
     assert len(slow.samples["x"]) == pytest.approx(10, abs=1)
     quick = contest(VirtualTimer(), {"x": taking(1000.0)}, OPERANDS, seconds=100.0)
-    assert len(quick.samples["x"]) == measure._MAX_ROUNDS
+    assert len(quick.samples["x"]) == contest_module._MAX_ROUNDS
 
 
 def contest_of(**samples: tuple[float, ...]) -> Contest:
@@ -254,7 +256,7 @@ def test_cache_size_prefers_the_target() -> None:
 
 
 def test_each_device_and_regime_has_its_timer() -> None:
-    assert type(timer_for("cpu", "eager")) is HostTimer
+    assert type(timer_for("cpu", "eager")) is CpuTimer
     assert type(timer_for("cuda", "eager")) is CudaEagerTimer
     assert type(timer_for("cuda", "graph")) is CudaGraphTimer
     with pytest.raises(ValueError, match="regime 'graph' on cpu"):
@@ -277,3 +279,58 @@ def test_cuda_timers_rank_by_size(regime: str) -> None:
     result = contest(timer, runs, [(torch.ones(1, device="cuda"),)] * 3, seconds=0.2)
     assert result.winner("large", ["small"]) == "small"
     assert result.gain("small", "large") > 0.3
+
+
+def test_a_play_off_adds_up_the_kernels_of_a_side() -> None:
+    parts = {name: (taking(us), OPERANDS) for name, us in (("a", 4000.0), ("b", 1000.0), ("c", 2500.0), ("d", 1500.0))}
+    result = play_off(VirtualTimer(), parts, {"old": ["a", "b"], "new": ["c", "d"]}, seconds=0.1)
+    assert set(result.samples) == {"old", "new"}
+    assert result.time("old").median_us == pytest.approx(5000.0)
+    assert result.gain("new", "old") == pytest.approx(0.2)
+    assert result.accepts("new", "old") and not result.accepts("old", "new")
+    assert result.noise == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_shared_kernel_cancels_and_a_wild_incumbent_shows_as_noise() -> None:
+    runs = {"shared": taking(9000.0, 0.5), "a": taking(2000.0), "b": taking(1900.0)}
+    parts = {name: (run, OPERANDS) for name, run in runs.items()}
+    shared = play_off(VirtualTimer(), parts, {"old": ["shared", "a"], "new": ["shared", "b"]}, seconds=0.3)
+    differences = {round(x - y, 6) for x, y in zip(shared.samples["old"], shared.samples["new"], strict=True)}
+    assert differences == {100.0}
+    assert shared.noise > 0.01
+
+
+def test_each_kernel_meets_its_own_operands() -> None:
+    seen: dict[str, set[int]] = {"a": set(), "b": set()}
+
+    def noting(name: str) -> Callable[..., None]:
+        def run(*inputs: torch.Tensor) -> None:
+            seen[name].add(int(inputs[0]))
+            CLOCK.advance(1000.0)
+
+        return run
+
+    own = {name: [(torch.tensor(base + number),) for number in range(3)] for name, base in (("a", 0), ("b", 10))}
+    play_off(VirtualTimer(), {name: (noting(name), own[name]) for name in own}, {"x": ["a"], "y": ["b"]}, seconds=0.1)
+    assert seen == {"a": {0, 1, 2}, "b": {10, 11, 12}}
+
+
+def test_samples_beside_an_unsteady_processor_count_as_disturbed() -> None:
+    class Unsteady(VirtualTimer):
+        """Steady at every other question after the first ones."""
+
+        asked = 0
+
+        def steady(self) -> bool:
+            self.asked += 1
+            return self.asked % 7 not in (3, 4)
+
+    timer = Unsteady()
+    slow_when = taking(2000.0)
+
+    def run(*inputs: torch.Tensor) -> None:
+        slow_when(*inputs)
+
+    assert timer.observe(lambda number: 5.0, 0) == (5.0, True)  # questions 1 and 2
+    assert timer.observe(lambda number: 5.0, 0) == (5.0, False)
+    assert screen(timer, run, OPERANDS, seconds=0.05).median_us == pytest.approx(2000.0)

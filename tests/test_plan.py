@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from graphs import Builder
 from reference_backend import ReferenceBackend
+from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.kernels.backend import Target
 from fuseplan.planner.binding import bind_graph
 from fuseplan.planner.candidates import enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
@@ -24,60 +22,9 @@ from fuseplan.planner.prices import GroupBook
 from fuseplan.planner.regions import find_regions
 from fuseplan.planner.subject import GroupSubject
 from fuseplan.search.database import Database
-from fuseplan.search.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.record import RecordKey, Trial, Versions
 
-TARGET = Target("cpu", "native", 2)
 EXHAUSTIVE = PlanSettings(tolerance=0.0, margin=0.0, max_fused_measured=100)
-
-
-def measured(us: float) -> Measurement:
-    return Measurement(us, 0.0, 10, 5, "eager")
-
-
-@dataclass
-class ScriptedTuner:
-    """Answers like the tuner, from a table of times by the number of ops in a group."""
-
-    database: Database
-    fused_us: Callable[[GroupSubject], float]
-    unfused_us: float = 10.0
-    refuses: Callable[[GroupSubject], bool] = lambda subject: False
-    seed: int = 0
-    screened: list[str] = field(default_factory=list)
-    tuned: list[str] = field(default_factory=list)
-
-    def time_unfused(self, subject: GroupSubject) -> Measurement:
-        return measured(self.unfused_us)
-
-    def screen(self, subject: GroupSubject) -> Trial:
-        self.screened.append(subject.label)
-        return Trial(RecordKey(subject.key, "dev"), "cpp", {"tile": 1}, self.fused_us(subject))
-
-    def precompile(self, subjects: Iterable[GroupSubject]) -> None:
-        """There is nothing to compile."""
-
-    def tune(self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = ()) -> TuningRecord:
-        self.tuned.append(subject.label)
-        fuse = not self.refuses(subject)
-        record = TuningRecord(
-            RecordKey(subject.key, "dev"), subject.label, fuse, "cpp", {"tile": 4}, measured(self.fused_us(subject)),
-            measured(self.unfused_us * len(compute_nodes(subject))), 0.5, 0.1, 0.01, 1e-7, 1e-7, (), (), {}, 4, 2, 2,
-            {}, Evidence(now(), Versions.current("cpu"), 0, 0.1), subject.work,
-        )
-        self.database.put_record(record)
-        return record
-
-
-def compute_nodes(subject: GroupSubject) -> list[OpNode]:
-    return [node for node in subject.nodes if node.op.split(".")[1] not in ("view", "transpose", "slice")]
-
-
-def chain(length: int) -> DataflowGraph:
-    b = Builder(x=torch.randn(4, 8))
-    value = "x"
-    for number in range(length):
-        value = b(("aten.exp.default", "aten.neg.default", "aten.tanh.default")[number % 3], value)
-    return b.graph(value)
 
 
 def planner(database: Database, tuner: ScriptedTuner | None = None, spec: DeviceSpec | None = None) -> Planner:

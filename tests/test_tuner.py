@@ -21,6 +21,7 @@ from fuseplan.kernels.backend import Backend, config_key
 from fuseplan.search import maintenance
 from fuseplan.search.database import Database
 from fuseplan.search.errors import SubjectError
+from fuseplan.search.jobs import Part
 from fuseplan.search.record import TuningRecord, Versions
 from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
 from fuseplan.search.worker import InlineExecutor, Outcome, WorkerPool
@@ -259,6 +260,21 @@ def test_two_fresh_tunes_agree_under_jitter() -> None:
         record = tuner(Database("sqlite://"), backend).tune(replace(SUBJECT, jitter=0.2))
         answers.append((record.fuse, record.backend, dict(record.config)))
     assert answers == [(True, "fake", {"tile": 128, "unroll": 4})] * 3
+
+
+def test_a_play_off_runs_fused_kernels_and_unfused_chains(db: Database) -> None:
+    backend = FakeBackend()
+    tuned = tuner(db, backend)
+    record = tuned.tune(SUBJECT)
+    parts = {"fused": Part(SUBJECT, backend, record.config), "chain": Part(SUBJECT)}
+    found = tuned.play_off(parts, {"chain": ["chain"], "fused": ["fused"], "both": ["fused", "chain"]})
+    assert found is not None
+    assert record.fused is not None
+    assert found.time("fused").median_us == pytest.approx(record.fused.median_us, rel=0.05)
+    assert found.time("chain").median_us == pytest.approx(record.unfused.median_us, rel=0.05)
+    assert found.time("both").median_us == pytest.approx(record.fused.median_us + record.unfused.median_us, rel=0.05)
+    broken = Part(SUBJECT, backend, {"tile": "none"})
+    assert tuned.play_off({"a": broken, "b": Part(SUBJECT)}, {"a": ["a"], "b": ["b"]}) is None
 
 
 def test_a_decisive_run_that_fails_is_repeated_with_less(db: Database) -> None:

@@ -14,8 +14,9 @@ from fuseplan.kernels.backend import CompiledKernel, Config, Target
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.search.contest import contest
 from fuseplan.search.database import Database
-from fuseplan.search.measure import contest, rotating_operands, screen
+from fuseplan.search.measure import rotating_operands, screen
 from fuseplan.search.timers import timer_for
 from fuseplan.search.tuner import Budget, Tuner
 from fuseplan.search.worker import WorkerPool

@@ -1,0 +1,81 @@
+"""Tells whether the processor runs at its full speed at this moment.
+
+A neighbour on the same physical core, or a hypervisor that moves virtual cores together, slows everything 1.2 to 4
+times for tenths of a second, now and then, and no counter of the operating system shows it. A small job of known cost
+does.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+#: A reading within this of the reference counts as full speed.
+_TOLERANCE = 0.10
+#: Readings taken before the first answer, so that there is a reference.
+_FIRST = 100
+#: Readings the reference is taken from: where a slow spell outlasts them, slow is what this machine is.
+_WINDOW = 20_000
+#: The reference is the reading at this share of the sorted window: the fastest few may be freaks.
+_SHARE = 0.01
+#: Readings after which the reference is looked up again.
+_REFRESH = 256
+#: Numbers in the job's array: some ten microseconds on two cores, enough to involve every thread of the pool.
+_NUMBERS = 65_536
+
+
+class Yardstick:
+    """Repeats one job and compares.
+
+    Args:
+        job: The job; by default exponentials on all threads of torch's pool, out of the cache.
+        clock: Seconds.
+    """
+
+    def __init__(self, job: Callable[[], object] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._job = job if job is not None else _exponentials()
+        self._clock = clock
+        self._readings: deque[float] = deque(maxlen=_WINDOW)
+        self._reference_s = 0.0
+        self._age = 0
+
+    def steady(self) -> bool:
+        """Whether the job takes no longer now than it does when nothing disturbs it."""
+        while len(self._readings) < _FIRST:
+            self._read()
+        return self._read() <= self._reference() * (1 + _TOLERANCE)
+
+    def _read(self) -> float:
+        self._job()  # brings its own data and code back into the caches, and wakes the threads
+        start = self._clock()
+        self._job()
+        self._job()
+        found = self._clock() - start
+        self._readings.append(found)
+        return found
+
+    def _reference(self) -> float:
+        if self._age == 0:
+            self._reference_s = sorted(self._readings)[int(len(self._readings) * _SHARE)]
+        self._age = (self._age + 1) % _REFRESH
+        return self._reference_s
+
+
+def _exponentials() -> Callable[[], object]:
+    numbers = torch.linspace(0.0, 1.0, _NUMBERS)
+    result = torch.empty_like(numbers)
+    return lambda: torch.exp(numbers, out=result)
+
+
+def processor_yardstick() -> Yardstick:
+    """This process's yardstick for the number of threads that torch uses now."""
+    return _yardstick(torch.get_num_threads())
+
+
+@functools.cache
+def _yardstick(threads: int) -> Yardstick:
+    return Yardstick()

@@ -1,0 +1,183 @@
+"""Timing that decides: interleaved rounds, paired gains, A/A noise.
+
+Contestants of one run meet the same state of the machine, sample by sample; only their differences count.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fuseplan.search.measure import no_collection, summarise
+from fuseplan.search.record import Measurement
+from fuseplan.search.timers import Operands, Run, Sampler, Timer
+
+#: A gain below this is never worth a change of plan.
+MIN_GAIN = 0.01
+_MIN_ROUNDS = 7
+_MAX_ROUNDS = 61
+#: How many times longer than planned to wait for undisturbed rounds.
+_PATIENCE = 4
+#: How often a sample of a round is repeated while something disturbs it.
+_TRIES = 5
+#: Standard error of a median over that of a mean, times the factor from MAD to standard deviation.
+_MEDIAN_SE = 1.2533 * 1.4826
+
+#: The interleaved run's second copy of one contestant, from which the noise is read.
+_AGAIN = "again"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Samples of an interleaved run: ``samples[name][round]`` in microseconds.
+
+    Attributes:
+        samples: Paired samples by contestant.
+        noise: Relative A/A noise.
+        regime: ``"eager"`` or ``"graph"``.
+    """
+
+    samples: Mapping[str, tuple[float, ...]]
+    noise: float
+    regime: str
+
+    @property
+    def threshold(self) -> float:
+        """What a paired gain has to exceed to count."""
+        return max(MIN_GAIN, self.noise)
+
+    def time(self, name: str) -> Measurement:
+        own = self.samples[name]
+        return summarise(own, self.regime, len(own), self.noise)
+
+    def gain(self, challenger: str, incumbent: str) -> float:
+        """Median of the paired differences over the incumbent's median; positive when the challenger is faster."""
+        differences = self._differences(challenger, incumbent)
+        return statistics.median(differences) / statistics.median(self.samples[incumbent])
+
+    def _differences(self, challenger: str, incumbent: str) -> list[float]:
+        return [a - b for a, b in zip(self.samples[incumbent], self.samples[challenger], strict=True)]
+
+    def accepts(self, challenger: str, incumbent: str) -> bool:
+        """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie."""
+        differences = self._differences(challenger, incumbent)
+        doubt = 2 * _standard_error(differences) / statistics.median(self.samples[incumbent])
+        return self.gain(challenger, incumbent) > max(self.threshold, doubt)
+
+    def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
+        """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them."""
+        better = [name for name in challengers if self.accepts(name, incumbent)]
+        if not better:
+            return incumbent
+        best = max(better, key=lambda name: self.gain(name, incumbent))
+        return next(name for name in better if name == best or not self.accepts(best, name))
+
+
+def contest(
+    timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None
+) -> Contest:
+    """Time all contestants in interleaved rounds, each starting with another one.
+
+    A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
+    processor is never left alone.
+
+    Args:
+        timer: How to time.
+        contestants: What to time, by name.
+        operands: Operand sets; every contestant of a round meets the same ones.
+        seconds: Time to spend on rounds; at least a few rounds are run whatever they take.
+        twice: The contestant that runs a second time for the A/A noise; the first one by default.
+    """
+    twice = next(iter(contestants)) if twice is None else twice
+    runs = {**contestants, _AGAIN: contestants[twice]}
+    samples = _rounds(timer, {name: (run, operands) for name, run in runs.items()}, seconds)
+    noise = paired_noise(samples[twice], samples.pop(_AGAIN))
+    return Contest(samples, noise, timer.regime)
+
+
+def play_off(
+    timer: Timer,
+    parts: Mapping[str, tuple[Run, Operands]],
+    sides: Mapping[str, Sequence[str]],
+    seconds: float,
+) -> Contest:
+    """Time several sequences of kernels against each other, in interleaved rounds of all their kernels.
+
+    Args:
+        timer: How to time.
+        parts: Kernels by name, each with its own operand sets.
+        sides: Names of the parts that each contestant runs one after the other. The parts of the first side run a
+            second time for the A/A noise.
+        seconds: Time to spend on rounds.
+
+    Returns:
+        Samples are the sums over a side's parts. A part that several sides share is timed once a round, so it cancels.
+    """
+    first = next(iter(sides))
+    again = {_AGAIN + name: parts[name] for name in sides[first]}
+    found = _rounds(timer, {**parts, **again}, seconds)
+
+    def total(names: Sequence[str]) -> tuple[float, ...]:
+        return tuple(math.fsum(values) for values in zip(*(found[name] for name in names), strict=True))
+
+    samples = {side: total(names) for side, names in sides.items()}
+    return Contest(samples, paired_noise(samples[first], total(list(again))), timer.regime)
+
+
+def _rounds(timer: Timer, runs: Mapping[str, tuple[Run, Operands]], seconds: float) -> dict[str, tuple[float, ...]]:
+    """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
+    clean: list[dict[str, float]] = []
+    disturbed: list[dict[str, float]] = []
+    with no_collection():
+        samplers = {name: timer.prepare(run, operands) for name, (run, operands) in runs.items()}
+        start = timer.clock()
+        while len(clean) < _MAX_ROUNDS:
+            number = len(clean) + len(disturbed)
+            tried = {name: _undisturbed(timer, samplers[name], number) for name in _turn(list(samplers), number)}
+            found = {name: value for name, (value, _) in tried.items()}
+            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
+            spent = timer.clock() - start
+            if spent >= seconds and len(clean) >= _MIN_ROUNDS:
+                break
+            if spent >= seconds * _PATIENCE and number >= _MIN_ROUNDS:
+                break
+    rounds = clean if len(clean) >= _MIN_ROUNDS else clean + disturbed
+    return {name: tuple(one[name] for one in rounds) for name in samplers}
+
+
+def _turn(names: list[str], number: int) -> list[str]:
+    """The order of a round: another one starts each time, and every second round runs backwards.
+
+    So nobody always follows the same neighbour.
+    """
+    shift = number % len(names)
+    turn = names[shift:] + names[:shift]
+    return turn if number % 2 == 0 else turn[::-1]
+
+
+def _undisturbed(timer: Timer, sampler: Sampler, number: int) -> tuple[float, bool]:
+    """A sample that nothing else disturbed, else the fastest of a few, for disturbances only ever add; and which."""
+    fastest = math.inf
+    for _ in range(_TRIES):
+        value, undisturbed = timer.observe(sampler, number)
+        if undisturbed:
+            return value, True
+        fastest = min(fastest, value)
+    return fastest, False
+
+
+def paired_noise(first: Sequence[float], second: Sequence[float]) -> float:
+    """Relative gain that two runs of the same thing show by chance: the median's offset plus two standard errors."""
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    offset = abs(statistics.median(differences))
+    return (offset + 2 * _standard_error(differences)) / statistics.median(first)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Standard error of the median, from the median absolute deviation."""
+    centre = statistics.median(values)
+    return _MEDIAN_SE * statistics.median(abs(value - centre) for value in values) / math.sqrt(len(values))
+
+

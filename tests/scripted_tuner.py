@@ -1,0 +1,89 @@
+"""A tuner whose times come from a table, and chains of ops to plan with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from graphs import Builder
+
+from fuseplan.kernels.backend import Target
+from fuseplan.planner.graph import DataflowGraph, OpNode
+from fuseplan.planner.subject import GroupSubject
+from fuseplan.search.contest import Contest
+from fuseplan.search.database import Database
+from fuseplan.search.jobs import Part
+from fuseplan.search.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
+
+TARGET = Target("cpu", "native", 2)
+
+
+def measured(us: float) -> Measurement:
+    return Measurement(us, 0.0, 10, 5, "eager")
+
+
+@dataclass
+class ScriptedTuner:
+    """Answers like the tuner.
+
+    Attributes:
+        fused_us: Time of a group's kernel.
+        unfused_us: Time of each op by itself.
+        refuses: Groups whose answer is "do not fuse".
+        noisy: A factor on everything that is not measured in an interleaved run.
+    """
+
+    database: Database
+    fused_us: Callable[[GroupSubject], float]
+    unfused_us: float = 10.0
+    refuses: Callable[[GroupSubject], bool] = lambda subject: False
+    noisy: Callable[[], float] = lambda: 1.0
+    seed: int = 0
+    screened: list[str] = field(default_factory=list)
+    tuned: list[str] = field(default_factory=list)
+    play_offs: list[tuple[int, ...]] = field(default_factory=list)
+
+    def time_unfused(self, subject: GroupSubject) -> Measurement:
+        return measured(self.unfused_us * self.noisy())
+
+    def screen(self, subject: GroupSubject) -> Trial:
+        self.screened.append(subject.label)
+        return Trial(RecordKey(subject.key, "dev"), "cpp", {"tile": 1}, self.fused_us(subject) * self.noisy())
+
+    def precompile(self, subjects: Iterable[GroupSubject]) -> None:
+        """There is nothing to compile."""
+
+    def play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
+        def time_us(part: Part) -> float:
+            subject = part.subject
+            assert isinstance(subject, GroupSubject)
+            return self.unfused_us if part.backend is None else self.fused_us(subject)
+
+        self.play_offs.append(tuple(len(names) for names in sides.values()))
+        samples = {side: (sum(time_us(parts[name]) for name in names),) * 5 for side, names in sides.items()}
+        return Contest(samples, 0.0, "eager")
+
+    def tune(self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = ()) -> TuningRecord:
+        self.tuned.append(subject.label)
+        fuse = not self.refuses(subject)
+        record = TuningRecord(
+            RecordKey(subject.key, "dev"), subject.label, fuse, "cpp", {"tile": 4},
+            measured(self.fused_us(subject) * self.noisy()),
+            measured(self.unfused_us * len(compute_nodes(subject))), 0.5, 0.1, 0.01, 1e-7, 1e-7, (), (), {}, 4, 2, 2,
+            {}, Evidence(now(), Versions.current("cpu"), 0, 0.1), subject.work,
+        )
+        self.database.put_record(record)
+        return record
+
+
+def compute_nodes(subject: GroupSubject) -> list[OpNode]:
+    return [node for node in subject.nodes if node.op.split(".")[1] not in ("view", "transpose", "slice")]
+
+
+def chain(length: int) -> DataflowGraph:
+    b = Builder(x=torch.randn(4, 8))
+    value = "x"
+    for number in range(length):
+        value = b(("aten.exp.default", "aten.neg.default", "aten.tanh.default")[number % 3], value)
+    return b.graph(value)

@@ -1,0 +1,132 @@
+"""The decision between the nominal cover and the cheapest one found: noise must not sway it, a real gain must."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from reference_backend import ReferenceBackend
+from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
+
+from fuseplan.planner.plan import Planner, PlanSettings
+from fuseplan.planner.subject import GroupSubject
+from fuseplan.search.contest import Contest
+from fuseplan.search.database import Database
+from fuseplan.search.jobs import Part
+from fuseplan.search.record import PlanRecord, Versions
+
+SETTINGS = PlanSettings(tolerance=0.0, margin=0.05, max_fused_measured=100)
+
+
+class Named(ReferenceBackend):
+    """The reference interpreter under the name that the scripted records carry."""
+
+    name = "cpp"
+
+
+def plan(
+    folder: Path, tuner_of: type[ScriptedTuner], ops: int = 4, **script: object
+) -> tuple[PlanRecord, ScriptedTuner]:
+    database = Database(folder / "t.db", "write", Versions.current("cpu"))
+    tuner = tuner_of(database, **script)  # type: ignore[arg-type]
+    planner = Planner(database, None, "dev", TARGET, (Named(),), SETTINGS, tuner)  # type: ignore[arg-type]
+    return planner.plan_graph(chain(ops)).regions[0].record, tuner
+
+
+def by_length(*times_us: float) -> dict[int, float]:
+    return dict(enumerate(times_us, 1))
+
+
+def sizes(record: PlanRecord) -> list[int]:
+    return sorted(len(group.ops) for group in record.groups)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_noise_never_unseats_the_nominal_cover(tmp_path: Path, seed: int) -> None:
+    """One kernel of 10.2 us or two of 5 us: 2 % apart, under screenings that are off by up to 30 %."""
+    table = by_length(6.0, 5.0, 9.0, 10.2)
+    noise = random.Random(seed)
+    record, _ = plan(
+        tmp_path, ScriptedTuner, fused_us=lambda subject: table[len(compute_nodes(subject))],
+        noisy=lambda: noise.uniform(0.7, 1.3),
+    )
+    assert sizes(record) == [4]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_real_gain_wins_whatever_the_noise(tmp_path: Path, seed: int) -> None:
+    table = by_length(30.0, 5.0, 45.0, 40.0)
+    noise = random.Random(seed)
+    record, _ = plan(
+        tmp_path, ScriptedTuner, fused_us=lambda subject: table[len(compute_nodes(subject))], unfused_us=30.0,
+        noisy=lambda: noise.uniform(0.8, 1.2),
+    )
+    assert sizes(record) == [2, 2]
+    assert record.planned_us < 40.0
+
+
+def test_a_gain_within_the_margin_is_not_taken(tmp_path: Path) -> None:
+    table = by_length(6.0, 5.0, 9.0, 10.3)
+    record, tuner = plan(tmp_path, ScriptedTuner, fused_us=lambda subject: table[len(compute_nodes(subject))])
+    assert sizes(record) == [4]
+    assert record.planned_us == pytest.approx(10.3)
+    assert not tuner.play_offs  # the prices settle it
+    assert {len(other.ops) for other in record.rejected if other.kind == "fused"} >= {2}
+
+
+def test_a_play_off_settles_what_prices_suggest(tmp_path: Path) -> None:
+    table = by_length(6.0, 5.0, 9.0, 14.0)
+    record, tuner = plan(tmp_path, ScriptedTuner, fused_us=lambda subject: table[len(compute_nodes(subject))])
+    assert sizes(record) == [2, 2]
+    assert tuner.play_offs[0] == (1, 2)  # one kernel against two; nothing shared takes part
+    assert "in an interleaved run" in record.evidence.reason
+
+
+def test_only_what_differs_takes_part_but_the_whole_time_counts(tmp_path: Path) -> None:
+    """Of five ops the first two are one kernel in both covers: 60 us. The other three: 10 us, or 2 + 4 us."""
+    order = {node.name: number for number, node in enumerate(chain(5))}
+    times = {(0, 1): 60.0, (2, 3, 4): 10.0, (2, 3): 2.0, (4,): 4.0}
+
+    def time_us(subject: GroupSubject) -> float:
+        return times.get(tuple(sorted(order[node.name] for node in compute_nodes(subject))), 500.0)
+
+    record, tuner = plan(tmp_path, ScriptedTuner, ops=5, fused_us=time_us, unfused_us=500.0)
+    assert tuner.play_offs[-1] == (1, 2)
+    assert sizes(record) == [1, 2, 2]
+    assert "gains 5.7%" in record.evidence.reason  # 4 of 70 us
+
+
+def test_a_failing_play_off_leaves_it_to_the_prices(tmp_path: Path) -> None:
+    class Broken(ScriptedTuner):
+        def play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
+            return None
+
+    table = by_length(6.0, 5.0, 9.0, 14.0)
+    record, _ = plan(tmp_path, Broken, fused_us=lambda subject: table[len(compute_nodes(subject))])
+    assert sizes(record) == [2, 2]
+
+
+def test_noise_of_the_play_off_keeps_the_incumbent(tmp_path: Path) -> None:
+    class Noisy(ScriptedTuner):
+        def play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
+            found = super().play_off(parts, sides)
+            assert found is not None
+            return Contest(found.samples, 0.6, "eager")
+
+    table = by_length(6.0, 5.0, 9.0, 14.0)
+    record, _ = plan(tmp_path, Noisy, fused_us=lambda subject: table[len(compute_nodes(subject))])
+    assert sizes(record) == [4]
+    assert "gains 28.6%" in record.evidence.reason and "too little" in record.evidence.reason
+    assert record.gap == pytest.approx(4 / 14)
+
+
+def test_a_refused_incumbent_gives_way(tmp_path: Path) -> None:
+    table = by_length(6.0, 5.0, 9.0, 8.0)
+    record, _ = plan(
+        tmp_path, ScriptedTuner, fused_us=lambda subject: table[len(compute_nodes(subject))],
+        refuses=lambda subject: len(compute_nodes(subject)) == 4,
+    )
+    assert 4 not in sizes(record)
+    assert record.planned_us == pytest.approx(10.0)

@@ -32,11 +32,37 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * c[..., :half] - high * s[..., :half], high * c[..., half:] + low * s[..., half:]], -1)
 
 
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotation of each pair (x_2i, x_2i+1) as a complex number. x: [B, S, H, D], tables: [B, S, D / 2]."""
+    pairs = torch.view_as_complex(x.transpose(1, 2).unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2)
+
+
+def partly(turn: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat([turn(x[..., :half], cos, sin), x[..., half:].transpose(1, 2)], -1)
+
+
 def causal_softmax(scores: Tensor) -> Tensor:
+    """Softmax of scores that are scaled already."""
     queries, keys = scores.shape[-2:]
     visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    weights = torch.where(visible, torch.exp(scores / 8 - (scores / 8).amax(-1, keepdim=True)), 0.0)
+    weights = torch.where(visible, torch.exp(scores - scores.amax(-1, keepdim=True)), 0.0)
     return weights / weights.sum(-1, keepdim=True)
+
+
+def softmax(x: Tensor) -> Tensor:
+    weights = torch.exp(x - x.amax(-1, keepdim=True))
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def norm_add_norm(residual: Tensor, x: Tensor, post: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = residual + rms_norm(x, 1 + post)
+    return hidden, rms_norm(hidden, 1 + pre)
+
+
+def pointwise_chain(x: Tensor) -> Tensor:
+    return 0.5 * torch.exp(torch.tanh(torch.sigmoid(((x + 1) * 2 - 0.5).clamp(min=0)))).sqrt()
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
@@ -51,7 +77,27 @@ FORMULAS: dict[str, tuple[str, Callable[..., tuple[Tensor, ...]]]] = {
     "add_rms_norm": ("2x1x65", lambda residual, x, weight: (residual + x, rms_norm(residual + x, weight))),
     "layer_norm": ("5x123", lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias),)),
     "rope": ("2x3x5x6", lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))),
-    "causal_softmax": ("2x3x5x9", lambda scores: (causal_softmax(scores),)),
+    "rms_norm_gemma": ("3x33", lambda x, weight: (rms_norm(x, 1 + weight),)),
+    "add_rms_norm_gemma": ("3x127", lambda r, x, weight: (r + x, rms_norm(r + x, 1 + weight))),
+    "norm_add_norm_gemma": ("2x3x65", norm_add_norm),
+    "residual_chain": ("3x129", lambda r, a, m, s, weight: (r + a + m + s, rms_norm(r + a + m + s, weight))),
+    "rope_interleaved": ("2x3x5x6", lambda q, k, c, s: (rotate_pairs(q, c, s), rotate_pairs(k, c, s))),
+    "rope_partial": ("2x3x5x8", lambda q, k, c, s: (partly(rotate, q, c, s), partly(rotate, k, c, s))),
+    "rope_partial_interleaved": (
+        "2x3x5x8", lambda q, k, c, s: (partly(rotate_pairs, q, c, s), partly(rotate_pairs, k, c, s))
+    ),
+    "qk_norm_rope": (
+        "2x3x5x6",
+        lambda q, k, c, s, q_weight, k_weight: (
+            rotate(rms_norm(q, q_weight), c, s), rotate(rms_norm(k, k_weight), c, s)
+        ),
+    ),
+    "soft_cap": ("3x127", lambda x: (30 * torch.tanh(x / 30),)),
+    "causal_softmax": ("2x3x5x9", lambda scores: (causal_softmax(scores / 8),)),
+    "soft_cap_softmax": ("2x3x5x9", lambda scores: (causal_softmax(50 * torch.tanh(scores / 16 / 50)),)),
+    "sampling_softmax": ("3x4097", lambda logits, temperature: (softmax(logits / temperature[:, None]),)),
+    "pointwise_chain": ("3x33", lambda x: (pointwise_chain(x),)),
+    "sin_chain": ("4097", lambda x: (torch.sin((x + 1) * 2),)),
 }
 
 

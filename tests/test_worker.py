@@ -216,6 +216,8 @@ def test_an_interrupt_abandons_the_job_and_nothing_else(pool: WorkerPool) -> Non
 
 PARENT = """
 import os, signal, sys, time
+# A shell starts background jobs with the interrupt ignored, and so would this process be.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv[1])
 import test_worker
 from fuseplan.search.worker import WorkerPool

@@ -96,6 +96,13 @@ FP_INLINE vf fp_ceil(vf x) {
   vf whole = convert<vf>(convert<vi>(x));
   return round_toward(x, whole + (whole < x ? splat<vf>(1.0f) : splat<vf>(0.0f)));
 }
+FP_INLINE float fp_round(float x) { return __builtin_rintf(x); }
+FP_INLINE double fp_round(double x) { return __builtin_rint(x); }
+FP_INLINE vd fp_round(vd x) { return each(x, [](double t) { return __builtin_rint(t); }); }
+FP_INLINE vf fp_round(vf x) {  // ties to even
+  vf magic = with_sign(splat<vf>(0x1p23f), x);
+  return round_toward(x, (x + magic) - magic);
+}
 
 // x * 2^n for integral n, -252 <= n <= 252; overflow and denormals come out right. n = shifted - FP_MAGIC.
 #define FP_MAGIC 0x1.8p23f  // adding it rounds to the nearest integer, which is then in the low bits

@@ -38,6 +38,7 @@ typedef vi vm;  // a mask: all bits of a lane set, or none
 // -- storage types ----------------------------------------------------------------------------------------------------
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };
+struct f8 { unsigned char bits; };  // e4m3fn: no infinities, NaN is 0x7f, the largest number 448
 struct b8 { unsigned char bits; };
 
 template <class To, class From> FP_INLINE To bit_cast(From from) {
@@ -90,10 +91,27 @@ template <class U, class F> FP_INLINE U f16_bits(F x) {
   return (magnitude <= 0x7f800000u ? half : quiet) | sign;
 }
 
+template <class F, class U> FP_INLINE F float_of_f8(U byte) {
+  U magnitude = (byte & 0x7fu) << 20, sign = (byte & 0x80u) << 24;
+  U finite = bit_cast<U>(bit_cast<F>(magnitude) * 0x1p120f), nan = (byte & 0u) + 0x7fc00000u;
+  return bit_cast<F>((magnitude == 0x07f00000u ? nan : finite) | sign);
+}
+template <class U, class F> FP_INLINE U f8_bits(F x) {  // saturates
+  U bits = bit_cast<U>(x), magnitude = bits & 0x7fffffffu, sign = (bits >> 24) & 0x80u;
+  U shifted = magnitude - (120u << 23);
+  U normal = (shifted + 0x7ffffu + ((shifted >> 20) & 1u)) >> 20;
+  U tiny = bit_cast<U>(bit_cast<F>(magnitude) + 0x1p14f) - 0x46800000u;
+  U byte = magnitude < 0x3c800000u ? tiny : normal;
+  U largest = (byte & 0u) + 0x7eu, nan = (byte & 0u) + 0x7fu;
+  byte = magnitude < 0x43e00000u ? byte : largest;
+  return (magnitude <= 0x7f800000u ? byte : nan) | sign;
+}
+
 FP_INLINE float get(const float* p) { return *p; }
 FP_INLINE double get(const double* p) { return *p; }
 FP_INLINE float get(const bf16* p) { return bit_cast<float>((unsigned)p->bits << 16); }
 FP_INLINE float get(const f16* p) { return float_of_f16<float>((unsigned)p->bits); }
+FP_INLINE float get(const f8* p) { return float_of_f8<float>((unsigned)p->bits); }
 FP_INLINE i64 get(const i64* p) { return *p; }
 FP_INLINE int get(const int* p) { return *p; }
 FP_INLINE int get(const short* p) { return *p; }
@@ -104,6 +122,7 @@ FP_INLINE bool get(const b8* p) { return p->bits != 0; }
 template <class T, class V> FP_INLINE void put(T* p, V v) { *p = (T)v; }
 FP_INLINE void put(bf16* p, float v) { p->bits = (unsigned short)bf16_bits<unsigned>(v); }
 FP_INLINE void put(f16* p, float v) { p->bits = (unsigned short)f16_bits<unsigned>(v); }
+FP_INLINE void put(f8* p, float v) { p->bits = (unsigned char)f8_bits<unsigned>(v); }
 FP_INLINE void put(b8* p, bool v) { p->bits = v; }
 
 // Where the compilers' generic code is far from one instruction, it is spelled out. FP_WIDE: a vector of 16-bit lanes
@@ -162,6 +181,7 @@ FP_INLINE vf load(const float* p) { return read<vf>(p); }
 FP_INLINE vd load(const double* p) { return read<vd>(p); }
 FP_INLINE vf load(const bf16* p) { return bit_cast<vf>(widen(read<vh>(p)) << 16); }
 FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(widen(read<vh>(p))); }
+FP_INLINE vf load(const f8* p) { return float_of_f8<vf>(convert<vu>(read<vb>(p))); }
 FP_INLINE vl load(const i64* p) { return read<vl>(p); }
 FP_INLINE vi load(const int* p) { return read<vi>(p); }
 FP_INLINE vi load(const short* p) { return convert<vi>(read<vs>(p)); }
@@ -173,6 +193,7 @@ FP_INLINE void store(float* p, vf v) { write_result(p, v); }
 FP_INLINE void store(double* p, vd v) { write(p, v); }
 FP_INLINE void store(bf16* p, vf v) { write_result(p, narrow_bf16(v)); }
 FP_INLINE void store(f16* p, vf v) { write_result(p, narrow(f16_bits<vu>(v))); }
+FP_INLINE void store(f8* p, vf v) { write_result(p, convert<vb>(f8_bits<vu>(v))); }
 FP_INLINE void store(i64* p, vl v) { write(p, v); }
 FP_INLINE void store(i64* p, vi v) { for (int i = 0; i < L; ++i) p[i] = v[i]; }
 FP_INLINE void store(int* p, vi v) { write(p, v); }
@@ -189,6 +210,17 @@ FP_INLINE float round_f16(float x) { return float_of_f16<float>(f16_bits<unsigne
 FP_INLINE vf round_f16(vf x) { return float_of_f16<vf>(f16_bits<vu>(x)); }
 FP_INLINE double round_f16(double x) { return round_f16((float)x); }
 FP_INLINE vd round_f16(vd x) { return convert<vd>(round_f16(convert<vf>(x))); }
+FP_INLINE float round_f8(float x) { return float_of_f8<float>(f8_bits<unsigned>(x)); }
+FP_INLINE vf round_f8(vf x) { return float_of_f8<vf>(f8_bits<vu>(x)); }
+FP_INLINE double round_f8(double x) { return round_f8((float)x); }
+FP_INLINE vd round_f8(vd x) { return convert<vd>(round_f8(convert<vf>(x))); }
+// Integers wrap around.
+FP_INLINE int round_i8(int x) { return (signed char)x; }
+FP_INLINE int round_u8(int x) { return (unsigned char)x; }
+FP_INLINE int round_i16(int x) { return (short)x; }
+FP_INLINE vi round_i8(vi x) { return x << 24 >> 24; }
+FP_INLINE vi round_u8(vi x) { return x & 0xff; }
+FP_INLINE vi round_i16(vi x) { return x << 16 >> 16; }
 
 FP_INLINE bool any(vm mask) {
   vb bytes = convert<vb>(mask);

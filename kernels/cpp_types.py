@@ -26,6 +26,7 @@ VECTOR_TYPE = {"float32": "vf", "float64": "vd", "int64": "vl", "int32": "vi", "
 STORAGE_TYPE = {
     "float64": "double", "float32": "float", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "int",
     "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "b8",
+    "float8_e4m3fn": "f8",
 }
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -120,6 +121,10 @@ def _apply_interval(op: str, operands: Sequence[Interval]) -> Interval:
     if op == "int_floordiv":
         reach = max(map(abs, a)) + 1
         return (-reach, reach)
+    if op == "shift_right" and b[0] >= 0:
+        return (min(a[0], a[0] >> b[0]), max(a[1], a[1] >> b[0]))
+    if op == "bit_and" and (a[0] >= 0 or b[0] >= 0):
+        return (0, min(end for low, end in (a, b) if low >= 0))
     ends = {
         "add": (a[0] + b[0], a[1] + b[1]),
         "sub": (a[0] - b[1], a[1] - b[0]),

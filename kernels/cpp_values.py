@@ -184,6 +184,12 @@ def _spell(op: str, operands: Sequence[str]) -> str:
     return op_spec(op).cpp.format(*operands)
 
 
+_ROUNDS = {
+    "bfloat16": "round_bf16", "float16": "round_f16", "float8_e4m3fn": "round_f8", "int8": "round_i8",
+    "uint8": "round_u8", "int16": "round_i16",
+}
+
+
 def _round_name(instr: Round) -> str:
-    return "round_bf16" if instr.to == "bfloat16" else "round_f16"
+    return _ROUNDS[instr.to]
 

@@ -25,6 +25,7 @@ from fuseplan.kernels.backend import BuildError, Resources, Target
 POINTER_TYPES: Mapping[str, str] = {
     "float64": "*fp64", "float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int64": "*i64",
     "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1",
+    "float8_e4m3fn": "*fp8e4nv",
 }
 
 #: 32-bit registers of one multiprocessor.

@@ -11,7 +11,7 @@ leave no trace but these indices.
 
 Values are held in registers as ``float32`` (``float64`` where an operand is), ``int64``, ``int32`` or ``bool``; loads
 widen and stores round. ``Round`` keeps a value in its register type but rounds it to a narrower type, which is how
-``numerics="eager"`` honours a cast in the middle of a group.
+``numerics="eager"`` honours a cast in the middle of a group, and how a quantised value is used where it was made.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from fuseplan.kernels.ops import REDUCTIONS, op_spec
 #: Storage types a kernel can load and store, and their sizes in bytes.
 ITEMSIZE: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
 }
+#: Storage types that carry meaning by their few bits: a value of one is always held as exactly what it can store.
+NARROW = frozenset({"float8_e4m3fn", "int8", "uint8", "int16"})
 #: Register types.
 RegisterType: TypeAlias = Literal["float64", "float32", "int64", "int32", "bool"]
 
@@ -37,7 +39,7 @@ def register_type(dtype: str) -> RegisterType:
     """The register type that holds a loaded value of storage type ``dtype``."""
     if dtype in ("float64", "float32", "int64", "int32", "bool"):
         return dtype  # type: ignore[return-value]
-    return "float32" if dtype in ("bfloat16", "float16") else "int32"
+    return "float32" if dtype in ("bfloat16", "float16", "float8_e4m3fn") else "int32"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,11 @@ class Cast:
 
 @dataclass(frozen=True)
 class Round:
-    """Round a float value to storage type ``to`` (bfloat16 or float16, nearest even), staying in its register type."""
+    """Keep only what storage type ``to`` can hold of a value, staying in its register type.
+
+    Floats round to nearest even (bfloat16, float16, and float8_e4m3fn, which saturates at its largest number and keeps
+    NaN); integers wrap around (int8, uint8, int16). A store does the same by itself.
+    """
 
     dtype: RegisterType
     arg: int

@@ -74,10 +74,17 @@ _ROWS: tuple[OpSpec, ...] = (
     OpSpec("reciprocal", 1, torch.reciprocal, "(1.0f / {0})", "(1.0 / {0})", unit="sfu"),
     OpSpec("floor", 1, torch.floor, "fp_floor({0})", "tl.floor({0})"),
     OpSpec("ceil", 1, torch.ceil, "fp_ceil({0})", "tl.ceil({0})"),
+    OpSpec("round", 1, torch.round, "fp_round({0})", "_round({0})"),
     # -- integers (operands int64 or int32) ---------------------------------------------------------------
     OpSpec("int_floordiv", 2, lambda a, b: torch.div(a, b, rounding_mode="floor"), "fp_floordiv({0}, {1})",
            "_floordiv({0}, {1})"),
     OpSpec("int_remainder", 2, torch.remainder, "fp_remainder({0}, {1})", "_remainder({0}, {1})"),
+    OpSpec("bit_and", 2, torch.bitwise_and, "({0} & {1})", "({0} & {1})"),
+    OpSpec("bit_or", 2, torch.bitwise_or, "({0} | {1})", "({0} | {1})"),
+    OpSpec("bit_xor", 2, torch.bitwise_xor, "({0} ^ {1})", "({0} ^ {1})"),
+    # A shift by the number of bits or more is undefined here: the lowering bounds it.
+    OpSpec("shift_left", 2, torch.bitwise_left_shift, "({0} << {1})", "({0} << {1})"),
+    OpSpec("shift_right", 2, torch.bitwise_right_shift, "({0} >> {1})", "({0} >> {1})"),
     # -- special functions --------------------------------------------------------------------------------
     OpSpec("exp", 1, torch.exp, "fp_exp({0})", "tl.exp({0})", unit="sfu"),
     OpSpec("exp2", 1, torch.exp2, "fp_exp2({0})", "tl.exp2({0})", unit="sfu"),

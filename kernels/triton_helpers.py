@@ -44,6 +44,20 @@ def _tanh(x):
     return tl.where(size < 0.625, small, large)
 '''
 
+# Beyond half the mantissa every float is an integer; below, adding 1.5 * 2^23 (2^52) leaves no room for a fraction.
+_ROUND = '''
+@triton.jit
+def _round(x):
+    """The nearest integer, ties to even."""
+    if x.dtype == tl.float64:
+        whole = (x + 6755399441055744.0) - 6755399441055744.0
+        near = tl.abs(x) < 2251799813685248.0
+    else:
+        whole = (x + 12582912.0) - 12582912.0
+        near = tl.abs(x) < 4194304.0
+    return tl.where(near, whole, x)
+'''
+
 _POW = '''
 @triton.jit
 def _pow(base, exponent):
@@ -89,6 +103,7 @@ _HELPERS = {
     "_floordiv": _FLOORDIV,
     "_remainder": _REMAINDER,
     "_tanh": _TANH,
+    "_round": _ROUND,
     "_pow": _POW,
     "_larger": _MAX,
     "_row_max": _ROW_MAX,

@@ -17,6 +17,7 @@ from fuseplan.kernels.schedule import Phase, reduction_depths, schedule
 from fuseplan.kernels.triton_index import size_text
 from fuseplan.kernels.triton_tile import tile_of
 
+_OTHER_NAMES = {"bool": "int1", "float8_e4m3fn": "float8e4nv"}
 _SMALLEST = {"int32": -(2**31), "int64": -(2**63)}
 #: Powers that are cheaper, and more exact, as products and roots.
 _SIMPLE_POWERS = {
@@ -31,7 +32,7 @@ _SIMPLE_POWERS = {
 
 def tl_type(dtype: str) -> str:
     """``"bfloat16"`` -> ``"tl.bfloat16"``."""
-    return "tl.int1" if dtype == "bool" else f"tl.{dtype}"
+    return f"tl.{_OTHER_NAMES.get(dtype, dtype)}"
 
 
 def literal(value: float | int | bool, dtype: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fuseplan.kernels.index import Index, Size, flatten
-from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, register_type, validate
+from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
 from fuseplan.planner.coalesce import coalesce
 from fuseplan.planner.graph import DataflowGraph, TensorSpec
 from fuseplan.planner.puller import Group, NotLowerable, Puller, Space, column
@@ -203,9 +203,7 @@ class _Lowering:
                 )
                 if piece > 0 and col_axis not in plan.axes:
                     break
-                puller = Puller(self.group, space)
-                result = puller.pull(value, position)
-                stored = puller.cast(result, register_type(spec.dtype))
+                stored = Puller(self.group, space).stored(value, position)
                 space.stores.append(Store(self._output_buffer(value), flatten(position, spec.strides), stored))
         return space
 

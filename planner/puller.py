@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fuseplan.kernels.index import Index, Size, as_size, flatten, known_less_equal
 from fuseplan.kernels.ir import (
+    NARROW,
     Apply,
     Cast,
     Const,
@@ -23,6 +25,9 @@ from fuseplan.kernels.ops import OPS
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.recipes import VIEW_MAPS, find_recipe, kind_of
 from fuseplan.planner.views import Position
+
+#: Storage types narrower than the register that holds their values.
+_ROUNDED = NARROW | {"bfloat16", "float16"}
 
 
 class NotLowerable(Exception):
@@ -99,29 +104,79 @@ class Puller:
             self._space.pulled[key] = self._produce(value, position)
         return self._space.pulled[key]
 
+    def stored(self, value: str, position: Position) -> int:
+        """Value id of what a store of ``value`` writes: the store itself narrows it to the stored type."""
+        node = self._member(value)
+        spec = self.specs[value]
+        if node is None or spec.dtype not in _ROUNDED:
+            return self.cast(self.pull(value, position), register_type(spec.dtype))
+        return self.cast(self._computed(node, position), register_type(spec.dtype))
+
     def _produce(self, value: str, position: Position) -> int:
         graph = self._group.graph
+        node = self._member(value)
+        if node is not None:
+            return self._rounded(self._computed(node, position), self.specs[value].dtype)
         producer = graph.producer(value)
-        if producer is not None:
-            node = graph.op(producer)
-            if kind_of(node, graph.specs) == "view":
-                source, moved = VIEW_MAPS[node.op](node, value, position, graph.specs)
-                return self.pull(source, moved)
-            if producer in self._group.members:
-                recipe = find_recipe(node.op)
-                if recipe is None:
-                    raise NotLowerable(f"{node.op} has no lowering")
-                return self._rounded(recipe.build(self, node, position), self.specs[value].dtype)
+        if producer is not None and kind_of(graph.op(producer), graph.specs) == "view":
+            view = graph.op(producer)
+            source, moved = VIEW_MAPS[view.op](view, value, position, graph.specs)
+            return self.pull(source, moved)
         spec = self.specs[value]
         index = flatten(position, spec.strides)
         return self._space.emit(Load(register_type(spec.dtype), self._group.input_buffer(value), index, self._mask))
 
+    def _member(self, value: str) -> OpNode | None:
+        """The op of the group that computes ``value``."""
+        graph = self._group.graph
+        producer = graph.producer(value)
+        if producer is None or producer not in self._group.members:
+            return None
+        node = graph.op(producer)
+        return None if kind_of(node, graph.specs) == "view" else node
+
+    def _computed(self, node: OpNode, position: Position) -> int:
+        recipe = find_recipe(node.op)
+        if recipe is None:
+            raise NotLowerable(f"{node.op} has no lowering")
+        return recipe.build(self, node, position)
+
     def _rounded(self, value: int, dtype: str) -> int:
-        if self._group.numerics == "eager" and dtype in ("bfloat16", "float16"):
-            return self._space.emit(Round("float32", self.cast(value, "float32"), dtype))
-        return value
+        """What is left of a value in its own dtype, where that matters to those who read it."""
+        if dtype not in NARROW and (self._group.numerics != "eager" or dtype not in _ROUNDED):
+            return value
+        value = self.cast(value, register_type(dtype))
+        return value if self._fits(value, dtype) else self._space.emit(Round(self.dtype_of(value), value, dtype))
+
+    def _fits(self, value: int, dtype: str) -> bool:
+        """True when a value is known to be one that ``dtype`` holds."""
+        instr = self._space.body[value]
+        if isinstance(instr, Load):
+            return self.specs[self._group.inputs[instr.buffer]].dtype == dtype
+        if isinstance(instr, Apply) and instr.op == "where":
+            return all(self._fits(arg, dtype) for arg in instr.args[1:])
+        return isinstance(instr, Round) and instr.to == dtype
 
     # -- what recipes use ---------------------------------------------------------------------------------
+
+    def computed_by(self, value: str) -> OpNode | None:
+        """The op that computes ``value``, inside the group or not; None for a graph input."""
+        producer = self._group.graph.producer(value)
+        return None if producer is None else self._group.graph.op(producer)
+
+    def known_range(self, value: int) -> tuple[float, float]:
+        """Least and greatest number an integer value can be, infinite where that is not known."""
+        instr = self._space.body[value]
+        if isinstance(instr, Cast):
+            return self.known_range(instr.arg)
+        if isinstance(instr, Const):
+            return float(instr.value), float(instr.value)
+        if isinstance(instr, Iota):
+            index = instr.index
+            top = index.maximum()
+            if isinstance(top, int) and isinstance(index.const, int) and all(c > 0 for _, c in index.terms):
+                return float(index.const), float(top)
+        return -math.inf, math.inf
 
     def operand(self, node: OpNode, number: int, position: Position, dtype: RegisterType | None = None) -> int:
         """Operand ``number`` of ``node`` broadcast to the result's ``position`` (converted to ``dtype`` if given)."""

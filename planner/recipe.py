@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 Build: TypeAlias = Callable[["Puller", OpNode, Position], int]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+#: What an operand or a result may be.
+DTYPES = (*FLOATS, "float8_e4m3fn", *INTEGERS, "bool")
 
 
 @dataclass(frozen=True)

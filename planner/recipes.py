@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from fuseplan.planner.graph import OpNode
-from fuseplan.planner.recipe import FLOATS, Recipe
+from fuseplan.planner.recipe import DTYPES, Recipe
 from fuseplan.planner.recipes_pointwise import pointwise_recipes
 from fuseplan.planner.recipes_rearrange import rearranging_recipes
 from fuseplan.planner.recipes_reduce import reducing_recipes
@@ -46,7 +46,7 @@ def why_extern(node: OpNode, specs: Specs) -> str | None:
     if recipe is None:
         return f"{node.op} has no recipe: it stays a library call"
     for value in (*node.inputs, *node.outputs):
-        if specs[value].dtype not in (*FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool"):
+        if specs[value].dtype not in DTYPES:
             return f"{node.op}: dtype {specs[value].dtype} is not handled"
     if recipe.reduced_dim is not None:
         rank = len(specs[node.inputs[0]].shape)

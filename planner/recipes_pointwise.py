@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from fuseplan.kernels.ir import RegisterType, register_type
 from fuseplan.planner.graph import OpNode
 from fuseplan.planner.recipe import Recipe, argument, float_result, result_type
+from fuseplan.planner.recipes_convert import bitwise_recipes, convert
 from fuseplan.planner.views import Position, Specs
 
 if TYPE_CHECKING:
@@ -60,12 +61,6 @@ def _logical(op: str) -> Recipe:
         return p.apply(op, a, p.operand(node, len(node.inputs) - 1, position, "bool"))
 
     return Recipe(build)
-
-
-def _bools_only(node: OpNode, specs: Specs) -> str | None:
-    if any(specs[value].dtype != "bool" for value in node.inputs) or "other" in node.attrs:
-        return f"{node.op}: only boolean operands are supported"
-    return None
 
 
 def _div(p: Puller, node: OpNode, position: Position) -> int:
@@ -172,22 +167,6 @@ def _logical_not(p: Puller, node: OpNode, position: Position) -> int:
     return p.apply("logical_not", p.operand(node, 0, position, "bool"))
 
 
-def _convert(p: Puller, node: OpNode, position: Position) -> int:
-    """to, _to_copy, type_as, clone, contiguous, dropout at inference: the value itself, converted."""
-    value = p.operand(node, 0, position)
-    target = p.specs[node.outputs[0]].dtype
-    if target == "bool" and p.dtype_of(value) != "bool":
-        return p.apply("ne", value, p.const(0, p.dtype_of(value)))
-    return p.cast(value, register_type(target))
-
-
-def _convert_refuse(node: OpNode, specs: Specs) -> str | None:
-    source, target = specs[node.inputs[0]].dtype, specs[node.outputs[0]].dtype
-    if target in ("int8", "uint8", "int16") and source != target:
-        return f"{node.op}: conversion {source} to {target} wraps around"
-    return None
-
-
 def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"{node.op}: training mode" if node.attrs.get("train") and node.attrs.get("p") else None
 
@@ -197,7 +176,7 @@ def pointwise_recipes() -> dict[str, Recipe]:
     rows: dict[str, Recipe] = {}
     for name in ("exp", "exp2", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal"):
         rows[f"aten.{name}.default"] = _unary(name)
-    for name in ("neg", "abs", "floor", "ceil"):
+    for name in ("neg", "abs", "floor", "ceil", "round"):
         rows[f"aten.{name}.default"] = _unary(name)
     for name in ("add", "sub", "mul"):
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _binary(name)
@@ -217,15 +196,13 @@ def pointwise_recipes() -> dict[str, Recipe]:
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _comparison(name)
     for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
         rows[f"aten.logical_{name}.default"] = _logical(op)
-        for spelling in (f"aten.bitwise_{name}.Tensor", f"aten.__{name}__.Tensor"):
-            rows[spelling] = Recipe(_logical(op).build, refuse=_bools_only)
     rows["aten.logical_not.default"] = Recipe(_logical_not)
-    rows["aten.bitwise_not.default"] = Recipe(_logical_not, refuse=_bools_only)
+    rows.update(bitwise_recipes())
     for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):
         rows[f"aten.where.{name}"] = Recipe(_where)
     rows["aten.masked_fill.Scalar"] = rows["aten.masked_fill.Tensor"] = Recipe(_masked_fill)
     for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
                  "clone.default", "contiguous.default", "lift_fresh_copy.default"):
-        rows[f"aten.{name}"] = Recipe(_convert, refuse=_convert_refuse)
-    rows["aten.dropout.default"] = Recipe(_convert, refuse=_dropout_refuse)
+        rows[f"aten.{name}"] = Recipe(convert)
+    rows["aten.dropout.default"] = Recipe(convert, refuse=_dropout_refuse)
     return rows

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fuseplan.kernels.index import Index, Size, as_size
+from fuseplan.kernels.index import Index, Size, as_size, product
 from fuseplan.planner.graph import OpNode
 from fuseplan.planner.recipe import Recipe, result_type
-from fuseplan.planner.views import MAY_COPY, VIEW_MAPS, Position, Specs, normalise_dim
+from fuseplan.planner.views import MAY_COPY, VIEW_MAPS, Position, Specs, normalise_dim, reshape_position
 
 if TYPE_CHECKING:
     from fuseplan.planner.puller import Puller
@@ -95,6 +95,15 @@ def _copy_reshape(p: Puller, node: OpNode, position: Position) -> int:
     return p.pull(source, moved)
 
 
+def _repeat_interleave(p: Puller, node: OpNode, position: Position) -> int:
+    source, repeats = node.inputs[0], node.attrs["repeats"]
+    shape = p.specs[source].shape
+    if node.attrs.get("dim") is None:
+        return p.pull(source, reshape_position((position[0] // repeats,), (product(shape),), shape))
+    dim = normalise_dim(node.attrs["dim"], len(shape))
+    return p.pull(source, (*position[:dim], position[dim] // repeats, *position[dim + 1 :]))
+
+
 def rearranging_recipes() -> dict[str, Recipe]:
     """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
@@ -109,6 +118,7 @@ def rearranging_recipes() -> dict[str, Recipe]:
     rows["aten.tril.default"], rows["aten.triu.default"] = _triangle("lower"), _triangle("upper")
     rows["aten.cat.default"] = rows["aten.concat.default"] = Recipe(_cat)
     rows["aten.stack.default"] = Recipe(_stack)
+    rows["aten.repeat_interleave.self_int"] = Recipe(_repeat_interleave)
     for name in MAY_COPY:
         rows[name] = Recipe(_copy_reshape)
     return rows

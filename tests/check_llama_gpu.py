@@ -29,7 +29,7 @@ from fuseplan.planner.workload import decode, prefill
 from fuseplan.search.database import Database
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpret_kernels import backend_under_test, round_bfloat16_to_nearest, run_interpreted
+from interpret_kernels import backend_under_test, round_to_nearest, run_interpreted
 from reference_backend import ReferenceBackend
 
 
@@ -61,7 +61,7 @@ def compiled(backend: Backend, subject: GroupSubject) -> str:
 
 def interpret(model: str, folder: str) -> None:
     """In a process with TRITON_INTERPRET=1: print the error of every kernel, in units of the tolerance, as JSON."""
-    round_bfloat16_to_nearest()
+    round_to_nearest()
     rows = {}
     for name in ("triton", "ninetoothed"):
         backend = backend_under_test(name, folder)

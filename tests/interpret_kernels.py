@@ -25,7 +25,7 @@ from ir_samples import dynamic_samples, label, static_samples
 
 #: Largest error against float64, relative to 1 + |value|: half a unit in the last place of the stored type (some of
 #: them for fp32 and fp64).
-TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 4.2e-3, "float16": 5.2e-4}
+TOLERANCE = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 4.2e-3, "float16": 5.2e-4, "float8_e4m3fn": 6.3e-2}
 
 
 def worst_error(ir: KernelIR, outputs: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
@@ -82,8 +82,9 @@ def run_interpreted(backend: Backend, ir: KernelIR, inputs: list[torch.Tensor]) 
     return worst_error(ir, outputs, run_reference(ir, inputs))
 
 
-def round_bfloat16_to_nearest() -> None:
-    """Triton's interpreter truncates float32 to bfloat16, where the compiled kernel rounds to nearest even."""
+def round_to_nearest() -> None:
+    """Triton's interpreter truncates float32 to bfloat16, and loses a carry of its float8, where the compiled kernel
+    rounds to nearest even."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
     original = InterpreterBuilder.cast_impl
@@ -95,10 +96,19 @@ def round_bfloat16_to_nearest() -> None:
         return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
 
     InterpreterBuilder.cast_impl = cast_impl
+    original_fp = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: InterpreterBuilder, source: Any, target: Any, mode: Any) -> Any:
+        if target.scalar != tl.float8e4nv or source.dtype.scalar not in (tl.float32, tl.float64):
+            return original_fp(self, source, target, mode)
+        wide = torch.from_numpy(np.ascontiguousarray(source.data)).clamp(-448, 448)
+        return TensorHandle(wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), tl.float8e4nv)
+
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
 
 def main(name: str, cache_dir: str) -> None:
-    round_bfloat16_to_nearest()
+    round_to_nearest()
     backend = backend_under_test(name, cache_dir)
     rows = []
     for sample in [*static_samples(), *dynamic_samples()]:

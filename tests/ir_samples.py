@@ -401,6 +401,46 @@ def position_mask(rows: int, cols: int) -> Sample:
     return Sample("position_mask", _kernel(buffers, b))
 
 
+def quantised(rows: int, cols: int, dtype: str = "float32") -> Sample:
+    """A row quantised to float8 and to int8 by its own largest magnitude, with both scales and what is left of it."""
+    buffers = [contiguous("x", dtype, (rows, cols)), contiguous("y", "float8_e4m3fn", (rows, cols), True),
+               contiguous("y_scale", "float32", (rows,), True), contiguous("z", "int8", (rows, cols), True),
+               contiguous("z_scale", "float32", (rows,), True), contiguous("back", "float32", (rows, cols), True)]
+    b = Body(buffers, (rows,), cols)
+    r, c = b.at
+    x = b.load("x", (r, c))
+    top = b.reduce("max", b("abs", x))
+    y_scale, z_scale = (b("div", top, b.const(limit)) for limit in (448.0, 127.0))
+    y = b("maximum", b("minimum", b("div", x, y_scale), b.const(448.0)), b.const(-448.0))
+    z = b.cast(b("round", b("div", x, z_scale)), "int32")
+    b.store("y", (r, c), y)
+    b.store("y_scale", (r,), y_scale)
+    b.store("z", (r, c), z)
+    b.store("z_scale", (r,), z_scale)
+    b.store("back", (r, c), b("mul", b.cast(b.round(z, "int8"), "float32"), z_scale))
+    return Sample("quantised", _kernel(buffers, b))
+
+
+def dequantised(rows: int, cols: int) -> Sample:
+    """float8 and packed int4 back to floats: eight nibbles to an int32, taken apart by shifts and a mask."""
+    buffers = [contiguous("x", "float8_e4m3fn", (rows, cols)), contiguous("packed", "int32", (rows, -(-cols // 8))),
+               contiguous("y", "bfloat16", (rows, cols), True), contiguous("z", "float16", (rows, cols), True),
+               contiguous("byte", "uint8", (rows, cols), True),
+               contiguous("again", "float8_e4m3fn", (rows, cols), True)]
+    b = Body(buffers, (rows,), cols)
+    r, c = b.at
+    x = b.load("x", (r, c))
+    word = b.load("packed", (r, c // 8))
+    by = b.iota(c % 8 * 4, "int32")
+    nibble = b("bit_and", b("shift_right", word, by), b.const(15, "int32"))
+    signed = b("sub", b("bit_xor", nibble, b.const(8, "int32")), b.const(8, "int32"))
+    b.store("y", (r, c), b("mul", x, b.const(3.0)))
+    b.store("z", (r, c), b("mul", b.cast(b.round(signed, "int8"), "float32"), b.round(x, "float8_e4m3fn")))
+    b.store("byte", (r, c), b.round(b("bit_or", b("shift_left", nibble, b.const(8, "int32")), signed), "uint8"))
+    b.store("again", (r, c), x)
+    return Sample("dequantised", _kernel(buffers, b))
+
+
 def early_store(rows: int, cols: int, dtype: str = "float32") -> Sample:
     """A stored value that the reduction needs anyway, and one that it does not."""
     buffers = [contiguous("x", dtype, (rows, cols)), contiguous("double", dtype, (rows, cols), True),
@@ -445,6 +485,7 @@ def static_samples() -> list[Sample]:
         pointwise_chain(2, 19, "float64"), row_statistics(4, 33), row_statistics(3, 1, "bfloat16"),
         row_statistics(2, 40, "float64"), split_view(6, 10), repeat_heads(2, 2, 3, 24), cat_rows(2, 3, 37),
         data_mask(3, 45), position_mask(4, 29), early_store(3, 70), early_store(2, 48, "bfloat16"),
+        quantised(3, 127), quantised(2, 64, "bfloat16"), dequantised(3, 72), dequantised(2, 37),
     ]
     return [*samples, rms_norm(1, 1), softmax(5, 3), swiglu(0, 16), layer_norm(0, 9)]
 

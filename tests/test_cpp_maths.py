@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 TARGET = Target("cpu", "native", 1)
 CORNERS = [
     0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-40, -1e-38, 1.1754944e-38, 3.4e38, -3.4e38, 1.0, -1.0,
-    0.5, -0.5, 1.5, -2.5, 88.7, 88.8, -87.4, -103.9, -104.1, 127.9, 128.0, -149.0, -150.5, 8388607.5, 16777216.0, 1e5,
+    0.5, -0.5, 1.5, -2.5, 4194304.5, -4194303.5,
+    88.7, 88.8, -87.4, -103.9, -104.1, 127.9, 128.0, -149.0, -150.5, 8388607.5, 16777216.0, 1e5,
     100000.01, 3e9, -1e20, 0.55, 0.7, 3.95, 9.1, math.pi / 2, math.pi, -88.73,
 ]
 UNARY = sorted(name for name, op in OPS.items() if op.arity == 1 and name != "logical_not")
@@ -95,7 +96,7 @@ def test_float_functions_are_within_two_ulps(
     assert distance[worst] <= 2.01, f"{op}({numbers[worst]}) = {actual[worst]}, exactly {exact[worst]}"
 
 
-@pytest.mark.parametrize("op", ["sin", "tanh", "erf", "floor", "ceil", "neg", "sqrt"])
+@pytest.mark.parametrize("op", ["sin", "tanh", "erf", "floor", "ceil", "round", "neg", "sqrt"])
 def test_the_sign_of_zero_survives(unary: dict[str, torch.Tensor], numbers: torch.Tensor, op: str) -> None:
     zeros = numbers[:2]
     assert torch.equal(torch.signbit(unary[op][:2]), torch.signbit(reference_apply(op, zeros)))
@@ -136,6 +137,18 @@ def test_integer_arithmetic_is_exact(backend: CppBackend, dtype: torch.dtype) ->
         assert torch.equal(actual, reference_apply(op, a, b)), op
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bit_operations_are_exact(backend: CppBackend, dtype: torch.dtype) -> None:
+    values = torch.tensor([1, -1, 2, 15, -7, 0x0F0F, torch.iinfo(dtype).min], dtype=dtype)
+    a, b = values.repeat_interleave(7), values.repeat(7)
+    ops = ["bit_and", "bit_or", "bit_xor"]
+    for op, actual in apply_all(backend, ops, [a, b]).items():
+        assert torch.equal(actual, reference_apply(op, a, b)), op
+    by = torch.arange(49, dtype=dtype) % 32
+    for op, actual in apply_all(backend, ["shift_left", "shift_right"], [a, by]).items():
+        assert torch.equal(actual, reference_apply(op, a, by)), op
+
+
 def test_division_by_zero_does_not_trap(backend: CppBackend) -> None:
     a, zero = torch.tensor([5, -5, 0] * 7), torch.zeros(21, dtype=torch.int64)
     assert apply(backend, "int_floordiv", [a, zero]).eq(0).all()
@@ -162,6 +175,28 @@ def test_stores_round_to_nearest_even(backend: CppBackend, numbers: torch.Tensor
     assert torch.equal(actual.isnan(), expected.isnan())
     real = ~expected.isnan()
     assert torch.equal(actual.view(torch.int16)[real], expected.view(torch.int16)[real])
+
+
+def test_every_float8_survives_a_round_trip(backend: CppBackend) -> None:
+    bits = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    numbers = bits.view(torch.float8_e4m3fn)
+    assert torch.equal(apply(backend, "abs", [numbers], "float32").nan_to_num(), numbers.float().abs().nan_to_num())
+    back = apply(backend, "neg", [apply(backend, "neg", [numbers])])
+    real = ~numbers.float().isnan()
+    assert torch.equal(back.float().isnan(), ~real)
+    assert torch.equal(back.view(torch.uint8)[real], bits[real])
+
+
+def test_float8_stores_round_to_nearest_even_and_saturate(backend: CppBackend, numbers: torch.Tensor) -> None:
+    """Against torch's conversion of the clamped number: random bits, exact ties, subnormals and NaN."""
+    ties = (1 + torch.arange(1, 16, 2) / 16)[:, None] * 2.0 ** torch.arange(-9, 9)
+    tiny = torch.arange(0, 64) * 2.0**-12
+    x = torch.cat([numbers, ties.flatten(), -ties.flatten(), tiny, -tiny, torch.tensor([447.9, 448.1, 464.0, 480.0])])
+    actual = apply(backend, "neg", [x], stored="float8_e4m3fn")
+    expected = (-x).clamp(-448, 448).to(torch.float8_e4m3fn)
+    real = ~expected.float().isnan()
+    assert torch.equal(actual.float().isnan(), ~real)
+    assert torch.equal(actual.view(torch.uint8)[real], expected.view(torch.uint8)[real])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -30,6 +30,8 @@ POINTER_TYPES: Mapping[str, str] = {
 
 #: 32-bit registers of one multiprocessor.
 _REGISTER_FILE = 65536
+#: Name of the explicit limit on registers among a kernel's facts; 0 where there is none.
+_LIMIT = "register_limit"
 
 
 def digest(text: str) -> str:
@@ -67,11 +69,12 @@ class ModuleStore:
 
     def load(self, source: str) -> ModuleType:
         """The module of ``source``, imported from its file (Triton reads a kernel's text from there)."""
-        return _import_from(self.write(source))
+        return load_file(self.write(source))
 
 
 @functools.lru_cache(maxsize=4096)
-def _import_from(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
+    """The module in a generated file, imported once."""
     spec = importlib.util.spec_from_file_location(f"fuseplan_generated_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -98,11 +101,17 @@ class KernelSpec:
     constants: Mapping[str, Any] | None = None
 
 
-def compile_kernel(function: Any, spec: KernelSpec, target: Target) -> Any:
+def compile_kernel(function: Any, spec: KernelSpec, target: Target, known: Resources | None = None) -> Any:
     """Compile a ``@triton.jit`` function to a cubin, through Triton's own on-disk cache. Needs no GPU.
 
     Left alone, ptxas may spill a few registers of a small kernel for the sake of occupancy; then the kernel is compiled
     again with an explicit limit, which it fills first.
+
+    Args:
+        function: The kernel.
+        spec: What the compiler needs beside its source.
+        target: The device.
+        known: Facts of this kernel from an earlier compilation, which spare asking the tools once more.
 
     Returns:
         Triton's ``CompiledKernel``.
@@ -110,6 +119,9 @@ def compile_kernel(function: Any, spec: KernelSpec, target: Target) -> Any:
     Raises:
         BuildError: Triton or ptxas refused; the message has their first complaint.
     """
+    if known is not None and _LIMIT in known.extra:
+        limit = int(known.extra[_LIMIT])
+        return _compile(function, spec, target, {"maxnreg": limit} if limit else {})
     compiled = _compile(function, spec, target, {})
     limit = min(target.registers_per_thread or 255, _REGISTER_FILE // (32 * spec.num_warps) // 8 * 8)
     registers, spilled = _registers_and_spills(compiled)
@@ -183,7 +195,10 @@ def _complaint(error: BaseException) -> str:
 def read_resources(compiled: Any) -> Resources:
     """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel, read from its cubin."""
     registers, spilled = _registers_and_spills(compiled)
-    extra = {"ptx_vector_bytes": vector_bytes(compiled.asm.get("ptx", ""))}
+    extra = {
+        "ptx_vector_bytes": vector_bytes(compiled.asm.get("ptx", "")),
+        _LIMIT: getattr(compiled.metadata, "maxnreg", None) or 0,
+    }
     return Resources(registers, spilled, int(compiled.metadata.shared), extra)
 
 

@@ -13,8 +13,9 @@ import pickle
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -22,8 +23,14 @@ from typing import Any
 OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
 
 _PR_SET_PDEATHSIG = 1
+#: Background workers yield to whatever somebody waits for.
+_NICE = 10
 #: Errors after which a CUDA context cannot be used again.
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
+
+
+#: Lane of jobs that some idle background worker does in its own time; nobody is told what came of them.
+BACKGROUND = -1
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,15 @@ class Supervisor:
     Args:
         parent: Requests in, ``(job, state, payload)`` out.
         threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
+        background: Workers for :data:`BACKGROUND` jobs; they have the lanes -1, -2, ...
         cores: What the compiling lanes may run on; the OpenMP runtime may have bound this process to one core.
     """
 
-    def __init__(self, parent: Connection, threads: int, cores: Iterable[int] = ()) -> None:
+    def __init__(self, parent: Connection, threads: int, cores: Iterable[int] = (), background: int = 1) -> None:
         self._parent = parent
         self._threads = threads
+        self._background = range(-1, -1 - background, -1)
+        self._backlog: deque[Request] = deque()
         self._cores = tuple(cores)
         self._lanes: dict[int, _Lane] = {}
 
@@ -85,9 +95,25 @@ class Supervisor:
             elif lane.busy and time.monotonic() >= lane.deadline:
                 job = lane.job
                 self._end(number)
-                self._parent.send((job, TIMED_OUT, ""))
+                self._reply(number, (job, TIMED_OUT, ""))
         if self._parent in ready:
-            self._start(self._parent.recv())
+            request = self._parent.recv()
+            if request.lane == BACKGROUND:
+                self._backlog.append(request)
+            else:
+                self._start(request)
+        self._feed()
+
+    def _feed(self) -> None:
+        """Hand waiting background jobs to idle background workers."""
+        for number in self._background:
+            lane = self._lanes.get(number)
+            if self._backlog and (lane is None or not lane.busy):
+                self._start(replace(self._backlog.popleft(), lane=number))
+
+    def _reply(self, number: int, answer: tuple[int, str, Any]) -> None:
+        if number not in self._background:
+            self._parent.send(answer)
 
     def _start(self, request: Request) -> None:
         lane = self._lanes.get(request.lane)
@@ -110,12 +136,12 @@ class Supervisor:
         except (EOFError, OSError):
             cause = self._end(number)
             if job >= 0:
-                self._parent.send((job, CRASHED, cause))
+                self._reply(number, (job, CRASHED, cause))
             return
         lane.job = -1
         if fatal:
             self._end(number)
-        self._parent.send((job, state, payload))
+        self._reply(number, (job, state, payload))
 
     def _end(self, number: int) -> str:
         """Kill a lane's worker with everything it started; the cause of its death in words."""
@@ -146,6 +172,8 @@ class Supervisor:
                 lane.pipe.close()
             if number and self._cores:
                 os.sched_setaffinity(0, self._cores)
+            if number in self._background:
+                os.nice(_NICE)
             _work(far, self._threads if number == 0 else 1)
         far.close()
         with contextlib.suppress(OSError):
@@ -202,10 +230,10 @@ def _die_with_parent() -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(handle: int, threads: int) -> None:
+def main(handle: int, threads: int, background: int) -> None:
     """Serve the parent behind the socket ``handle``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     import fuseplan.search.jobs  # noqa: F401  # pulls in torch before any fork
 
-    Supervisor(Connection(handle), threads, cores).run()
+    Supervisor(Connection(handle), threads, cores, background).run()

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,13 +23,13 @@ from typing import Any, Protocol
 
 import torch
 
-from fuseplan.search.supervisor import CRASHED, OK, TIMED_OUT, Request
+from fuseplan.search.supervisor import BACKGROUND, CRASHED, OK, TIMED_OUT, Request
 
 #: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
 _BOOT = (
     "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "[os.environ.setdefault(name, value) for name, value in json.loads(sys.argv[4]).items()]; "
-    "from fuseplan.search.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from fuseplan.search.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5]))"
 )
 _CLOSE_S = 5.0
 
@@ -56,6 +57,10 @@ class Executor(Protocol):
         """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
         ...
 
+    def prefetch(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> None:
+        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns."""
+        ...
+
     def close(self) -> None:
         """End the processes."""
         ...
@@ -78,6 +83,9 @@ class InlineExecutor:
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
         return [self.call(function, *args, limit_s=limit_s) for args in arguments]
 
+    def prefetch(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> None:
+        """Nothing: there is only this process, and it is not idle."""
+
     def close(self) -> None:
         pass
 
@@ -97,6 +105,8 @@ class WorkerPool:
         self._bind = bind
         self.threads = threads if threads is not None else torch.get_num_threads()
         self._jobs = 0
+        #: Another thread may prefetch while a job is sent.
+        self._sending = threading.Lock()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
@@ -113,6 +123,15 @@ class WorkerPool:
 
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
         return self._run(function, arguments, limit_s, lanes=list(range(1, self.compilers + 1)))
+
+    def prefetch(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> None:
+        with self._sending:
+            if self._pipe is None:
+                return
+            # A pool that has just lost its supervisor has lost nothing that matters here.
+            with contextlib.suppress(OSError):
+                for args in arguments:
+                    self._pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args))))
 
     def close(self) -> None:
         """End every process of the pool; a later job starts a new one."""
@@ -135,7 +154,10 @@ class WorkerPool:
             paths = json.dumps([os.fspath(path) for path in sys.path])
             binding = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"} if self._bind else {}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads), json.dumps(binding)],
+                [
+                    sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads), json.dumps(binding),
+                    str(self.compilers),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -163,7 +185,8 @@ class WorkerPool:
                 while lanes and len(outcomes) + len(lane_of) < len(arguments):
                     number = len(outcomes) + len(lane_of)
                     lane_of[first + number] = lane = lanes.pop()
-                    self._pipe.send(Request(lane, first + number, limit_s, payloads[number]))
+                    with self._sending:
+                        self._pipe.send(Request(lane, first + number, limit_s, payloads[number]))
                 job, state, payload = self._pipe.recv()
                 lanes.append(lane_of.pop(job))
                 outcomes[job - first] = self._outcome(state, payload, limit_s, log_start)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuseplan.search.supervisor import CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
+from fuseplan.search.supervisor import BACKGROUND, CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
 from fuseplan.search.worker import InlineExecutor, WorkerPool
 
 LIMIT = 30.0
@@ -214,6 +214,18 @@ def test_an_interrupt_abandons_the_job_and_nothing_else(pool: WorkerPool) -> Non
     assert pool.call(add, 1, 2, limit_s=LIMIT).value == 3
 
 
+def touch(path: str) -> None:
+    Path(path).touch()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
 PARENT = """
 import os, signal, sys, time
 # A shell starts background jobs with the interrupt ignored, and so would this process be.
@@ -325,3 +337,24 @@ def test_a_worker_killed_while_idle_is_replaced(supervised: Supervised) -> None:
         time.sleep(0.01)
     supervised.ask(2, add, 1, 1)
     assert supervised.answer() == (2, OK, 2)
+
+
+def test_background_jobs_answer_nobody_and_hold_up_nobody(supervised: Supervised, tmp_path: Path) -> None:
+    supervised.ask(1, hang, lane=BACKGROUND, limit_s=0.3)
+    for number in range(4):
+        supervised.ask(1, touch, str(tmp_path / str(number)), lane=BACKGROUND)
+    supervised.ask(1, crash, lane=BACKGROUND)
+    supervised.ask(2, add, 1, 1)
+    assert supervised.answer() == (2, OK, 2)
+    for number in range(4):
+        wait_for(lambda number=number: (tmp_path / str(number)).exists())
+    supervised.ask(3, add, 2, 2)
+    assert supervised.answer() == (3, OK, 4)
+
+
+def test_a_pool_prefetches_beside_its_jobs(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.prefetch(touch, [(str(tmp_path / str(number)),) for number in range(5)], limit_s=LIMIT)
+    assert pool.call(add, 1, 2, limit_s=LIMIT).value == 3
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 5)
+    InlineExecutor().prefetch(touch, [(str(tmp_path / "never"),)], limit_s=LIMIT)
+    assert not (tmp_path / "never").exists()

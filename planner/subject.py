@@ -74,9 +74,7 @@ class GroupSubject:
 
     def reference(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """The chain with every float in float64, on the inputs' device; outputs stay float64."""
-        wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
-        device = inputs[0].device.type if inputs else self.device
-        return list(chain_module([_widened(node) for node in self.nodes], self.inputs, self.outputs, device)(*wide))
+        return reference_results(self.nodes, self.inputs, self.outputs, inputs, self.device)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "chain"}
@@ -142,6 +140,23 @@ def _widened(node: OpNode) -> OpNode:
     if node.op == "aten.to.dtype_layout":
         attrs.pop("layout", None)
     return replace(node, attrs=attrs)
+
+
+def reference_results(
+    nodes: Iterable[OpNode], names: Sequence[str], outputs: Sequence[str], inputs: Sequence[torch.Tensor], device: str
+) -> list[torch.Tensor]:
+    """What a chain of ops gives with every float in float64.
+
+    Args:
+        nodes: The ops.
+        names: Names of the chain's inputs.
+        outputs: Names of the values to return.
+        inputs: A tensor for each name.
+        device: Where to compute when there are no inputs; theirs otherwise.
+    """
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
+    where = inputs[0].device.type if inputs else device
+    return list(chain_module([_widened(node) for node in nodes], names, outputs, where)(*wide))
 
 
 def chain_module(

@@ -26,7 +26,8 @@ class BenchRow:
         workload: Sizes (``decode 1 @ 256``).
         subject: What was timed: ``model``, or a group's label.
         contestant: Who.
-        mode: ``"eager"``: launched from Python. ``"graph"``: replayed from a CUDA graph.
+        mode: ``"eager"``: launched from Python. ``"graph"``: replayed from a CUDA graph. ``"cold"``: device time of
+            single calls, the last-level cache overwritten before each.
         median_us: Median over the interleaved rounds; None when it failed.
         p20_us: 20th percentile.
         p80_us: 80th percentile.
@@ -67,9 +68,17 @@ class _Prepared(Timer):
 
 
 def fair_contest(
-    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float
+    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float,
+    own: Mapping[str, Operands] | None = None,
 ) -> tuple[Contest | None, dict[str, str]]:
     """Time all contestants in interleaved rounds, without those that fail.
+
+    Args:
+        timer: How to time.
+        runs: Contestants.
+        operands: Operand sets.
+        seconds: Time to spend on rounds.
+        own: Operand sets of contestants that want the same values in a layout of their own.
 
     Returns:
         The samples (None when nobody is left), and why each of the others failed.
@@ -78,7 +87,7 @@ def fair_contest(
     failed: dict[str, str] = {}
     for name, run in runs.items():
         try:
-            samplers[id(run)] = timer.prepare(run, operands)
+            samplers[id(run)] = timer.prepare(run, (own or {}).get(name, operands))
         except Exception as error:  # such as an op that cannot be captured in a CUDA graph
             failed[name] = failure(error)
     standing = {name: run for name, run in runs.items() if name not in failed}
@@ -95,7 +104,7 @@ def failure(error: Exception) -> str:
 
 def mode_rows(
     timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, facts: Mapping[str, Mapping[str, Any]],
-    **common: Any,
+    own: Mapping[str, Operands] | None = None, **common: Any,
 ) -> list[BenchRow]:
     """Time ``runs`` in one mode: a row for every contestant, whatever happens to it.
 
@@ -105,9 +114,10 @@ def mode_rows(
         operands: Operand sets.
         seconds: Time to spend on rounds.
         facts: Fields that each contestant brings along.
+        own: Operand sets of contestants with a layout of their own.
         common: Fields that all rows share.
     """
-    result, failed = fair_contest(timer, runs, operands, seconds)
+    result, failed = fair_contest(timer, runs, operands, seconds, own)
     rows = rows_of(result, **common) if result is not None else {}
     rows |= {name: BenchRow(contestant=name, mode=timer.regime, **common) for name in failed}
     return [

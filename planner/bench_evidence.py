@@ -59,6 +59,11 @@ def quietness(facts: Mapping[str, Any]) -> list[str]:
     return [f"the machine was busy (load average {load} on {cores} cores): times on the CPU are not to be trusted"]
 
 
+_PACKAGES = (
+    "fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python",
+)
+
+
 def versions(device_type: str) -> dict[str, str]:
     """Software that matters to the times."""
     import importlib.metadata
@@ -66,7 +71,7 @@ def versions(device_type: str) -> dict[str, str]:
     import torch
 
     found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
-    for package in ("fuseplan", "torch", "triton", "ninetoothed", "transformers"):
+    for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -87,10 +92,9 @@ def commit(folder: Path) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-
-
 def write_results(
-    folder: Path, name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str]
+    folder: Path, name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str],
+    tables: Mapping[str, pd.DataFrame] | None = None,
 ) -> list[Path]:
     """Write ``<name>-<part>.csv`` for every frame; ``<name>-<parts>.md`` with all tables, and its ``.json`` of facts.
 
@@ -100,6 +104,7 @@ def write_results(
         frames: Raw rows by part (``model``, ``groups``, ``planner``).
         facts: What the numbers depend on.
         words: Sentences to stand above the tables.
+        tables: What the Markdown shows of a part; by default its raw rows, or its contestants side by side.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -108,7 +113,7 @@ def write_results(
         frame.to_csv(written[-1], index=False)
     together = "-".join((name, *frames))
     written.append(folder / f"{together}.md")
-    written[-1].write_text(_markdown(name, frames, facts, words), encoding="utf-8")
+    written[-1].write_text(_markdown(name, {**frames, **(tables or {})}, facts, words), encoding="utf-8")
     written.append(folder / f"{together}.json")
     written[-1].write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return written

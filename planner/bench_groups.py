@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.peers_inductor import inductor_callable
 from fuseplan.planner.plan import GraphPlan
 from fuseplan.planner.session import Session
 from fuseplan.planner.subject import GroupSubject, group_subject
@@ -91,40 +91,6 @@ def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence
     if name == EAGER:
         return subject.eager
     return inductor_callable(subject.chain, inputs, {INDUCTOR: False, MAX_AUTOTUNE: True}[name])
-
-
-def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max_autotune: bool) -> Callable[..., Any]:
-    """TorchInductor's generated program for a chain of ops, called as its own compiled graphs call it.
-
-    That is the innermost callable: Dynamo's guards and AOTAutograd's wrapper, which a model pays once however many
-    groups it has, are not charged to the group. Ours is measured the same way.
-    """
-    import copy
-
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    programs: list[Callable[..., Any]] = []
-
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        programs.append(compile_fx_inner(*args, **kwargs))
-        return programs[-1]
-
-    quiet = {"autotune_num_choices_displayed": 0}
-    options = {"max_autotune": True, "triton.cudagraphs": False, **quiet} if max_autotune else {}
-    compiled: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
-    whole: Callable[..., Any] = compiled
-    expected = whole(*inputs)
-    if len(programs) != 1:
-        return whole
-    program = programs[0]
-    if not _same(program(list(inputs)), expected):
-        return whole  # its calling convention is not the plain one for this chain
-    return lambda *operands: program(list(operands))
-
-
-def _same(outputs: Any, expected: Any) -> bool:
-    pairs = list(zip(outputs, expected, strict=False))
-    return len(outputs) == len(expected) and all(torch.equal(a, b) for a, b in pairs)
 
 
 def _error(outputs: Any, references: Sequence[torch.Tensor]) -> float:

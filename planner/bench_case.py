@@ -1,0 +1,167 @@
+"""One cell of the pattern bench made concrete: its graph, its inputs, our plan for it, and what that plan moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuseplan.kernels.backend import config_key
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.planner.bench_cells import Cell
+from fuseplan.planner.errors import ShapeError
+from fuseplan.planner.flow import flow_of
+from fuseplan.planner.graph import TensorSpec
+from fuseplan.planner.lower import lower
+from fuseplan.planner.patterns import pattern
+from fuseplan.planner.peers import Case
+from fuseplan.planner.placement import Traced
+from fuseplan.planner.pricing import kernel_work
+from fuseplan.planner.recipes import kind_of
+from fuseplan.planner.resolve import resolve
+from fuseplan.planner.session import Session
+from fuseplan.planner.subgraph import trace_subgraph
+from fuseplan.planner.subject import needs_positive_inputs, random_tensor, reference_results
+from fuseplan.planner.tally import CompileStats, Tally
+from fuseplan.search.measure import CACHE_MULTIPLE, rotating_operands, span_bytes
+from fuseplan.search.timers import Operands
+
+#: Inputs that hold an angle's cosine and sine. Kernels that read each angle once need both halves of a row equal.
+_TABLES = ("cos", "sin")
+#: Inputs that are divided by, or whose sign would mean nothing.
+_POSITIVE = ("temperature", "scale")
+#: Weights so small that it takes more copies than this to fill a cache are in a cache in every model too.
+_MAX_SETS = 32
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What is known of our plan for a cell.
+
+    Attributes:
+        bytes: What has to be moved: the plan's, where all of it is one kernel, else every input and output once.
+        kernels: Launches.
+        config: Back end and configuration of each fused group, in words.
+        registers: Registers of a thread of each fused group; empty where the back end does not know.
+        note: Misses and fallbacks, so that they cannot pass for a result of the plan.
+    """
+
+    bytes: float
+    kernels: int
+    config: str = ""
+    registers: str = ""
+    note: str = ""
+
+
+def trace_cell(cell: Cell, device_type: str) -> tuple[Traced, dict[str, TensorSpec]]:
+    """The cell's graph as eager runs it, and the layout of its inputs."""
+    graph, specs = pattern(cell.pattern, cell.shape, cell.dtype)
+    return trace_subgraph(graph, specs, device_type), specs
+
+
+def make_inputs(
+    traced: Traced, specs: Mapping[str, TensorSpec], device_type: str, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """Random inputs: N(0, 1), positive where the pattern needs it, and real angles in rotary tables."""
+    generator = torch.Generator(device_type).manual_seed(seed)
+    positive = needs_positive_inputs(traced.graph)
+    angles: torch.Tensor | None = None
+    inputs = []
+    for name, spec in specs.items():
+        if name in _TABLES:
+            angles = _angles(spec, generator) if angles is None else angles
+            inputs.append((angles.cos() if name == "cos" else angles.sin()).to(getattr(torch, spec.dtype)))
+        else:
+            inputs.append(random_tensor(spec, generator, positive or name.endswith(_POSITIVE)))
+    return tuple(inputs)
+
+
+def _angles(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    """Random angles [..., width] whose second half repeats the first."""
+    *rows, width = (int(extent) for extent in spec.shape)
+    half = torch.rand((*rows, (width + 1) // 2), generator=generator, device=generator.device) * 2 * torch.pi
+    return torch.cat([half, half], -1)[..., :width]
+
+
+def plan_case(
+    session: Session, cell: Cell, traced: Traced, names: Sequence[str], inputs: tuple[torch.Tensor, ...]
+) -> tuple[Case, PlanFacts]:
+    """The case with the plan that dispatch would find for it."""
+    tally = Tally(f"bench {cell.key}")
+    groups = resolve(session, traced.graph, "model", tally).groups
+    case = Case(
+        cell.pattern, cell.shape, cell.dtype, traced, tuple(names), inputs, groups, session.target, session.backends,
+        session.settings.numerics,
+    )
+    return case, plan_facts(case, tally.snapshot())
+
+
+def plan_facts(case: Case, seen: CompileStats) -> PlanFacts:
+    """Bytes, launches and compiled facts of a case's plan."""
+    graph = case.traced.graph
+    irs = [_group_ir(case, group.ops) for group in case.groups]
+    computes = [node.name for node in graph if kind_of(node, graph.specs) != "view"]
+    fused_ops = {op for group in case.groups for op in group.ops}
+    whole = len(irs) == 1 and fused_ops >= set(computes)
+    registers = [
+        group.backend.prepare(ir, group.config, case.target).registers
+        for group, ir in zip(case.groups, irs, strict=True)
+    ]
+    return PlanFacts(
+        bytes=kernel_work(irs[0]).dram_bytes if whole else _compulsory_bytes(case),
+        kernels=len(irs) + sum(name not in fused_ops for name in computes),
+        config="; ".join(f"{group.backend.name} {config_key(group.config)}" for group in case.groups),
+        registers="; ".join(str(count) for count in registers if count is not None),
+        note=_plan_note(seen, bool(irs)),
+    )
+
+
+def _group_ir(case: Case, ops: Sequence[str]) -> KernelIR:
+    flow = flow_of(case.traced.graph)
+    outputs = flow.needed_outside(flow.position[op] for op in ops)
+    return lower(case.traced.graph, ops, case.numerics, outputs).ir
+
+
+def _compulsory_bytes(case: Case) -> float:
+    graph = case.traced.graph
+    return float(sum(graph.specs[name].nbytes() for name in dict.fromkeys((*graph.inputs, *graph.outputs))))
+
+
+def _plan_note(seen: CompileStats, fuses: bool) -> str:
+    words = [] if fuses else ["the plan fuses nothing"]
+    words += [f"{seen.misses} regions by the cost model, not tuned"] if seen.misses else []
+    words += [f"{count} fell back: {reason}" for reason, count in seen.fallbacks.items()]
+    return "; ".join(words)
+
+
+def reference_outputs(case: Case) -> list[torch.Tensor]:
+    """The pattern's outputs in float64."""
+    graph = case.traced.graph
+    return reference_results(tuple(graph), graph.inputs, graph.outputs, case.inputs, case.target.device_type)
+
+
+# -- operand sets -----------------------------------------------------------------------------------------
+
+
+def operand_sets(case: Case, llc_bytes: int, limit_bytes: int) -> Operands:
+    """Operand sets to use in turn, so that activations are where their producer left them and weights are not.
+
+    Weights are what does not grow with the first size of the pattern's shape.
+    """
+    hot = [name in activations(case) for name in case.names]
+    cold_bytes = sum(span_bytes(tensor) for tensor, is_hot in zip(case.inputs, hot, strict=True) if not is_hot)
+    if cold_bytes * _MAX_SETS < CACHE_MULTIPLE * llc_bytes:
+        return [case.inputs]
+    return rotating_operands(case.inputs, hot, llc_bytes, limit_bytes)
+
+
+def activations(case: Case) -> frozenset[str]:
+    """Names of the inputs that some other kernel has just produced."""
+    first, *rest = case.shape
+    try:
+        grown = pattern(case.pattern, (2 * first, *rest), case.dtype)[1]
+    except ShapeError:
+        return frozenset(case.names)
+    shapes = {name: tuple(tensor.shape) for name, tensor in zip(case.names, case.inputs, strict=True)}
+    return frozenset(name for name in case.names if tuple(grown[name].shape) != shapes[name])

@@ -1,0 +1,141 @@
+"""What the rows of a pattern bench say: one line per cell and mode, and sentences that answer the bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
+from fuseplan.planner.bench_patterns import COPY, LARGE_BYTES
+from fuseplan.planner.report import geometric_mean
+
+#: A cell this far behind the best peer is listed.
+LOST = 0.97
+#: Share of copy bandwidth that large cells should have.
+_COPY_SHARE = 0.94
+
+
+def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """One line per cell and mode: everyone's median, the best peer, what ours moves per second.
+
+    ``vs_best`` is the best peer's time over ours: above 1, ours is faster. ``copy_share`` is ours over what a copy of
+    as many bytes reaches in the same run; only large cells have one.
+    """
+    names = [name for name in dict.fromkeys(frame["contestant"]) if name != COPY]
+    names.sort(key=lambda name: name != OURS)
+    rows = []
+    for (subject, workload, mode, _), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
+        times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
+        row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode}
+        row |= {f"{name}_us": times.get(name) for name in names}
+        rows.append(row | _standing(times, float(part["bytes"].max())))
+    return pd.DataFrame(rows)
+
+
+def _standing(times: dict[str, float], moved_bytes: float) -> dict[str, Any]:
+    ours, copy = times.get(OURS), times.get(COPY)
+    rivals = {name: value for name, value in times.items() if name not in (OURS, COPY) and pd.notna(value)}
+    best = min(rivals, key=lambda name: rivals[name]) if rivals else None
+    known = ours is not None and pd.notna(ours)
+    return {
+        "best_peer": best or "",
+        "vs_best": rivals[best] / ours if known and best is not None and ours else None,
+        "mb": moved_bytes / 1e6,
+        "gbps": moved_bytes / ours / 1e3 if known and ours else None,
+        "copy_share": copy / ours if known and ours and copy is not None and pd.notna(copy) else None,
+    }
+
+
+def pattern_verdict(frame: pd.DataFrame) -> list[str]:
+    """Sentences: ours against the best peer in each mode and pattern, every lost cell, large cells against a copy."""
+    if frame.empty:
+        return []
+    table = pattern_table(frame)
+    lines: list[str] = []
+    for mode, part in table.groupby("mode", sort=False):
+        judged = part[part["vs_best"].notna()]
+        if judged.empty:
+            continue
+        lost = judged[judged["vs_best"] < LOST]
+        lines.append(
+            f"{mode}: {geometric_mean(judged['vs_best']):.3f}x the best peer (geometric mean of {len(judged)} cells), "
+            f"worst {judged['vs_best'].min():.2f}x; {len(lost)} under {LOST:.2f}x"
+        )
+        lines += [_pattern_line(str(mode), str(name), one) for name, one in judged.groupby("pattern", sort=False)]
+        lines += _large(str(mode), judged)
+    lines += _losses(frame, table)
+    return lines
+
+
+def _pattern_line(mode: str, name: str, part: pd.DataFrame) -> str:
+    mean, worst = geometric_mean(part["vs_best"]), part["vs_best"].min()
+    return f"{mode}, {name}: {mean:.3f}x ({len(part)} cells), worst {worst:.2f}x"
+
+
+def _large(mode: str, part: pd.DataFrame) -> list[str]:
+    large = part[(part["mb"] >= LARGE_BYTES / 1e6) & part["copy_share"].notna()]
+    if large.empty:
+        return []
+    share = large["copy_share"]
+    low = int((share < _COPY_SHARE).sum())
+    return [
+        f"{mode}: {len(large)} cells move {LARGE_BYTES / 1e6:.0f} MB or more, "
+        f"at {share.min():.1%} to {share.max():.1%} of a copy's bandwidth; {low} under {_COPY_SHARE:.0%}"
+    ]
+
+
+def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
+    """Every lost cell with what explains it."""
+    ours = frame[frame["contestant"] == OURS]
+    facts = {(row["subject"], row["workload"], row["mode"]): row for row in ours.to_dict("records")}
+    lines = []
+    for row in table[table["vs_best"] < LOST].to_dict("records"):
+        own = facts[row["pattern"], row["shape"], row["mode"]]
+        words = [
+            f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels",
+            *([f"{own['registers']} registers"] if own["registers"] else []), *filter(None, [own["config"]]),
+        ]
+        best = row["best_peer"]
+        lines.append(
+            f"lost: {row['mode']}, {row['pattern']} {row['shape']}: {row['vs_best']:.2f}x {best} ("
+            f"{row[f'{OURS}_us']:.2f} against {row[f'{best}_us']:.2f} us, noise {own['noise']:.1%}); {', '.join(words)}"
+        )
+    return lines
+
+
+def notes(frame: pd.DataFrame) -> list[str]:
+    """What was special about each contestant, once for each pattern."""
+    said = frame[frame["note"].astype(bool)]
+    lines = []
+    for (contestant, subject, note), part in said.groupby(["contestant", "subject", "note"], sort=False):
+        sizes = list(dict.fromkeys(part["workload"]))
+        where = sizes[0] if len(sizes) == 1 else f"{len(sizes)} sizes"
+        lines.append(f"{contestant}, {subject} ({where}): {note}")
+    return lines
+
+
+# -- headlines --------------------------------------------------------------------------------------------
+
+
+def headline_table(frame: pd.DataFrame, claims: Mapping[str, str]) -> pd.DataFrame:
+    """One line per cell and mode: how many times faster than eager ours and TorchInductor are.
+
+    Args:
+        frame: Rows of a pattern bench.
+        claims: By cell key, what is claimed or aimed at, in words.
+    """
+    rivals = [name for name in (INDUCTOR, MAX_AUTOTUNE) if name in set(frame["contestant"])]
+    rows = []
+    for (subject, workload, mode, key), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
+        times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
+        eager = times.get(EAGER)
+        row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode, "said": claims.get(str(key), "")}
+        row |= {f"{name}_x": _ratio(eager, times.get(name)) for name in (OURS, *rivals)}
+        rows.append(row | {f"{name}_us": times.get(name) for name in (EAGER, OURS, *rivals)})
+    return pd.DataFrame(rows)
+
+
+def _ratio(slow: float | None, fast: float | None) -> float | None:
+    return slow / fast if slow is not None and fast is not None and pd.notna(slow) and pd.notna(fast) else None

@@ -1,0 +1,55 @@
+"""TorchInductor as a peer: its generated program alone, and many programs compiled beforehand in parallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+#: Options of ``torch.compile``'s max-autotune mode without its CUDA graphs, which the bench adds itself.
+_MAX_AUTOTUNE: Mapping[str, Any] = {
+    "max_autotune": True, "coordinate_descent_tuning": True, "triton.cudagraphs": False,
+    "autotune_num_choices_displayed": 0,
+}
+
+
+def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max_autotune: bool) -> Callable[..., Any]:
+    """TorchInductor's generated program for a chain of ops, called as its own compiled graphs call it.
+
+    That is the innermost callable: Dynamo's guards and AOTAutograd's wrapper, which a model pays once however many
+    groups it has, are not charged to the group. Ours is measured the same way.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    programs: list[Callable[..., Any]] = []
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        programs.append(compile_fx_inner(*args, **kwargs))
+        return programs[-1]
+
+    options = dict(_MAX_AUTOTUNE) if max_autotune else {}
+    compiled: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
+    whole: Callable[..., Any] = compiled
+    expected = whole(*inputs)
+    if len(programs) != 1:
+        return whole
+    program = programs[0]
+    if not _same(program(list(inputs)), expected):
+        return whole  # its calling convention is not the plain one for this chain
+    return lambda *operands: program(list(operands))
+
+
+def _same(outputs: Any, expected: Any) -> bool:
+    pairs = list(zip(outputs, expected, strict=False))
+    return len(outputs) == len(expected) and all(_equal(a, b) for a, b in pairs)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_floating_point() and a.element_size() == 1:  # the float8 types have no comparison
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b)

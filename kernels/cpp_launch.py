@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.machinery
-import importlib.util
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +12,8 @@ from typing import Any
 import torch
 
 from fuseplan.kernels.backend import BuildError, CompiledKernel, Resources
-from fuseplan.kernels.cpp_build import Compiler, build_library, shared_openmp
+from fuseplan.kernels.cpp_build import Compiler, shared_openmp
+from fuseplan.kernels.extension import load_extension
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import torch_dtype
 
@@ -97,21 +95,10 @@ def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dt
 @lru_cache(maxsize=4)
 def load_launcher(compiler: Compiler, cache_dir: Path) -> Any | None:
     """The extension module, built on first use; None where Python's headers are missing or it does not build."""
-    include = Path(sysconfig.get_path("include"))
-    if not (include / "Python.h").is_file():
-        return None
-    source = (Path(__file__).parent / "cpp_launcher.cpp").read_text()
-    abi = f"// {sysconfig.get_config_var('SOABI')}\n"
     try:
-        path = build_library(abi + source, compiler, cache_dir, (f"-I{include}",))
-        loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
-        spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-    except (BuildError, ImportError):
+        return load_extension(_MODULE, Path(__file__).parent / "cpp_launcher.cpp", compiler, cache_dir)
+    except BuildError:
         return None
-    return module
 
 
 class _Launch(ctypes.Structure):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
 from fuseplan.kernels.backend import Backend, CompiledKernel, Config, Target
+from fuseplan.kernels.gpu_direct import Layout
+from fuseplan.kernels.gpu_launch import GpuKernel, allocating
 from fuseplan.kernels.ir import KernelIR
 
 
@@ -29,21 +32,9 @@ class GpuBackend(Backend):
         inputs, symbols = len(ir.inputs), ir.symbols
         dtypes = [getattr(torch, buffer.dtype) for buffer in ir.outputs]
 
-        def layout(values: Mapping[str, int]) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
-            outputs = ir.bind(values).outputs
-            return [(one.shape, one.strides, dtype) for one, dtype in zip(outputs, dtypes, strict=True)]
+        @functools.lru_cache(maxsize=1024)
+        def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+            outputs = ir.bind(dict(zip(symbols, sizes, strict=True))).outputs
+            return tuple((one.shape, one.strides, dtype) for one, dtype in zip(outputs, dtypes, strict=True))
 
-        layouts = {} if symbols else {(): layout({})}
-        empty = torch.empty_strided
-
-        def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-            sizes = args[inputs:]
-            outputs = layouts.get(sizes)
-            if outputs is None:
-                outputs = layouts[sizes] = layout(dict(zip(symbols, sizes, strict=True)))
-            device = args[0].device if inputs else torch.device(target.device_type, torch.cuda.current_device())
-            made = tuple(empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in outputs)
-            kernel(*args[:inputs], *made, *sizes)
-            return made[0] if len(made) == 1 else made
-
-        return call
+        return kernel.fused(inputs, layout) if isinstance(kernel, GpuKernel) else allocating(kernel, inputs, layout)

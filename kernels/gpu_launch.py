@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from fuseplan.kernels.backend import CompiledKernel, Resources
+from fuseplan.kernels.backend import BuildError, CompiledKernel, Resources
+from fuseplan.kernels.gpu_direct import Entry, Launcher, Layout, entry_of
+
+logger = logging.getLogger("fuseplan")
+
+#: Dynamic sizes -> layout of each output.
+Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,13 @@ class GpuKernel(CompiledKernel):
         geometry: Programs and index width for given dynamic sizes.
         symbols: Names of the dynamic sizes.
         arguments: For each argument of the kernel before the dynamic sizes, the buffer and the bytes to add to its
-            address; or None and the value of a compile-time argument (launchers expect those in their places).
+            address; or None and the value of a compile-time argument (Triton's launcher expects those in their places).
         num_buffers: Number of tensors in a call.
         resources: Facts of the default variant.
+        launcher: Makes calls direct; None to go through Triton's launcher.
+
+    Attributes:
+        run: ``run(*tensors, *sizes)``, as calling the kernel does.
     """
 
     def __init__(
@@ -56,43 +68,146 @@ class GpuKernel(CompiledKernel):
         arguments: tuple[tuple[int | None, int], ...],
         num_buffers: int,
         resources: Resources,
+        launcher: Launcher | None = None,
     ) -> None:
         self.resources = resources
-        self._compile_variant = compile_variant
-        self._geometry = geometry
-        self._symbols = symbols
-        self._arguments = None if arguments == tuple((n, 0) for n in range(num_buffers)) else arguments
-        self._num_buffers = num_buffers
-        self._geometries: dict[tuple[int, ...], Geometry] = {}
-        self._launchers: dict[tuple[int, bool, bool], Callable[..., None]] = {}
+        self._loader = _Loader(compile_variant, geometry, symbols, arguments, num_buffers, launcher is not None)
+        self._launcher = launcher
+        direct = self._bind((num_buffers, 0, len(symbols)), _never)
+        self.run: Callable[..., None] = functools.partial(self._loader.run, None) if direct is None else direct.run
 
     def __call__(self, *args: Any) -> None:
-        tensors, sizes = args[: self._num_buffers], args[self._num_buffers :]
-        geometry = self._geometries.get(sizes)
-        if geometry is None:
-            geometry = self._geometries[sizes] = self._geometry(dict(zip(self._symbols, sizes, strict=True)))
+        self.run(*args)
+
+    def fused(self, inputs: int, layout: Layouts) -> Callable[..., Any]:
+        """``call(*inputs, *sizes)``, which allocates the outputs beside the inputs and returns them.
+
+        Args:
+            inputs: How many of the kernel's tensors are inputs.
+            layout: Dynamic sizes -> shape, strides and dtype of each output.
+        """
+        loader = self._loader
+
+        def slow(direct: Any, *args: Any) -> Any:
+            sizes = args[inputs:]
+            result = allocating(functools.partial(loader.run, direct), inputs, layout)(*args)
+            geometry = loader.geometry(sizes)
+            direct.add_grid(sizes, geometry.programs, geometry.wide, layout(sizes))
+            return result
+
+        direct = self._bind((inputs, loader.num_buffers - inputs, len(loader.symbols)), slow)
+        if direct is None:
+            return allocating(self.run, inputs, layout)
+        call: Callable[..., Any] = direct.fused
+        return call
+
+    def _bind(self, counts: tuple[int, int, int], slow_fused: Callable[..., Any]) -> Any | None:
+        """A direct call path, None without a launcher. It knows the loader but not this object: no cycle."""
+        if self._launcher is None:
+            return None
+        addresses = [(buffer, offset) for buffer, offset in self._loader.arguments if buffer is not None]
+        return self._launcher.bind(counts, addresses, self._loader.run, slow_fused)
+
+
+def _never(*_: Any) -> None:
+    raise AssertionError("this call path has no outputs to allocate")
+
+
+def allocating(run: Callable[..., None], inputs: int, layout: Layouts) -> Callable[..., Any]:
+    """``call(*inputs, *sizes)`` for a kernel called with every buffer: outputs are made beside the first input."""
+    empty = torch.empty_strided
+
+    def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        sizes = args[inputs:]
+        device = args[0].device if inputs else torch.device("cuda", torch.cuda.current_device())
+        made = tuple(empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layout(sizes))
+        run(*args[:inputs], *made, *sizes)
+        return made[0] if len(made) == 1 else made
+
+    return call
+
+
+class _Loader:
+    """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
+
+    What a direct call path does not know yet (a device, sizes, an alignment) comes here: the call is done, and the path
+    is told.
+    """
+
+    def __init__(
+        self,
+        compile_variant: Callable[[Variant], Any],
+        geometry: Callable[[Mapping[str, int]], Geometry],
+        symbols: tuple[str, ...],
+        arguments: tuple[tuple[int | None, int], ...],
+        num_buffers: int,
+        direct: bool,
+    ) -> None:
+        self.symbols, self.arguments, self.num_buffers = symbols, arguments, num_buffers
+        self._direct = direct
+        self._compile_variant = compile_variant
+        self._geometry = geometry
+        self._geometries: dict[tuple[int, ...], Geometry] = {}
+        self._binaries: dict[tuple[int, bool, bool], _Binary] = {}
+
+    def geometry(self, sizes: tuple[int, ...]) -> Geometry:
+        found = self._geometries.get(sizes)
+        if found is None:
+            found = self._geometries[sizes] = self._geometry(dict(zip(self.symbols, sizes, strict=True)))
+        return found
+
+    def run(self, direct: Any, *args: Any) -> None:
+        """A call; ``direct`` is the extension's ``Kernel`` that it came from, or None."""
+        tensors, sizes = args[: self.num_buffers], args[self.num_buffers :]
+        geometry = self.geometry(sizes)
+        if direct is not None:
+            direct.add_grid(sizes, geometry.programs, geometry.wide, None)
         if geometry.programs == 0:
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
         bits = 0
         for address in addresses:
             bits |= address
-        if self._arguments is not None:
-            addresses = [rest if buffer is None else addresses[buffer] + rest for buffer, rest in self._arguments]
+        passed = [rest if buffer is None else addresses[buffer] + rest for buffer, rest in self.arguments]
         device = tensors[0].get_device()
         key = (device, geometry.wide, bits % 16 == 0)
-        launch = self._launchers.get(key)
-        if launch is None:
-            launch = self._launchers[key] = self._load(*key)
         if device == torch.cuda.current_device():
-            launch(geometry.programs, _raw_stream(device), *addresses, *sizes)
+            self._launch(key, direct, geometry.programs, (*passed, *sizes))
         else:
             with torch.cuda.device(device):
-                launch(geometry.programs, _raw_stream(device), *addresses, *sizes)
+                self._launch(key, direct, geometry.programs, (*passed, *sizes))
 
-    def _load(self, device: int, wide: bool, aligned: bool) -> Callable[..., None]:
+    def _launch(
+        self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]
+    ) -> None:
+        binary = self._binaries.get(key)
+        if binary is None:
+            binary = self._binaries[key] = self._load(*key)
+        binary.launch(programs, _raw_stream(key[0]), *arguments)
+        if direct is not None and binary.entry is not None:
+            direct.add_binary(*key, binary.entry.function, binary.entry.threads, binary.entry.shared_bytes)
+
+    def _load(self, device: int, wide: bool, aligned: bool) -> _Binary:
         with torch.cuda.device(device):
-            return direct_launcher(self._compile_variant(Variant(wide, aligned)))
+            compiled = self._compile_variant(Variant(wide, aligned))
+            launch = triton_launcher(compiled)
+        return _Binary(launch, self._entry(compiled, wide) if self._direct else None)
+
+    def _entry(self, compiled: Any, wide: bool) -> Entry | None:
+        addresses = sum(buffer is not None for buffer, _ in self.arguments)
+        try:
+            return entry_of(compiled, [64] * addresses + [64 if wide else 32] * len(self.symbols))
+        except BuildError as error:
+            logger.info("a kernel goes through Triton's launcher: %s", error)
+            return None
+
+
+@dataclass(frozen=True)
+class _Binary:
+    """A loaded variant: a call through Triton's launcher, and what a direct one needs (None: impossible)."""
+
+    launch: Callable[..., None]
+    entry: Entry | None
 
 
 def _raw_stream(device: int) -> int:
@@ -101,7 +216,7 @@ def _raw_stream(device: int) -> int:
     return int(query(device) if query else torch.cuda.current_stream(device).cuda_stream)
 
 
-def direct_launcher(compiled: Any) -> Callable[..., None]:
+def triton_launcher(compiled: Any) -> Callable[..., None]:
     """``launch(programs, stream, *arguments)`` for a Triton ``CompiledKernel``, loaded on the current device.
 
     It calls the compiled launcher with addresses as integers, which skips Triton's argument inspection (and a driver
@@ -113,6 +228,7 @@ def direct_launcher(compiled: Any) -> Callable[..., None]:
     def launch(programs: int, stream: int, *arguments: int) -> None:
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
+    launch.kernel = compiled  # type: ignore[attr-defined]  # Triton unloads the code of a kernel that nobody holds
     return launch
 
 

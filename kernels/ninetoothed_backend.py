@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
+import inspect
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +23,11 @@ from fuseplan.kernels.gpu_build import (
     ModuleStore,
     ResourceCache,
     compile_kernel,
+    digest,
+    load_file,
     read_resources,
 )
+from fuseplan.kernels.gpu_direct import find_launcher
 from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.ninetoothed_emitter import KERNEL_NAME, emit_ninetoothed
@@ -96,10 +102,9 @@ class NinetoothedBackend(GpuBackend):
         return emit_ninetoothed(ir, config)
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
-        import ninetoothed
         import triton
 
-        versions = f"{triton.__version__}|{getattr(ninetoothed, '__version__', '')}"
+        versions = f"{triton.__version__}|{_version()}"
         key = f"{versions}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{_element_types(ir)}"
         resources = self.resource_cache.get(key)
         if resources is None:
@@ -117,22 +122,26 @@ class NinetoothedBackend(GpuBackend):
             )
         if not torch.cuda.is_available():
             raise BuildError("ninetoothed: no CUDA device is visible to load a kernel on; prepare() needs none")
+        resources = self.prepare(ir, config, target)
         return GpuKernel(
-            functools.partial(self._compile, ir, config, target),
+            functools.partial(self._compile, ir, config, target, known=resources),
             lambda _: Geometry(count, False),
             (),
             _launch_arguments(ir, self._generate(ir, config), views),
             len(ir.buffers),
-            self.prepare(ir, config, target),
+            resources,
+            find_launcher(),
         )
 
     def _generate(self, ir: KernelIR, config: Config) -> Any:
         """The Triton function that ninetoothed generates."""
         return _generate(self.store, self.source(ir, config), int(config["num_warps"]))
 
-    def _compile(self, ir: KernelIR, config: Config, target: Target, variant: Variant) -> Any:
+    def _compile(
+        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
+    ) -> Any:
         function = self._generate(ir, config)
-        return compile_kernel(function, _kernel_spec(ir, config, variant, function), target)
+        return compile_kernel(function, _kernel_spec(ir, config, variant, function), target, known)
 
 
 def _programs(ir: KernelIR, config: Config) -> int:
@@ -150,9 +159,26 @@ def _byte_offset(ir: KernelIR, view: View) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _generate_cached(folder: Path, source: str, num_warps: int) -> Any:
+    """The function, from the file of an earlier generation where there is one: generating takes a tenth of a second."""
+    store = ModuleStore(folder.name, folder.parent)
+    path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{source}')}.py"
+    if not path.exists():
+        function = _make(store.load(source), num_warps)
+        store.write_text(path, Path(inspect.getfile(function.fn)).read_text(encoding="utf-8"))
+    return getattr(load_file(path), KERNEL_NAME)
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ninetoothed")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _make(module: ModuleType, num_warps: int) -> Any:
     import ninetoothed
 
-    module = ModuleStore(folder.name, folder.parent).load(source)
     arrangement, application, tensors = module.premake()
     with _GENERATION, _driver_for_generation():
         handle = ninetoothed.make(

@@ -20,6 +20,7 @@ from fuseplan.kernels.gpu_build import (
     compile_kernel,
     read_resources,
 )
+from fuseplan.kernels.gpu_direct import find_launcher
 from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.triton_config import default_config, infeasible, tunables
@@ -88,18 +89,22 @@ class TritonBackend(GpuBackend):
             return InterpretedKernel(function, count, ir.symbols, tuple, len(ir.buffers))
         if not torch.cuda.is_available():
             raise BuildError("triton: no CUDA device is visible to load a kernel on; prepare() compiles without one")
+        resources = self.prepare(ir, config, target)
         return GpuKernel(
-            functools.partial(self._compile, ir, config, target),
+            functools.partial(self._compile, ir, config, target, known=resources),
             functools.partial(_geometry, ir, config),
             ir.symbols,
             tuple((number, 0) for number in range(len(ir.buffers))),
             len(ir.buffers),
-            self.prepare(ir, config, target),
+            resources,
+            find_launcher(),
         )
 
-    def _compile(self, ir: KernelIR, config: Config, target: Target, variant: Variant) -> Any:
+    def _compile(
+        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
+    ) -> Any:
         module = self.store.load(emit_triton(ir, config, variant.wide))
-        return compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(ir, config, variant), target)
+        return compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(ir, config, variant), target, known)
 
 
 def _kernel_spec(ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:

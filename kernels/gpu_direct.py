@@ -1,0 +1,196 @@
+"""Launching a compiled Triton kernel with one driver call: no Triton launcher, no argument inspection.
+
+The work of a call is done by the extension in ``gpu_launcher.cpp``; here is what it must be told, and when a kernel
+cannot be launched that way. Without a C++ compiler, or for a kernel that asks for more than a grid (scratch memory,
+clusters, programmatic launches), Triton's own launcher is used: some microseconds more a call, same results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuseplan.kernels.backend import BuildError
+from fuseplan.kernels.cpp_build import default_cache_dir, find_compiler
+from fuseplan.kernels.extension import load_extension
+
+logger = logging.getLogger("fuseplan")
+
+_MODULE = "fuseplan_gpu_launcher"
+_MAX_ARGUMENTS = 256  # of gpu_launcher.cpp
+_WARP = 32
+
+#: ``(shape, strides, dtype)`` of one output.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Addresses of the CUDA driver's ``cuLaunchKernel``, ``cuCtxGetCurrent`` and ``cuGetErrorString`` (0: none)."""
+
+    launch: int
+    current_context: int
+    error_text: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A loaded kernel as the driver sees it: the function's handle, threads of a block, bytes of shared memory."""
+
+    function: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The extension, and what it calls.
+
+    Attributes:
+        module: The extension.
+        driver: The CUDA driver.
+        allocate: ``(shape, strides, dtype)`` -> tensor on the current device.
+        stream: Device index -> handle of its current stream.
+        check_device: Whether tensors may be on another device than the current one, which is then looked up.
+    """
+
+    module: Any
+    driver: Driver
+    allocate: Callable[..., torch.Tensor]
+    stream: Callable[[int], int]
+    check_device: bool = False
+
+    def bind(
+        self,
+        counts: tuple[int, int, int],
+        arguments: Sequence[tuple[int, int]],
+        slow_run: Callable[..., None],
+        slow_fused: Callable[..., Any],
+    ) -> Any | None:
+        """A ``Kernel`` of the extension; None when there are more arguments than it holds.
+
+        Args:
+            counts: Inputs, outputs, dynamic sizes.
+            arguments: Buffer and byte offset of each address the kernel takes.
+            slow_run: ``(kernel, *tensors, *sizes)``: does a call, and adds to the kernel what it did not know.
+            slow_fused: The same with the outputs allocated, for ``(kernel, *inputs, *sizes)``.
+        """
+        if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
+            return None
+        data_ptr = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", 0)
+        driver = self.driver
+        return self.module.Kernel(
+            (driver.launch, driver.current_context, driver.error_text, data_ptr),
+            (*counts, self.check_device),
+            tuple(arguments),
+            self.allocate,
+            self.stream,
+            slow_run,
+            slow_fused,
+        )
+
+
+def find_launcher() -> Launcher | None:
+    """The launcher of this process, built on first use; None where it cannot be had (:func:`launcher_problem`)."""
+    found = _search()
+    return found if isinstance(found, Launcher) else None
+
+
+def launcher_problem() -> str | None:
+    """Why calls of GPU kernels go through Triton's launcher in this process, None when they do not."""
+    found = _search()
+    return None if isinstance(found, Launcher) else found
+
+
+@lru_cache(maxsize=1)
+def _search() -> Launcher | str:
+    try:
+        return Launcher(load_module(), cuda_driver(), _allocator(), _stream_query(), torch.cuda.device_count() > 1)
+    except BuildError as error:
+        logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", error)
+        return str(error)
+
+
+def load_module(cache_dir: Path | None = None) -> Any:
+    """The extension.
+
+    Raises:
+        BuildError: There is no C++ compiler, or it does not build.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler (c++, g++ or clang++) was found on PATH")
+    source = Path(__file__).parent / "gpu_launcher.cpp"
+    return load_extension(_MODULE, source, compiler, cache_dir or default_cache_dir())
+
+
+def cuda_driver() -> Driver:
+    """The driver of this machine.
+
+    Raises:
+        BuildError: There is none, or it lacks a function.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString")
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"the CUDA driver cannot be used: {error}") from error
+    return Driver(*addresses)
+
+
+def _allocator() -> Callable[..., torch.Tensor]:
+    fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    return fast or _empty_strided
+
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _stream_query() -> Callable[[int], int]:
+    query: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if query is None:
+        raise BuildError("this PyTorch does not show its current CUDA stream")
+    return query
+
+
+def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
+    """How to launch a Triton ``CompiledKernel`` that is loaded on the current device.
+
+    Args:
+        compiled: The kernel.
+        parameter_bits: Width of every parameter that will be passed, in order.
+
+    Raises:
+        BuildError: It needs Triton's launcher; the message says why.
+    """
+    metadata = compiled.metadata
+    if getattr(metadata, "num_ctas", 1) != 1:
+        raise BuildError("it is launched in clusters")
+    for flag in ("launch_cooperative_grid", "launch_pdl"):
+        if getattr(metadata, flag, False):
+            raise BuildError(f"it is compiled with {flag}")
+    for scratch in ("global_scratch_size", "profile_scratch_size"):
+        if getattr(metadata, scratch, 0):
+            raise BuildError(f"it uses scratch memory ({scratch})")
+    found = ptx_parameter_bits(compiled.asm["ptx"])
+    # Triton appends addresses of scratch memory that may be null.
+    count = len(parameter_bits)
+    if found[:count] != tuple(parameter_bits) or found[count:] not in ((), (64,), (64, 64)):
+        raise BuildError(f"its parameters have {found} bits, expected {tuple(parameter_bits)}")
+    return Entry(int(compiled.function), int(metadata.num_warps) * _WARP, int(metadata.shared))
+
+
+def ptx_parameter_bits(ptx: str) -> tuple[int, ...]:
+    """Width of each parameter of the kernel in PTX text."""
+    match = re.search(r"\.entry\s+[\w$]+\s*\(([^)]*)\)", ptx)
+    return tuple(int(bits) for bits in re.findall(r"\.param\s+\.\w(\d+)", match[1])) if match else ()

@@ -1,0 +1,398 @@
+// The call path of GPU kernels: a CPython extension, compiled once per interpreter, that turns a Python call into one
+// cuLaunchKernel. It knows nothing of CUDA's headers: the driver's functions come as addresses.
+//
+//   kernel.run(*tensors, *sizes)   -> None: every buffer preallocated, inputs first
+//   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here
+//   kernel.add_grid(sizes, programs, wide, outputs or None)
+//   kernel.add_binary(device, wide, aligned, function, threads, shared_bytes): for the current context
+//
+// A call whose sizes, context or alignment were never added goes to the Python callables `slow_run(kernel, *args)` or
+// `slow_fused(kernel, *args)`, which do the call and add what was missing.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstring>
+
+typedef long long i64;
+typedef unsigned long long u64;
+
+struct Driver {
+  int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                unsigned block_z, unsigned shared, void* stream, void** parameters, void** extra);
+  int (*current_context)(void** context);
+  int (*error_text)(int error, const char** text);
+};
+
+struct Grid {
+  unsigned programs;
+  int wide;           // index arithmetic in 64 bits
+  PyObject* outputs;  // tuple of (shape, strides, dtype), null until `fused` needed it
+};
+
+struct Binary {
+  void* context;
+  int wide, aligned;
+  void* function;
+  unsigned threads, shared;
+  int device;
+  PyObject* device_number;
+};
+
+struct Argument {
+  int buffer;
+  i64 offset;  // bytes
+};
+
+enum { MAX_ARGUMENTS = 256, MAX_GRIDS = 64, MAX_BINARIES = 64, TRAILING = 2 };
+
+struct Kernel {
+  PyObject_HEAD
+  Driver driver;
+  void* (*data_ptr)(PyObject*);  // of a tensor; null: call its method
+  int inputs, outputs, symbols, check_device;
+  Argument arguments[MAX_ARGUMENTS];
+  int num_arguments;
+  Grid grids[MAX_GRIDS];
+  i64* grid_sizes;  // [MAX_GRIDS, symbols]
+  int num_grids, last_grid, oldest_grid;
+  Binary binaries[MAX_BINARIES];
+  int num_binaries;
+  PyObject *allocate, *stream, *slow_run, *slow_fused;
+};
+
+static PyObject *data_ptr_name, *get_device_name;
+
+// -- reading a call ----------------------------------------------------------------------------------------------
+
+static bool address_of(const Kernel* self, PyObject* tensor, char** address) {
+  if (self->data_ptr) {
+    try {
+      *address = (char*)self->data_ptr(tensor);
+      return true;
+    } catch (...) {
+      PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", Py_TYPE(tensor)->tp_name);
+      return false;
+    }
+  }
+  PyObject* number = PyObject_CallMethodNoArgs(tensor, data_ptr_name);
+  if (!number) return false;
+  *address = (char*)PyLong_AsVoidPtr(number);
+  Py_DECREF(number);
+  return !PyErr_Occurred();
+}
+
+static bool read_arguments(const Kernel* self, PyObject* const* args, Py_ssize_t given, int tensors, char** buffers,
+                           i64* sizes) {
+  if (given != tensors + self->symbols) {
+    PyErr_Format(PyExc_TypeError, "the kernel takes %d tensors and %d sizes, got %zd arguments", tensors,
+                 self->symbols, given);
+    return false;
+  }
+  for (int i = 0; i < tensors; ++i)
+    if (!address_of(self, args[i], &buffers[i])) return false;
+  for (int i = 0; i < self->symbols; ++i) {
+    sizes[i] = PyLong_AsLongLong(args[tensors + i]);
+    if (sizes[i] == -1 && PyErr_Occurred()) return false;
+  }
+  return true;
+}
+
+static const Grid* find_grid(Kernel* self, const i64* sizes) {
+  const size_t bytes = sizeof(i64) * self->symbols;
+  if (self->num_grids && !memcmp(self->grid_sizes + self->last_grid * self->symbols, sizes, bytes))
+    return &self->grids[self->last_grid];
+  for (int i = 0; i < self->num_grids; ++i)
+    if (!memcmp(self->grid_sizes + i * self->symbols, sizes, bytes)) return &self->grids[self->last_grid = i];
+  return NULL;
+}
+
+static const Binary* find_binary(const Kernel* self, void* context, bool wide, bool aligned) {
+  for (int i = 0; i < self->num_binaries; ++i) {
+    const Binary* one = &self->binaries[i];
+    if (one->context == context && one->wide == wide && one->aligned == aligned) return one;
+  }
+  return NULL;
+}
+
+// The context to launch in, or null where this call needs the slow path: nothing was loaded for the current device, or
+// the tensors are on another one. `failed` is set on an error.
+static void* usable_context(const Kernel* self, PyObject* tensor, bool* failed) {
+  void* context = NULL;
+  if (self->driver.current_context(&context) || !context) return NULL;
+  const Binary* known = self->binaries;
+  const Binary* const end = known + self->num_binaries;
+  while (known < end && known->context != context) ++known;
+  if (known == end) return NULL;
+  if (!self->check_device || !tensor) return context;
+  PyObject* number = PyObject_CallMethodNoArgs(tensor, get_device_name);
+  if (!number) {
+    *failed = true;
+    return NULL;
+  }
+  const long theirs = PyLong_AsLong(number);
+  Py_DECREF(number);
+  return theirs == known->device ? context : NULL;
+}
+
+static PyObject* call_slowly(PyObject* object, PyObject* function, PyObject* const* args, Py_ssize_t given) {
+  PyObject* all[MAX_ARGUMENTS + 1];
+  all[0] = object;
+  memcpy(all + 1, args, sizeof(PyObject*) * given);
+  return PyObject_Vectorcall(function, all, given + 1, NULL);
+}
+
+// -- launching ---------------------------------------------------------------------------------------------------
+
+static bool launch(const Kernel* self, const Binary* binary, unsigned programs, char* const* buffers, i64* sizes) {
+  PyObject* number = PyObject_CallOneArg(self->stream, binary->device_number);
+  if (!number) return false;
+  void* stream = PyLong_AsVoidPtr(number);
+  Py_DECREF(number);
+  if (!stream && PyErr_Occurred()) return false;
+
+  // Sizes of 32 bits are read from the low half of their 64: every host that CUDA runs on is little-endian. Triton
+  // appends addresses of scratch memory, null where a kernel uses none; the driver reads as many as the kernel has.
+  char *addresses[MAX_ARGUMENTS], *scratch = NULL;
+  void* parameters[2 * MAX_ARGUMENTS + TRAILING];
+  int count = 0;
+  for (; count < self->num_arguments; ++count) {
+    addresses[count] = buffers[self->arguments[count].buffer] + self->arguments[count].offset;
+    parameters[count] = &addresses[count];
+  }
+  for (int i = 0; i < self->symbols; ++i) parameters[count++] = &sizes[i];
+  for (int i = 0; i < TRAILING; ++i) parameters[count++] = &scratch;
+
+  const Driver driver = self->driver;
+  void* function = binary->function;
+  const unsigned threads = binary->threads, shared = binary->shared;
+  int error;
+  Py_BEGIN_ALLOW_THREADS  // a full queue makes the driver wait
+  error = driver.launch(function, programs, 1, 1, threads, 1, 1, shared, stream, parameters, NULL);
+  Py_END_ALLOW_THREADS
+  if (!error) return true;
+  const char* text = NULL;
+  if (driver.error_text) driver.error_text(error, &text);
+  PyErr_Format(PyExc_RuntimeError, "CUDA error %d (%s) when launching %u programs of %u threads", error,
+               text ? text : "unknown", programs, threads);
+  return false;
+}
+
+static bool is_aligned(char* const* buffers, int count) {
+  u64 bits = 0;
+  for (int i = 0; i < count; ++i) bits |= (u64)buffers[i];
+  return bits % 16 == 0;
+}
+
+static PyObject* kernel_run(PyObject* object, PyObject* const* args, Py_ssize_t given) {
+  Kernel* self = (Kernel*)object;
+  char* buffers[MAX_ARGUMENTS];
+  i64 sizes[MAX_ARGUMENTS];
+  const int tensors = self->inputs + self->outputs;
+  if (!read_arguments(self, args, given, tensors, buffers, sizes)) return NULL;
+  const Grid* grid = find_grid(self, sizes);
+  if (grid && !grid->programs) Py_RETURN_NONE;
+  bool failed = false;
+  void* context = grid ? usable_context(self, tensors ? args[0] : NULL, &failed) : NULL;
+  if (failed) return NULL;
+  const Binary* binary = context ? find_binary(self, context, grid->wide, is_aligned(buffers, tensors)) : NULL;
+  if (!binary) return call_slowly(object, self->slow_run, args, given);
+  if (!launch(self, binary, grid->programs, buffers, sizes)) return NULL;
+  Py_RETURN_NONE;
+}
+
+// Allocates every output into made[0 .. count); on failure nothing is left to release.
+static bool allocate_outputs(const Kernel* self, PyObject* outputs, PyObject** made, char** buffers) {
+  for (int i = 0; i < self->outputs; ++i) {
+    made[i] = PyObject_Call(self->allocate, PyTuple_GET_ITEM(outputs, i), NULL);
+    if (made[i] && address_of(self, made[i], &buffers[i])) continue;
+    Py_XDECREF(made[i]);
+    while (i > 0) Py_DECREF(made[--i]);
+    return false;
+  }
+  return true;
+}
+
+static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_t given) {
+  Kernel* self = (Kernel*)object;
+  char* buffers[MAX_ARGUMENTS];
+  i64 sizes[MAX_ARGUMENTS];
+  if (!read_arguments(self, args, given, self->inputs, buffers, sizes)) return NULL;
+  const Grid* grid = find_grid(self, sizes);
+  bool failed = false;
+  void* context = grid && grid->outputs ? usable_context(self, self->inputs ? args[0] : NULL, &failed) : NULL;
+  if (failed) return NULL;
+  if (!context) return call_slowly(object, self->slow_fused, args, given);
+
+  PyObject* made[MAX_ARGUMENTS];
+  const unsigned programs = grid->programs;
+  const int wide = grid->wide;
+  PyObject* outputs = Py_NewRef(grid->outputs);  // allocating may let another thread replace the grid
+  const bool allocated = allocate_outputs(self, outputs, made, buffers + self->inputs);
+  Py_DECREF(outputs);
+  if (!allocated) return NULL;
+
+  const int tensors = self->inputs + self->outputs;
+  const Binary* binary = find_binary(self, context, wide, is_aligned(buffers, tensors));
+  bool done = !programs;
+  if (!done && binary) {
+    done = launch(self, binary, programs, buffers, sizes);
+  } else if (!done) {
+    PyObject* all[MAX_ARGUMENTS];
+    memcpy(all, args, sizeof(PyObject*) * self->inputs);
+    memcpy(all + self->inputs, made, sizeof(PyObject*) * self->outputs);
+    memcpy(all + tensors, args + self->inputs, sizeof(PyObject*) * self->symbols);
+    PyObject* nothing = call_slowly(object, self->slow_run, all, tensors + self->symbols);
+    done = nothing != NULL;
+    Py_XDECREF(nothing);
+  }
+  PyObject* result = NULL;
+  if (done && self->outputs == 1) return made[0];
+  if (done) result = PyTuple_New(self->outputs);
+  for (int i = 0; i < self->outputs; ++i) {
+    if (result) PyTuple_SET_ITEM(result, i, made[i]);
+    else Py_DECREF(made[i]);
+  }
+  return result;
+}
+
+// -- learning ----------------------------------------------------------------------------------------------------
+
+static PyObject* kernel_add_grid(PyObject* object, PyObject* args) {
+  Kernel* self = (Kernel*)object;
+  PyObject *given, *outputs;
+  unsigned programs;
+  int wide;
+  if (!PyArg_ParseTuple(args, "O!IpO", &PyTuple_Type, &given, &programs, &wide, &outputs)) return NULL;
+  if (PyTuple_GET_SIZE(given) != self->symbols ||
+      (outputs != Py_None && (!PyTuple_Check(outputs) || PyTuple_GET_SIZE(outputs) != self->outputs))) {
+    PyErr_SetString(PyExc_ValueError, "sizes or outputs do not match the kernel");
+    return NULL;
+  }
+  i64 sizes[MAX_ARGUMENTS];
+  for (int i = 0; i < self->symbols; ++i) {
+    sizes[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(given, i));
+    if (sizes[i] == -1 && PyErr_Occurred()) return NULL;
+  }
+  Grid* grid = (Grid*)find_grid(self, sizes);
+  if (!grid) {
+    int place = self->num_grids;
+    if (place < MAX_GRIDS) {
+      ++self->num_grids;
+    } else {
+      place = self->oldest_grid;
+      self->oldest_grid = (place + 1) % MAX_GRIDS;
+    }
+    memcpy(self->grid_sizes + place * self->symbols, sizes, sizeof(i64) * self->symbols);
+    grid = &self->grids[self->last_grid = place];
+    Py_CLEAR(grid->outputs);
+  }
+  grid->programs = programs;
+  grid->wide = wide;
+  if (outputs != Py_None) Py_XSETREF(grid->outputs, Py_NewRef(outputs));
+  Py_RETURN_NONE;
+}
+
+static PyObject* kernel_add_binary(PyObject* object, PyObject* args) {
+  Kernel* self = (Kernel*)object;
+  Binary one = {};
+  u64 function;
+  if (!PyArg_ParseTuple(args, "ippKII", &one.device, &one.wide, &one.aligned, &function, &one.threads, &one.shared))
+    return NULL;
+  one.function = (void*)function;
+  if (self->driver.current_context(&one.context) || !one.context) {
+    PyErr_SetString(PyExc_RuntimeError, "no CUDA context is current");
+    return NULL;
+  }
+  // A full table (more than 16 devices) leaves the rest to the slow path.
+  if (self->num_binaries < MAX_BINARIES && !find_binary(self, one.context, one.wide, one.aligned)) {
+    one.device_number = PyLong_FromLong(one.device);
+    if (!one.device_number) return NULL;
+    self->binaries[self->num_binaries++] = one;
+  }
+  Py_RETURN_NONE;
+}
+
+// -- the type ----------------------------------------------------------------------------------------------------
+
+static void kernel_dealloc(PyObject* object) {
+  Kernel* self = (Kernel*)object;
+  for (int i = 0; i < self->num_grids; ++i) Py_XDECREF(self->grids[i].outputs);
+  for (int i = 0; i < self->num_binaries; ++i) Py_XDECREF(self->binaries[i].device_number);
+  PyMem_Free(self->grid_sizes);
+  Py_XDECREF(self->allocate);
+  Py_XDECREF(self->stream);
+  Py_XDECREF(self->slow_run);
+  Py_XDECREF(self->slow_fused);
+  Py_TYPE(object)->tp_free(object);
+}
+
+static bool read_parameters(Kernel* self, PyObject* arguments) {
+  self->num_arguments = (int)PyTuple_GET_SIZE(arguments);
+  for (int i = 0; i < self->num_arguments; ++i) {
+    Argument* one = &self->arguments[i];
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(arguments, i), "iL", &one->buffer, &one->offset)) return false;
+    if (one->buffer < 0 || one->buffer >= self->inputs + self->outputs) {
+      PyErr_SetString(PyExc_ValueError, "an argument names a buffer that the kernel does not have");
+      return false;
+    }
+  }
+  return true;
+}
+
+// Kernel(addresses, counts, arguments, allocate, stream, slow_run, slow_fused): see gpu_direct.py.
+static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
+  Kernel* self = (Kernel*)object;
+  u64 launch, current_context, error_text, data_ptr;
+  PyObject *arguments, *allocate, *stream, *slow_run, *slow_fused;
+  if (!PyArg_ParseTuple(args, "(KKKK)(iiip)O!OOOO", &launch, &current_context, &error_text, &data_ptr, &self->inputs,
+                        &self->outputs, &self->symbols, &self->check_device, &PyTuple_Type, &arguments, &allocate,
+                        &stream, &slow_run, &slow_fused))
+    return -1;
+  if (self->inputs + self->outputs + self->symbols > MAX_ARGUMENTS || PyTuple_GET_SIZE(arguments) > MAX_ARGUMENTS) {
+    PyErr_SetString(PyExc_ValueError, "too many kernel arguments");
+    return -1;
+  }
+  if (!read_parameters(self, arguments)) return -1;
+  self->grid_sizes = (i64*)PyMem_Calloc(MAX_GRIDS * (self->symbols + 1), sizeof(i64));
+  if (!self->grid_sizes) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  self->driver.launch = (decltype(Driver::launch))launch;
+  self->driver.current_context = (decltype(Driver::current_context))current_context;
+  self->driver.error_text = (decltype(Driver::error_text))error_text;
+  self->data_ptr = (void* (*)(PyObject*))data_ptr;
+  self->allocate = Py_NewRef(allocate);
+  self->stream = Py_NewRef(stream);
+  self->slow_run = Py_NewRef(slow_run);
+  self->slow_fused = Py_NewRef(slow_fused);
+  return 0;
+}
+
+static PyMethodDef kernel_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))kernel_run, METH_FASTCALL, "run(*tensors, *sizes) -> None"},
+    {"fused", (PyCFunction)(void (*)(void))kernel_fused, METH_FASTCALL, "fused(*inputs, *sizes) -> tensor or tuple"},
+    {"add_grid", kernel_add_grid, METH_VARARGS, "add_grid(sizes, programs, wide, outputs) -> None"},
+    {"add_binary", kernel_add_binary, METH_VARARGS,
+     "add_binary(device, wide, aligned, function, threads, shared_bytes) -> None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject kernel_type = {PyVarObject_HEAD_INIT(NULL, 0)};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseplan_gpu_launcher", NULL, -1, NULL};
+
+PyMODINIT_FUNC PyInit_fuseplan_gpu_launcher(void) {
+  kernel_type.tp_name = "fuseplan_gpu_launcher.Kernel";
+  kernel_type.tp_basicsize = sizeof(Kernel);
+  kernel_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  kernel_type.tp_new = PyType_GenericNew;
+  kernel_type.tp_init = kernel_init;
+  kernel_type.tp_dealloc = kernel_dealloc;
+  kernel_type.tp_methods = kernel_methods;
+  if (PyType_Ready(&kernel_type) < 0) return NULL;
+  data_ptr_name = PyUnicode_InternFromString("data_ptr");
+  get_device_name = PyUnicode_InternFromString("get_device");
+  PyObject* result = data_ptr_name && get_device_name ? PyModule_Create(&module) : NULL;
+  if (result && PyModule_AddObjectRef(result, "Kernel", (PyObject*)&kernel_type) < 0) Py_CLEAR(result);
+  return result;
+}

@@ -1,0 +1,152 @@
+"""Direct launches on a CUDA device: the same results as Triton's launcher, on every stream, thread and device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ir_samples as samples
+import pytest
+import torch
+from ir_samples import Sample
+
+from fuseplan.kernels import triton_backend
+from fuseplan.kernels.gpu_direct import find_launcher, launcher_problem
+from fuseplan.kernels.gpu_launch import GpuKernel
+from fuseplan.kernels.registry import local_target
+from fuseplan.kernels.triton_backend import TritonBackend
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+ROWS, COLS = 33, 130
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> TritonBackend:
+    if (problem := launcher_problem()) is not None:
+        pytest.skip(problem)
+    return TritonBackend(tmp_path_factory.mktemp("gpu"))
+
+
+def fused(backend: TritonBackend, sample: Sample, **config: int) -> Callable[..., Any]:
+    target = local_target("cuda")
+    return backend.fused_callable(sample.ir, {**backend.default_config(sample.ir, target), **config}, target)
+
+
+def inputs(sample: Sample) -> list[torch.Tensor]:
+    return [tensor.cuda() for tensor in sample.inputs()]
+
+
+def is_direct(call: Any) -> bool:
+    return type(call.__self__).__name__ == "Kernel"
+
+
+@pytest.mark.parametrize("sample", samples.static_samples(), ids=samples.label)
+def test_direct_calls_agree_with_triton_launches(
+    sample: Sample, backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if refused := backend.refuse(sample.ir, local_target("cuda")):
+        pytest.skip(refused)
+    call, args = fused(backend, sample), inputs(sample)
+    assert is_direct(call)
+    monkeypatch.setattr(triton_backend, "find_launcher", lambda: None)
+    slow = fused(backend, sample)
+    expected = slow(*args)
+    for _ in range(3):
+        torch.testing.assert_close(call(*args), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_dynamic_sizes_agree_with_triton_launches(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = samples.dynamic_samples()[4]
+    call = fused(backend, sample)
+    monkeypatch.setattr(triton_backend, "find_launcher", lambda: None)
+    slow = fused(backend, sample)
+    for rows in (5, 128, 5, 1, 128, 77, 5):
+        x = torch.randn(rows, 96, device="cuda")
+        torch.testing.assert_close(call(x, rows), slow(x, rows), rtol=0, atol=0)
+
+
+def test_unaligned_inputs(backend: TritonBackend) -> None:
+    sample = samples.swiglu(ROWS, COLS)
+    call, args = fused(backend, sample), inputs(sample)
+    expected = call(*args)
+    for shift in (0, 1, 0, 1, 3):
+        storage = [torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device="cuda") for tensor in args]
+        moved = [
+            one[shift:].view(tensor.shape).copy_(tensor) for one, tensor in zip(storage, args, strict=True)
+        ]
+        torch.testing.assert_close(call(*moved), expected, rtol=0, atol=0)
+
+
+def test_calls_follow_the_current_stream(backend: TritonBackend) -> None:
+    sample = samples.swiglu(4096, 4096)
+    call, (x, *rest) = fused(backend, sample), inputs(sample)
+    expected = call(x * 2, *rest)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = x
+        for _ in range(20):  # keeps the stream busy: a launch elsewhere would read before the product is there
+            result = x * 2
+        result = call(result, *rest)
+    stream.synchronize()
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_calls_are_captured(backend: TritonBackend) -> None:
+    sample = samples.swiglu(ROWS, COLS)
+    call, args = fused(backend, sample), inputs(sample)
+    call(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call(*args)
+    args[0].copy_(torch.randn_like(args[0]))
+    graph.replay()
+    torch.testing.assert_close(result, call(*args), rtol=0, atol=0)
+
+
+def test_a_new_thread_can_call(backend: TritonBackend) -> None:
+    sample = samples.swiglu(ROWS, COLS)
+    call, args = fused(backend, sample), inputs(sample)
+    expected, results = call(*args), []
+    threads = [threading.Thread(target=lambda: results.extend(call(*args) for _ in range(20))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 60 and all(torch.equal(result, expected) for result in results)
+
+
+def test_calls_on_another_device(backend: TritonBackend) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one device")
+    sample = samples.swiglu(ROWS, COLS)
+    call, args = fused(backend, sample), inputs(sample)
+    expected = call(*args)
+    others = [tensor.to("cuda:1") for tensor in args]
+    for current in (0, 1, 0, 1):
+        with torch.cuda.device(current):
+            for given in (args, others, args, others):
+                result = call(*given)
+                assert result.device == given[0].device
+                torch.testing.assert_close(result.cpu(), expected.cpu(), rtol=0, atol=0)
+
+
+def test_a_dropped_kernel_can_be_loaded_again(backend: TritonBackend) -> None:
+    sample = samples.swiglu(ROWS, COLS)
+    args = inputs(sample)
+    expected = fused(backend, sample)(*args)
+    for _ in range(3):
+        call = fused(backend, sample)
+        assert all(torch.equal(call(*args), expected) for _ in range(3))
+
+
+def test_a_launcher_is_found_once(backend: TritonBackend) -> None:
+    assert find_launcher() is find_launcher() is not None
+    target = local_target("cuda")
+    ir = samples.swiglu(ROWS, COLS).ir
+    kernel = backend.load(ir, backend.default_config(ir, target), target)
+    assert isinstance(kernel, GpuKernel)

@@ -1,0 +1,447 @@
+"""Direct launches against a fake driver, which records what cuLaunchKernel would get; tensors are on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import ir_samples as samples
+import pytest
+import torch
+
+from fuseplan.kernels import gpu_direct, gpu_launch
+from fuseplan.kernels.backend import SM90, BuildError, Resources
+from fuseplan.kernels.cpp_build import find_compiler
+from fuseplan.kernels.gpu_direct import Driver, Entry, Launcher, entry_of, ptx_parameter_bits
+from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
+from fuseplan.kernels.triton_backend import TritonBackend
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+
+_HANDLE = ctypes.c_void_p
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, _HANDLE, *[ctypes.c_uint] * 7, _HANDLE, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+)
+_CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+_TEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+
+
+def ptx(bits: list[int]) -> str:
+    rows = ",\n".join(f"\t.param .u{width} fused_param_{n}" for n, width in enumerate(bits))
+    return f".visible .entry fused(\n{rows}\n)\n.reqntid 128\n{{\n}}"
+
+
+def compiled_kernel(bits: list[int], run: Callable[..., None], function: int = 1, **changes: Any) -> Any:
+    """What :func:`entry_of` and Triton's launcher read of a ``CompiledKernel``."""
+    facts = {"num_warps": 4, "shared": 77, "num_ctas": 1, "launch_pdl": False, "global_scratch_size": 0, **changes}
+    return SimpleNamespace(
+        run=run, function=function, packed_metadata=(), asm={"ptx": ptx(bits)}, metadata=SimpleNamespace(**facts)
+    )
+
+
+#: Handles of the fake functions, by index width.
+FUNCTIONS = {False: 1000, True: 2**63 + 1000}
+
+
+@dataclass
+class Machine:
+    """One fake GPU and one kernel for it. CPU tensors (device -1) stand for tensors on it.
+
+    Attributes:
+        addresses, sizes: How many parameters of the kernel are addresses and dynamic sizes.
+        context: Which driver context is current (0: none).
+        error: What the driver answers to a launch.
+        direct: Launches through the driver: (function, grid, block, shared, stream, parameters).
+        slow: Launches through Triton's launcher: (variant, programs, arguments).
+    """
+
+    addresses: int
+    sizes: int = 0
+    context: int = 1
+    error: int = 0
+    stream: int = 7
+    check_device: bool = False
+    direct: list[tuple[Any, ...]] = field(default_factory=list)
+    slow: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._functions = (_LAUNCH(self._launch), _CONTEXT(self._current), _TEXT(self._text))
+        self.driver = Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions))
+
+    def bits(self, wide: bool) -> list[int]:
+        return [64] * self.addresses + [64 if wide else 32] * self.sizes + [64, 64]
+
+    def _launch(self, function: int, *rest: Any) -> int:
+        grid, block, shared, stream, parameters = rest[:3], rest[3:6], rest[6], rest[7], rest[8]
+        kinds = {32: ctypes.c_int32, 64: ctypes.c_int64}
+        values = tuple(
+            ctypes.cast(parameters[n], ctypes.POINTER(kinds[width]))[0]
+            for n, width in enumerate(self.bits(function == FUNCTIONS[True]))
+        )
+        self.direct.append((function, grid, block, shared, stream, values))
+        return self.error
+
+    def _current(self, context: Any) -> int:
+        context[0] = self.context
+        return 0
+
+    def _text(self, error: int, text: Any) -> int:
+        text[0] = b"an illegal memory access was encountered"
+        return 0
+
+    def launcher(self, allocate: Callable[..., torch.Tensor] | None = None) -> Launcher:
+        make = allocate or torch._C._dynamo.guards._empty_strided_cpu
+        return Launcher(gpu_direct.load_module(), self.driver, make, lambda _: self.stream, self.check_device)
+
+    def kernel(
+        self,
+        arguments: tuple[tuple[int | None, int], ...],
+        buffers: int,
+        geometry: Callable[[Any], Geometry] = lambda _: Geometry(5, False),
+        allocate: Callable[..., torch.Tensor] | None = None,
+        **changes: Any,
+    ) -> GpuKernel:
+        def compile_variant(variant: Variant) -> Any:
+            def run(*args: Any) -> None:
+                self.slow.append((variant, args[0], args[9:]))
+
+            return compiled_kernel(self.bits(variant.wide), run, FUNCTIONS[variant.wide], **changes)
+
+        symbols = tuple("nmk"[: self.sizes])
+        return GpuKernel(compile_variant, geometry, symbols, arguments, buffers, Resources(), self.launcher(allocate))
+
+
+@pytest.fixture(autouse=True)
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(gpu_launch, "_raw_stream", lambda _: 3)
+
+
+def aligned(numel: int, shift: int = 0) -> torch.Tensor:
+    """fp32 elements that start ``shift`` elements behind a multiple of 16 bytes."""
+    storage = torch.zeros(numel + 8)
+    base = next(offset for offset in range(4) if storage[offset:].data_ptr() % 16 == 0)
+    return storage[base + shift : base + shift + numel]
+
+
+BINARY = ((5, 1, 1), (128, 1, 1), 77, 7)
+
+
+@needs_compiler
+def test_the_first_call_goes_to_triton_and_every_other_to_the_driver() -> None:
+    machine = Machine(addresses=3)
+    kernel = machine.kernel(((0, 0), (None, 128), (0, 64), (1, 0)), 2)
+    x, y = aligned(64), aligned(64)
+    for _ in range(3):
+        kernel(x, y)
+    passed = (x.data_ptr(), 128, x.data_ptr() + 64, y.data_ptr())
+    assert machine.slow == [(Variant(), 5, passed)]
+    # Constants are part of the binary; two null addresses of scratch memory follow.
+    launch = (1000, (5, 1, 1), (128, 1, 1), 77, 7, (passed[0], passed[2], passed[3], 0, 0))
+    assert machine.direct == [launch, launch]
+
+
+@needs_compiler
+def test_the_current_stream_is_asked_in_every_call() -> None:
+    machine = Machine(addresses=1)
+    kernel = machine.kernel(((0, 0),), 1)
+    for stream in (0, 5, 2**63 + 5):
+        machine.stream = stream
+        kernel(aligned(4))
+    assert [one[4] for one in machine.direct] == [5, 2**63 + 5]
+
+
+@needs_compiler
+def test_sizes_choose_the_grid() -> None:
+    machine = Machine(addresses=1, sizes=2)
+    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(sizes["n"] // 2, False))
+    x = aligned(4)
+    for n in (8, 8, 6, 8, 6, 1, 1):  # the last has no programs: it is never launched
+        kernel(x, n, -n)
+    assert [one[1] for one in machine.slow] == [4, 3]
+    assert [(one[1][0], one[5][1:]) for one in machine.direct] == [
+        (4, (8, -8, 0, 0)), (4, (8, -8, 0, 0)), (3, (6, -6, 0, 0))
+    ]
+
+
+@needs_compiler
+def test_sizes_choose_the_index_width() -> None:
+    machine = Machine(addresses=1, sizes=1)
+    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(1, sizes["n"] >= 2**31))
+    x, large = aligned(4), 2**40 + 3
+    for n in (7, large, 7, large):
+        kernel(x, n)
+    assert [one[0] for one in machine.slow] == [Variant(wide=False), Variant(wide=True)]
+    assert [(one[0], one[5][1]) for one in machine.direct] == [(FUNCTIONS[False], 7), (FUNCTIONS[True], large)]
+
+
+@needs_compiler
+def test_more_sizes_than_the_table_holds_still_run() -> None:
+    machine = Machine(addresses=1, sizes=1)
+    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(sizes["n"], False))
+    x = aligned(4)
+    for n in [*range(1, 151), *range(1, 151)]:
+        kernel(x, n)
+        kernel(x, n)
+    programs = [one[1] for one in machine.slow] + [one[1][0] for one in machine.direct]
+    assert sorted(programs) == sorted([*range(1, 151)] * 4)
+    assert all(one[1][0] == one[5][1] for one in machine.direct)
+    assert len(machine.direct) >= 300  # at least the second call in a row is direct
+
+
+@needs_compiler
+def test_alignment_of_any_buffer_chooses_the_binary() -> None:
+    machine = Machine(addresses=2)
+    kernel = machine.kernel(((0, 0), (1, 0)), 2)
+    even, odd = aligned(8), aligned(8, shift=1)
+    for args in ((even, even), (even, odd), (odd, even), (even, even)):
+        kernel(*args)
+    assert [one[0] for one in machine.slow] == [Variant(aligned=True), Variant(aligned=False)]
+    assert [one[5][:2] for one in machine.direct] == [
+        (odd.data_ptr(), even.data_ptr()), (even.data_ptr(), even.data_ptr())
+    ]
+
+
+@needs_compiler
+def test_another_context_gets_a_binary_of_its_own() -> None:
+    machine = Machine(addresses=1)
+    kernel = machine.kernel(((0, 0),), 1)
+    for context in (1, 1, 2, 2, 1, 0, 0):  # 0: a thread that has none yet
+        machine.context = context
+        if context:
+            kernel(aligned(4))
+        else:
+            with pytest.raises(RuntimeError, match="no CUDA context is current"):
+                kernel(aligned(4))
+    assert len(machine.direct) == 3
+
+
+@needs_compiler
+def test_tensors_on_another_device_take_the_slow_path() -> None:
+    machine = Machine(addresses=1, check_device=True)
+    kernel = machine.kernel(((0, 0),), 1)
+
+    class Elsewhere(torch.Tensor):
+        def get_device(self) -> int:
+            return 5
+
+    here, there = aligned(4), aligned(4).as_subclass(Elsewhere)
+    for tensor in (here, here, there, there, here):
+        kernel(tensor)
+    assert len(machine.direct) == 2 and len(machine.slow) == 3
+
+
+@needs_compiler
+def test_a_refused_launch_says_why() -> None:
+    machine = Machine(addresses=1)
+    kernel = machine.kernel(((0, 0),), 1)
+    kernel(aligned(4))
+    machine.error = 700
+    message = r"CUDA error 700 \(an illegal memory access was encountered\) when launching 5 programs of 128 threads"
+    with pytest.raises(RuntimeError, match=message):
+        kernel(aligned(4))
+
+
+@needs_compiler
+@pytest.mark.parametrize("count", [1, 2])
+def test_fused_allocates_what_the_layout_says(count: int) -> None:
+    machine = Machine(addresses=1 + count, sizes=1)
+    kernel = machine.kernel(tuple((n, 0) for n in range(1 + count)), 1 + count)
+    asked: list[tuple[int, ...]] = []
+
+    def layout(sizes: tuple[int, ...]) -> tuple[gpu_direct.Layout, ...]:
+        asked.append(sizes)
+        return tuple(((sizes[0], 3), (1, sizes[0] + n), torch.bfloat16) for n in range(count))
+
+    call, x = kernel.fused(1, layout), aligned(4)
+    for n in (4, 4, 9, 4):
+        made = call(x, n)
+        made = (made,) if count == 1 else made
+        assert isinstance(made, tuple) and len(made) == count
+        assert [(tuple(t.shape), t.stride(), t.dtype) for t in made] == list(layout((n,)))
+    direct = [one[5] for one in machine.direct]
+    assert len(machine.slow) == 2 and [values[1 + count] for values in direct] == [4, 4]
+    assert direct[-1][: 1 + count] == tuple(t.data_ptr() for t in (x, *made))
+
+
+@needs_compiler
+def test_fused_with_a_new_alignment_keeps_its_outputs() -> None:
+    machine = Machine(addresses=2)
+    call = machine.kernel(((0, 0), (1, 0)), 2).fused(1, lambda _: (((4,), (1,), torch.float32),))
+    even, odd = aligned(8), aligned(8, shift=1)
+    results = [call(x) for x in (even, odd, odd)]
+    assert machine.slow[1][2] == (odd.data_ptr(), results[1].data_ptr())
+    assert machine.direct[0][5][:2] == (odd.data_ptr(), results[2].data_ptr())
+    assert len(machine.slow) == 2 and len(machine.direct) == 1
+
+
+@needs_compiler
+def test_empty_outputs_are_made_and_nothing_is_launched() -> None:
+    machine = Machine(addresses=2)
+    kernel = machine.kernel(((0, 0), (1, 0)), 2, lambda _: Geometry(0, False))
+    call = kernel.fused(1, lambda _: (((0, 4), (4, 1), torch.float32),))
+    for _ in range(3):
+        assert call(torch.zeros(0, 4)).shape == (0, 4)
+    assert machine.slow == machine.direct == []
+
+
+@needs_compiler
+def test_mistakes_are_errors_and_lose_no_memory() -> None:
+    def allocate(shape: Any, strides: Any, dtype: Any) -> torch.Tensor:
+        if fail:
+            raise MemoryError("out of memory")
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    fail = False
+    machine = Machine(addresses=3)
+    kernel = machine.kernel(((0, 0), (1, 0), (2, 0)), 3, allocate=allocate)
+    one: gpu_direct.Layout = ((4,), (1,), torch.float32)
+    call, x = kernel.fused(1, lambda _: (one, one)), aligned(4)
+    call(x)
+    held = sys.getrefcount(x)
+    for _ in range(50):
+        fail = True
+        with pytest.raises(MemoryError, match="out of memory"):
+            call(x)
+        fail, machine.error = False, 1
+        with pytest.raises(RuntimeError, match="CUDA error 1"):
+            call(x)
+        machine.error = 0
+        with pytest.raises(TypeError, match="takes 1 tensors and 0 sizes, got 2 arguments"):
+            call(x, x)
+        with pytest.raises((TypeError, AttributeError)):
+            call("a string")
+    assert sys.getrefcount(x) == held
+
+
+@needs_compiler
+def test_a_dropped_kernel_is_freed_with_its_binaries() -> None:
+    machine = Machine(addresses=1)
+    kernel = machine.kernel(((0, 0),), 2)
+    call = kernel.fused(1, lambda _: (((4,), (1,), torch.float32),))
+    kernel(aligned(4), aligned(4))
+    call(aligned(4))
+    held = [weakref.ref(kernel._loader), weakref.ref(kernel)]
+    gc.disable()
+    try:
+        del kernel, call
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+@needs_compiler
+def test_threads_share_a_kernel() -> None:
+    machine = Machine(addresses=2, sizes=1)
+    kernel = machine.kernel(((0, 0), (1, 0)), 2, lambda sizes: Geometry(sizes["n"], False))
+    call = kernel.fused(1, lambda sizes: (((sizes[0],), (1,), torch.float32),))
+    x = aligned(4)
+
+    def work(start: int) -> None:
+        for n in range(start, start + 100):
+            assert call(x, n).shape == (n,)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in (1, 40, 80)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(machine.direct) + len(machine.slow) == 300
+    assert all(one[1][0] == one[5][2] for one in machine.direct)
+
+
+# -- what cannot be launched directly -----------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "changes", [{"num_ctas": 2}, {"launch_pdl": True}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}]
+)
+def test_special_kernels_stay_with_triton(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="fuseplan")
+    machine = Machine(addresses=1)
+    kernel = machine.kernel(((0, 0),), 1, **changes)
+    for _ in range(3):
+        kernel(aligned(4))
+    assert len(machine.slow) == 3 and not machine.direct
+    (message,) = caplog.messages  # once, not for every call
+    assert message.startswith("a kernel goes through Triton's launcher: it ")
+
+
+def test_unexpected_parameters_stay_with_triton() -> None:
+    def entry(bits: list[int], expected: list[int]) -> Entry:
+        return entry_of(compiled_kernel(bits, print), expected)
+
+    assert entry([64, 64, 32, 64, 64], [64, 64, 32]) == Entry(1, 128, 77)
+    assert entry([64, 64, 32], [64, 64, 32]) == Entry(1, 128, 77)
+    for bits, expected in (([64, 32], [64, 64]), ([64], [64, 64]), ([64, 32], [64]), ([64] * 5, [64, 64]), ([], [64])):
+        with pytest.raises(BuildError, match="its parameters have"):
+            entry(bits, expected)
+
+
+def test_without_a_compiler_or_a_driver_there_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, fresh_search: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="fuseplan")
+    monkeypatch.setattr(gpu_direct, "find_compiler", lambda: None)
+    for _ in range(2):
+        assert gpu_direct.find_launcher() is None
+        assert gpu_direct.launcher_problem() == "no C++ compiler (c++, g++ or clang++) was found on PATH"
+    assert len(caplog.messages) == 1
+
+
+@needs_compiler
+def test_a_launcher_that_does_not_build_is_a_reason(monkeypatch: pytest.MonkeyPatch, fresh_search: None) -> None:
+    def refuse(*_: Any) -> Any:
+        raise BuildError("cpp: c++ failed: error: no")
+
+    monkeypatch.setattr(gpu_direct, "load_extension", refuse)
+    assert gpu_direct.find_launcher() is None
+    assert gpu_direct.launcher_problem() == "cpp: c++ failed: error: no"
+
+
+def test_a_missing_driver_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(BuildError, match=r"driver cannot be used: libcuda\.so\.1"):
+        gpu_direct.cuda_driver()
+
+
+@pytest.fixture
+def fresh_search() -> Iterator[None]:
+    gpu_direct._search.cache_clear()
+    yield
+    gpu_direct._search.cache_clear()
+
+
+# -- what Triton really compiles ----------------------------------------------------------------------------
+
+
+def test_compiled_kernels_have_the_parameters_that_launches_pass() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("ninetoothed")
+    dynamic, static = samples.dynamic_samples()[4].ir, samples.swiglu(3, 20).ir
+    triton, ninetoothed = TritonBackend(), NinetoothedBackend()
+    for wide in (False, True):
+        compiled = triton._compile(dynamic, triton.default_config(dynamic, SM90), SM90, Variant(wide))
+        found = ptx_parameter_bits(compiled.asm["ptx"])
+        assert found[:3] == (64, 64, 64 if wide else 32) and set(found[3:]) <= {64}
+    for backend in (triton, ninetoothed):
+        compiled = backend._compile(static, backend.default_config(static, SM90), SM90, Variant())
+        compiled.function = 12
+        # Without a device the handle is missing, nothing else.
+        addresses = len(compiled.src.signature) - list(compiled.src.signature.values()).count("constexpr")
+        entry = entry_of(compiled, [64] * addresses)
+        assert entry.function == 12 and entry.threads == 32 * compiled.metadata.num_warps

@@ -22,6 +22,7 @@ from fuseplan.planner.graph import DataflowGraph, TensorSpec
 from fuseplan.planner.pattern import Pattern, Shape
 from fuseplan.planner.patterns_norm import norm_patterns
 from fuseplan.planner.patterns_pointwise import pointwise_patterns
+from fuseplan.planner.patterns_quant import quantisation_patterns
 from fuseplan.planner.patterns_rope import rope_patterns
 from fuseplan.planner.patterns_softmax import softmax_patterns
 from fuseplan.planner.subgraph import SubGraph
@@ -32,6 +33,7 @@ PATTERNS: Mapping[str, Pattern] = MappingProxyType({
     **norm_patterns(),
     **rope_patterns(),
     **softmax_patterns(),
+    **quantisation_patterns(),
 })
 
 

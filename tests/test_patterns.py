@@ -69,8 +69,48 @@ def tanh_gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def quantised(x: Tensor, target: str, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Quantised numbers as float64, and the scales of rows where none is given."""
+    low, high = {"fp8": (-448.0, 448.0), "int8": (-128.0, 127.0)}[target]
+    given = scale is not None
+    if scale is None:
+        scale = torch.maximum(x.abs().amax(-1, keepdim=True) / high, torch.tensor(1 / (512 * high)))
+    number = (x / scale).clamp(low, high)
+    number = number.round() if target == "int8" else number.to(torch.float8_e4m3fn).double()
+    return (number,) if given else (number, scale)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return gate * torch.sigmoid(gate) * up
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """[R, C] int32 words -> [R, 8 C] nibbles in AWQ's order."""
+    nibbles = [(words.long() >> (4 * place)) & 15 for place in (0, 4, 1, 5, 2, 6, 3, 7)]
+    return torch.stack(nibbles, -1).flatten(1)
+
+
+def dequantise_awq(weight: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    groups = torch.arange(weight.shape[0]) // 128
+    return (unpack_awq(weight) - unpack_awq(zeros)[groups]) * scales[groups]
+
+
+def quantised_formulas() -> dict[str, tuple[str, Callable[..., tuple[Tensor, ...]]]]:
+    found: dict[str, tuple[str, Callable[..., tuple[Tensor, ...]]]] = {}
+    for t in ("fp8", "int8"):
+        found |= {
+            f"rms_norm_{t}_token": ("3x127", lambda x, w, t=t: quantised(rms_norm(x, w), t)),
+            f"rms_norm_{t}_tensor": ("2x3x33", lambda x, w, s, t=t: quantised(rms_norm(x, w), t, s)),
+            f"add_rms_norm_{t}_token": ("3x33", lambda r, x, w, t=t: (r + x, *quantised(rms_norm(r + x, w), t))),
+            f"add_rms_norm_{t}_tensor": ("3x9", lambda r, x, w, s, t=t: (r + x, *quantised(rms_norm(r + x, w), t, s))),
+            f"swiglu_{t}_token": ("3x127", lambda gate, up, t=t: quantised(swiglu(gate, up), t)),
+            f"swiglu_{t}_tensor": ("1x4097", lambda gate, up, s, t=t: quantised(swiglu(gate, up), t, s)),
+        }
+    return found
+
+
 FORMULAS: dict[str, tuple[str, Callable[..., tuple[Tensor, ...]]]] = {
-    "swiglu": ("3x127", lambda gate, up: (gate * torch.sigmoid(gate) * up,)),
+    "swiglu": ("3x127", lambda gate, up: (swiglu(gate, up),)),
     "geglu": ("2x3x33", lambda gate, up: (0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up,)),
     "geglu_tanh": ("1x4097", lambda gate, up: (tanh_gelu(gate) * up,)),
     "rms_norm": ("3x33", lambda x, weight: (rms_norm(x, weight),)),
@@ -98,11 +138,22 @@ FORMULAS: dict[str, tuple[str, Callable[..., tuple[Tensor, ...]]]] = {
     "sampling_softmax": ("3x4097", lambda logits, temperature: (softmax(logits / temperature[:, None]),)),
     "pointwise_chain": ("3x33", lambda x: (pointwise_chain(x),)),
     "sin_chain": ("4097", lambda x: (torch.sin((x + 1) * 2),)),
+    **quantised_formulas(),
+    "dequantise_int8": ("5x33", lambda weight, scale: (weight * scale,)),
+    "dequantise_awq": ("256x24", lambda weight, zeros, scales: (dequantise_awq(weight, zeros, scales),)),
 }
 
 
 def test_every_pattern_has_a_formula_here() -> None:
     assert FORMULAS.keys() == PATTERNS.keys()
+
+
+def assert_quantised(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for ties, which may fall to either side: at most one step apart, and hardly anywhere."""
+    apart = (actual.double() - expected).abs()
+    step = torch.ones(()) if actual.dtype == torch.int8 else (expected.abs() / 8).clamp(min=2.0**-9)
+    assert bool((apart <= step).all())
+    assert float((apart > 0).double().mean()) < 0.01
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -119,8 +170,11 @@ def test_a_pattern_computes_its_formula_in_one_kernel(
     config = FusionConfig(min_nodes_for_fusion=1)
     result = FusionScheduler(config, tmp_path / "tuning.db").dispatch(graph, inputs)
     eager = FusionScheduler(FusionConfig(enable_fusion=False)).dispatch(graph, inputs)
-    exact = formula(*(tensor.double() for tensor in inputs.values()))
+    exact = formula(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs.values()))
     for value, expected in zip(graph.output_names, exact, strict=True):
+        if result[value].element_size() == 1:
+            assert_quantised(result[value], expected)
+            continue
         error = float((result[value].double() - expected).norm() / expected.norm())
         eager_error = float((eager[value].double() - expected).norm() / expected.norm())
         assert error <= eager_error * 1.05 + 1e-7

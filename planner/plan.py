@@ -9,14 +9,15 @@ from typing import Any, Literal, Protocol
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.backend import Backend, Target
-from fuseplan.planner.candidates import CandidateLimits, Enumeration, enumerate_candidates
+from fuseplan.planner.candidates import CandidateLimits, enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.measured import MeasuredRegion
-from fuseplan.planner.partition import predicted_partition, region_problem
+from fuseplan.planner.partition import RegionProblem, predicted_partition, region_problem
 from fuseplan.planner.plan_record import PlanWriter, region_label
 from fuseplan.planner.prices import GroupBook, MeasuredPrices, ModelPrices
 from fuseplan.planner.regions import find_regions, unique_regions
+from fuseplan.planner.scout import Scout
 from fuseplan.search.database import Lookup
 from fuseplan.search.record import GroupChoice, PlanRecord, RecordKey
 from fuseplan.search.tuner import Tuner
@@ -139,10 +140,21 @@ class Planner:
     def _margin(self) -> float:
         return self.settings.margin_on(self.target.device_type)
 
-    def plan_graph(self, graph: DataflowGraph) -> GraphPlan:
-        """Plan every region of a static graph; equal regions are planned once."""
+    def scout(self) -> Scout | None:
+        """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
+        if self.tuner is None or self.target.device_type == "cpu":
+            return None
+        return Scout(self._problem, self._model_prices, self._book, self.tuner)
+
+    def plan_graph(self, graph: DataflowGraph, scout: Scout | None = None) -> GraphPlan:
+        """Plan every region of a static graph; equal regions are planned once.
+
+        Args:
+            graph: The graph.
+            scout: Has prepared some of its regions already.
+        """
         regions = find_regions(graph)
-        book = GroupBook(graph, self.settings.numerics, self.target.device_type)
+        book = scout.book(graph) if scout is not None else self._book(graph)
         planned: dict[str, tuple[PlanRecord, Source]] = {}
         distinct = unique_regions(regions)
         spent_us = 0.0
@@ -153,7 +165,7 @@ class Planner:
             start = time.perf_counter()
             found = self.look_up(key)
             spent_us += (time.perf_counter() - start) * 1e6
-            planned[key] = (found, "database") if found is not None else self._decide(graph, region, book)
+            planned[key] = (found, "database") if found is not None else self._decide(graph, region, book, scout)
         return GraphPlan(tuple(RegionPlan(region, *planned[region.key]) for region in regions), spent_us)
 
     def key(self, region_key: str) -> RecordKey:
@@ -163,24 +175,35 @@ class Planner:
         """The stored plan of exactly this region, if it is current."""
         return self.store.get_plan(self.key(region_key)).hit
 
-    def _decide(self, graph: DataflowGraph, region: Region, book: GroupBook) -> tuple[PlanRecord, Source]:
+    def undecided(self, graph: DataflowGraph) -> list[Region]:
+        """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""
+        distinct = unique_regions(find_regions(graph))
+        return [occurrences[0] for key, occurrences in distinct.items() if self.look_up(key) is None]
+
+    def _decide(
+        self, graph: DataflowGraph, region: Region, book: GroupBook, scout: Scout | None
+    ) -> tuple[PlanRecord, Source]:
         if self.tuner is None:
             return self._by_model(graph, region, book), "model"
-        record = self._by_measurement(graph, region, book, self.tuner)
+        problem = scout.problem(region) if scout is not None else None
+        if problem is None:
+            problem = self._problem(graph, region, book)
+        record = self._by_measurement(graph, region, book, self.tuner, problem)
         self.tuner.database.put_plan(record)
         return record, "tuned"
 
     def _by_model(self, graph: DataflowGraph, region: Region, book: GroupBook) -> PlanRecord:
-        prices = ModelPrices(book, self.spec, self.settings.regime, self.backends, self.target)
-        problem = region_problem(graph, region, self._enumerate(graph, region, book))
+        prices = self._model_prices(book)
+        problem = self._problem(graph, region, book)
         result = predicted_partition(problem, prices.predict_s, self._margin)
         return self._writer(graph, region, prices).record(result, 0.0, "by the cost model, nothing was measured")
 
-    def _by_measurement(self, graph: DataflowGraph, region: Region, book: GroupBook, tuner: Tuner) -> PlanRecord:
+    def _by_measurement(
+        self, graph: DataflowGraph, region: Region, book: GroupBook, tuner: Tuner, problem: RegionProblem
+    ) -> PlanRecord:
         began = time.monotonic()
         settings = self.settings
         prices = MeasuredPrices(book, self.spec, settings.regime, self.backends, self.target, tuner, self.learner)
-        problem = region_problem(graph, region, self._enumerate(graph, region, book))
         limit = len(problem.ops) + settings.measured_on(self.target.device_type)
         decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
         self.learner.update()
@@ -188,8 +211,14 @@ class Planner:
             decided.result, time.monotonic() - began, decided.reason
         )
 
-    def _enumerate(self, graph: DataflowGraph, region: Region, book: GroupBook) -> Enumeration:
-        return enumerate_candidates(graph, region, self.settings.limits, legal=book.legal)
+    def _book(self, graph: DataflowGraph) -> GroupBook:
+        return GroupBook(graph, self.settings.numerics, self.target.device_type)
+
+    def _model_prices(self, book: GroupBook) -> ModelPrices:
+        return ModelPrices(book, self.spec, self.settings.regime, self.backends, self.target)
+
+    def _problem(self, graph: DataflowGraph, region: Region, book: GroupBook) -> RegionProblem:
+        return region_problem(graph, region, enumerate_candidates(graph, region, self.settings.limits, book.legal))
 
     def _writer(self, graph: DataflowGraph, region: Region, prices: ModelPrices) -> PlanWriter:
         seed = self.tuner.seed if self.tuner is not None else 0

@@ -34,6 +34,7 @@ class GroupBook:
         self._works: dict[tuple[str, ...], Work] = {}
         self._subjects: dict[tuple[str, ...], GroupSubject] = {}
         self._singles: dict[str, Work] = {}
+        self._backends: dict[tuple[str, ...], Backend | None] = {}
 
     def lowered(self, group: Candidate) -> Lowered:
         """The group's kernel.
@@ -66,6 +67,14 @@ class GroupBook:
         if group.ops not in self._works:
             self._works[group.ops] = kernel_work(self.lowered(group).ir.bind(self.graph.symbols))
         return self._works[group.ops]
+
+    def backend_for(self, group: Candidate, backends: Sequence[Backend], target: Target) -> Backend | None:
+        """The first of ``backends`` (always the same ones) that is here and can express the group."""
+        if group.ops not in self._backends:
+            ir = self.lowered(group).ir
+            willing = (b for b in backends if b.unavailable() is None and b.refuse(ir, target) is None)
+            self._backends[group.ops] = next(willing, None)
+        return self._backends[group.ops]
 
     def unfused_work(self, op: str) -> Work:
         """Work of one ATen op by itself."""
@@ -100,11 +109,7 @@ class ModelPrices:
 
     def backend_for(self, group: Candidate) -> Backend | None:
         """The first back end that is here and can express the group."""
-        ir = self.book.lowered(group).ir
-        for backend in self.backends:
-            if backend.unavailable() is None and backend.refuse(ir, self.target) is None:
-                return backend
-        return None
+        return self.book.backend_for(group, self.backends, self.target)
 
     def predict_s(self, choice: Choice) -> float:
         if not choice.fused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from fuseplan.planner.graph import DataflowGraph
@@ -81,10 +82,18 @@ def tune(
     start = time.monotonic()
     plans: list[WorkloadPlan] = []
     learner = Learner(session.spec)
-    with session.tuner(budget if budget is not None else Budget(), seed, on_trial) as tuner:
-        for workload, graph in graphs:
+    with ExitStack() as stack:
+        tuner = stack.enter_context(session.tuner(budget if budget is not None else Budget(), seed, on_trial))
+        listed = list(graphs)
+        scout = session.planner(tuner).scout()
+        if scout is not None:
+            stack.enter_context(scout)
+            for _, graph in listed:
+                scout.send(graph, session.planner(tuner).undecided(graph))
+        for workload, graph in listed:
             told = _for_workload(on_region, workload)
-            plans.append(WorkloadPlan(workload, session.planner(tuner, told, learner).plan_graph(graph)))
+            plan = session.planner(tuner, told, learner).plan_graph(graph, scout)
+            plans.append(WorkloadPlan(workload, plan))
     elapsed_s = time.monotonic() - start
     result = TuneResult(tuple(plans), session, elapsed_s)
     if not result.measured:

@@ -127,7 +127,9 @@ class GuidedStrategy(Strategy):
     def _descend(self) -> int | None:
         best = self.best
         if best is None:
-            return None
+            if self.times:  # everything failed so far
+                return None
+            best = 0  # nothing is known yet: the default is the best guess
         return next((position for position in self.space.neighbours(best) if position not in self._asked), None)
 
     def _learn(self, position: int) -> None:

@@ -133,6 +133,10 @@ class SubjectRun:
         elapsed_s = round(time.monotonic() - start, 3)
         return replace(record, evidence=replace(record.evidence, elapsed_s=elapsed_s))
 
+    def first_batch(self) -> list[tuple[Backend, Config]]:
+        """What :meth:`execute` would compile first."""
+        return [(entry.backend, entry.space.configs[position]) for entry, position in self._next_batch(0.0)]
+
     def screen_defaults(self) -> Trial:
         """The trials of the default configurations, one back end after the other until one works."""
         self._resume(only_open=False)

@@ -43,6 +43,7 @@ class ScriptedTuner:
     screened: list[str] = field(default_factory=list)
     tuned: list[str] = field(default_factory=list)
     play_offs: list[tuple[int, ...]] = field(default_factory=list)
+    prefetched: list[str] = field(default_factory=list)
 
     def time_unfused(self, subject: GroupSubject) -> Measurement:
         return measured(self.unfused_us * self.noisy())
@@ -53,6 +54,9 @@ class ScriptedTuner:
 
     def precompile(self, subjects: Iterable[GroupSubject]) -> None:
         """There is nothing to compile."""
+
+    def prefetch(self, subjects: Iterable[GroupSubject]) -> None:
+        self.prefetched.extend(subject.label for subject in subjects)
 
     def play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
         def time_us(part: Part) -> float:

@@ -1,0 +1,77 @@
+"""Looks ahead of a tune: enumerates the coming regions, and has the kernels of their nominal covers compiled.
+
+Measuring waits for the device, not for this process, so the enumeration costs no time beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.partition import RegionProblem, predicted_partition
+from fuseplan.planner.prices import GroupBook, ModelPrices
+from fuseplan.search.tuner import Tuner
+
+
+class Scout:
+    """Prepares regions in order, on a thread of its own. A context manager: leaving it ends the thread.
+
+    Args:
+        make_problem: Enumerates the candidates of a region.
+        make_prices: Prices over a book (only the nominal ones are asked for).
+        make_book: A new book for a graph.
+        tuner: Where kernels are compiled ahead.
+    """
+
+    def __init__(
+        self,
+        make_problem: Callable[[DataflowGraph, Region, GroupBook], RegionProblem],
+        make_prices: Callable[[GroupBook], ModelPrices],
+        make_book: Callable[[DataflowGraph], GroupBook],
+        tuner: Tuner,
+    ) -> None:
+        self._make_problem = make_problem
+        self._make_prices = make_prices
+        self._make_book = make_book
+        self._tuner = tuner
+        self._books: dict[int, GroupBook] = {}
+        self._problems: dict[str, Future[RegionProblem]] = {}
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="scout")
+
+    def __enter__(self) -> Scout:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def book(self, graph: DataflowGraph) -> GroupBook:
+        """The one book of a graph."""
+        return self._books.setdefault(id(graph), self._make_book(graph))
+
+    def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
+        """Prepare these regions, after those that were sent before; each key once."""
+        for region in regions:
+            if region.key not in self._problems:
+                self._problems[region.key] = self._pool.submit(self._prepare, graph, region)
+
+    def problem(self, region: Region) -> RegionProblem | None:
+        """The prepared problem; waits for one under way. None for a region that was never sent.
+
+        Raises:
+            Exception: What the preparation raised.
+        """
+        future = self._problems.get(region.key)
+        return future.result() if future is not None else None
+
+    def _prepare(self, graph: DataflowGraph, region: Region) -> RegionProblem:
+        book = self.book(graph)
+        problem = self._make_problem(graph, region, book)
+        prices = self._make_prices(book)
+        cover = predicted_partition(problem, prices.nominal_s)
+        if not self._stop.is_set():
+            self._tuner.prefetch(book.subject(priced.choice.group) for priced in cover.chosen if priced.choice.fused)
+        return problem

@@ -1,0 +1,92 @@
+"""Looking ahead changes when work is done, never what is planned."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from graphs import Builder
+from reference_backend import ReferenceBackend
+from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
+
+from fuseplan.kernels.backend import Target
+from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.plan import Planner, PlanSettings
+from fuseplan.planner.regions import find_regions
+from fuseplan.planner.scout import Scout
+from fuseplan.search.database import Database
+from fuseplan.search.record import PlanRecord, Versions
+
+GPU = replace(TARGET, device_type="cuda")
+SETTINGS = PlanSettings(tolerance=0.0, margin=0.0)
+
+
+class AnyDevice(ReferenceBackend):
+    def refuse(self, ir: object, target: Target) -> str | None:
+        return None
+
+
+def planner(folder: Path, name: str, target: Target = GPU) -> tuple[Planner, ScriptedTuner]:
+    database = Database(folder / name, "write", Versions.current(target.device_type))
+    tuner = ScriptedTuner(database, lambda subject: 3.0 + len(compute_nodes(subject)) ** 2)
+    return Planner(database, None, "dev", target, (AnyDevice(),), SETTINGS, tuner), tuner  # type: ignore[arg-type]
+
+
+def two_regions() -> DataflowGraph:
+    b = Builder(x=torch.randn(4, 8), w=torch.randn(8, 8))
+    first = b("aten.tanh.default", b("aten.exp.default", "x"))
+    second = b("aten.neg.default", b("aten.exp.default", b("aten.linear.default", first, "w")))
+    return b.graph(second)
+
+
+def essence(record: PlanRecord) -> tuple[object, ...]:
+    return record.key, record.groups, record.enumerated, record.measured, round(record.planned_us, 6)
+
+
+def test_plans_are_the_same_with_and_without(tmp_path: Path) -> None:
+    graph = two_regions()
+    alone, _ = planner(tmp_path, "a.db")
+    ahead, tuner = planner(tmp_path, "b.db")
+    scout = ahead.scout()
+    assert scout is not None
+    with scout:
+        scout.send(graph, ahead.undecided(graph))
+        found = ahead.plan_graph(graph, scout)
+    expected = alone.plan_graph(graph)
+    assert [essence(plan.record) for plan in found.regions] == [essence(plan.record) for plan in expected.regions]
+    assert len(found.regions) == 2
+    assert len(tuner.prefetched) >= 2
+    assert ahead.undecided(graph) == []
+
+
+def test_a_region_that_was_not_sent_is_planned_all_the_same(tmp_path: Path) -> None:
+    ahead, tuner = planner(tmp_path, "a.db")
+    scout = ahead.scout()
+    assert scout is not None
+    with scout:
+        assert ahead.plan_graph(chain(3), scout).regions[0].source == "tuned"
+    assert not tuner.prefetched
+
+
+def test_cpus_and_planning_without_measurement_do_not_look_ahead(tmp_path: Path) -> None:
+    assert planner(tmp_path, "a.db", TARGET)[0].scout() is None
+    database = Database(tmp_path / "b.db", "write", Versions.current("cpu"))
+    assert Planner(database, None, "dev", GPU, (AnyDevice(),), SETTINGS).scout() is None
+
+
+def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) -> None:
+    ahead, tuner = planner(tmp_path, "a.db")
+    graph = two_regions()
+    regions = find_regions(graph)
+
+    def broken(*args: object) -> object:
+        raise RuntimeError("no candidates today")
+
+    with Scout(broken, ahead._model_prices, ahead._book, tuner) as scout:  # type: ignore[arg-type]
+        scout.send(graph, regions)
+        with pytest.raises(RuntimeError, match="no candidates today"):
+            scout.problem(regions[0])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scout")]

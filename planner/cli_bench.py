@@ -1,4 +1,4 @@
-"""``plan bench``: our plan beside eager and TorchInductor, and how planning scales."""
+"""``plan bench``: our plan beside its peers, what a call costs, and how planning scales."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fuseplan.planner.cli_bench_patterns import (
+    ColsOption,
+    MinutesOption,
+    ModesOption,
+    PatternsOption,
+    PeersOption,
+    ProcessesOption,
+    ResumeOption,
+    RowsOption,
+    ShapesOption,
+    TrialsOption,
+    TuneOption,
+    TuneSecondsOption,
+    Wanted,
+)
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
 from fuseplan.planner.cli_source import (
     ConfigOption,
@@ -22,7 +37,6 @@ from fuseplan.planner.cli_source import (
     NumericsOption,
     PrefillOption,
     Regime,
-    RegimeOption,
     capture_all,
     regime_name,
 )
@@ -45,14 +59,23 @@ class Topic(StrEnum):
     ALL = "all"
     MODEL = "model"
     GROUPS = "groups"
+    PATTERNS = "patterns"
+    HEADLINES = "headlines"
+    LAUNCH = "launch"
     PLANNER = "planner"
+
+
+#: Topics about named patterns.
+_OF_PATTERNS = (Topic.PATTERNS, Topic.HEADLINES, Topic.LAUNCH)
 
 
 def bench(
     topic: Annotated[
         Topic,
         typer.Argument(
-            help="model: end to end. groups: every fused group. all: both. planner: how planning scales to 100k ops."
+            help="model: end to end. groups: every fused group. all: both. patterns: named patterns beside every peer, "
+            "tuned first. headlines: gains over eager that are often quoted. launch: host time of a call. "
+            "planner: how planning scales to 100k ops."
         ),
     ] = Topic.ALL,
     model: ModelOption = None,
@@ -64,12 +87,31 @@ def bench(
     dtype: DtypeOption = None,
     layers: LayersOption = None,
     numerics: NumericsOption = Numerics.FP32,
-    regime: RegimeOption = Regime.EAGER,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds of interleaved rounds per comparison.")] = 1.0,
+    regime: Annotated[
+        Regime | None,
+        typer.Option("--regime", help="Plans tuned for launches from Python, or for CUDA graphs. Default: eager; "
+                     "graph for patterns and headlines on CUDA, where device time decides."),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Seconds of interleaved rounds per comparison. Default: 1; 0.05 for patterns."),
+    ] = None,
     max_autotune: Annotated[
         bool, typer.Option("--max-autotune/--no-max-autotune", help="Also time TorchInductor with max-autotune (slow).")
     ] = True,
     inductor: Annotated[bool, typer.Option("--inductor/--no-inductor", help="Time TorchInductor at all.")] = True,
+    pattern: PatternsOption = None,
+    shape: ShapesOption = None,
+    rows: RowsOption = None,
+    cols: ColsOption = None,
+    rivals: PeersOption = None,
+    modes: ModesOption = None,
+    tune: TuneOption = True,
+    trials: TrialsOption = 12,
+    tune_seconds: TuneSecondsOption = 6.0,
+    compile_processes: ProcessesOption = None,
+    resume: ResumeOption = False,
+    minutes: MinutesOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where to write CSV, Markdown and JSON. "
                                   "Default: results/<device>.")
@@ -77,38 +119,83 @@ def bench(
     device: DeviceOption = Device.AUTO,
     db: DbOption = None,
 ) -> None:
-    """Measure the stored plan beside eager and TorchInductor, on the same inputs in one run.
+    """Measure our plan beside its peers, on the same inputs in one run.
 
-    Tune first: what is not stored is planned by the cost model, and said so. On CUDA everything is timed both
-    launched from Python and replayed from a CUDA graph.
+    A model is tuned first: what is not stored is planned by the cost model, and said so. On CUDA everything is timed
+    both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An interrupted bench
+    keeps what it has measured.
     """
+    from fuseplan.planner.cli_source import dtype_name
     from fuseplan.planner.plan import PlanSettings
     from fuseplan.planner.session import open_session
 
     kind = device_type(device)
+    of_patterns = topic in _OF_PATTERNS
+    if regime is None:
+        regime = Regime.GRAPH if topic in _OF_PATTERNS[:2] and kind == "cuda" else Regime.EAGER
     settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
-    session = open_session(kind, db, settings, mode="read")
+    _check_options(topic, (model, config, module, decode, kv_len, prefill, layers), (pattern, shape, rows, cols, rivals,
+                   modes, compile_processes, minutes))
+    session = open_session(kind, db, settings, mode="write" if of_patterns and tune else "read")
     if topic is Topic.PLANNER:
         _planner(session, out)
+        return
+    peers = _peers(inductor, max_autotune)
+    if of_patterns:
+        _of_patterns(topic, session, Wanted(
+            patterns=pattern or (), shapes=shape or (), rows=rows, cols=cols, peers=rivals, modes=modes,
+            dtype=dtype_name(dtype), without=_left_out(peers), seconds=seconds or _SECONDS[topic], tune=tune,
+            trials=trials, tune_seconds=tune_seconds, processes=compile_processes, resume=resume, minutes=minutes,
+            out=out,
+        ))
         return
     from fuseplan.planner.models import find_source, workloads_for
 
     source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))
     workloads = workloads_for(source, kind, decode, kv_len, prefill)
-    peers = _peers(inductor, max_autotune)
-    modes = ("eager", "graph") if kind == "cuda" else ("eager",)
+    launches = ("eager", "graph") if kind == "cuda" else ("eager",)
     parts: dict[str, list[BenchRow]] = {}
+    spend = seconds or _SECONDS[topic]
     try:
         if topic in (Topic.ALL, Topic.GROUPS):
             parts["groups"] = []
-            parts["groups"].extend(_groups(session, source, workloads, peers, modes, seconds))
+            parts["groups"].extend(_groups(session, source, workloads, peers, launches, spend))
         if topic in (Topic.ALL, Topic.MODEL):
             parts["model"] = []
-            parts["model"].extend(_models(session, source, workloads, peers, modes, seconds))
+            parts["model"].extend(_models(session, source, workloads, peers, launches, spend))
     finally:  # an interrupted bench keeps what it has measured
         measured = {part: rows for part, rows in parts.items() if rows}
         if measured:
             _publish(session, source.label, measured, out)
+
+
+#: Seconds of rounds for one comparison.
+_SECONDS = {
+    Topic.ALL: 1.0, Topic.MODEL: 1.0, Topic.GROUPS: 1.0, Topic.PATTERNS: 0.05, Topic.HEADLINES: 0.5, Topic.LAUNCH: 0.5,
+}
+
+
+def _check_options(topic: Topic, of_model: Sequence[object], of_patterns: Sequence[object]) -> None:
+    """An option that a topic does not take is a mistake, not something to pass over."""
+    from fuseplan.planner.errors import ConfigError
+
+    if topic in _OF_PATTERNS and any(option is not None for option in of_model):
+        raise ConfigError(f"`plan bench {topic}` measures named patterns; a model's options do not go with it")
+    if topic not in _OF_PATTERNS and any(option is not None for option in of_patterns):
+        raise ConfigError(f"`plan bench {topic}` takes no pattern's options; try `plan bench patterns`")
+
+
+def _of_patterns(topic: Topic, session: Session, wanted: Wanted) -> None:
+    from fuseplan.planner import cli_bench_patterns as runs
+
+    {Topic.PATTERNS: runs.patterns, Topic.HEADLINES: runs.headlines, Topic.LAUNCH: runs.launch}[topic](session, wanted)
+
+
+def _left_out(peers: Sequence[str]) -> tuple[str, ...]:
+    """What ``--no-inductor`` and ``--no-max-autotune`` rule out."""
+    from fuseplan.planner.bench import PEERS
+
+    return tuple(name for name in PEERS if name not in peers)
 
 
 def _peers(inductor: bool, max_autotune: bool) -> tuple[str, ...]:
@@ -162,20 +249,29 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
         print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
-    _write(session, name, frames, words, out)
+    write(session, name, frames, words, out)
 
 
-def _write(
-    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None
+def results_folder(session: Session, out: Path | None) -> Path:
+    """Where results go: ``out``, else the device's folder."""
+    from fuseplan.planner.bench_evidence import folder_name
+
+    return (out if out is not None else Path("results") / folder_name(session.device)).expanduser()
+
+
+def write(
+    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
+    tables: dict[str, pd.DataFrame] | None = None,
 ) -> None:
+    """Say ``words``, and publish them with the frames and what the numbers depend on."""
     from fuseplan.planner import bench_evidence as results
 
-    folder = out if out is not None else Path("results") / results.folder_name(session.device)
     facts = results.environment(session, name)
     words = [*results.quietness(facts), *words]
     for line in words:
         typer.echo(line)
-    for path in results.write_results(folder.expanduser(), results.file_name(name), frames, facts, words):
+    folder = results_folder(session, out)
+    for path in results.write_results(folder, results.file_name(name), frames, facts, words, tables):
         typer.echo(f"written: {path}")
 
 
@@ -189,4 +285,4 @@ def _planner(session: Session, out: Path | None) -> None:
         f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"
         for row in frame.to_dict("records")
     ]
-    _write(session, "planner", {"planner": frame}, words, out)
+    write(session, "planner", {"planner": frame}, words, out)

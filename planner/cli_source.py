@@ -118,6 +118,15 @@ def named_graphs(
     return found.label, capture_all(found, workloads_for(found, kind, *workloads), kind)
 
 
+def dtype_name(text: str | None) -> str | None:
+    """A dtype as PyTorch names it; None stays None.
+
+    >>> dtype_name("bf16")
+    'bfloat16'
+    """
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text) if text is not None else None
+
+
 def _pattern(name: str, shape: str | None, dtype: str | None) -> tuple[str, list[tuple[str, DataflowGraph]]]:
     from fuseplan.planner.errors import ShapeError, UnknownPatternError
     from fuseplan.planner.patterns import PATTERNS, pattern_graph
@@ -127,8 +136,7 @@ def _pattern(name: str, shape: str | None, dtype: str | None) -> tuple[str, list
     if shape is None:
         found = PATTERNS[name]
         raise ShapeError(f"--pattern {name} needs --shape ({found.dims}), such as --shape {found.example}")
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    graph = pattern_graph(name, shape, short.get(dtype or "", dtype or "bfloat16"))
+    graph = pattern_graph(name, shape, dtype_name(dtype))
     return f"pattern {name}", [(shape, graph)]
 
 

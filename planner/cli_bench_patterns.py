@@ -1,0 +1,295 @@
+"""``plan bench patterns``, ``headlines`` and ``launch``: named patterns beside every peer, and what a call costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fuseplan.planner.cli_common import console, print_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from fuseplan.planner.bench_cells import Cell
+    from fuseplan.planner.bench_log import RowLog
+    from fuseplan.planner.bench_patterns import PatternBench
+    from fuseplan.planner.bench_tune import CellTuner
+    from fuseplan.planner.session import Session
+
+PatternsOption = Annotated[
+    list[str] | None,
+    typer.Option("--pattern", metavar="NAME", help="patterns, launch: this pattern; repeatable. Default: a set."),
+]
+ShapesOption = Annotated[
+    list[str] | None,
+    typer.Option("--shape", metavar="32x4096", help="patterns, launch: this shape of each --pattern; repeatable."),
+]
+RowsOption = Annotated[
+    str | None, typer.Option("--rows", metavar="1,32", help="patterns: rows to sweep, instead of 1 to 16384.")
+]
+ColsOption = Annotated[
+    str | None, typer.Option("--cols", metavar="4096,8192", help="patterns: widths to sweep, instead of the pattern's.")
+]
+PeersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--peers", metavar="A,B",
+        help="patterns: eager, inductor, inductor-max-autotune, liger, flashinfer, triton-default, "
+        "ninetoothed-default, cpp-default. Default: all that the device has.",
+    ),
+]
+ModesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--modes", metavar="eager,graph,cold",
+        help="patterns: launched from Python, replayed from a CUDA graph, one call after the cache was overwritten. "
+        "Default: all three, on CPUs eager.",
+    ),
+]
+TuneOption = Annotated[
+    bool, typer.Option("--tune/--no-tune", help="patterns, launch: tune what is not stored before measuring it.")
+]
+TrialsOption = Annotated[
+    int, typer.Option("--trials", min=1, help="patterns: configurations tried per group when tuning.")
+]
+TuneSecondsOption = Annotated[
+    float, typer.Option("--tune-seconds", min=0.1, help="patterns: search time per group when tuning.")
+]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--compile-processes", min=0,
+        help="patterns: processes that compile TorchInductor's programs beforehand. Default: the cores, on CPUs none.",
+    ),
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="patterns: keep the cells that the result file has, measure the others.")
+]
+MinutesOption = Annotated[
+    float | None, typer.Option("--minutes", min=0.0, help="patterns: start no new cell after this long; see --resume.")
+]
+
+#: What the headline patterns are said to gain over eager.
+_HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
+    ("pointwise_chain", "1024x1024", "float32"): "claimed 4.71x",
+    ("sin_chain", "10000000", "float32"): "claimed 2.89x",
+    ("swiglu", "32x4096", "bfloat16"): "target 2.5x",
+    ("add_rms_norm", "32x4096", "bfloat16"): "target 2.4x",
+})
+#: Groups whose launch is timed unless patterns are named: one without and one with a reduction, both tiny.
+_LAUNCHES = (("swiglu", "1x4096"), ("add_rms_norm", "1x4096"))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the options ask for.
+
+    Attributes:
+        patterns, shapes: Named ones; none for the default set.
+        rows, cols, peers, modes: Lists as text; None for the defaults.
+        dtype: Of every cell; None for each pattern's own.
+        without: Peers that other options rule out.
+        seconds: Seconds of rounds for each mode of a cell.
+        tune: Tune what is not stored.
+        trials, tune_seconds: What tuning one group may cost.
+        processes: Compiling processes; None for the default.
+        resume: Keep measured cells.
+        minutes: When to stop.
+        out: Folder of the results; None for the device's.
+    """
+
+    patterns: Sequence[str] = ()
+    shapes: Sequence[str] = ()
+    rows: str | None = None
+    cols: str | None = None
+    peers: str | None = None
+    modes: str | None = None
+    dtype: str | None = None
+    without: tuple[str, ...] = ()
+    seconds: float = 0.05
+    tune: bool = True
+    trials: int = 12
+    tune_seconds: float = 6.0
+    processes: int | None = None
+    resume: bool = False
+    minutes: float | None = None
+    out: Path | None = None
+
+
+def patterns(session: Session, wanted: Wanted) -> None:
+    """Measure the cells that the options name, or the default sweeps."""
+    from fuseplan.planner.bench_cells import parse_sizes, sweep_cells
+
+    rows, cols = parse_sizes(wanted.rows, "--rows"), parse_sizes(wanted.cols, "--cols")
+    if wanted.shapes:
+        cells, skipped = _named_cells(wanted), list[str]()
+    else:
+        cells, skipped = sweep_cells(wanted.patterns, rows, cols, wanted.dtype)
+    whole = not (wanted.patterns or wanted.shapes or rows or cols)
+    name = "patterns" if whole else "patterns-" + "-".join(dict.fromkeys(cell.pattern for cell in cells))
+    _measure(session, wanted, cells, name[:80], skipped)
+
+
+def headlines(session: Session, wanted: Wanted) -> None:
+    """The gains over eager that fusers are shown with: ours beside TorchInductor's."""
+    from fuseplan.planner.bench_cells import cell
+    from fuseplan.planner.patterns import PATTERNS
+
+    known = {one: words for one, words in _HEADLINES.items() if one[0] in PATTERNS}
+    missing = [f"there is no pattern {one[0]}" for one in _HEADLINES if one not in known]
+    cells = {cell(*one): words for one, words in known.items()}
+    _measure(session, wanted, list(cells), "headlines", missing, {one.key: words for one, words in cells.items()})
+
+
+def launch(session: Session, wanted: Wanted) -> None:
+    """Host time of one call, and of the look-up at compile."""
+    from fuseplan.planner import bench_launch as bench
+    from fuseplan.planner.bench_cells import cell
+    from fuseplan.planner.cli_bench import write
+
+    named = bool(wanted.patterns)
+    cells = _named_cells(wanted) if named else [cell(name, shape, wanted.dtype) for name, shape in _LAUNCHES]
+    session, tuner = _tuner(session, wanted)
+    calls, lookups = [], []
+    with tuner as tuning, console(stderr=True).status("measuring launches") as status:
+        for one in cells:
+            if tuning is not None:
+                status.update(f"{one.key}: tuning")
+                tuning.tune(one)
+            status.update(f"{one.key}: timing launches")
+            lookups.append(bench.bench_lookup(session, one))
+            calls += bench.bench_launch(session, one, wanted.seconds)
+    frames = {"calls": bench.launch_frame(calls), "lookups": bench.lookup_frame(lookups)}
+    for part, frame in frames.items():
+        print_frame(frame, title=f"launch, {part}: us", spare=("note",))
+    write(session, "launch", frames, bench.launch_verdict(frames["calls"], frames["lookups"]), wanted.out)
+
+
+def _named_cells(wanted: Wanted) -> list[Cell]:
+    from fuseplan.planner.bench_cells import cell
+    from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.patterns import PATTERNS
+
+    if not wanted.patterns:
+        raise ConfigError("--shape needs --pattern: the pattern whose shape it is")
+    if wanted.rows or wanted.cols:
+        raise ConfigError("--shape names sizes one by one; leave out --rows and --cols, or --shape")
+    return [
+        cell(name, shape, wanted.dtype)
+        for name in wanted.patterns
+        for shape in wanted.shapes or [PATTERNS[name].example if name in PATTERNS else ""]
+    ]
+
+
+# -- measuring --------------------------------------------------------------------------------------------
+
+
+def _measure(
+    session: Session, wanted: Wanted, cells: Sequence[Cell], name: str, words: Sequence[str],
+    claims: Mapping[str, str] | None = None,
+) -> None:
+    """Tune and time the cells, writing rows as they come, and publish what there is whatever happens."""
+    from fuseplan.planner.bench_log import RowLog
+    from fuseplan.planner.bench_patterns import PatternBench
+    from fuseplan.planner.cli_bench import results_folder
+    from fuseplan.planner.peers import peer_names
+
+    kind = session.target.device_type
+    peers = peer_names(wanted.peers, kind, wanted.without)
+    bench = PatternBench(session, peers, _modes(wanted.modes, kind), wanted.seconds)
+    log = RowLog(results_folder(session, wanted.out) / f"{name}-cells.csv", wanted.resume)
+    left = [cell for cell in cells if not log.has(cell.key)]
+    said = list(words)
+    try:
+        _fill(session, wanted, bench, left, log, said)
+    finally:  # an interrupted bench keeps what it has measured
+        if not log.frame.empty:
+            _publish(session, wanted, log.frame, name, said, claims)
+
+
+def _fill(
+    session: Session, wanted: Wanted, bench: PatternBench, cells: Sequence[Cell], log: RowLog, said: list[str]
+) -> None:
+    """Measure cells into the log; what else should be said goes to ``said``."""
+    from fuseplan.planner.bench_compile import InductorPool
+    from fuseplan.search.worker import usable_cores
+
+    deadline = time.monotonic() + 60 * wanted.minutes if wanted.minutes is not None else None
+    kind = session.target.device_type
+    processes = wanted.processes if wanted.processes is not None else usable_cores() if kind == "cuda" else 0
+    session, tuner = _tuner(session, wanted)
+    done = 0
+    with (
+        tuner as tuning,
+        InductorPool(kind, bench.peers, processes) as pool,
+        console(stderr=True).status("measuring") as status,
+    ):
+        for pattern, group in groupby(cells, lambda cell: cell.pattern):
+            batch = list(group)
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            if processes:
+                status.update(f"{pattern}: compiling TorchInductor's programs in {processes} processes")
+                said += [f"compiling beforehand failed: {failure}" for failure in pool.compile(batch)]
+            for cell in batch:
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+                where = f"cell {done + 1} of {len(cells)}: {cell.key}"
+                if tuning is not None:
+                    status.update(f"{where}: tuning")
+                    tuning.tune(cell)
+                status.update(f"{where}: measuring")
+                log.add(list(bench.rows(cell)))
+                done += 1
+    if done < len(cells):
+        said.append(f"stopped after {wanted.minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
+
+
+def _tuner(session: Session, wanted: Wanted) -> tuple[Session, AbstractContextManager[CellTuner | None]]:
+    """The session to measure with, and a context of the tuner: None when nothing is to be tuned."""
+    from fuseplan.planner.bench_tune import CellTuner
+    from fuseplan.planner.cli_tune import ready
+    from fuseplan.search.tuner import Budget
+
+    if not wanted.tune:
+        return session, nullcontext()
+    session = ready(session)
+    return session, CellTuner(session, Budget(trials=wanted.trials, seconds=wanted.tune_seconds))
+
+
+def _modes(text: str | None, kind: str) -> tuple[str, ...]:
+    from fuseplan.planner.errors import ConfigError, DeviceError
+
+    known = ("eager", "graph", "cold")
+    if text is None:
+        return known if kind == "cuda" else known[:1]
+    modes = [word.strip().lower() for word in text.split(",") if word.strip()]
+    for mode in modes:
+        if mode not in known:
+            raise ConfigError(f"--modes: there is no mode {mode!r}; known: {', '.join(known)}")
+        if mode != "eager" and kind == "cpu":
+            raise DeviceError(f"--modes {mode} needs a CUDA device; on the CPU there is only eager")
+    if not modes:
+        raise ConfigError(f"--modes is empty; known: {', '.join(known)}")
+    return tuple(mode for mode in known if mode in modes)
+
+
+def _publish(
+    session: Session, wanted: Wanted, frame: pd.DataFrame, name: str, words: Sequence[str],
+    claims: Mapping[str, str] | None,
+) -> None:
+    from fuseplan.planner import bench_verdicts as verdicts
+    from fuseplan.planner.cli_bench import write
+
+    table = verdicts.pattern_table(frame) if claims is None else verdicts.headline_table(frame, claims)
+    print_frame(table, title=f"{name}: median us", spare=("gbps", "mb"))
+    said = [*words, *verdicts.pattern_verdict(frame), *verdicts.notes(frame)]
+    write(session, name, {"cells": frame}, said, wanted.out, {"cells": table})

@@ -12,6 +12,7 @@ from fuseplan.kernels.backend import Config, Target, Tunable
 from fuseplan.kernels.cpp_emitter import simplified_segments
 from fuseplan.kernels.cpp_entry import is_strided, is_tiled
 from fuseplan.kernels.cpp_launch import RunSettings
+from fuseplan.kernels.gathers import gathered_elements
 from fuseplan.kernels.index import is_static
 from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Segment
 from fuseplan.kernels.ops import op_spec
@@ -115,7 +116,11 @@ def ir_bytes(ir: KernelIR) -> int | None:
     """Distinct bytes a call touches, plus its special functions in bytes of traffic; None for dynamic sizes."""
     if ir.symbols:
         return None
-    traffic = sum(buffer.distinct_bytes() for buffer in ir.buffers)
+    gathered = gathered_elements(ir)
+    traffic = sum(
+        gathered[number] * ITEMSIZE[buffer.dtype] if number in gathered else buffer.distinct_bytes()
+        for number, buffer in enumerate(ir.buffers)
+    )
     functions = sum(
         segment.num_rows * segment.cols * _BYTES_PER_SFU
         for segment in ir.segments

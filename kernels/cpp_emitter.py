@@ -229,7 +229,7 @@ class _SegmentWriter:
             instr = self.segment.body[value]
             if isinstance(instr, Load):
                 storage = self._storage(instr.buffer)
-                lines.append(self.values.pointer(f"p{value}", instr.buffer, instr.index, storage))
+                lines.append(self.values.pointer(f"p{value}", instr.buffer, instr.index, storage, instr.gather))
         for number in phase.stores:
             store = self.segment.stores[number]
             lines.append(self.values.pointer(f"q{number}", store.buffer, store.index, self._storage(store.buffer)))

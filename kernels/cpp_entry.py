@@ -22,10 +22,13 @@ def is_tiled(segment: Segment) -> bool:
 
 
 def is_strided(segment: Segment) -> bool:
-    """True when some access steps through memory from column to column (a transposed operand)."""
+    """True when some access steps through memory from column to column (a transposed operand, a gather)."""
     axis = segment.col_axis
-    indices = [instr.index for instr in segment.body if isinstance(instr, Load)]
-    indices += [store.index for store in segment.stores]
+    loads = [instr for instr in segment.body if isinstance(instr, Load)]
+    per_row = segment.per_row()
+    if any(load.gather is not None and not per_row[load.gather.value] for load in loads):
+        return True
+    indices = [load.index for load in loads] + [store.index for store in segment.stores]
     return any(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)
 
 

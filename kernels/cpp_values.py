@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fuseplan.kernels.cpp_text import constant_text, index_text, without_column
+from fuseplan.kernels.cpp_text import constant_text, index_text, size_text, without_column
 from fuseplan.kernels.cpp_types import SCALAR_TYPE, VECTOR_TYPE
 from fuseplan.kernels.index import Index
-from fuseplan.kernels.ir import Apply, Cast, Const, Iota, Load, Round, Segment, Store
+from fuseplan.kernels.ir import Apply, Cast, Const, Gather, Iota, Load, Round, Segment, Store
 from fuseplan.kernels.ops import op_spec
 
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
@@ -42,7 +42,7 @@ class Values:
         if isinstance(instr, Iota):
             return f"({SCALAR_TYPE[kind]})({self.index(instr.index)})"
         if isinstance(instr, Load):
-            loaded = f"get(b{instr.buffer} + ({self.index(instr.index)}))"
+            loaded = f"get(b{instr.buffer} + ({self.index(instr.index)}){self._row_gather(instr.gather)})"
             return loaded if instr.mask is None else f"r{instr.mask} ? {loaded} : {constant_text(kind, instr.other)}"
         if isinstance(instr, Cast):
             return f"{f'r{instr.arg} != 0' if kind == 'bool' else f'({SCALAR_TYPE[kind]})r{instr.arg}'}"
@@ -129,14 +129,27 @@ class Values:
 
     # -- memory ---------------------------------------------------------------------------------------------
 
-    def pointer(self, name: str, buffer: int, index: Index, storage: str) -> str | None:
+    def pointer(
+        self, name: str, buffer: int, index: Index, storage: str, gather: Gather | None = None
+    ) -> str | None:
         """Declaration of the address of column 0 of an index affine in the column; None for the others."""
-        if not index.is_affine_in(self.segment.col_axis):
+        if not index.is_affine_in(self.segment.col_axis) or self._gathers_columns(gather):
             return None
-        return f"{storage}* {name} = b{buffer} + ({self.index(without_column(index, self.segment.col_axis))});"
+        base = f"({self.index(without_column(index, self.segment.col_axis))}){self._row_gather(gather)}"
+        return f"{storage}* {name} = b{buffer} + {base};"
 
-    def address(self, name: str, buffer: int, index: Index) -> tuple[str, str | None]:
+    def _gathers_columns(self, gather: Gather | None) -> bool:
+        return gather is not None and not self.per_row[gather.value]
+
+    def _row_gather(self, gather: Gather | None) -> str:
+        """The summand of an address that a row-level value gives."""
+        return "" if gather is None else f" + r{gather.value} * (i64){size_text(gather.stride, self.names)}"
+
+    def address(self, name: str, buffer: int, index: Index, gather: Gather | None = None) -> tuple[str, str | None]:
         """``(pointer, offsets)``: consecutive columns when ``offsets`` is None, else a function of the lane."""
+        if gather is not None and self._gathers_columns(gather):
+            picked = f"e{gather.value}[i] * (i64){size_text(gather.stride, self.names)}"
+            return f"b{buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
         if not index.is_affine_in(self.segment.col_axis):
             return f"b{buffer}", f"[&](int i) -> i64 {{ return {self.index(index)}; }}"
         step = index.coefficient(self.segment.col_axis)
@@ -145,7 +158,7 @@ class Values:
         return name, f"[&](int i) -> i64 {{ return (j + i) * {index_text(Index(step), str, self.names)}; }}"
 
     def _load(self, value: int, instr: Load, kind: str) -> str:
-        pointer, offsets = self.address(f"p{value}", instr.buffer, instr.index)
+        pointer, offsets = self.address(f"p{value}", instr.buffer, instr.index, instr.gather)
         plain = f"load({pointer}, m)" if offsets is None else f"gather({pointer}, {offsets}, m)"
         if instr.mask is None:
             return plain

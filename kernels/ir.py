@@ -66,14 +66,41 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """The part of an address that is data: ``value`` (an int64 value id) times ``stride``, for ``extent`` such rows."""
+
+    value: int
+    stride: Size
+    extent: Size
+
+    def bind(self, symbols: Mapping[str, int]) -> Gather:
+        return Gather(self.value, evaluate(self.stride, symbols), evaluate(self.extent, symbols))
+
+
+@dataclass(frozen=True)
 class Load:
-    """``buffers[buffer][index]``; where ``mask`` (a bool value id) is false, nothing is read and ``other`` stands."""
+    """``buffers[buffer][index]``; where ``mask`` (a bool value id) is false, nothing is read and ``other`` stands.
+
+    With ``gather`` the element lies ``gather.value * gather.stride`` further. Its mask is never None: it is true only
+    where ``0 <= value < extent``, so that data cannot lead a kernel out of its buffer.
+    """
 
     dtype: RegisterType
     buffer: int
     index: Index
     mask: int | None = None
     other: float = 0.0
+    gather: Gather | None = None
+
+    def bind(self, symbols: Mapping[str, int]) -> Load:
+        """The same with every dynamic size replaced by a number."""
+        gather = None if self.gather is None else self.gather.bind(symbols)
+        return replace(self, index=self.index.bind(symbols), gather=gather)
+
+    def symbols(self) -> set[str]:
+        """Names of the dynamic sizes in its address."""
+        found = self.index.symbols()
+        return found if self.gather is None else found | symbols_of(self.gather.stride, self.gather.extent)
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,14 @@ class Iota:
 
     dtype: RegisterType
     index: Index
+
+    def bind(self, symbols: Mapping[str, int]) -> Iota:
+        """The same with every dynamic size replaced by a number."""
+        return replace(self, index=self.index.bind(symbols))
+
+    def symbols(self) -> set[str]:
+        """Names of the dynamic sizes in its index."""
+        return self.index.symbols()
 
 
 @dataclass(frozen=True)
@@ -139,7 +174,7 @@ def operands(instr: Instr) -> tuple[int, ...]:
     if isinstance(instr, Cast | Round | Reduce):
         return (instr.arg,)
     if isinstance(instr, Load) and instr.mask is not None:
-        return (instr.mask,)
+        return (instr.mask,) if instr.gather is None else (instr.mask, instr.gather.value)
     return ()
 
 
@@ -213,7 +248,7 @@ class KernelIR:
             found |= symbols_of(*segment.rows, segment.cols)
             for instr in segment.body:
                 if isinstance(instr, Load | Iota):
-                    found |= instr.index.symbols()
+                    found |= instr.symbols()
             for store in segment.stores:
                 found |= store.index.symbols()
         return tuple(sorted(found))
@@ -237,10 +272,7 @@ class KernelIR:
 
 
 def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
-    body = tuple(
-        replace(instr, index=instr.index.bind(symbols)) if isinstance(instr, Load | Iota) else instr
-        for instr in segment.body
-    )
+    body = tuple(instr.bind(symbols) if isinstance(instr, Load | Iota) else instr for instr in segment.body)
     stores = tuple(replace(store, index=store.index.bind(symbols)) for store in segment.stores)
     rows = tuple(evaluate(extent, symbols) for extent in segment.rows)
     return Segment(rows, evaluate(segment.cols, symbols), body, stores)
@@ -266,6 +298,8 @@ def _validate_segment(ir: KernelIR, number: int, segment: Segment) -> None:
             raise ValueError(f"{where}: operands must be defined earlier")
         if isinstance(instr, Load) and not 0 <= instr.buffer < len(ir.buffers):
             raise ValueError(f"{where}: no buffer {instr.buffer}")
+        if isinstance(instr, Load) and instr.gather is not None and instr.mask is None:
+            raise ValueError(f"{where}: a gather without a mask could read outside its buffer")
         if isinstance(instr, Apply) and len(instr.args) != op_spec(instr.op).arity:
             raise ValueError(f"{where}: {instr.op} takes {op_spec(instr.op).arity} operands")
         if isinstance(instr, Reduce) and instr.kind not in REDUCTIONS:

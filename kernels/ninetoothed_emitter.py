@@ -126,6 +126,8 @@ class _BlockEmitter(ValueEmitter):
             return view.name
         widen = self.extent[instr.mask] if instr.mask is not None else (False, False)
         address, conditions = self._address(view, instr.index, widen)
+        if instr.gather is not None:
+            address += f" + {self.tensor(instr.gather.value)}.to(tl.int64) * {instr.gather.stride}"
         if instr.mask is not None:
             conditions.append(self.operand(instr.mask))
         other = literal(instr.other, "float32" if instr.dtype.startswith("float") else "int32")

@@ -117,6 +117,8 @@ def _evaluate(
         return reference_apply(instr.op, *(values[arg] for arg in instr.args)).to(register(instr.dtype))
     assert isinstance(instr, Load)
     index = _index_value(instr.index, grids)
+    if instr.gather is not None:
+        index = index + values[instr.gather.value] * evaluate(instr.gather.stride, {})
     if instr.mask is None:
         return flats[instr.buffer][index].to(register(instr.dtype))
     index, mask = torch.broadcast_tensors(index, values[instr.mask])

@@ -141,9 +141,12 @@ class _Folded:
 
     def _simplified(self, instr: Instr) -> Instr:
         if isinstance(instr, Load) and instr.mask is not None:
-            truth = self._truth[instr.mask]
+            truth, mask = self._truth[instr.mask], instr.mask
+            if instr.gather is not None and truth is not False:
+                gather = replace(instr.gather, value=self.value(instr.gather.value))
+                return replace(instr, mask=self.value(mask), gather=gather)
             if truth is None:
-                return replace(instr, mask=self.value(instr.mask))
+                return replace(instr, mask=self.value(mask))
             return replace(instr, mask=None) if truth else Const(instr.dtype, instr.other)
         if isinstance(instr, Apply):
             return replace(instr, args=tuple(self.value(arg) for arg in instr.args))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from fuseplan.kernels.backend import Config
 from fuseplan.kernels.index import Index, divides
-from fuseplan.kernels.ir import Buffer, Load, Segment, Store
+from fuseplan.kernels.ir import Buffer, Gather, Load, Segment, Store
 from fuseplan.kernels.ops import REDUCTIONS
 from fuseplan.kernels.schedule import Phase, schedule
 from fuseplan.kernels.triton_index import Coordinates, size_text
@@ -80,9 +80,13 @@ class SegmentEmitter(ValueEmitter):
         rows = ["in_rows"] if on_rows and self.masks_rows else []
         return [*rows, "in_cols"] if on_cols and self.masks_cols else rows
 
-    def _pointer(self, buffer: int, index: Index, widen: tuple[bool, bool] = (False, False)) -> str:
+    def _pointer(
+        self, buffer: int, index: Index, widen: tuple[bool, bool] = (False, False), gather: Gather | None = None
+    ) -> str:
         """Address of ``index``, broadcast to rows / columns that the index itself does not mention."""
         terms = self.coordinates.terms(index)
+        if gather is not None:
+            terms.append(f"{self.tensor(gather.value)}.to(tl.int64) * {size_text(gather.stride)}")
         on_rows, on_cols = index_extent(self.segment, index)
         if widen[0] and not on_rows:
             terms.append("row * 0")
@@ -97,7 +101,8 @@ class SegmentEmitter(ValueEmitter):
         widen = self.extent[instr.mask]
         conditions = [*self._bounds(on_rows or widen[0], on_cols or widen[1]), self.operand(instr.mask)]
         other = literal(instr.other, "float32" if instr.dtype.startswith("float") else "int32")
-        return f"tl.load({self._pointer(instr.buffer, instr.index, widen)}{_mask(conditions)}, other={other})"
+        pointer = self._pointer(instr.buffer, instr.index, widen, instr.gather)
+        return f"tl.load({pointer}{_mask(conditions)}, other={other})"
 
     def store(self, store: Store, value: str) -> str:
         bounds = self._bounds(*index_extent(self.segment, store.index))

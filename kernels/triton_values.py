@@ -252,8 +252,8 @@ class ValueEmitter(ABC):
         lines: list[str] = []
         for value, instr in enumerate(self.segment.body):
             if isinstance(instr, Load) and self.depths[value] == 0 and value not in self.loaded:
-                if instr.mask is not None:
-                    lines += self.values(_ancestors(self.segment.body, instr.mask))
+                for operand in operands(instr):
+                    lines += self.values(_ancestors(self.segment.body, operand))
                 lines.append(self.early_load(value, instr))
         return lines
 

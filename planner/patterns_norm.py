@@ -80,6 +80,18 @@ def _residual_chain(shape: Shape, dtype: str) -> Built:
     return ops.built(norm_inputs(shape, dtype, branches), hidden, out)
 
 
+def _embedding_rms_norm(shape: Shape, dtype: str) -> Built:
+    """What a model begins with: rows of the embedding table, kept for the residual stream, and the first norm."""
+    tokens, vocabulary, hidden_size = shape
+    ops = Ops()
+    hidden = ops("embedding.default", "table", "ids", to="hidden")
+    specs = {
+        "ids": dense((1, tokens), "int64"), "table": dense((vocabulary, hidden_size), dtype),
+        "weight": dense((hidden_size,), dtype),
+    }
+    return ops.built(specs, hidden, rms_norm(ops, hidden, "weight", dtype, to="out"))
+
+
 def _layer_norm(shape: Shape, dtype: str) -> Built:
     ops = Ops()
     out = ops("layer_norm.default", "x", "weight", "bias", to="out", normalized_shape=shape[-1:], eps=1e-5)
@@ -97,5 +109,9 @@ def norm_patterns() -> dict[str, Pattern]:
             _norm_add_norm_gemma, *OVER_ROWS, "h = residual + rms_norm(x); h and rms_norm(h), both Gemma's"
         ),
         "residual_chain": Pattern(_residual_chain, *OVER_ROWS, "h = the sum of four branches; h and rms_norm(h)"),
+        "embedding_rms_norm": Pattern(
+            _embedding_rms_norm, "tokens x vocabulary x columns", "32x32000x4096", (3,),
+            "h = embedding(ids, table); h and rms_norm(h)",
+        ),
         "layer_norm": Pattern(_layer_norm, *OVER_ROWS, "(x - mean) / sqrt(var + eps) * weight + bias"),
     }

@@ -6,6 +6,7 @@ from fuseplan.planner.errors import ShapeError
 from fuseplan.planner.pattern import OVER_ROWS, Built, Ops, Pattern, Shape, dense
 from fuseplan.planner.patterns_pointwise import soft_capped
 
+_ROUTING = ("tokens x experts", "32x128", (2,))
 _SCORES = ("... x queries x keys", "1x32x128x128", (2, 3, 4))
 
 
@@ -44,6 +45,34 @@ def _sampling_softmax(shape: Shape, dtype: str) -> Built:
     return ops.built(specs, ops("softmax.int", cooled, to="out", dim=-1, dtype="float32"))
 
 
+def _chosen(experts: int) -> int:
+    """Experts for a token: a quarter of them, at most 8 (2 of 8 as in Mixtral, 8 of 128 as in Qwen 3)."""
+    return max(1, min(8, experts // 4))
+
+
+def _moe_softmax(shape: Shape, dtype: str) -> Built:
+    """Mixtral and Qwen: softmax over the experts, and the largest weights made to sum to one. ``topk`` stays a call."""
+    ops = Ops()
+    scores = ops("softmax.int", "logits", dim=-1, dtype="float32")
+    weights, experts = ops.pair("topk.default", scores, k=_chosen(shape[-1]), dim=-1)
+    total = ops("sum.dim_IntList", weights, dim=(-1,), keepdim=True)
+    weights = ops.cast(ops("div.Tensor", weights, total), dtype, to="weights")
+    return ops.built({"logits": dense(shape, dtype)}, weights, experts)
+
+
+def _moe_sigmoid(shape: Shape, dtype: str) -> Built:
+    """DeepSeek V3: experts are chosen by biased sigmoid scores, and weighted by the scores without the bias."""
+    ops = Ops()
+    scores = ops("sigmoid.default", ops.cast("logits", "float32"))
+    biased = ops("add.Tensor", scores, "bias")
+    _, experts = ops.pair("topk.default", biased, k=_chosen(shape[-1]), dim=-1)
+    weights = ops("gather.default", scores, experts, dim=1)
+    total = ops("add.Tensor", ops("sum.dim_IntList", weights, dim=(-1,), keepdim=True), other=1e-20)
+    weights = ops("mul.Tensor", ops("div.Tensor", weights, total), to="weights", other=2.5)
+    specs = {"logits": dense(shape, dtype), "bias": dense(shape[-1:], "float32")}
+    return ops.built(specs, weights, experts)
+
+
 def softmax_patterns() -> dict[str, Pattern]:
     """Rows of the pattern table."""
     return {
@@ -53,5 +82,9 @@ def softmax_patterns() -> dict[str, Pattern]:
         ),
         "sampling_softmax": Pattern(
             _sampling_softmax, "rows x vocabulary", "8x128256", OVER_ROWS[2], "softmax(logits / temperature of the row)"
+        ),
+        "moe_softmax": Pattern(_moe_softmax, *_ROUTING, "top-k of softmax(logits), made to sum to 1"),
+        "moe_sigmoid": Pattern(
+            _moe_sigmoid, *_ROUTING, "sigmoid(logits) at the top-k of sigmoid(logits) + bias, made to sum to 2.5"
         ),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.gathers import gathered_elements
 from fuseplan.kernels.index import Coord, Index, evaluate
 from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Load, Reduce, Segment
 from fuseplan.kernels.ops import op_spec
@@ -26,7 +27,7 @@ def kernel_work(ir: KernelIR) -> Work:
         sizes = _extents(segment)
         passes = _passes(segment)
         for instr in segment.body:
-            if isinstance(instr, Load):
+            if isinstance(instr, Load) and instr.gather is None:
                 elements = _footprint(instr.index, sizes)
                 touched.setdefault(instr.buffer, {})[instr.index] = elements
                 if segment.col_axis in instr.index.axes():
@@ -34,9 +35,11 @@ def kernel_work(ir: KernelIR) -> Work:
         for store in segment.stores:
             touched.setdefault(store.buffer, {})[store.index] = _footprint(store.index, sizes)
         _count_flops(segment, sizes, flops)
+    gathered = gathered_elements(ir)
     dram = sum(
-        ITEMSIZE[ir.buffers[number].dtype] * min(sum(indices.values()), _distinct(ir, number))
-        for number, indices in touched.items()
+        ITEMSIZE[ir.buffers[number].dtype]
+        * min(sum(touched.get(number, {}).values()) + gathered.get(number, 0), _distinct(ir, number))
+        for number in {**touched, **gathered}
     )
     return Work(flops=flops, dram_bytes=float(dram), l2_bytes=repeated, launches=1)
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fuseplan.kernels.index import Index, Size, as_size, flatten, known_less_equal
+from fuseplan.kernels.index import Coord, Index, Size, as_size, flatten, known_less_equal
 from fuseplan.kernels.ir import (
     NARROW,
     Apply,
     Cast,
     Const,
+    Gather,
     Instr,
     Iota,
     Load,
@@ -28,6 +29,8 @@ from fuseplan.planner.views import Position
 
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | {"bfloat16", "float16"}
+#: Stands for the coordinate that data gives, while an address is made.
+_DATA_AXIS = -1
 
 
 class NotLowerable(Exception):
@@ -243,6 +246,37 @@ class Puller:
         for piece in range(1, space.pieces):
             total = self.apply(combine, total, element(column(space, piece)))
         return space.emit(Reduce(self.dtype_of(total), kind, total))
+
+    def lookup(self, node: OpNode, value: str, position: Position, dim: int, at: int) -> int:
+        """``value`` at ``position`` with the value id ``at`` as its coordinate along ``dim``.
+
+        Where ``at`` is no position of ``value`` (ATen raises, or worse), nothing is read and the result is NaN (0 for
+        integers).
+
+        Raises:
+            NotLowerable: The group computes ``value`` itself, or reads it through a view that cuts ``dim`` up.
+        """
+        graph, extent = self._group.graph, self.specs[value].shape[dim]
+        marker = Index(0, ((Coord(_DATA_AXIS, extent), 1),))
+        position = (*position[:dim], marker, *position[dim + 1 :])
+        while (producer := graph.producer(value)) is not None and kind_of(graph.op(producer), graph.specs) == "view":
+            view = graph.op(producer)
+            value, position = VIEW_MAPS[view.op](view, value, position, graph.specs)
+        if producer in self._group.members:
+            raise NotLowerable(f"{node.op} looks up {value}, which the group computes")
+        spec = self.specs[value]
+        index = flatten(position, spec.strides)
+        if not index.is_affine_in(_DATA_AXIS):
+            raise NotLowerable(f"{node.op} looks up {value} through a view that cuts the dimension up")
+        at = self.cast(at, "int64")
+        inside = self.apply("lt", at, self.iota(Index(extent)))
+        inside = self.apply("logical_and", self.apply("ge", at, self.const(0, "int64")), inside)
+        mask = inside if self._mask is None else self.apply("logical_and", self._mask, inside)
+        dtype = register_type(spec.dtype)
+        missing = math.nan if dtype.startswith("float") else 0.0
+        gather = Gather(at, index.coefficient(_DATA_AXIS), extent)
+        rest = index.substitute({_DATA_AXIS: Index(0)})
+        return self._space.emit(Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
 
     def row_position(self, node: OpNode, position: Position) -> Position:
         """Check that ``position`` names one row (mentions no column): a row statistic is asked for once per row."""

@@ -104,6 +104,29 @@ def _repeat_interleave(p: Puller, node: OpNode, position: Position) -> int:
     return p.pull(source, (*position[:dim], position[dim] // repeats, *position[dim + 1 :]))
 
 
+def _embedding(p: Puller, node: OpNode, position: Position) -> int:
+    """Rows of a table. An index outside it, which ATen refuses, gives NaN and reads nothing."""
+    row = p.operand(node, 1, position[:-1])
+    return p.lookup(node, node.inputs[0], (Index(0), position[-1]), 0, row)
+
+
+def _index_select(p: Puller, node: OpNode, position: Position) -> int:
+    dim = normalise_dim(node.attrs["dim"], len(position))
+    return p.lookup(node, node.inputs[0], position, dim, p.pull(node.inputs[1], (position[dim],)))
+
+
+def _gather(p: Puller, node: OpNode, position: Position) -> int:
+    dim = normalise_dim(node.attrs["dim"], len(position))
+    return p.lookup(node, node.inputs[0], position, dim, p.pull(node.inputs[1], position))
+
+
+def _ranks_refuse(node: OpNode, specs: Specs) -> str | None:
+    ranks = [len(specs[value].shape) for value in node.inputs]
+    if node.op == "aten.index_select.default":
+        return None if ranks[0] and ranks[1] == 1 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
+    return None if ranks[0] == ranks[1] != 0 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
+
+
 def rearranging_recipes() -> dict[str, Recipe]:
     """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
@@ -118,6 +141,9 @@ def rearranging_recipes() -> dict[str, Recipe]:
     rows["aten.tril.default"], rows["aten.triu.default"] = _triangle("lower"), _triangle("upper")
     rows["aten.cat.default"] = rows["aten.concat.default"] = Recipe(_cat)
     rows["aten.stack.default"] = Recipe(_stack)
+    rows["aten.embedding.default"] = Recipe(_embedding)
+    rows["aten.index_select.default"] = Recipe(_index_select, refuse=_ranks_refuse)
+    rows["aten.gather.default"] = Recipe(_gather, refuse=_ranks_refuse)
     rows["aten.repeat_interleave.self_int"] = Recipe(_repeat_interleave)
     for name in MAY_COPY:
         rows[name] = Recipe(_copy_reshape)

@@ -18,6 +18,12 @@ from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.pricing import kernel_work
 from fuseplan.planner.recipes import kind_of
+from fuseplan.planner.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
+
+__all__ = [
+    "GroupSubject", "bound_specs", "chain_module", "group_label", "group_nodes", "group_subject",
+    "needs_positive_inputs", "random_tensor", "reference_results",
+]
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,9 @@ class GroupSubject:
     device: str = "cpu"
 
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
-        """Fresh random tensors in the layout the kernel expects: floats N(0, 1), integers 0..7, booleans fair.
-
-        Floats are |N(0, 1)| + 0.1 where the group takes a root or logarithm of something that could be negative.
-        """
+        """Fresh random tensors in the layout the kernel expects (:func:`sample_inputs`)."""
         generator = torch.Generator(device).manual_seed(seed)
-        positive = needs_positive_inputs(self.nodes)
-        return [random_tensor(self.specs[value], generator, positive) for value in self.inputs]
+        return sample_inputs(self.ir, self.nodes, self.inputs, self.specs, generator)
 
     def allocate_outputs(self, device: str) -> list[torch.Tensor]:
         return [
@@ -78,57 +80,6 @@ class GroupSubject:
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "chain"}
-
-
-#: Ops undefined below zero, ops never negative, and ops as non-negative as their operands.
-_ROOTS = frozenset({"rsqrt", "sqrt", "log", "log2", "log1p", "pow"})
-_NEVER_NEGATIVE = frozenset({"abs", "square", "exp", "exp2", "sigmoid", "softmax", "_softmax", "relu", "arange"})
-_KEEP_SIGN = frozenset({
-    "add", "mul", "div", "mean", "sum", "amax", "amin", "maximum", "to", "_to_copy", "clone", "view", "reshape",
-    "transpose", "slice", "unsqueeze", "expand", "cat", "contiguous", "clamp", "clamp_min", "sqrt", "rsqrt",
-})
-
-
-def needs_positive_inputs(nodes: Iterable[OpNode]) -> bool:
-    """True when a root or logarithm in the chain may see a negative number if the inputs may be negative."""
-    never_negative: set[str] = set()
-    for node in nodes:
-        name = node.op.split(".")[1]
-        operands_safe = all(value in never_negative for value in node.inputs)
-        exponent = node.attrs.get("exponent")
-        if name == "pow" and isinstance(exponent, int | float) and exponent == int(exponent):
-            if exponent % 2 == 0 or operands_safe:
-                never_negative.update(node.outputs)
-            continue
-        if name in _ROOTS and not operands_safe:
-            return True
-        if name in _NEVER_NEGATIVE or (name in _KEEP_SIGN and operands_safe and _adds_nothing_negative(node)):
-            never_negative.update(node.outputs)
-    return False
-
-
-def _adds_nothing_negative(node: OpNode) -> bool:
-    other = node.attrs.get("other", 0)
-    return not isinstance(other, int | float) or other >= 0
-
-
-def random_tensor(
-    spec: TensorSpec, generator: torch.Generator, positive: bool = False
-) -> torch.Tensor:
-    """A random tensor with exactly this layout, on the generator's device (elements at one address are equal)."""
-    device = generator.device
-    span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))
-    dtype = torch_dtype(spec.dtype)
-    if 0 in spec.shape:
-        span = 0
-    if dtype.is_floating_point:
-        noise = torch.randn(span, generator=generator, dtype=torch.float32, device=device)
-        flat = (noise.abs() + 0.1 if positive else noise).to(dtype)
-    elif dtype == torch.bool:
-        flat = torch.rand(span, generator=generator, device=device) < 0.5
-    else:
-        flat = torch.randint(0, 8, (span,), generator=generator, device=device).to(dtype)
-    return flat.as_strided(spec.shape, spec.strides)
 
 
 def _widened(node: OpNode) -> OpNode:

@@ -14,6 +14,7 @@ from fuseplan.kernels.ir import (
     Buffer,
     Cast,
     Const,
+    Gather,
     Instr,
     Iota,
     KernelIR,
@@ -48,6 +49,16 @@ class Body:
         buffer = self.buffers[number]
         index = flatten(coords, buffer.strides)
         return self._add(Load(register_type(buffer.dtype), number, index, mask, other))
+
+    def gather(self, name: str, coords: Sequence[Index], at: int, dim: int, other: float) -> int:
+        """The element whose coordinate along ``dim`` is the value ``at``; ``other`` where there is none."""
+        number = self._number(name)
+        buffer = self.buffers[number]
+        inside = self("logical_and", self("ge", at, self.const(0, "int64")),
+                      self("lt", at, self.const(buffer.shape[dim], "int64")))
+        gather = Gather(at, buffer.strides[dim], buffer.shape[dim])
+        index = flatten(coords, buffer.strides)
+        return self._add(Load(register_type(buffer.dtype), number, index, inside, other, gather))
 
     def const(self, value: float | int | bool, dtype: str = "float32") -> int:
         return self._add(Const(dtype, value))  # type: ignore[arg-type]
@@ -441,6 +452,35 @@ def dequantised(rows: int, cols: int) -> Sample:
     return Sample("dequantised", _kernel(buffers, b))
 
 
+def embedded(tokens: int, vocabulary: int, cols: int, dtype: str = "float32") -> Sample:
+    """Rows of a table by int64 indices, some of them outside it (nothing is read: NaN), and the RMSNorm of each row."""
+    buffers = [contiguous("ids", "int64", (tokens,)), contiguous("table", dtype, (vocabulary, cols)),
+               contiguous("h", dtype, (tokens, cols), True), contiguous("y", dtype, (tokens, cols), True)]
+    b = Body(buffers, (tokens,), cols)
+    r, c = b.at
+    h = b.gather("table", (Index(0), c), b.load("ids", (r,)), 0, math.nan)
+    b.store("h", (r, c), h)
+    b.store("y", (r, c), b("mul", h, _inverse_rms(b, h)))
+
+    def indices(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        valid = torch.arange(tokens) * 5 % vocabulary
+        outside = torch.tensor([-1, vocabulary, 2**40, -(2**40)]).repeat(tokens)[:tokens]
+        return torch.where(torch.arange(tokens) % 2 == 1, outside, valid) if name == "ids" else tensor
+
+    return Sample("embedded", _kernel(buffers, b), overrides=indices)
+
+
+def picked(rows: int, cols: int, width: int, dtype: str = "float32") -> Sample:
+    """``gather`` along the last dimension: an index for each element, then a sum over what was picked."""
+    buffers = [contiguous("x", dtype, (rows, width)), contiguous("at", "int64", (rows, cols)),
+               contiguous("y", dtype, (rows, cols), True)]
+    b = Body(buffers, (rows,), cols)
+    r, c = b.at
+    x = b.gather("x", (r, Index(0)), b.load("at", (r, c)), 1, 0.0)
+    b.store("y", (r, c), b("div", x, b("add", b.reduce("sum", b("abs", x)), b.const(1.0, b.instrs[x].dtype))))
+    return Sample("picked", _kernel(buffers, b), overrides=lambda name, t: t.abs() % (width + 2) if name == "at" else t)
+
+
 def early_store(rows: int, cols: int, dtype: str = "float32") -> Sample:
     """A stored value that the reduction needs anyway, and one that it does not."""
     buffers = [contiguous("x", dtype, (rows, cols)), contiguous("double", dtype, (rows, cols), True),
@@ -485,6 +525,7 @@ def static_samples() -> list[Sample]:
         pointwise_chain(2, 19, "float64"), row_statistics(4, 33), row_statistics(3, 1, "bfloat16"),
         row_statistics(2, 40, "float64"), split_view(6, 10), repeat_heads(2, 2, 3, 24), cat_rows(2, 3, 37),
         data_mask(3, 45), position_mask(4, 29), early_store(3, 70), early_store(2, 48, "bfloat16"),
+        embedded(5, 11, 127), embedded(1, 3, 64, "bfloat16"), picked(3, 8, 19), picked(2, 37, 5, "bfloat16"),
         quantised(3, 127), quantised(2, 64, "bfloat16"), dequantised(3, 72), dequantised(2, 37),
     ]
     return [*samples, rms_norm(1, 1), softmax(5, 3), swiglu(0, 16), layer_norm(0, 9)]

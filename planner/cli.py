@@ -11,7 +11,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from fuseplan.planner import cli_bench, cli_db, cli_device, cli_explain, cli_report, cli_tune
+from fuseplan.planner import cli_bench, cli_db, cli_device, cli_explain, cli_patterns, cli_report, cli_tune
 
 INTERRUPTED = "interrupted; finished work is stored, run the same command to go on"
 
@@ -29,6 +29,7 @@ app.command("explain", short_help="Say why each boundary is where it is.")(cli_e
 app.command("bench", short_help="Measure the plan beside eager and TorchInductor.")(cli_bench.bench)
 app.command("report", short_help="Show what is stored: tables or an HTML page.")(cli_report.report)
 app.command("probe", short_help="Measure this device for the cost model.")(cli_device.probe)
+app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(cli_patterns.patterns)
 app.command("backends", short_help="Say which kernel back ends work here, and why not.")(cli_device.backends)
 app.add_typer(cli_db.app, name="db", short_help="List, show, export, import, verify and prune records.")
 

@@ -42,7 +42,8 @@ ModuleOption = Annotated[
     ),
 ]
 PatternOption = Annotated[
-    str | None, typer.Option("--pattern", metavar="NAME", help="A named pattern such as swiglu, with --shape.")
+    str | None,
+    typer.Option("--pattern", metavar="NAME", help="A pattern such as swiglu, with --shape; see `plan patterns`."),
 ]
 ShapeOption = Annotated[
     str | None, typer.Option("--shape", metavar="32x4096", help="Shape of the pattern's activations.")

@@ -56,6 +56,7 @@ class UnknownPatternError(_UnknownNameError):
     """No named pattern of that name."""
 
     kind = "pattern"
+    advice = "plan patterns lists them all"
 
 
 class UnknownOpError(_UnknownNameError):

@@ -85,17 +85,21 @@ def sweep_cells(
 
     Raises:
         UnknownPatternError: A name is no pattern.
-        ShapeError: No size fits a named pattern.
+        ShapeError: No size fits a named pattern, or none fits any.
     """
     notes: list[str] = []
     cells: list[Cell] = []
+    last: ShapeError | None = None
     for name, sweep in _named(names, notes):
         fitting, problem = _fitting(name, sweep, rows or ROWS, cols or sweep.cols, dtype)
         if names and not fitting and problem is not None:
             raise problem
         if problem is not None:
+            last = problem
             notes.append(f"some sizes of {name} are left out: {problem}")
         cells += fitting
+    if not cells and last is not None:
+        raise last
     return cells, notes
 
 

@@ -14,8 +14,13 @@ from fuseplan.planner.errors import ConfigError
 
 
 def pattern_frame(rows: Iterable[PatternRow]) -> pd.DataFrame:
-    """One row per measurement."""
-    return pd.DataFrame([asdict(row) for row in rows], columns=list(PatternRow.__dataclass_fields__))
+    """One row per measurement; numbers that are missing are NaN."""
+    frame = pd.DataFrame([asdict(row) for row in rows], columns=list(PatternRow.__dataclass_fields__))
+    return frame.astype(dict.fromkeys(_columns("float | None"), "float64"))
+
+
+def _columns(kind: str) -> list[str]:
+    return [name for name, one in PatternRow.__dataclass_fields__.items() if one.type == kind]
 
 
 class RowLog:
@@ -69,5 +74,7 @@ def _read(path: Path) -> pd.DataFrame:
     wanted = list(PatternRow.__dataclass_fields__)
     if list(frame.columns) != wanted:
         raise ConfigError(f"--resume: {path} has other columns than this version writes; leave --resume out")
-    texts = [name for name, one in PatternRow.__dataclass_fields__.items() if one.type == "str"]
-    return frame.assign(**{name: frame[name].fillna("").astype(str) for name in texts})
+    return frame.assign(
+        **{name: frame[name].fillna("").astype(str) for name in _columns("str")},
+        **{name: frame[name].astype("float64") for name in _columns("float | None")},
+    )

@@ -211,7 +211,10 @@ def _measure(
     try:
         _fill(session, wanted, bench, left, log, said)
     finally:  # an interrupted bench keeps what it has measured
-        if not log.frame.empty:
+        if log.frame.empty:
+            for line in said:
+                typer.echo(line)
+        else:
             _publish(session, wanted, log.frame, name, said, claims)
 
 

@@ -1,0 +1,242 @@
+"""Launch costs, tuning cell by cell, and the three topics on the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import report_samples as samples
+import torch
+
+from fuseplan.costmodel.device import current_identity
+from fuseplan.planner import bench_launch as launch
+from fuseplan.planner import cli
+from fuseplan.planner.bench import EAGER, OURS
+from fuseplan.planner.bench_cells import cell
+from fuseplan.planner.bench_launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
+from fuseplan.planner.bench_patterns import PatternBench
+from fuseplan.planner.bench_tune import CellTuner
+from fuseplan.planner.errors import PlanError
+from fuseplan.planner.session import Session, open_session
+from fuseplan.search.database import Database
+from fuseplan.search.tuner import Budget
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    """A database that knows this machine's CPU, so that no command has to probe it."""
+    path = tmp_path / "tuning.db"
+    identity = current_identity("cpu")
+    with Database(path) as database:
+        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    return path
+
+
+@pytest.fixture
+def session(db: Path) -> Session:
+    return open_session("cpu", db)
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], db: Path, tmp_path: Path) -> Run:
+    def run(*argv: str, out: str = "out") -> tuple[int, str, str]:
+        capsys.readouterr()
+        common = ["--device", "cpu", "--db", str(db), "--out", str(tmp_path / out), "--seconds", "0.01"]
+        status = cli.run(["bench", *argv, *common])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+# -- launches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["swiglu", "add_rms_norm"])
+def test_every_kind_of_call_is_timed_and_none_asks_the_database(session: Session, pattern: str) -> None:
+    rows = {(row.what, row.outputs): row for row in launch.bench_launch(session, cell(pattern, "1x127", "float32"), 0)}
+    assert rows.keys() == {
+        (GROUP, "allocated"), (GROUP, "given"), (PLAN, "allocated"), (ADD, "allocated"), (ADD, "given")
+    }
+    for row in rows.values():
+        assert row.host_us is not None and row.p20_us is not None and row.p80_us is not None
+        assert 0 < row.p20_us <= row.host_us <= row.p80_us
+        assert row.statements == 0 and not row.note
+
+
+def test_statements_during_calls_are_counted(session: Session) -> None:
+    def look_up() -> None:
+        session.planner().look_up("0" * 64)
+
+    quiet, loud = ("quiet", ""), ("loud", "")
+    samples_of, statements = launch._host_times({quiet: lambda: None, loud: look_up}, 0.0, "cpu")
+    assert statements[quiet] == 0
+    assert statements[loud] >= len(samples_of[loud]) * launch._CALLS
+
+
+def test_a_launcher_that_fails_leaves_a_reason(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(launch, "fused", fail)
+    rows = {(row.what, row.outputs): row for row in launch.bench_launch(session, cell("swiglu", "1x8", "float32"), 0)}
+    assert rows[PLAN, "allocated"].host_us is None
+    assert rows[PLAN, "allocated"].note == "RuntimeError: no such device"
+    assert rows[GROUP, "allocated"].host_us is not None
+
+
+def test_a_plan_without_a_group_has_no_launch(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_case = launch.plan_case
+    monkeypatch.setattr(launch, "plan_case", lambda *args: (replace(plan_case(*args)[0], groups=()), None))
+    with pytest.raises(PlanError, match="swiglu 1x8 float32 fuses nothing"):
+        launch.bench_launch(session, cell("swiglu", "1x8", "float32"), 0)
+
+
+def test_the_launch_verdict_answers_the_bar() -> None:
+    calls = launch.launch_frame([
+        LaunchRow("s", GROUP, "allocated", 3.5, 3.0, 4.0, 0), LaunchRow("s", ADD, "given", 5.0, 5.0, 5.0, 2),
+        LaunchRow("t", GROUP, "allocated", 4.5, 4.0, 5.0, 0), LaunchRow("t", PLAN, "allocated", note="broken"),
+    ])
+    lookups = launch.lookup_frame([LookupRow("s", 2, 120.0, 300.0)])
+    lines = launch.launch_verdict(calls, lookups)
+    assert lines == [
+        "s: host time of a call: fused group (allocated outputs) 3.50 us, aten add (given outputs) 5.00 us; "
+        "a fused group is under 4 us",
+        "s: 2 database statements in all these calls",
+        "t: host time of a call: fused group (allocated outputs) 4.50 us; a fused group is over 4 us",
+        "t: 0 database statements in all these calls",
+        "s: look-up at compile 120 us a region in the database, 300 us with finding and hashing it",
+        "whole plan (allocated outputs), t: broken",
+    ]
+
+
+# -- tuning -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_is_tuned_once_and_found_by_the_bench(session: Session) -> None:
+    one = cell("swiglu", "3x33", "float32")
+    with CellTuner(session, Budget(trials=1, seconds=0.1)) as tuner:
+        assert tuner._tuner is None
+        assert tuner.tune(one)
+        assert not tuner.tune(one)
+    with CellTuner(session, Budget(trials=1, seconds=0.1)) as again:
+        assert not again.tune(one)
+        assert again._tuner is None  # nothing was missing, so no process was started
+    (ours,) = [row for row in PatternBench(session, (), ("eager",), 0.0).rows(one) if row.contestant == OURS]
+    assert "not tuned" not in ours.note and ours.median_us is not None
+    assert launch.bench_lookup(session, one).regions == 1
+
+
+# -- the command line -------------------------------------------------------------------------------------------
+
+_QUICK = ("--no-tune", "--peers", "eager,cpp-default")
+
+
+def test_patterns_are_measured_and_published(plan: Run, tmp_path: Path) -> None:
+    sizes = ("--rows", "1,3", "--cols", "17", "--dtype", "fp32")
+    status, out, err = plan("patterns", "--pattern", "swiglu", *sizes, *_QUICK)
+    assert status == 0, err
+    frame = pd.read_csv(tmp_path / "out" / "patterns-swiglu-cells.csv")
+    assert frame["contestant"].tolist() == [OURS, EAGER, "cpp default"] * 2
+    assert frame["workload"].unique().tolist() == ["1x17", "3x17"] and frame["median_us"].notna().all()
+    text = (tmp_path / "out" / "patterns-swiglu-cells.md").read_text()
+    assert "eager, swiglu: " in text and "| best_peer | vs_best |" in text
+    assert "1 regions by the cost model, not tuned" in out
+    facts = json.loads((tmp_path / "out" / "patterns-swiglu-cells.json").read_text())
+    assert facts["versions"]["torch"] == torch.__version__
+
+
+def test_an_interrupted_bench_keeps_its_cells_and_goes_on(
+    plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = PatternBench.rows
+    seen: list[str] = []
+
+    def interrupted(self: PatternBench, one: Any) -> Any:
+        seen.append(one.size)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return rows(self, one)
+
+    monkeypatch.setattr(PatternBench, "rows", interrupted)
+    argv = ("patterns", "--pattern", "swiglu", "--rows", "1,3,5", "--cols", "17", *_QUICK)
+    status, _, err = plan(*argv)
+    assert status == 130 and "interrupted" in err
+    path = tmp_path / "out" / "patterns-swiglu-cells.csv"
+    assert pd.read_csv(path)["workload"].unique().tolist() == ["1x17"]
+    assert (path.with_suffix(".md")).exists()
+    assert plan(*argv, "--resume")[0] == 0
+    assert seen == ["1x17", "3x17", "3x17", "5x17"]
+    assert pd.read_csv(path)["workload"].unique().tolist() == ["1x17", "3x17", "5x17"]
+
+
+def test_no_cell_is_started_after_the_time_is_up(plan: Run) -> None:
+    status, out, _ = plan("patterns", "--pattern", "swiglu", "--rows", "1", "--cols", "17", "--minutes", "0", *_QUICK)
+    assert status == 0 and "with 1 cells left; --resume goes on" in out
+
+
+def test_headlines_stand_beside_what_was_claimed(
+    plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fuseplan.planner import cli_bench_patterns
+
+    small = {("swiglu", "3x17", "float32"): "target 2.5x", ("no_such", "3", "float32"): "claimed 9x"}
+    monkeypatch.setattr(cli_bench_patterns, "_HEADLINES", small)
+    status, out, err = plan("headlines", "--no-tune", "--no-inductor")
+    assert status == 0, err
+    assert "target 2.5x" in out and "there is no pattern no_such" in out
+    assert pd.read_csv(tmp_path / "out" / "headlines-cells.csv")["contestant"].tolist() == [OURS, EAGER, "cpp default"]
+
+
+def test_launch_on_the_command_line(plan: Run, tmp_path: Path) -> None:
+    status, out, err = plan("launch", "--no-tune", "--pattern", "swiglu", "--shape", "1x17", "--dtype", "fp32")
+    assert status == 0, err
+    assert "swiglu 1x17 float32: host time of a call: fused group (allocated outputs)" in out
+    assert pd.read_csv(tmp_path / "out" / "launch-calls.csv")["statements"].tolist() == [0] * 5
+    assert pd.read_csv(tmp_path / "out" / "launch-lookups.csv")["regions"].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["patterns", "--pattern", "swiglou"], ["unknown pattern 'swiglou'", "swiglu"]),
+        (["patterns", "--pattern", "swiglu", "--rows", "0"], ["--rows '0'", "1,8,32"]),
+        (["patterns", "--pattern", "swiglu", "--cols", "x"], ["--cols 'x'"]),
+        (["patterns", "--shape", "3x8"], ["--shape needs --pattern"]),
+        (["patterns", "--pattern", "swiglu", "--shape", "3x8", "--rows", "1"], ["leave out --rows"]),
+        (["patterns", "--pattern", "swiglu", "--shape", "3x8x1x1"], ["swiglu", "32x4096"]),
+        (["patterns", "--peers", "ligr"], ["no peer 'ligr'", "liger"]),
+        (["patterns", "--modes", "warm"], ["no mode 'warm'", "eager, graph, cold"]),
+        (["patterns", "--modes", "cold"], ["cold needs a CUDA device"]),
+        (["patterns", "--modes", ","], ["--modes is empty"]),
+        (["patterns", "--dtype", "int3"], ["int3", "bfloat16"]),
+        (["patterns", "--model", "llama"], ["named patterns"]),
+        (["model", "--rows", "1"], ["plan bench patterns"]),
+    ],
+)
+def test_mistakes_are_one_line(plan: Run, argv: list[str], words: list[str]) -> None:
+    status, _, err = plan(*argv, "--no-tune")
+    assert status == 2, err
+    lines = err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("plan: error: ")
+    for word in words:
+        assert word in err, (word, err)
+
+
+def test_the_bench_imports_no_peer_before_it_is_asked_for() -> None:
+    import subprocess
+
+    code = (
+        "import sys, fuseplan.planner.peers, fuseplan.planner.peers_liger, fuseplan.planner.peers_flashinfer; "
+        "print([name for name in ('liger_kernel', 'flashinfer', 'torch._inductor.compile_fx') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

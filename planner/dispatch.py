@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner.cuda_graphs import graphed
 from fuseplan.planner.executor import executable
 from fuseplan.planner.fallback import RefusedError, failure_reason
 from fuseplan.planner.normalise import normalise
@@ -88,22 +89,36 @@ def compile_graph(
     if _may_alias(example_inputs) and any(mutates(op) for op in normalised.graph):
         raise RefusedError("inputs share memory and the graph writes in place")
     traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes)
-    session = _open(_device_type(example_inputs), options)
+    device_type = _device_type(example_inputs)
+    session = _open(device_type, options)
     try:
         resolved = resolve(session, traced.graph, options.on_miss, tally)
     finally:
         session.database.close()
-    return executable(traced, resolved.groups, session.target, tally, options.numerics, options.debug)
+    call = executable(traced, resolved.groups, session.target, tally, options.numerics, options.debug)
+    if options.cuda_graphs:
+        stationary = normalised.written | _stationary(gm, example_inputs)
+        return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
+    return call
 
 
 def _open(device_type: str, options: DispatchOptions) -> Session:
-    settings = PlanSettings(numerics=options.numerics, regime=options.regime)
+    settings = PlanSettings(numerics=options.numerics, regime=options.regime_on(device_type))
     if options.on_miss == "tune":
         try:
             return open_session(device_type, options.db, settings)
         except DatabaseError as error:
             logger.warning("plans tuned now cannot be stored (%s); the stored ones are used", error)
     return open_session(device_type, options.db, settings, mode="read")
+
+
+def _stationary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:
+    """Positions of parameters, buffers and tensors marked with ``torch._dynamo.mark_static_address``."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {
+        position for position, (node, item) in enumerate(zip(placeholders, example_inputs, strict=True))
+        if isinstance(item, torch.nn.Parameter) or (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
+    }
 
 
 def _compile_id() -> str:

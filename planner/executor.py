@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fuseplan.kernels.backend import Target, config_key
+from fuseplan.kernels.gpu_direct import launcher_problem
 from fuseplan.planner.fallback import (
     BuiltGroup,
     FirstCall,
@@ -63,6 +64,8 @@ def executable(
     With ``debug`` the first call also logs how far the kernel is from the ATen ops.
     """
     built = _build_all(traced, plans, target, tally, numerics)
+    if built and target.device_type == "cuda" and (problem := launcher_problem()) is not None:
+        tally.note(f"kernels go through Triton's launcher: {problem}")
     module, placed = _place(traced, built, tally)
     forward: Callable[..., Any] = module.forward
     namespace: dict[str, Any] = module.forward.__globals__

@@ -38,6 +38,7 @@ class Normalised:
         opaque: Callables of ops that are no ATen call (higher-order ops), by op name in the graph: they take the
             op's inputs as tensors and return a list of tensors.
         results: What the module returns, leaf by leaf: ``Ref(i)`` for ``graph.outputs[i]``, a size, or a constant.
+        written: Positions among the module's arguments of tensors whose memory the graph writes to.
     """
 
     graph: DataflowGraph
@@ -47,6 +48,7 @@ class Normalised:
     constants: Mapping[str, torch.Tensor]
     opaque: Mapping[str, Callable[..., list[torch.Tensor]]]
     results: tuple[Any, ...]
+    written: frozenset[int] = frozenset()
 
 
 def normalise(module: fx.GraphModule) -> Normalised:
@@ -294,7 +296,16 @@ class _Builder:
             order_edges(ops, self.accesses),
         )
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
-        return Normalised(graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results)
+        return Normalised(
+            graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results, self._written()
+        )
+
+    def _written(self) -> frozenset[int]:
+        storages = {storage for access in self.accesses.values() for storage in access.written}
+        return frozenset(
+            position for name, position in self.placeholders.items()
+            if self.storages.of(TracedTensor(name, self.nodes[name].meta["val"])) in storages
+        )
 
 
 def _is_random(target: torch._ops.OpOverload, attrs: Mapping[str, Any]) -> bool:

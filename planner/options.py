@@ -25,16 +25,33 @@ class DispatchOptions:
             configurations (the fewest launches, where the device was never probed), ``"unfused"`` leaves it as it
             is, ``"tune"`` tunes it now and stores the plan.
         numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
-        regime: Which tuned plans to use: ``"eager"`` launches, or ``"graph"`` when the caller captures the model in
-            a CUDA graph.
+        regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph
+            (by this option or the caller). None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.
+        cuda_graphs: Replay each compiled graph as a CUDA graph, recorded in the second call with the same sizes (and
+            the same addresses of parameters and of what the graph writes, such as a static KV cache). What cannot be
+            recorded runs as usual, counted in ``stats().notes``; so it does on a CPU, where there are no CUDA graphs.
+        cuda_graphs_copy_outputs: Return results in memory of their own (the default). False returns the memory that
+            the next call overwrites, which saves a copy of each result.
         debug: Log every plan, and compare each kernel with its ATen ops in its first call.
     """
 
     db: str | None = None
     on_miss: OnMiss = "model"
     numerics: Numerics = "fp32"
-    regime: Regime = "eager"
+    regime: Regime | None = None
+    cuda_graphs: bool = False
+    cuda_graphs_copy_outputs: bool = True
     debug: bool = False
+
+    def regime_on(self, device_type: str) -> Regime:
+        """The regime whose plans a graph on this kind of device uses.
+
+        >>> DispatchOptions(cuda_graphs=True).regime_on("cuda"), DispatchOptions(cuda_graphs=True).regime_on("cpu")
+        ('graph', 'eager')
+        """
+        if self.regime is not None:
+            return self.regime
+        return "graph" if self.cuda_graphs and device_type == "cuda" else "eager"
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> DispatchOptions:
@@ -58,8 +75,9 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
     if given.get("db") is not None:
         given["db"] = str(given["db"])
-    if not isinstance(given.get("debug", False), bool):
-        raise ConfigError(f"option 'debug' cannot be {given['debug']!r}; it is True or False")
+    for name in ("debug", "cuda_graphs", "cuda_graphs_copy_outputs"):
+        if not isinstance(given.get(name, False), bool):
+            raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
     return DispatchOptions(**given)
 
 

@@ -35,7 +35,9 @@ class CompileStats:
         misses: Regions that the database did not know.
         bucketed: Regions answered by the plan of a neighbouring size of the token dimension.
         lookup_s: Seconds spent planning, look-ups included.
+        recordings: CUDA graphs recorded.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
+        notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
     """
 
     compile_id: str = ""
@@ -48,7 +50,9 @@ class CompileStats:
     misses: int = 0
     bucketed: int = 0
     lookup_s: float = 0.0
+    recordings: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def groups_fused(self) -> int:
@@ -63,17 +67,20 @@ class Stats(CompileStats):
     compiles: tuple[CompileStats, ...] = ()
 
     def __str__(self) -> str:
-        """Three lines for people."""
+        """A few lines for people."""
         lines = [
             f"{len(self.compiles)} graphs, {self.regions} regions: {self.groups_fused} groups fused "
             f"({self.from_database} from the database, {self.from_tuned} tuned now, {self.from_model} by the model)",
             f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
         ]
         lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
+        if self.recordings:
+            lines.append(f"{self.recordings} CUDA graphs recorded")
+        lines += [f"note: {count} x {reason}" for reason, count in sorted(self.notes.items())]
         return "\n".join(lines)
 
 
-_COUNTED = tuple(f.name for f in fields(CompileStats) if f.name not in ("compile_id", "fallbacks"))
+_COUNTED = tuple(f.name for f in fields(CompileStats) if f.name not in ("compile_id", "fallbacks", "notes"))
 
 
 class Tally:
@@ -83,6 +90,7 @@ class Tally:
         self.compile_id = compile_id
         self._counts: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
+        self._notes: Counter[str] = Counter()
         self._seconds = 0.0
         self._lock = threading.Lock()
 
@@ -108,6 +116,11 @@ class Tally:
         with self._lock:
             self._fallbacks[reason] += 1
 
+    def note(self, reason: str) -> None:
+        """Something that was asked for is not done; the kernels run all the same."""
+        with self._lock:
+            self._notes[reason] += 1
+
     def spent(self, seconds: float) -> None:
         """Add planning time."""
         with self._lock:
@@ -121,6 +134,7 @@ class Tally:
                 compile_id=self.compile_id,
                 lookup_s=self._seconds,
                 fallbacks=MappingProxyType(dict(self._fallbacks)),
+                notes=MappingProxyType(dict(self._notes)),
                 **counts,
             )
 
@@ -147,10 +161,18 @@ def stats() -> Stats:
 def total(compiles: tuple[CompileStats, ...]) -> Stats:
     """Sums over compilations."""
     fallbacks: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
     for one in compiles:
         fallbacks.update(one.fallbacks)
+        notes.update(one.notes)
     sums = {name: sum(getattr(one, name) for one in compiles) for name in _COUNTED}
-    return Stats(compile_id="all", fallbacks=MappingProxyType(dict(fallbacks)), compiles=compiles, **sums)
+    return Stats(
+        compile_id="all",
+        fallbacks=MappingProxyType(dict(fallbacks)),
+        notes=MappingProxyType(dict(notes)),
+        compiles=compiles,
+        **sums,
+    )
 
 
 def reset_stats() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,13 +15,19 @@ import torch
 import torch.nn.functional as F
 from reference_backend import ReferenceBackend, use
 
+from fuseplan.kernels.backend import Target
+from fuseplan.kernels.cpp_backend import CppBackend
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.patterns import PATTERNS, parse_shape, pattern, pattern_graph
+from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.regions import find_regions
 from fuseplan.planner.scheduler import FusionConfig, FusionScheduler
-from fuseplan.planner.subject import random_tensor
+from fuseplan.planner.subject import group_subject, random_tensor
+from fuseplan.search.verify import make_oracle, verify
 
 Tensor = torch.Tensor
+REASON = CppBackend().unavailable()
+CPU = Target("cpu", "native", 2)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -175,15 +185,14 @@ def assert_quantised(actual: Tensor, expected: Tensor) -> None:
     assert float((apart > 0).double().mean()) < 0.01
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_pattern_computes_its_formula_in_one_kernel(
-    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = ReferenceBackend()
     use(monkeypatch, kernels)
     shape, formula = FORMULAS[name]
-    graph, specs = pattern(name, shape, dtype)
+    graph, specs = pattern(name, shape, "bfloat16")
     generator = torch.Generator().manual_seed(0)
     inputs = {value: random_tensor(spec, generator) for value, spec in specs.items()}
     config = FusionConfig(min_nodes_for_fusion=1)
@@ -202,6 +211,38 @@ def test_a_pattern_computes_its_formula_in_one_kernel(
         assert error <= eager_error * 1.05 + 1e-7
         assert result[value].dtype == eager[value].dtype and result[value].stride() == eager[value].stride()
     assert len(kernels.calls) == KERNELS.get(name, 1)
+
+
+@pytest.fixture(scope="module")
+def cpp(tmp_path_factory: pytest.TempPathFactory) -> CppBackend:
+    return CppBackend(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_cpp_kernels_of_a_pattern_are_right(name: str, cpp: CppBackend) -> None:
+    """Each region as one kernel, judged as the search judges it: guard zones, poisoned outputs, eager's error."""
+    graph = pattern_graph(name, FORMULAS[name][0], "float32")
+    for region in find_regions(graph):
+        ops = [op for op in region.ops if kind_of(graph.op(op), graph.specs) == "compute"]
+        subject = group_subject(graph, ops, region.key)
+        assert cpp.refuse(subject.ir, CPU) is None
+        kernel = cpp.load(subject.ir, cpp.default_config(subject.ir, CPU), CPU)
+        verdict = verify(kernel, subject, make_oracle(subject, 0, "cpu"), "cpu")
+        assert verdict.ok, verdict.reason
+
+
+def test_the_triton_kernels_of_every_pattern_are_right_under_the_interpreter(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "check_patterns_gpu.py"
+    command = [sys.executable, "-W", "ignore", str(script), "--interpret", str(tmp_path)]
+    command += ["--backend", "triton", "--dtype", "bfloat16"]
+    result = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = json.loads(result.stdout.splitlines()[-1])
+    assert len(rows) >= len(PATTERNS) - 1
+    assert {kernel: error for kernel, error in rows.items() if not (isinstance(error, float) and error <= 1.0)} == {}
 
 
 @pytest.mark.parametrize("name", PATTERNS)

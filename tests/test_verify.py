@@ -12,7 +12,8 @@ from search_fakes import FakeKernel, FakeSubject, muladd_ir
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import CompiledKernel, Resources
-from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.index import Index
+from fuseplan.kernels.ir import Apply, Buffer, Cast, KernelIR, Load, Segment, Store
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.verify import errors, make_oracle, verify
 
@@ -85,10 +86,11 @@ class Custom:
     label: str = "custom"
     work: Work = field(default_factory=Work)
     hot_inputs: tuple[bool, ...] = (True,)
+    kernel: KernelIR = field(default_factory=lambda: muladd_ir(1, 1))
 
     @property
     def ir(self) -> KernelIR:
-        return muladd_ir(1, 1)
+        return self.kernel
 
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
         return [self.source]
@@ -166,6 +168,45 @@ def test_integers_and_booleans_are_exact(dtype: torch.dtype) -> None:
     assert "11.11%" in check(subject, lambda x, out: out.copy_(torch.where(x == 4, 1, x % 2)))
     missing = check(subject, lambda x, out: out[:-1].copy_(x[:-1] % 2))
     assert "never written" in missing or "elements differ" in missing
+
+
+def rounding_ir(count: int) -> KernelIR:
+    """int8 numbers rounded from floats."""
+    column = Index.coord(0, count)
+    buffers = (Buffer("x", "float32", (count,), (1,)), Buffer("y", "int8", (count,), (1,), True))
+    body = (Load("float32", 0, column), Apply("float32", "round", (0,)), Cast("int32", 1))
+    return KernelIR(buffers, (Segment((), count, body, (Store(1, column, 2),)),))
+
+
+@pytest.mark.parametrize(("numel", "ties"), [(9, 2), (4097, 4)])
+def test_a_few_ties_of_quantised_integers_may_fall_to_either_side(numel: int, ties: int) -> None:
+    source = torch.randn(numel) * 30
+    subject = Custom(
+        lambda x: x.round().to(torch.int8), source, torch.empty(numel, dtype=torch.int8), kernel=rounding_ir(numel)
+    )
+
+    def off(count: int, by: int) -> Callable[..., None]:
+        def body(x: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(x.round().to(torch.int8))
+            out[:count] += by
+
+        return body
+
+    assert check(subject, off(0, 0)) == check(subject, off(ties, 1)) == check(subject, off(1, -1)) == ""
+    assert "elements differ" in check(subject, off(ties + 1, 1))
+    assert "elements differ" in check(subject, off(1, 2))
+    assert "elements differ" in check(replace(subject, kernel=muladd_ir(1, 1)), off(1, 1))
+
+
+def test_float8_is_judged_by_its_own_rounding() -> None:
+    source = torch.cat([torch.randn(4096) * 100, torch.tensor([0.0])])
+    number = source.clamp(-448, 448)
+    out = torch.empty(4097, dtype=torch.float8_e4m3fn)
+    subject = Custom(lambda x: x.clamp(-448, 448).to(torch.float8_e4m3fn), source, out)
+    assert check(subject, lambda x, out: out.copy_(number)) == ""
+    assert check(subject, lambda x, out: out.copy_(number * 1.001)) == ""  # some ties fall to the other side
+    assert "error" in check(subject, lambda x, out: out.copy_((number * 1.3).clamp(-448, 448)))
+    assert "never written" in check(subject, lambda x, out: out[1:].copy_(number[1:]))
 
 
 def test_gaps_between_strided_elements_are_watched() -> None:

@@ -73,6 +73,8 @@ def compile_cell(cell: Cell, device_type: str, max_autotune: bool, lock: str) ->
     traced, specs = trace_cell(cell, device_type)
     with torch.no_grad():
         inductor_callable(traced.module, make_inputs(traced, specs, device_type), max_autotune)
+    if device_type == "cuda":
+        torch.cuda.empty_cache()  # the process stays, its memory is needed elsewhere
 
 
 def _take_turns(lock: str) -> None:

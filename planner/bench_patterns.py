@@ -82,8 +82,21 @@ class PatternBench:
     _timers: dict[str, Timer] = field(default_factory=dict)
     _hopeless: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def rows(self, cell: Cell) -> Iterator[PatternRow]:
+    def rows(self, cell: Cell) -> list[PatternRow]:
         """Rows of one cell in every mode; a contestant that fails gets rows that say why."""
+        try:
+            return list(self._rows(cell))
+        except Exception as error:  # such as a device without the memory: the other cells fit
+            note = failure(error)
+            return [
+                PatternRow(cell.size, cell.pattern, OURS, mode, note=note, key=cell.key, dtype=cell.dtype)
+                for mode in self.modes
+            ]
+        finally:
+            if self.session.target.device_type == "cuda":
+                torch.cuda.empty_cache()  # the next cell's tuning happens in another process
+
+    def _rows(self, cell: Cell) -> Iterator[PatternRow]:
         device = self.session.target.device_type
         traced, specs = trace_cell(cell, device)
         with torch.no_grad():

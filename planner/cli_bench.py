@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fuseplan.planner.cli_bench_patterns import (
+from fuseplan.planner.cli_bench_options import (
     ColsOption,
     MinutesOption,
     ModesOption,
@@ -121,9 +121,9 @@ def bench(
 ) -> None:
     """Measure our plan beside its peers, on the same inputs in one run.
 
-    A model is tuned first: what is not stored is planned by the cost model, and said so. On CUDA everything is timed
-    both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An interrupted bench
-    keeps what it has measured.
+    Tune a model first: what is not stored is planned by the cost model, and said so. Patterns are tuned here. On CUDA
+    everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
+    interrupted bench keeps what it has measured.
     """
     from fuseplan.planner.cli_source import dtype_name
     from fuseplan.planner.plan import PlanSettings

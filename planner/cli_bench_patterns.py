@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from fuseplan.planner.cli_bench_options import Wanted
 from fuseplan.planner.cli_common import console, print_frame
 
 if TYPE_CHECKING:
@@ -24,59 +23,6 @@ if TYPE_CHECKING:
     from fuseplan.planner.bench_tune import CellTuner
     from fuseplan.planner.session import Session
 
-PatternsOption = Annotated[
-    list[str] | None,
-    typer.Option("--pattern", metavar="NAME", help="patterns, launch: this pattern; repeatable. Default: a set."),
-]
-ShapesOption = Annotated[
-    list[str] | None,
-    typer.Option("--shape", metavar="32x4096", help="patterns, launch: this shape of each --pattern; repeatable."),
-]
-RowsOption = Annotated[
-    str | None, typer.Option("--rows", metavar="1,32", help="patterns: rows to sweep, instead of 1 to 16384.")
-]
-ColsOption = Annotated[
-    str | None, typer.Option("--cols", metavar="4096,8192", help="patterns: widths to sweep, instead of the pattern's.")
-]
-PeersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--peers", metavar="A,B",
-        help="patterns: eager, inductor, inductor-max-autotune, liger, flashinfer, triton-default, "
-        "ninetoothed-default, cpp-default. Default: all that the device has.",
-    ),
-]
-ModesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--modes", metavar="eager,graph,cold",
-        help="patterns: launched from Python, replayed from a CUDA graph, one call after the cache was overwritten. "
-        "Default: all three, on CPUs eager.",
-    ),
-]
-TuneOption = Annotated[
-    bool, typer.Option("--tune/--no-tune", help="patterns, launch: tune what is not stored before measuring it.")
-]
-TrialsOption = Annotated[
-    int, typer.Option("--trials", min=1, help="patterns: configurations tried per group when tuning.")
-]
-TuneSecondsOption = Annotated[
-    float, typer.Option("--tune-seconds", min=0.1, help="patterns: search time per group when tuning.")
-]
-ProcessesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--compile-processes", min=0,
-        help="patterns: processes that compile TorchInductor's programs beforehand. Default: the cores, on CPUs none.",
-    ),
-]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="patterns: keep the cells that the result file has, measure the others.")
-]
-MinutesOption = Annotated[
-    float | None, typer.Option("--minutes", min=0.0, help="patterns: start no new cell after this long; see --resume.")
-]
-
 #: What the headline patterns are said to gain over eager.
 _HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
     ("pointwise_chain", "1024x1024", "float32"): "claimed 4.71x",
@@ -86,42 +32,6 @@ _HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
 })
 #: Groups whose launch is timed unless patterns are named: one without and one with a reduction, both tiny.
 _LAUNCHES = (("swiglu", "1x4096"), ("add_rms_norm", "1x4096"))
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the options ask for.
-
-    Attributes:
-        patterns, shapes: Named ones; none for the default set.
-        rows, cols, peers, modes: Lists as text; None for the defaults.
-        dtype: Of every cell; None for each pattern's own.
-        without: Peers that other options rule out.
-        seconds: Seconds of rounds for each mode of a cell.
-        tune: Tune what is not stored.
-        trials, tune_seconds: What tuning one group may cost.
-        processes: Compiling processes; None for the default.
-        resume: Keep measured cells.
-        minutes: When to stop.
-        out: Folder of the results; None for the device's.
-    """
-
-    patterns: Sequence[str] = ()
-    shapes: Sequence[str] = ()
-    rows: str | None = None
-    cols: str | None = None
-    peers: str | None = None
-    modes: str | None = None
-    dtype: str | None = None
-    without: tuple[str, ...] = ()
-    seconds: float = 0.05
-    tune: bool = True
-    trials: int = 12
-    tune_seconds: float = 6.0
-    processes: int | None = None
-    resume: bool = False
-    minutes: float | None = None
-    out: Path | None = None
 
 
 def patterns(session: Session, wanted: Wanted) -> None:
@@ -163,7 +73,7 @@ def launch(session: Session, wanted: Wanted) -> None:
         for one in cells:
             if tuning is not None:
                 status.update(f"{one.key}: tuning")
-                tuning.tune(one)
+                _tune(tuning, one, [])
             status.update(f"{one.key}: timing launches")
             lookups.append(bench.bench_lookup(session, one))
             calls += bench.bench_launch(session, one, wanted.seconds)
@@ -248,9 +158,9 @@ def _fill(
                 where = f"cell {done + 1} of {len(cells)}: {cell.key}"
                 if tuning is not None:
                     status.update(f"{where}: tuning")
-                    tuning.tune(cell)
+                    _tune(tuning, cell, said)
                 status.update(f"{where}: measuring")
-                log.add(list(bench.rows(cell)))
+                log.add(bench.rows(cell))
                 done += 1
     if done < len(cells):
         said.append(f"stopped after {wanted.minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
@@ -266,6 +176,19 @@ def _tuner(session: Session, wanted: Wanted) -> tuple[Session, AbstractContextMa
         return session, nullcontext()
     session = ready(session)
     return session, CellTuner(session, Budget(trials=wanted.trials, seconds=wanted.tune_seconds))
+
+
+def _tune(tuning: CellTuner, cell: Cell, said: list[str]) -> None:
+    """Tune a cell; one that cannot be is measured as the cost model plans it."""
+    from fuseplan.planner.bench import failure
+    from fuseplan.planner.errors import CompilerMissingError
+
+    try:
+        tuning.tune(cell)
+    except CompilerMissingError:
+        raise
+    except Exception as error:
+        said.append(f"{cell.key} could not be tuned: {failure(error)}")
 
 
 def _modes(text: str | None, kind: str) -> tuple[str, ...]:

@@ -200,7 +200,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 def test_everyone_gets_a_row_and_only_who_is_right_a_time(session: Session, rivals: dict[str, Any]) -> None:
     names = (EAGER, "joined", "wrong", "short", "broken", "absent", "elsewhere")
-    found = list(PatternBench(session, names, ("eager",), 0.0).rows(cell("swiglu", "3x127", "float32")))
+    found = PatternBench(session, names, ("eager",), 0.0).rows(cell("swiglu", "3x127", "float32"))
     rows = {row.contestant: row for row in found}
     assert len(found) == len(rows) == 8
     for name in (OURS, EAGER, "joined"):
@@ -228,8 +228,20 @@ def test_who_fails_slowly_is_not_asked_again(
             rows = {row.contestant: row for row in bench.rows(cell("swiglu", shape, "float32"))}
             assert rows["broken"].note == "RuntimeError: no compiler"
         assert rivals["broken"] == 1  # once with every failure slow, and remembered after
-    list(PatternBench(session, ("broken",), ("eager",), 0.0).rows(cell("swiglu", "3x8", "float32")))
+    PatternBench(session, ("broken",), ("eager",), 0.0).rows(cell("swiglu", "3x8", "float32"))
     assert rivals["broken"] == 2
+
+
+def test_a_cell_that_cannot_be_made_leaves_the_others_in_the_bench(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("64 GiB are too many")
+
+    monkeypatch.setattr(bench_patterns, "make_inputs", fail)
+    (only,) = PatternBench(session, (EAGER,), ("eager",), 0.0).rows(cell("swiglu", "3x8", "float32"))
+    assert (only.contestant, only.median_us, only.note) == (OURS, None, "MemoryError: 64 GiB are too many")
+    assert only.key == "swiglu 3x8 float32"
 
 
 def test_a_copy_moves_as_many_bytes() -> None:

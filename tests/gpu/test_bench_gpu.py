@@ -1,4 +1,4 @@
-"""The bench on a GPU: groups and whole models, launched from Python and replayed from a CUDA graph."""
+"""The bench on a GPU: groups, whole models and patterns, launched from Python, in a CUDA graph, and cold."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import report_samples as samples
 import torch
 
 from fuseplan.costmodel.device import Latency, current_identity
-from fuseplan.planner import bench_groups, bench_model
-from fuseplan.planner.bench import EAGER, INDUCTOR, OURS
+from fuseplan.planner import bench_groups, bench_launch, bench_model
+from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
+from fuseplan.planner.bench_cells import cell
+from fuseplan.planner.bench_compile import InductorPool
+from fuseplan.planner.bench_patterns import COPY, PatternBench
 from fuseplan.planner.build import build_model
 from fuseplan.planner.models import find_source
 from fuseplan.planner.patterns import pattern_graph
+from fuseplan.planner.peers import FLASHINFER, LIGER, peer_names
 from fuseplan.planner.session import Session, open_session
 from fuseplan.planner.workload import decode
 from fuseplan.search.database import Database
@@ -65,3 +69,46 @@ def test_decode_in_both_modes(session: Session, tmp_path: Path) -> None:
     for row in rows:
         assert row.median_us is not None, row
         assert row.error is not None and row.error < 1e-2
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("swiglu", "3x4096"), ("geglu_tanh", "3x4096"), ("add_rms_norm", "3x4096"), ("rms_norm", "3x4096"),
+        ("layer_norm", "3x4096"), ("rope", "1x8x5x128"), ("sampling_softmax", "3x4096"),
+    ],
+)
+def test_every_peer_of_a_pattern_is_right_in_every_mode(session: Session, name: str, shape: str) -> None:
+    modes = ("eager", "graph", "cold")
+    peers = peer_names(None, "cuda", without=(MAX_AUTOTUNE,))
+    rows = PatternBench(session, peers, modes, 0.0).rows(cell(name, shape, "bfloat16"))
+    assert {(row.contestant, row.mode) for row in rows} == {(who, mode) for who in (OURS, *peers) for mode in modes}
+    for row in rows:
+        # A library may lack the op or not be installed; whoever answers must be right.
+        absent = row.contestant in (LIGER, FLASHINFER, "ninetoothed default") and row.median_us is None
+        assert absent or row.median_us is not None, row
+        assert not row.note.startswith("another result"), row
+        assert absent or (row.error is not None and row.error < 2e-2), row
+
+
+def test_large_cells_are_held_against_a_copy(session: Session) -> None:
+    rows = PatternBench(session, (EAGER,), ("cold",), 0.0).rows(cell("swiglu", "4096x14336", "bfloat16"))
+    times = {row.contestant: row.median_us for row in rows}
+    assert times.keys() == {OURS, EAGER, COPY}
+    assert times[COPY] is not None and times[COPY] > 0
+
+
+def test_inductor_is_compiled_beforehand(session: Session) -> None:
+    one = cell("swiglu", "5x96", "bfloat16")
+    with InductorPool("cuda", (INDUCTOR, MAX_AUTOTUNE), 2) as pool:
+        assert pool.compile([one]) == []
+    rows = PatternBench(session, (MAX_AUTOTUNE,), ("graph",), 0.0).rows(one)
+    assert {row.contestant: row.median_us is not None for row in rows} == {OURS: True, MAX_AUTOTUNE: True}
+
+
+def test_launches_are_timed(session: Session) -> None:
+    rows = bench_launch.bench_launch(session, cell("add_rms_norm", "1x4096", "bfloat16"), 0.0)
+    found = {(row.what, row.outputs): row for row in rows}
+    assert (bench_launch.TRITON, "given") in found
+    for row in rows:
+        assert row.host_us is not None and row.statements == 0, row

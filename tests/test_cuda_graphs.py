@@ -273,10 +273,12 @@ def test_decoding_with_a_static_cache(db: Path, recorder: FakeRecorder) -> None:
 def test_parameters_that_are_replaced_are_used(db: Path, recorder: FakeRecorder) -> None:
     layer = torch.nn.Linear(4, 4)
     fast = compiled(torch.nn.Sequential(layer, torch.nn.SiLU()), db, cuda_graphs=True)
+    alive = []
     for _ in range(3):
         for _ in range(3):
             x = torch.randn(2, 4)
             torch.testing.assert_close(fast(x), torch.nn.functional.silu(layer(x)), rtol=1e-5, atol=1e-6)
+        alive.append(layer.weight.data)  # its address is not given to the next one
         layer.weight.data = torch.randn(4, 4)
     layer.weight.add_(1.0)
     torch.testing.assert_close(fast(x), torch.nn.functional.silu(layer(x)), rtol=1e-5, atol=1e-6)

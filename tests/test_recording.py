@@ -12,7 +12,6 @@ from fuseplan.planner.recordable import Roles
 from fuseplan.planner.recording import NotRecordable, Results, StaticInputs
 
 
-
 def odd(tensor: torch.Tensor) -> torch.Tensor:
     """The same values one element behind a multiple of 16 bytes."""
     room = torch.zeros(tensor.numel() + 8, dtype=tensor.dtype)

@@ -8,9 +8,9 @@ which is how the planner tells a legal group from an illegal one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from fuseplan.kernels.index import Index, Size, flatten
 from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
@@ -245,9 +245,8 @@ def _memory_order(spec: TensorSpec) -> list[int]:
 
 
 def _equal_pieces(boundaries: set[int], cols: Size) -> int:
-    """Number of equal column pieces that the cat boundaries cut a row into (1: not equal, or too many)."""
+    """Number of equal column pieces that have every cat boundary between two of them (1 when that takes too many)."""
     if not boundaries or not isinstance(cols, int):
         return 1
-    edges = [0, *sorted(boundaries), cols]
-    widths = {b - a for a, b in pairwise(edges)}
-    return len(edges) - 1 if len(widths) == 1 and len(edges) - 1 <= MAX_PIECES else 1
+    pieces = cols // math.gcd(cols, *boundaries)
+    return pieces if pieces <= MAX_PIECES else 1

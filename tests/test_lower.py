@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseplan.kernels.index import symbol
-from fuseplan.kernels.ir import Load, Reduce, validate
+from fuseplan.kernels.ir import Load, Reduce, Round, validate
 from fuseplan.kernels.reference import run_reference
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lower import Lowered, NotLowerable, lower
@@ -96,6 +96,47 @@ def test_rope_of_q_and_k_together_needs_no_mask() -> None:
     for segment in lowered.ir.segments:
         assert segment.cols == 8  # both halves of a head side by side
         assert all(instr.mask is None for instr in segment.body if isinstance(instr, Load))
+
+
+def test_rope_of_half_a_head_is_cut_into_quarters() -> None:
+    b = Builder(q=torch.randn(2, 5, 3, 16), cos=torch.randn(2, 1, 5, 8), sin=torch.randn(2, 1, 5, 8))
+    head = b("aten.transpose.int", "q", dim0=1, dim1=2)
+    turned = rope(b, b("aten.slice.Tensor", head, dim=3, start=0, end=8), "cos", "sin")
+    out = b("aten.cat.default", turned, b("aten.slice.Tensor", head, dim=3, start=8, end=16), dim=-1)
+    (segment,) = check(b, out).ir.segments
+    assert segment.cols == 4 and len(segment.stores) == 4
+    assert all(instr.mask is None for instr in segment.body if isinstance(instr, Load))
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448.0), ("int8", 127.0)])
+def test_a_quantised_value_is_rounded_where_the_group_uses_it(dtype: str, largest: float) -> None:
+    b = Builder(x=torch.randn(3, 33) * 9)
+    scale = b("aten.div.Tensor", b("aten.amax.default", b("aten.abs.default", "x"), dim=(-1,), keepdim=True),
+              other=largest)
+    number = b("aten.round.default", b("aten.div.Tensor", "x", scale)) if dtype == "int8" else b(
+        "aten.div.Tensor", "x", scale)
+    narrow = b("aten.to.dtype", b("aten.clamp.default", number, min=-largest, max=largest), dtype=dtype)
+    back = b("aten.mul.Tensor", b("aten.to.dtype", narrow, dtype="float32"), scale)
+    lowered = check(b, b("aten.sub.Tensor", "x", back))
+    rounds = [instr.to for instr in lowered.ir.segments[0].body if isinstance(instr, Round)]
+    assert rounds == [dtype]
+    (stored,) = lower(b.graph(narrow), compute_ops(b.graph(narrow))).ir.segments
+    assert not any(isinstance(instr, Round) for instr in stored.body)  # the store rounds
+
+
+@pytest.mark.parametrize(
+    ("saturates", "clamped", "nan"), [(False, False, True), (False, True, False), (True, False, False)]
+)
+def test_float8_overflows_as_this_pytorch_does(
+    saturates: bool, clamped: bool, nan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fuseplan.planner.recipes_convert.float8_saturates", lambda: saturates)
+    b = Builder(x=torch.tensor([463.0, 465.0, -1e4]))
+    source = b("aten.clamp.default", "x", min=-448.0, max=448.0) if clamped else "x"
+    graph = b.graph(b("aten.to.dtype", source, dtype="float8_e4m3fn"))
+    lowered = lower(graph, compute_ops(graph))
+    (result,) = run_reference(lowered.ir, b.values(lowered.inputs))
+    assert result.isnan().tolist() == [False, nan, nan]
 
 
 def test_norm_of_heads_then_rope() -> None:

@@ -10,7 +10,10 @@ import dataclasses
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +32,10 @@ _CAPTURE_CODE = (
 )  # fmt: skip
 
 
+#: Cores for each capturing process: a second one is busy with what it imports.
+_CORES_EACH = 2
+
+
 def default_folder() -> Path:
     """The user's cache folder for captured graphs."""
     return platformdirs.user_cache_path("fuseplan") / "captures"
@@ -45,12 +52,37 @@ def cached_capture(source: ModelSource, workload: Workload, device_type: str, fo
     """
     if source.kind == "module":
         return capture(source, workload, device_type)
-    path = (folder or default_folder()) / f"{capture_key(source, workload, device_type)}.json"
+    path = _path(source, workload, device_type, folder)
     found = _read(path, workload)
     if found is None:
         found = capture(source, workload, device_type)
         _write(path, found)
     return found
+
+
+def capture_beside(
+    source: ModelSource, workloads: Sequence[Workload], device_type: str, cores: int, folder: Path | None = None
+) -> None:
+    """Capture what is not on disk yet, each workload in a process of its own where there are cores for them.
+
+    A process that fails leaves its workload to :func:`cached_capture`, which then says why.
+    """
+    missing = [one for one in workloads if not _path(source, one, device_type, folder).exists()]
+    workers = min(len(missing), cores // _CORES_EACH)
+    if source.kind == "module" or workers < 2:
+        return
+    # Fresh processes: a fork of one that has touched a GPU cannot use it.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        wait([pool.submit(_capture_to_disk, source, one, device_type, folder) for one in missing])
+
+
+def _capture_to_disk(source: ModelSource, workload: Workload, device_type: str, folder: Path | None) -> None:
+    torch.set_num_threads(1)
+    cached_capture(source, workload, device_type, folder)
+
+
+def _path(source: ModelSource, workload: Workload, device_type: str, folder: Path | None) -> Path:
+    return (folder or default_folder()) / f"{capture_key(source, workload, device_type)}.json"
 
 
 def capture_key(source: ModelSource, workload: Workload, device_type: str) -> str:

@@ -145,11 +145,13 @@ def capture_all(
     source: ModelSource, workloads: tuple[Workload, ...], kind: str
 ) -> list[tuple[str, DataflowGraph]]:
     """Name and graph of each workload; a model that breaks into several graphs gets numbered names."""
-    from fuseplan.planner.capture_cache import cached_capture
+    from fuseplan.planner.capture_cache import cached_capture, capture_beside
     from fuseplan.planner.cli_common import console
+    from fuseplan.search.worker import usable_cores
 
     found = []
-    with console(stderr=True).status("capturing") as status:
+    with console(stderr=True).status(f"capturing {source.label}") as status:
+        capture_beside(source, workloads, kind, usable_cores())
         for workload in workloads:
             status.update(f"capturing {source.label}, {workload.label}")
             graphs = cached_capture(source, workload, kind).graphs

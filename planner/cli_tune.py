@@ -45,7 +45,10 @@ def tune(
     dtype: DtypeOption = None,
     layers: LayersOption = None,
     numerics: NumericsOption = Numerics.FP32,
-    trials: Annotated[int, typer.Option(min=1, help="Configurations tried per group, over all back ends.")] = 12,
+    trials: Annotated[
+        int | None,
+        typer.Option(min=1, help="Configurations tried per group, over all back ends. Default: 12 on CPUs, 8 on CUDA."),
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Search time per group, in seconds.")] = 6.0,
     seed: Annotated[int, typer.Option(help="Seed of the search and of the inputs.")] = 0,
     regime: RegimeOption = Regime.EAGER,
@@ -67,7 +70,7 @@ def tune(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
     )
     session = ready(open_session(kind, db, settings))
-    result = run(session, name, graphs, Budget(trials=trials, seconds=seconds), seed)
+    result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed)
     say(result, name)
 
 

@@ -13,7 +13,7 @@ from fuseplan.planner.candidates import CandidateLimits, enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.measured import MeasuredRegion
-from fuseplan.planner.partition import RegionProblem, predicted_partition, region_problem
+from fuseplan.planner.partition import Prices, RegionProblem, guided_partition, predicted_partition, region_problem
 from fuseplan.planner.plan_record import PlanWriter, region_label
 from fuseplan.planner.prices import GroupBook, MeasuredPrices, ModelPrices
 from fuseplan.planner.regions import find_regions, unique_regions
@@ -144,7 +144,13 @@ class Planner:
         """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
         if self.tuner is None or self.target.device_type == "cpu":
             return None
-        return Scout(self._problem, self._model_prices, self._book, self.tuner)
+        return Scout(self._problem, self._model_prices, self._book, self._rehearse, self.tuner)
+
+    def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
+        guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
+
+    def _limit(self, problem: RegionProblem) -> int:
+        return len(problem.ops) + self.settings.measured_on(self.target.device_type)
 
     def plan_graph(self, graph: DataflowGraph, scout: Scout | None = None) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
@@ -204,7 +210,7 @@ class Planner:
         began = time.monotonic()
         settings = self.settings
         prices = MeasuredPrices(book, self.spec, settings.regime, self.backends, self.target, tuner, self.learner)
-        limit = len(problem.ops) + settings.measured_on(self.target.device_type)
+        limit = self._limit(problem)
         decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
         self.learner.update()
         return self._writer(graph, region, prices).record(

@@ -163,7 +163,7 @@ def _plans_on_miss(
     keys = {region.key for region in regions}
     try:
         if on_miss == "tune":
-            with session.tuner(Budget()) as tuner:
+            with session.tuner(Budget.on(session.target.device_type)) as tuner:
                 planned = session.planner(tuner).plan_graph(graph)
         else:
             planned = session.planner().plan_graph(graph)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.partition import RegionProblem, predicted_partition
+from fuseplan.planner.partition import Choice, GuidedResult, Prices, RegionProblem, predicted_partition
 from fuseplan.planner.prices import GroupBook, ModelPrices
 from fuseplan.search.tuner import Tuner
 
@@ -22,6 +22,8 @@ class Scout:
         make_problem: Enumerates the candidates of a region.
         make_prices: Prices over a book (only the nominal ones are asked for).
         make_book: A new book for a graph.
+        search: The guided loop over a problem, at given prices: rehearsed with predictions, it shows which groups
+            will be measured.
         tuner: Where kernels are compiled ahead.
     """
 
@@ -30,11 +32,13 @@ class Scout:
         make_problem: Callable[[DataflowGraph, Region, GroupBook], RegionProblem],
         make_prices: Callable[[GroupBook], ModelPrices],
         make_book: Callable[[DataflowGraph], GroupBook],
+        search: Callable[[RegionProblem, Prices], object],
         tuner: Tuner,
     ) -> None:
         self._make_problem = make_problem
         self._make_prices = make_prices
         self._make_book = make_book
+        self._search = search
         self._tuner = tuner
         self._books: dict[int, GroupBook] = {}
         self._problems: dict[str, Future[RegionProblem]] = {}
@@ -73,5 +77,27 @@ class Scout:
         prices = self._make_prices(book)
         cover = predicted_partition(problem, prices.nominal_s)
         if not self._stop.is_set():
-            self._tuner.prefetch(book.subject(priced.choice.group) for priced in cover.chosen if priced.choice.fused)
+            self._tuner.prefetch(book.subject(choice.group) for choice in _fused(cover))
+            rehearsal = _Rehearsal(prices)
+            self._search(problem, rehearsal)
+            self._tuner.prefetch_default(book.subject(choice.group) for choice in rehearsal.asked)
         return problem
+
+
+class _Rehearsal:
+    """Takes predictions for measurements."""
+
+    def __init__(self, prices: ModelPrices) -> None:
+        self._prices = prices
+        self.asked: list[Choice] = []
+
+    def bound_s(self, choice: Choice) -> float:
+        return self._prices.bound_s(choice)
+
+    def measure_s(self, choices: Sequence[Choice]) -> list[float]:
+        self.asked += [choice for choice in choices if choice.fused]
+        return [self._prices.predict_s(choice) for choice in choices]
+
+
+def _fused(result: GuidedResult) -> list[Choice]:
+    return [priced.choice for priced in result.chosen if priced.choice.fused]

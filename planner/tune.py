@@ -83,7 +83,7 @@ def tune(
     plans: list[WorkloadPlan] = []
     learner = Learner(session.spec)
     with ExitStack() as stack:
-        tuner = stack.enter_context(session.tuner(budget if budget is not None else Budget(), seed, on_trial))
+        tuner = stack.enter_context(session.tuner(budget or Budget.on(session.target.device_type), seed, on_trial))
         listed = list(graphs)
         scout = session.planner(tuner).scout()
         if scout is not None:

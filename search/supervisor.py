@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import pickle
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -230,10 +231,13 @@ def _die_with_parent() -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(handle: int, threads: int, background: int) -> None:
+def main(handle: int, threads: int, background: int, preload: Sequence[str]) -> None:
     """Serve the parent behind the socket ``handle``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     import fuseplan.search.jobs  # noqa: F401  # pulls in torch before any fork
 
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     Supervisor(Connection(handle), threads, cores, background).run()

@@ -42,6 +42,18 @@ class Budget:
     finalists: int = 3
     job_limit_s: float = 60.0
 
+    @staticmethod
+    def on(device_type: str, trials: int | None = None, seconds: float | None = None) -> Budget:
+        """The usual budget on a device, where not said otherwise.
+
+        A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
+        """
+        usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.25)
+        return replace(
+            usual, trials=usual.trials if trials is None else trials,
+            seconds=usual.seconds if seconds is None else seconds,
+        )
+
 
 @dataclass(frozen=True)
 class ProgressEvent:
@@ -166,9 +178,9 @@ class SubjectRun:
                 willing.append((order, backend, enumerate_space(backend, ir, shop.target)))
             else:
                 self._refusals[backend.name] = reason
-        share = max(1, shop.budget.trials // max(1, len(willing)))
+        shares = _shares(shop.budget.trials, len(willing))
         entries = []
-        for order, backend, space in willing:
+        for (order, backend, space), share in zip(willing, shares, strict=True):
             suggested = [space.nearest(config) for config in backend.suggestions(ir, shop.target)]
             winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
             first = _early(suggested, winners, max(1, share // 3))
@@ -278,6 +290,12 @@ class SubjectRun:
         of = sum(entry.strategy.limit for entry in self._entries)
         if self._shop.progress is not None:
             self._shop.progress(ProgressEvent(self._subject.label, len(self._trials), of, self._best_us, phase))
+
+
+def _shares(trials: int, backends: int) -> list[int]:
+    """Trials of each back end: the preferred one searches, the others get a quarter each to show what they can do."""
+    others = [max(1, trials // 4)] * max(0, backends - 1)
+    return [max(1, trials - sum(others)), *others][:backends]
 
 
 def _early(suggested: Iterable[int], winners: Sequence[int], most: int) -> list[int]:

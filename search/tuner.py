@@ -24,6 +24,9 @@ __all__ = ["Budget", "ProgressEvent", "Tuner"]
 
 T = TypeVar("T")
 
+#: What compiling for a GPU imports.
+_COMPILERS = ("triton.compiler", "ninetoothed")
+
 
 class Tuner:
     """Tunes subjects on one device in one regime, with one set of worker processes.
@@ -66,7 +69,10 @@ class Tuner:
         self.numerics = numerics
         self.versions = Versions.current(target.device_type)
         timer = timer if timer is not None else timer_for(target.device_type, regime)
-        self._executor: Executor = executor if executor is not None else WorkerPool(bind=target.device_type == "cpu")
+        on_cpu = target.device_type == "cpu"
+        self._executor: Executor = (
+            executor if executor is not None else WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS)
+        )
         self._owns_executor = executor is None
         self._shop = Workshop(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
@@ -185,6 +191,16 @@ class Tuner:
             batch = SubjectRun(self._shop, subject, self.key(subject), ()).first_batch()
             arguments = [(backend, subject.ir, config, self.target) for backend, config in batch]
             self._executor.prefetch(jobs.prepare, arguments, limit_s=self.budget.job_limit_s)
+
+    def prefetch_default(self, subjects: Iterable[Subject]) -> None:
+        """Compile what :meth:`screen` will want of these subjects, as :meth:`prefetch` does."""
+        if self.target.device_type == "cpu":
+            return
+        for subject in subjects:
+            backend = next((b for b in self.backends if self._shop.refusal(b, subject) is None), None)
+            if backend is not None:
+                arguments = (backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)
+                self._executor.prefetch(jobs.prepare, [arguments], limit_s=self.budget.job_limit_s)
 
     def _released(self, run: Callable[[], T]) -> T:
         """Run, then let the measuring process forget the subject."""

@@ -29,7 +29,8 @@ from fuseplan.search.supervisor import BACKGROUND, CRASHED, OK, TIMED_OUT, Reque
 _BOOT = (
     "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "[os.environ.setdefault(name, value) for name, value in json.loads(sys.argv[4]).items()]; "
-    "from fuseplan.search.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5]))"
+    "from fuseplan.search.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5]), "
+    "json.loads(sys.argv[6]))"
 )
 _CLOSE_S = 5.0
 
@@ -98,9 +99,13 @@ class WorkerPool:
         threads: torch threads of the measuring worker; those of this process by default.
         bind: Keep each thread of the measuring worker on a core of its own. Otherwise, beside one other busy process,
             the scheduler may leave two threads that wait for each other on one core, for time slices on end.
+        preload: Modules that every worker will need: imported once, before the first worker is forked.
     """
 
-    def __init__(self, compilers: int | None = None, threads: int | None = None, bind: bool = False) -> None:
+    def __init__(
+        self, compilers: int | None = None, threads: int | None = None, bind: bool = False, preload: Sequence[str] = ()
+    ) -> None:
+        self._preload = list(preload)
         self.compilers = max(1, compilers if compilers is not None else usable_cores())
         self._bind = bind
         self.threads = threads if threads is not None else torch.get_num_threads()
@@ -156,7 +161,7 @@ class WorkerPool:
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads), json.dumps(binding),
-                    str(self.compilers),
+                    str(self.compilers), json.dumps(self._preload),
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -58,6 +58,9 @@ class ScriptedTuner:
     def prefetch(self, subjects: Iterable[GroupSubject]) -> None:
         self.prefetched.extend(subject.label for subject in subjects)
 
+    def prefetch_default(self, subjects: Iterable[GroupSubject]) -> None:
+        self.prefetched.extend(subject.label for subject in subjects)
+
     def play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
         def time_us(part: Part) -> float:
             subject = part.subject

@@ -17,7 +17,7 @@ from tracing import ops, recording
 from fuseplan.planner import capture_cache
 from fuseplan.planner.build import build_model
 from fuseplan.planner.capture import capture, record, trace_predispatch
-from fuseplan.planner.capture_cache import cached_capture, capture_key
+from fuseplan.planner.capture_cache import cached_capture, capture_beside, capture_key
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph_json import graph_to_json
 from fuseplan.planner.models import ModelSource, find_source
@@ -276,3 +276,25 @@ def test_the_key_tells_everything_apart_but_the_path(tmp_path: Path) -> None:
         capture_key(find_source(config=write_config(tmp_path, "qwen3")), DECODE, "cpu"),
     ]
     assert len({base, *different}) == 6
+
+
+def test_captures_beside_each_other_are_the_captures(tmp_path: Path) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    beside, alone = tmp_path / "beside", tmp_path / "alone"
+    capture_beside(source, [DECODE, PREFILL], "cpu", 1, beside)
+    assert not beside.exists()  # one core: nothing is gained
+    capture_beside(source, [DECODE, PREFILL], "cpu", 4, beside)
+    for workload in (DECODE, PREFILL):
+        name = f"{capture_key(source, workload, 'cpu')}.json"
+        cached_capture(source, workload, "cpu", alone)
+        assert (beside / name).read_text() == (alone / name).read_text()
+
+
+def test_a_capture_that_fails_beside_is_left_to_who_needs_it(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "llama")
+    source = find_source(config=path, layers=1)
+    Path(path).write_text("{}")  # what the processes read when they start
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    capture_beside(source, [DECODE, PREFILL], "cpu", 4, blocked / "cache")
+    assert blocked.read_text() == "not a folder"

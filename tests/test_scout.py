@@ -85,7 +85,9 @@ def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) 
     def broken(*args: object) -> object:
         raise RuntimeError("no candidates today")
 
-    with Scout(broken, ahead._model_prices, ahead._book, tuner) as scout:  # type: ignore[arg-type]
+    with Scout(
+        broken, ahead._model_prices, ahead._book, ahead._rehearse, tuner,  # type: ignore[arg-type]
+    ) as scout:
         scout.send(graph, regions)
         with pytest.raises(RuntimeError, match="no candidates today"):
             scout.problem(regions[0])

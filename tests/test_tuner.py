@@ -202,11 +202,28 @@ def test_back_ends_that_cannot_take_part_are_named(db: Database) -> None:
 
 
 def test_the_back_end_is_one_of_the_choices(db: Database) -> None:
-    record = tuner(db, FakeBackend(), OtherBackend(floor_us=6.0)).tune(SUBJECT)
+    record = tuner(db, FakeBackend(), OtherBackend(floor_us=4.0)).tune(SUBJECT)
     assert record.backend == "other"
     assert record.enumerated == 38
     tied = tuner(db, FakeBackend(), OtherBackend()).tune(FakeSubject(key="tied"))
     assert tied.backend == "fake"
+
+
+@pytest.mark.parametrize("trials", [1, 2, 3, 8, 12])
+def test_the_preferred_back_end_has_most_of_the_trials_and_each_has_one(db: Database, trials: int) -> None:
+    budget = replace(BUDGET, trials=trials)
+    first, second = FakeBackend(), OtherBackend()
+    record = tuner(db, first, second, budget=budget).tune(SUBJECT)
+    by_backend = Counter(trial.backend for trial in db.trials(record.key, record.evidence.versions, only_open=False))
+    assert by_backend["other"] == max(1, trials // 4)
+    assert by_backend["fake"] == max(1, trials - by_backend["other"])
+
+
+def test_a_gpu_gets_fewer_trials_unless_told_otherwise() -> None:
+    assert Budget.on("cuda").trials < Budget.on("cpu").trials == Budget().trials
+    assert Budget.on("cuda", trials=50).trials == Budget.on("cpu", trials=50).trials == 50
+    assert Budget.on("cuda", seconds=0.5).seconds == 0.5
+    assert Budget.on("cpu") == Budget()
 
 
 def test_configs_that_run_the_same_are_measured_once(db: Database, tmp_path: Path) -> None:

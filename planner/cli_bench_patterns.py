@@ -43,9 +43,9 @@ def patterns(session: Session, wanted: Wanted) -> None:
         cells, skipped = _named_cells(wanted), list[str]()
     else:
         cells, skipped = sweep_cells(wanted.patterns, rows, cols, wanted.dtype)
-    whole = not (wanted.patterns or wanted.shapes or rows or cols)
-    name = "patterns" if whole else "patterns-" + "-".join(dict.fromkeys(cell.pattern for cell in cells))
-    _measure(session, wanted, cells, name[:80], skipped)
+    # Only the whole matrix has the name of the whole: a part does not take the place of a published result.
+    part = "-".join(dict.fromkeys(wanted.patterns)) or ("part" if rows or cols else "")
+    _measure(session, wanted, cells, f"patterns-{part}"[:80] if part else "patterns", skipped)
 
 
 def headlines(session: Session, wanted: Wanted) -> None:

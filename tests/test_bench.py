@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +96,27 @@ def test_a_contestant_that_fails_leaves_the_others_in_the_race() -> None:
     assert rows[2].note == "RuntimeError: not capturable"
     only = bench.mode_rows(_Counting(), {INDUCTOR: lambda: None}, [()], 0.0, {INDUCTOR: {}}, workload="w", subject="s")
     assert [row.note for row in only] == ["RuntimeError: not capturable"]
+
+
+def test_nobody_but_eager_always_follows_the_same_neighbour() -> None:
+    order: list[str] = []
+
+    class Watching(Timer):
+        regime = "graph"
+
+        def prepare(self, run: Run, operands: Operands) -> Sampler:
+            name = str(run())
+
+            def sample(number: int) -> float:
+                order.append(name)
+                return 1.0
+
+            return sample
+
+    runs: dict[str, Run] = {name: lambda name=name: name for name in (OURS, EAGER, INDUCTOR, "liger")}  # type: ignore
+    bench.fair_contest(Watching(), runs, [()], 0.0)
+    before = [Counter(previous for previous, name in pairwise(order) if name == who) for who in runs if who != EAGER]
+    assert all(max(seen.values()) < 0.75 * seen.total() for seen in before), before
 
 
 def test_busy_machine_is_said() -> None:

@@ -72,6 +72,49 @@ def _pow(base, exponent):
     return tl.where(y == 0, 1.0, tl.where(x == 1, 1.0, result)).to(base.dtype)
 '''
 
+# Polynomials: Cephes sinf and cosf (Moshier); the parts of pi / 2: fdlibm. CUDA's own would inline a slow path with a
+# local array for every element, which takes seconds to compile. Above 2^20 the products count on fused multiply-adds.
+_SIN = '''
+@triton.jit
+def _sin(x):
+    """Sine of an angle below 2^50, which is reduced in double precision by a quarter turn in three parts."""
+    if x.dtype == tl.float64:
+        result = tl.sin(x)
+    else:
+        wide = x.to(tl.float64)
+        turns = tl.floor(wide * 0.6366197723675814 + 0.5)
+        rest = (wide - turns * 1.5707963267341256) - turns * 6.077100506303966e-11
+        rest = (rest - turns * 2.0222662487959506e-21).to(tl.float32)
+        quarter = (turns - 4.0 * tl.floor(turns * 0.25)).to(tl.float32)
+        z = rest * rest
+        odd = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * rest + rest
+        even = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
+        value = tl.where((quarter == 1.0) | (quarter == 3.0), even, odd)
+        result = tl.where(x == 0.0, x, tl.where(quarter >= 2.0, -value, value))
+    return result
+'''
+
+_COS = '''
+@triton.jit
+def _cos(x):
+    """Cosine of an angle below 2^50, which is reduced in double precision by a quarter turn in three parts."""
+    if x.dtype == tl.float64:
+        result = tl.cos(x)
+    else:
+        wide = x.to(tl.float64)
+        turns = tl.floor(wide * 0.6366197723675814 + 0.5)
+        rest = (wide - turns * 1.5707963267341256) - turns * 6.077100506303966e-11
+        rest = (rest - turns * 2.0222662487959506e-21).to(tl.float32)
+        turns = turns + 1.0
+        quarter = (turns - 4.0 * tl.floor(turns * 0.25)).to(tl.float32)
+        z = rest * rest
+        odd = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * rest + rest
+        even = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
+        value = tl.where((quarter == 1.0) | (quarter == 3.0), even, odd)
+        result = tl.where(quarter >= 2.0, -value, value)
+    return result
+'''
+
 _MAX = '''
 @triton.jit
 def _larger(a, b):
@@ -105,6 +148,8 @@ _HELPERS = {
     "_tanh": _TANH,
     "_round": _ROUND,
     "_pow": _POW,
+    "_sin": _SIN,
+    "_cos": _COS,
     "_larger": _MAX,
     "_row_max": _ROW_MAX,
     "_smaller": _MIN,

@@ -1,0 +1,59 @@
+"""Device functions as text: their arithmetic on torch tensors, which have the operations that the text uses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fuseplan.kernels.triton_helpers import helper_sources, plain_helper_sources
+
+TL = SimpleNamespace(
+    float32=torch.float32, float64=torch.float64, where=torch.where, floor=torch.floor, sin=torch.sin, cos=torch.cos
+)
+
+
+def helper(name: str, plain: bool) -> Any:
+    namespace: dict[str, Any] = {"tl": TL, "ntl": TL, "triton": SimpleNamespace(jit=lambda function: function)}
+    for source in (plain_helper_sources if plain else helper_sources)(f"y = {name}(x)"):
+        exec(source, namespace)
+    return namespace[name]
+
+
+def angles() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10.0 ** torch.linspace(-8, 6, 200_000, dtype=torch.float64)
+    signs = torch.where(torch.rand(len(sizes), generator=generator) < 0.5, -1.0, 1.0)
+    quarters = torch.arange(-2000, 2000, dtype=torch.float64) * torch.pi / 2
+    return torch.cat([sizes * signs, quarters, torch.arange(0.0, 131072.0)]).float()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_trigonometry_is_right_to_the_last_places_whatever_the_angle(name: str, plain: bool) -> None:
+    x = angles()
+    expected = getattr(torch, name)(x.double())
+    found = helper(f"_{name}", plain)(x)
+    assert found.dtype == torch.float32
+    assert float((found.double() - expected).abs().max()) < 1.5e-7
+    # Near its zeros the sine keeps its relative accuracy.
+    small = x.abs() < 1e-3
+    if name == "sin":
+        relative = (found.double() - expected).abs()[small] / expected.abs()[small]
+        assert float(relative.max()) < 1.5e-7
+
+
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_trigonometry_of_what_is_no_angle(name: str) -> None:
+    x = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0])
+    found = helper(f"_{name}", False)(x)
+    assert found[:3].isnan().all()
+    assert torch.equal(found[3:], getattr(torch, name)(x[3:]))
+    assert torch.equal(found[3:].signbit(), getattr(torch, name)(x[3:]).signbit())
+
+
+def test_double_precision_keeps_the_librarys() -> None:
+    x = torch.linspace(-100, 100, 1001, dtype=torch.float64)
+    assert torch.equal(helper("_sin", False)(x), torch.sin(x))

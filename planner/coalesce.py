@@ -1,12 +1,16 @@
-"""Merge adjacent dimensions of an iteration space that every index walks as one: fewer divisions, longer rows."""
+"""Fit an iteration space to its indices: merge dimensions that are walked as one, cut words out of a row."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fuseplan.kernels.index import Coord, Index, Size, as_size
+from fuseplan.kernels.index import Coord, FloorDiv, Index, Mod, Size, as_size
 from fuseplan.kernels.ir import Iota, Load, Segment
+
+#: Narrower words (the pairs of a rotary embedding) would make rows too short for the vectors of a processor.
+MIN_WORD = 8
 
 
 def coalesce(segment: Segment) -> Segment:
@@ -35,6 +39,32 @@ def coalesce(segment: Segment) -> Segment:
             continue
         axis += 1
     return replace(segment, rows=tuple(extents[:-1]), cols=extents[-1])
+
+
+def split_words(segment: Segment) -> Segment:
+    """The same computation with words of the columns as rows, where addresses divide the column by their width.
+
+    Eight int4 numbers that lie in one int32 then read it once for all, and no address divides the column.
+    """
+    if segment.has_reduction() or not isinstance(segment.cols, int):
+        return segment
+    axis, cols = segment.col_axis, segment.cols
+    divisors = [
+        atom.divisor
+        for index in _indices(segment)
+        for atom, _ in index.terms
+        if isinstance(atom, FloorDiv | Mod) and atom.base.coefficient(axis) != 0
+    ]
+    if not divisors or not all(isinstance(divisor, int) for divisor in divisors):
+        return segment
+    width = math.gcd(cols, *divisors)
+    if not MIN_WORD <= width < cols:
+        return segment
+    column = Index.coord(axis, cols // width) * width + Index.coord(axis + 1, width)
+    split = replace(_rewrite(segment, {axis: column}), rows=(*segment.rows, cols // width), cols=width)
+    loads = [instr.index for instr in split.body if isinstance(instr, Load)]
+    addresses = [*loads, *(store.index for store in split.stores)]
+    return split if all(index.is_affine_in(axis + 1) for index in addresses) else segment
 
 
 def _indices(segment: Segment) -> Iterator[Index]:

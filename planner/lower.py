@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from fuseplan.kernels.index import Index, Size, flatten
 from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
-from fuseplan.planner.coalesce import coalesce
+from fuseplan.planner.coalesce import coalesce, split_words
 from fuseplan.planner.graph import DataflowGraph, TensorSpec
 from fuseplan.planner.puller import Group, NotLowerable, Puller, Space, column
 from fuseplan.planner.recipes import find_recipe, kind_of
@@ -106,7 +106,7 @@ class _Lowering:
         for value in self._leaves(wanted):
             self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
         buffers = self._buffers()
-        ir = KernelIR(buffers, tuple(coalesce(self._renumber(segment)) for segment in segments))
+        ir = KernelIR(buffers, tuple(coalesce(split_words(self._renumber(s))) for s in segments))
         validate(ir)
         return Lowered(ir, tuple(self.group.inputs), tuple(self.outputs))
 

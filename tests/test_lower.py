@@ -108,6 +108,26 @@ def test_rope_of_half_a_head_is_cut_into_quarters() -> None:
     assert all(instr.mask is None for instr in segment.body if isinstance(instr, Load))
 
 
+@pytest.mark.parametrize("repeats", [3, 4, 8, 16, 128])
+def test_words_along_a_row_become_rows(repeats: int) -> None:
+    """Each element of the source is loaded once per word; words too short to be a row stay where they are."""
+    b = Builder(x=torch.randn(3, 5), y=torch.randn(3, 5 * repeats))
+    spread = b("aten.repeat_interleave.self_int", "x", repeats=repeats, dim=-1)
+    (segment,) = check(b, b("aten.mul.Tensor", spread, "y")).ir.segments
+    assert segment.cols == (repeats if repeats >= 8 else 5 * repeats)
+    loads = [instr.index for instr in segment.body if isinstance(instr, Load)]
+    assert all(index.is_affine_in(segment.col_axis) for index in loads) == (repeats >= 8)
+
+
+def test_words_of_several_widths_share_their_common_measure() -> None:
+    b = Builder(x=torch.randn(2, 6), y=torch.randn(2, 3), z=torch.randn(2, 48))
+    narrow = b("aten.repeat_interleave.self_int", "x", repeats=8, dim=-1)
+    wide_word = b("aten.repeat_interleave.self_int", "y", repeats=16, dim=-1)
+    both = b("aten.mul.Tensor", b("aten.mul.Tensor", narrow, wide_word), "z")
+    (segment,) = check(b, both).ir.segments
+    assert segment.cols == 8
+
+
 @pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448.0), ("int8", 127.0)])
 def test_a_quantised_value_is_rounded_where_the_group_uses_it(dtype: str, largest: float) -> None:
     b = Builder(x=torch.randn(3, 33) * 9)

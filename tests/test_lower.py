@@ -119,15 +119,6 @@ def test_words_along_a_row_become_rows(repeats: int) -> None:
     assert all(index.is_affine_in(segment.col_axis) for index in loads) == (repeats >= 8)
 
 
-def test_words_of_several_widths_share_their_common_measure() -> None:
-    b = Builder(x=torch.randn(2, 6), y=torch.randn(2, 3), z=torch.randn(2, 48))
-    narrow = b("aten.repeat_interleave.self_int", "x", repeats=8, dim=-1)
-    wide_word = b("aten.repeat_interleave.self_int", "y", repeats=16, dim=-1)
-    both = b("aten.mul.Tensor", b("aten.mul.Tensor", narrow, wide_word), "z")
-    (segment,) = check(b, both).ir.segments
-    assert segment.cols == 8
-
-
 @pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448.0), ("int8", 127.0)])
 def test_a_quantised_value_is_rounded_where_the_group_uses_it(dtype: str, largest: float) -> None:
     b = Builder(x=torch.randn(3, 33) * 9)

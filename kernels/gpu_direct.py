@@ -85,10 +85,9 @@ class Launcher:
         """
         if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
             return None
-        data_ptr = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", 0)
         driver = self.driver
         return self.module.Kernel(
-            (driver.launch, driver.current_context, driver.error_text, data_ptr),
+            (driver.launch, driver.current_context, driver.error_text, _data_ptr()),
             (*counts, self.check_device),
             tuple(arguments),
             self.allocate,
@@ -96,6 +95,17 @@ class Launcher:
             slow_run,
             slow_fused,
         )
+
+    def address_reader(self, positions: Sequence[int], others: Sequence[torch.Tensor]) -> Callable[[Any], bytes]:
+        """``read(args)``: where the tensors at ``positions`` of a tuple lie, and then ``others``; equal if and only if
+        every address is. One call into the extension."""
+        read, data_ptr, chosen, more = self.module.addresses, _data_ptr(), tuple(positions), tuple(others)
+        return lambda args: read(data_ptr, args, chosen, more)
+
+
+def _data_ptr() -> int:
+    """Address of PyTorch's function from a tensor to its address; 0 where this PyTorch shows none."""
+    return int(getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", 0))
 
 
 def find_launcher() -> Launcher | None:

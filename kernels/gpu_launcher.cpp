@@ -5,6 +5,7 @@
 //   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here
 //   kernel.add_grid(sizes, programs, wide, outputs or None)
 //   kernel.add_binary(device, wide, aligned, function, threads, shared_bytes): for the current context
+//   addresses(data_ptr, args, positions, others) -> bytes: where the tensors args[positions] and others lie
 //
 // A call whose sizes, context or alignment were never added goes to the Python callables `slow_run(kernel, *args)` or
 // `slow_fused(kernel, *args)`, which do the call and add what was missing.
@@ -15,6 +16,7 @@
 
 typedef long long i64;
 typedef unsigned long long u64;
+typedef void* (*DataPtr)(PyObject*);  // address of a tensor; null: call its method
 
 struct Driver {
   int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
@@ -48,7 +50,7 @@ enum { MAX_ARGUMENTS = 256, MAX_GRIDS = 64, MAX_BINARIES = 64, TRAILING = 2 };
 struct Kernel {
   PyObject_HEAD
   Driver driver;
-  void* (*data_ptr)(PyObject*);  // of a tensor; null: call its method
+  DataPtr data_ptr;
   int inputs, outputs, symbols, check_device;
   Argument arguments[MAX_ARGUMENTS];
   int num_arguments;
@@ -64,10 +66,10 @@ static PyObject *data_ptr_name, *get_device_name;
 
 // -- reading a call ----------------------------------------------------------------------------------------------
 
-static bool address_of(const Kernel* self, PyObject* tensor, char** address) {
-  if (self->data_ptr) {
+static bool address_of(DataPtr data_ptr, PyObject* tensor, char** address) {
+  if (data_ptr) {
     try {
-      *address = (char*)self->data_ptr(tensor);
+      *address = (char*)data_ptr(tensor);
       return true;
     } catch (...) {
       PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", Py_TYPE(tensor)->tp_name);
@@ -89,7 +91,7 @@ static bool read_arguments(const Kernel* self, PyObject* const* args, Py_ssize_t
     return false;
   }
   for (int i = 0; i < tensors; ++i)
-    if (!address_of(self, args[i], &buffers[i])) return false;
+    if (!address_of(self->data_ptr, args[i], &buffers[i])) return false;
   for (int i = 0; i < self->symbols; ++i) {
     sizes[i] = PyLong_AsLongLong(args[tensors + i]);
     if (sizes[i] == -1 && PyErr_Occurred()) return false;
@@ -204,7 +206,7 @@ static PyObject* kernel_run(PyObject* object, PyObject* const* args, Py_ssize_t 
 static bool allocate_outputs(const Kernel* self, PyObject* outputs, PyObject** made, char** buffers) {
   for (int i = 0; i < self->outputs; ++i) {
     made[i] = PyObject_Call(self->allocate, PyTuple_GET_ITEM(outputs, i), NULL);
-    if (made[i] && address_of(self, made[i], &buffers[i])) continue;
+    if (made[i] && address_of(self->data_ptr, made[i], &buffers[i])) continue;
     Py_XDECREF(made[i]);
     while (i > 0) Py_DECREF(made[--i]);
     return false;
@@ -312,6 +314,37 @@ static PyObject* kernel_add_binary(PyObject* object, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// -- where tensors lie ------------------------------------------------------------------------------------------
+
+static PyObject* addresses(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 4 || !PyTuple_Check(given[1]) || !PyTuple_Check(given[2]) || !PyTuple_Check(given[3])) {
+    PyErr_SetString(PyExc_TypeError, "addresses(data_ptr, args, positions, others) takes a number and three tuples");
+    return NULL;
+  }
+  DataPtr const data_ptr = (DataPtr)PyLong_AsUnsignedLongLong(given[0]);
+  if (PyErr_Occurred()) return NULL;
+  PyObject *args = given[1], *positions = given[2], *others = given[3];
+  const Py_ssize_t chosen = PyTuple_GET_SIZE(positions), more = PyTuple_GET_SIZE(others);
+  PyObject* result = PyBytes_FromStringAndSize(NULL, (chosen + more) * sizeof(char*));
+  if (!result) return NULL;
+  char** found = (char**)PyBytes_AS_STRING(result);
+  bool done = true;
+  for (Py_ssize_t i = 0; done && i < chosen; ++i) {
+    PyObject* tensor = PyTuple_GetItem(args, PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i)));
+    done = tensor && address_of(data_ptr, tensor, found++);
+  }
+  for (Py_ssize_t i = 0; done && i < more; ++i)
+    done = address_of(data_ptr, PyTuple_GET_ITEM(others, i), found++);
+  if (!done) Py_CLEAR(result);
+  return result;
+}
+
+static PyMethodDef functions[] = {
+    {"addresses", (PyCFunction)(void (*)(void))addresses, METH_FASTCALL,
+     "addresses(data_ptr, args, positions, others) -> bytes"},
+    {NULL, NULL, 0, NULL},
+};
+
 // -- the type ----------------------------------------------------------------------------------------------------
 
 static void kernel_dealloc(PyObject* object) {
@@ -361,7 +394,7 @@ static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   self->driver.launch = (decltype(Driver::launch))launch;
   self->driver.current_context = (decltype(Driver::current_context))current_context;
   self->driver.error_text = (decltype(Driver::error_text))error_text;
-  self->data_ptr = (void* (*)(PyObject*))data_ptr;
+  self->data_ptr = (DataPtr)data_ptr;
   self->allocate = Py_NewRef(allocate);
   self->stream = Py_NewRef(stream);
   self->slow_run = Py_NewRef(slow_run);
@@ -379,7 +412,7 @@ static PyMethodDef kernel_methods[] = {
 };
 
 static PyTypeObject kernel_type = {PyVarObject_HEAD_INIT(NULL, 0)};
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseplan_gpu_launcher", NULL, -1, NULL};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseplan_gpu_launcher", NULL, -1, functions};
 
 PyMODINIT_FUNC PyInit_fuseplan_gpu_launcher(void) {
   kernel_type.tp_name = "fuseplan_gpu_launcher.Kernel";

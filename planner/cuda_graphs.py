@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import fx
 
+from fuseplan.kernels.gpu_direct import find_launcher
 from fuseplan.planner.recordable import Roles, argument_roles, why_unrecordable
 from fuseplan.planner.recording import NotRecordable, Results, StaticInputs
 from fuseplan.planner.tally import Tally
@@ -32,7 +33,10 @@ PATIENCE = 8
 _REMEMBERED = 64
 
 #: Sizes, then addresses of what is used where it lies.
-_Kind: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
+_Kind: TypeAlias = tuple[tuple[Any, ...], Hashable]
+
+#: The addresses of what a call uses where it lies, from its arguments.
+AddressReader: TypeAlias = Callable[[tuple[Any, ...]], Hashable]
 
 
 def graphed(
@@ -60,7 +64,10 @@ def graphed(
     if (reason := why_unrecordable(module, device_type)) is not None:
         note_plain(tally, reason)
         return function
-    return GraphedCall(function, argument_roles(module, stationary), recorder, tally, copy_outputs).__call__
+    roles = argument_roles(module, stationary)
+    launcher = find_launcher()
+    read = None if launcher is None else launcher.address_reader(roles.kept, roles.held)
+    return GraphedCall(function, roles, recorder, tally, copy_outputs, read_addresses=read).__call__
 
 
 def find_recorder(device_type: str) -> Recorder | None:
@@ -114,6 +121,7 @@ class GraphedCall:
         tally: Counts recordings, and the reason when there can be none.
         copy_outputs: False to return memory that the next call overwrites.
         keep: Recordings to keep.
+        read_addresses: A faster :func:`address_reader` for the same roles.
     """
 
     def __init__(
@@ -124,6 +132,7 @@ class GraphedCall:
         tally: Tally,
         copy_outputs: bool = True,
         keep: int = KEPT_RECORDINGS,
+        read_addresses: AddressReader | None = None,
     ) -> None:
         self._function = function
         self._roles = roles
@@ -131,6 +140,7 @@ class GraphedCall:
         self._tally = tally
         self._copy_outputs = copy_outputs
         self._keep = keep
+        self._read_addresses = read_addresses or address_reader(roles)
         self._plain = False
         self._recordings: OrderedDict[_Kind, _Recording] = OrderedDict()
         self._seen: OrderedDict[_Kind, int] = OrderedDict()
@@ -154,10 +164,10 @@ class GraphedCall:
                 return recording.call(args)
         return self._function(*args)
 
-    def _kind(self, args: Sequence[Any]) -> _Kind:
+    def _kind(self, args: tuple[Any, ...]) -> _Kind:
         roles = self._roles
         sizes = (*(args[at] for at in roles.sizes), *(args[at].shape for at in roles.shaped))
-        return sizes, (*(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in roles.held))
+        return sizes, self._read_addresses(args)
 
     def _is_due(self, kind: _Kind) -> bool:
         """Count a plain call; True when the next thing to do with its kind is to record it."""
@@ -186,6 +196,16 @@ class GraphedCall:
         self._plain = True
         self._recordings.clear()
         note_plain(self._tally, reason)
+
+
+def address_reader(roles: Roles) -> AddressReader:
+    """Reads the addresses of what a call uses where it lies, tensor by tensor."""
+    held = tuple(roles.held)
+
+    def read(args: tuple[Any, ...]) -> tuple[int, ...]:
+        return (*(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in held))
+
+    return read
 
 
 def note_plain(tally: Tally, reason: str) -> None:

@@ -98,7 +98,7 @@ def test_recordings_come_and_go_in_any_order(make: Callable[[], Any], steps: lis
             alive.append(recorder.record(lambda x: x + 1, (3,))[1])
         elif step.startswith("fail"):
             allocator.end_fails = step == "fail to end"
-            with pytest.raises(NotRecordable, match="ValueError: no|capture was invalidated"):
+            with pytest.raises(NotRecordable, match=r"ValueError: no|capture was invalidated"):
                 recorder.record(fails, (ValueError,))
             allocator.end_fails = False
         elif alive:

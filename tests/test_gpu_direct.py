@@ -445,3 +445,31 @@ def test_compiled_kernels_have_the_parameters_that_launches_pass() -> None:
         addresses = len(compiled.src.signature) - list(compiled.src.signature.values()).count("constexpr")
         entry = entry_of(compiled, [64] * addresses)
         assert entry.function == 12 and entry.threads == 32 * compiled.metadata.num_warps
+
+
+@needs_compiler
+def test_addresses_are_read_in_one_call() -> None:
+    launcher = Machine(addresses=0).launcher()
+    tensors = tuple(aligned(4, shift) for shift in range(5))
+    other = torch.empty(0)
+    read = launcher.address_reader((4, 0, 2), (other,))
+    found = list(memoryview(read((*tensors, "unused"))).cast("N"))
+    assert found == [tensors[4].data_ptr(), tensors[0].data_ptr(), tensors[2].data_ptr(), other.data_ptr()]
+    moved = (aligned(4), *tensors[1:])
+    assert read(tensors) == read(tensors) != read(moved)
+    assert launcher.address_reader((), ())(tensors) == b""
+    assert list(memoryview(launcher.module.addresses(0, tensors, (1,), ())).cast("N")) == [tensors[1].data_ptr()]
+
+
+@needs_compiler
+def test_addresses_of_what_is_no_tensor_are_an_error() -> None:
+    read = Machine(addresses=0).launcher().address_reader((0, 1), ())
+    x = aligned(4)
+    held = sys.getrefcount(x)
+    with pytest.raises((TypeError, AttributeError)):
+        read((x, "a string"))
+    with pytest.raises(IndexError):
+        read((x,))
+    with pytest.raises(TypeError, match="takes a number and three tuples"):
+        read([x, x])
+    assert sys.getrefcount(x) == held

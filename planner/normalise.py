@@ -95,6 +95,8 @@ class _Builder:
     results: tuple[Any, ...] = ()
     names: SizeNames = field(default_factory=SizeNames)
     storages: Storages = field(default_factory=Storages)
+    #: Results of ops without operands (``full``, ``arange``).
+    from_nothing: set[str] = field(default_factory=set)
     #: What each fx node stands for: a TracedTensor, a size or constant, a tuple of these, or a module.
     values: dict[fx.Node, Any] = field(default_factory=dict)
 
@@ -235,14 +237,20 @@ class _Builder:
             source is not None and source.fake.device != result.fake.device,
         )
         op, inputs, attrs = respell(call)
-        if call.moves or result.fake.device.type != self.device:
+        if call.moves or any(self._is_elsewhere(tensor) for tensor in (*bound.operands, *results)):
             attrs["device"] = result.fake.device.type
+        if not bound.operands:
+            self.from_nothing.update(item.name for item in results)
         made = OpNode(op, inputs, tuple(item.name for item in results), attrs)
         self.ops.append(made)
         touched = frozenset(map(self.storages.of, bound.operands))
         written = frozenset(map(self.storages.of, bound.written))
         is_view = bool(touched) and not written and touched.issuperset(map(self.storages.of, results))
         self.accesses[made.name] = Access(frozenset() if is_view else touched, written, random)
+
+    def _is_elsewhere(self, tensor: TracedTensor) -> bool:
+        """True for a tensor on another device than most; what an op makes of numbers alone can be made anywhere."""
+        return tensor.fake.device.type != self.device and tensor.name not in self.from_nothing
 
     def _results(self, node: fx.Node) -> tuple[list[TracedTensor], Any]:
         """The tensors an op returns, and the same in the structure that ``getitem`` nodes index."""

@@ -45,6 +45,8 @@ def why_extern(node: OpNode, specs: Specs) -> str | None:
     recipe = RECIPES.get(node.op)
     if recipe is None:
         return f"{node.op} has no recipe: it stays a library call"
+    if node.inputs and "device" in node.attrs:
+        return f"{node.op}: moves data between devices, or reads a tensor of another one than most of the graph"
     for value in (*node.inputs, *node.outputs):
         if specs[value].dtype not in DTYPES:
             return f"{node.op}: dtype {specs[value].dtype} is not handled"

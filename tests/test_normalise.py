@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -13,7 +15,7 @@ from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.execute import run_node
 from fuseplan.planner.graph import Ref
 from fuseplan.planner.normalise import Normalised, normalise
-from fuseplan.planner.recipes import mutates
+from fuseplan.planner.recipes import kind_of, mutates
 
 
 def f32(*shape: int) -> Tensor:
@@ -104,6 +106,34 @@ def test_a_move_between_devices_names_its_target() -> None:
     move = only(trace.graph, "aten.to.device")
     assert move.attrs["device"] == "meta"
     assert run_node(move, [f32(3)])[0].device.type == "meta"
+
+
+def elsewhere(function: Callable[..., Tensor], *inputs: Tensor) -> dict[str, str]:
+    """Kinds of the compute and extern ops of a graph traced on fake tensors, by op."""
+    graph = normalise(make_fx(function, pre_dispatch=True, tracing_mode="fake")(*inputs)).graph
+    kinds = {node.op.split(".")[1]: kind_of(node, graph.specs) for node in graph}
+    return {op: kind for op, kind in kinds.items() if kind != "view"}
+
+
+def test_an_op_that_reads_a_tensor_of_another_device_is_no_part_of_a_kernel() -> None:
+    x, n, m = (torch.empty(3, 5, device=device) for device in ("meta", "cpu", "meta"))
+    n = n[0, 0]
+    assert elsewhere(lambda x, n, m: (x + m).tanh() * n, x, n, m) == {
+        "add": "compute", "tanh": "compute", "mul": "extern",
+    }
+    assert elsewhere(lambda x, n, m: (n * x).tanh() - m, x, n, m) == {
+        "mul": "extern", "tanh": "compute", "sub": "compute",
+    }
+    assert elsewhere(lambda x, n, m: (n.exp().to("meta") + x).tanh(), x, n, m) == {
+        "exp": "extern", "to": "extern", "add": "compute", "tanh": "compute",
+    }
+
+
+def test_a_number_made_on_another_device_can_be_made_in_the_kernel() -> None:
+    def fill(x: Tensor) -> Tensor:
+        return torch.where(x > 0, torch.full((), 2.0, device="cpu"), x)
+
+    assert set(elsewhere(fill, torch.empty(3, 5, device="meta")).values()) == {"compute"}
 
 
 def test_results_of_one_op_are_flattened() -> None:

@@ -92,7 +92,7 @@ class InlineExecutor:
 
 
 class WorkerPool:
-    """Worker processes with time limits; starts at once, restarts by itself, and is a context manager.
+    """Worker processes with time limits; starts with the first job, restarts by itself, and is a context manager.
 
     Args:
         compilers: Parallel compile lanes; the usable cores by default.
@@ -115,7 +115,6 @@ class WorkerPool:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
-        self._start()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -130,13 +129,14 @@ class WorkerPool:
         return self._run(function, arguments, limit_s, lanes=list(range(1, self.compilers + 1)))
 
     def prefetch(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> None:
+        if not arguments:
+            return
         with self._sending:
-            if self._pipe is None:
-                return
+            pipe = self._pipe if self._pipe is not None else self._start()
             # A pool that has just lost its supervisor has lost nothing that matters here.
             with contextlib.suppress(OSError):
                 for args in arguments:
-                    self._pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args))))
+                    pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args))))
 
     def close(self) -> None:
         """End every process of the pool; a later job starts a new one."""
@@ -153,7 +153,8 @@ class WorkerPool:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
+        """Start the supervisor: not before there is work, for a pool that ends unused would wait for its imports."""
         ours, theirs = socket.socketpair()
         with theirs:
             paths = json.dumps([os.fspath(path) for path in sys.path])
@@ -171,14 +172,17 @@ class WorkerPool:
                 start_new_session=True,
             )
         self._pipe = Connection(ours.detach())
+        return self._pipe
 
     def _run(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, lanes: list[int]
     ) -> list[Outcome]:
-        if self._pipe is None or self._process is None or self._process.poll() is not None:
-            self.close()
-            self._start()
-        assert self._pipe is not None
+        if not arguments:
+            return []
+        with self._sending:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+            pipe = self._pipe if self._pipe is not None else self._start()
         payloads = [pickle.dumps((function, args)) for args in arguments]
         first = self._jobs
         self._jobs += len(arguments)
@@ -191,8 +195,8 @@ class WorkerPool:
                     number = len(outcomes) + len(lane_of)
                     lane_of[first + number] = lane = lanes.pop()
                     with self._sending:
-                        self._pipe.send(Request(lane, first + number, limit_s, payloads[number]))
-                job, state, payload = self._pipe.recv()
+                        pipe.send(Request(lane, first + number, limit_s, payloads[number]))
+                job, state, payload = pipe.recv()
                 lanes.append(lane_of.pop(job))
                 outcomes[job - first] = self._outcome(state, payload, limit_s, log_start)
         except (EOFError, ConnectionError):

@@ -99,6 +99,15 @@ def test_a_job_returns_its_value(pool: WorkerPool) -> None:
     assert outcome.value == 5
 
 
+def test_a_pool_without_work_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(args))
+    with WorkerPool(compilers=1) as idle:
+        assert idle.map(add, [], limit_s=LIMIT) == []
+        idle.prefetch(add, [], limit_s=LIMIT)
+    assert not started
+
+
 def test_the_measuring_worker_is_another_process_and_stays(pool: WorkerPool) -> None:
     first, second = (pool.call(whoami, limit_s=LIMIT).value for _ in range(2))
     assert first == second
@@ -356,5 +365,8 @@ def test_a_pool_prefetches_beside_its_jobs(pool: WorkerPool, tmp_path: Path) -> 
     pool.prefetch(touch, [(str(tmp_path / str(number)),) for number in range(5)], limit_s=LIMIT)
     assert pool.call(add, 1, 2, limit_s=LIMIT).value == 3
     wait_for(lambda: len(list(tmp_path.iterdir())) == 5)
+    with WorkerPool(compilers=1) as fresh:
+        fresh.prefetch(touch, [(str(tmp_path / "first"),)], limit_s=LIMIT)
+        wait_for((tmp_path / "first").exists)
     InlineExecutor().prefetch(touch, [(str(tmp_path / "never"),)], limit_s=LIMIT)
     assert not (tmp_path / "never").exists()

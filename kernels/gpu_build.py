@@ -34,6 +34,20 @@ _REGISTER_FILE = 65536
 _LIMIT = "register_limit"
 
 
+def warm_up() -> None:
+    """Import and compute what compiling needs once in every process. Starts no thread and touches no device."""
+    import triton.compiler
+    import triton.runtime.cache
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    for module in (triton.runtime.cache, triton.compiler.compiler):
+        key = getattr(module, "triton_key", None)  # a hash of the whole package, remembered
+        if key is not None:
+            key()
+    with suppress(Exception):
+        _ = get_ptxas(90).version
+
+
 def digest(text: str) -> str:
     """A short content hash for file names."""
     return hashlib.sha256(text.encode()).hexdigest()[:24]

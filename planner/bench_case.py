@@ -10,11 +10,10 @@ import torch
 from fuseplan.kernels.backend import config_key
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.planner.bench_cells import Cell
-from fuseplan.planner.errors import ShapeError
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import TensorSpec
 from fuseplan.planner.lower import lower
-from fuseplan.planner.patterns import pattern
+from fuseplan.planner.patterns import activations, pattern
 from fuseplan.planner.peers import Case
 from fuseplan.planner.placement import Traced
 from fuseplan.planner.pricing import kernel_work
@@ -149,19 +148,9 @@ def operand_sets(case: Case, llc_bytes: int, limit_bytes: int) -> Operands:
 
     Weights are what does not grow with the first size of the pattern's shape.
     """
-    hot = [name in activations(case) for name in case.names]
+    fresh = activations(case.pattern, case.shape, case.dtype)
+    hot = [name in fresh for name in case.names]
     cold_bytes = sum(span_bytes(tensor) for tensor, is_hot in zip(case.inputs, hot, strict=True) if not is_hot)
     if cold_bytes * _MAX_SETS < CACHE_MULTIPLE * llc_bytes:
         return [case.inputs]
     return rotating_operands(case.inputs, hot, llc_bytes, limit_bytes)
-
-
-def activations(case: Case) -> frozenset[str]:
-    """Names of the inputs that some other kernel has just produced."""
-    first, *rest = case.shape
-    try:
-        grown = pattern(case.pattern, (2 * first, *rest), case.dtype)[1]
-    except ShapeError:
-        return frozenset(case.names)
-    shapes = {name: tuple(tensor.shape) for name, tensor in zip(case.names, case.inputs, strict=True)}
-    return frozenset(name for name in case.names if tuple(grown[name].shape) != shapes[name])

@@ -26,7 +26,9 @@ def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> 
 
     nodes = [bound(node) for node in graph]
     order = [(a, b) for a, b, data in graph.graph.edges(data=True) if not data["values"]]
-    return DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=order)
+    made = DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=order)
+    made.fresh = graph.fresh
+    return made
 
 
 def bind_spec(spec: TensorSpec, values: Mapping[str, int]) -> TensorSpec:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from fuseplan.planner.session import Session
     from fuseplan.planner.tune import TuneResult
     from fuseplan.search.tuner import Budget
+
+T = TypeVar("T")
 
 
 def tune(
@@ -66,12 +70,26 @@ def tune(
 
     kind = device_type(device)
     settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
-    name, graphs = named_graphs(
-        kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
-    )
-    session = ready(open_session(kind, db, settings))
+    def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:
+        return named_graphs(
+            kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
+        )
+
+    if kind == "cuda" and pattern is None:
+        session, (name, graphs) = probe_beside(open_session(kind, db, settings), capture)
+    else:
+        name, graphs = capture()
+        session = ready(open_session(kind, db, settings))
     result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed)
     say(result, name)
+
+
+def probe_beside(session: Session, work: Callable[[], T]) -> tuple[Session, T]:
+    """The session with a measured GPU, probed while ``work`` waits for processes that capture, and its result."""
+    with ThreadPoolExecutor(1) as beside:
+        probed = beside.submit(lambda: session if session.spec is not None else session.probed())
+        done = work()
+        return probed.result(), done
 
 
 def ready(session: Session) -> Session:

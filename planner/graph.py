@@ -76,7 +76,10 @@ class DataflowGraph:
         inputs: Graph input values (activations and parameters), in call order.
         outputs: Graph output values.
         symbols: Dynamic sizes with the value seen at capture (the hint).
+        fresh: Graph inputs that stand for what another kernel has just produced (of a part of a model, cut out).
     """
+
+    fresh: frozenset[str] = frozenset()
 
     def __init__(
         self,

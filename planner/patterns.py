@@ -94,4 +94,23 @@ def pattern_graph(name: str, shape: str | Sequence[int], dtype: str | None = Non
     from fuseplan.planner.subgraph import trace_subgraph
 
     graph, specs = pattern(name, shape, dtype)
-    return trace_subgraph(graph, specs).graph
+    traced = trace_subgraph(graph, specs).graph
+    fresh = activations(name, shape, dtype)
+    traced.fresh = frozenset(
+        value for value, given in zip(traced.inputs, graph.input_names, strict=True) if given in fresh
+    )
+    return traced
+
+
+def activations(name: str, shape: str | Sequence[int], dtype: str | None = None) -> frozenset[str]:
+    """Names of a pattern's inputs that grow with its first size: what the kernel before it has just produced.
+
+    The others are weights, which come cold from memory. A pattern that takes no larger first size has no weights.
+    """
+    first, *rest = parse_shape(shape) if isinstance(shape, str) else tuple(shape)
+    specs = pattern(name, (first, *rest), dtype)[1]
+    try:
+        grown = pattern(name, (2 * first, *rest), dtype)[1]
+    except ShapeError:
+        return frozenset(specs)
+    return frozenset(given for given in specs if grown[given].shape != specs[given].shape)

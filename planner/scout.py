@@ -5,6 +5,7 @@ Measuring waits for the device, not for this process, so the enumeration costs n
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,9 @@ from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.partition import Choice, GuidedResult, Prices, RegionProblem, predicted_partition
 from fuseplan.planner.prices import GroupBook, ModelPrices
 from fuseplan.search.tuner import Tuner
+
+#: How long the thread may keep the interpreter while the tune wants it.
+_INTERVAL_S = 0.0002
 
 
 class Scout:
@@ -46,11 +50,15 @@ class Scout:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="scout")
 
     def __enter__(self) -> Scout:
+        # Each time the tune waits for a worker it gives the interpreter away, and would get it back a long slice later.
+        self._interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_INTERVAL_S)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        sys.setswitchinterval(self._interval_s)
 
     def book(self, graph: DataflowGraph) -> GroupBook:
         """The one book of a graph."""

@@ -175,7 +175,9 @@ def group_subject(
         label=group_label(graph, ops, lowered),
         ir=ir,
         work=kernel_work(ir),
-        hot_inputs=tuple(graph.producer(value) is not None for value in lowered.inputs),
+        hot_inputs=tuple(
+            graph.producer(value) is not None or value in graph.fresh for value in lowered.inputs
+        ),
         nodes=nodes,
         inputs=lowered.inputs,
         outputs=lowered.outputs,

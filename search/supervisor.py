@@ -237,7 +237,10 @@ def main(handle: int, threads: int, background: int, preload: Sequence[str]) -> 
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     import fuseplan.search.jobs  # noqa: F401  # pulls in torch before any fork
 
-    for name in preload:
+    for entry in preload:
+        module, _, function = entry.partition(":")
         with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
     Supervisor(Connection(handle), threads, cores, background).run()

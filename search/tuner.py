@@ -25,7 +25,7 @@ __all__ = ["Budget", "ProgressEvent", "Tuner"]
 T = TypeVar("T")
 
 #: What compiling for a GPU imports.
-_COMPILERS = ("triton.compiler", "ninetoothed")
+_COMPILERS = ("fuseplan.kernels.gpu_build:warm_up", "ninetoothed")
 
 
 class Tuner:

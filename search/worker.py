@@ -99,7 +99,8 @@ class WorkerPool:
         threads: torch threads of the measuring worker; those of this process by default.
         bind: Keep each thread of the measuring worker on a core of its own. Otherwise, beside one other busy process,
             the scheduler may leave two threads that wait for each other on one core, for time slices on end.
-        preload: Modules that every worker will need: imported once, before the first worker is forked.
+        preload: Modules that every worker will need, imported once, before the first worker is forked; with
+            ``module:function`` the function is called too.
     """
 
     def __init__(

@@ -19,14 +19,14 @@ from hypothesis import given
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner import bench_case, bench_compile, bench_patterns
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
-from fuseplan.planner.bench_case import activations, make_inputs, operand_sets, plan_case, trace_cell
+from fuseplan.planner.bench_case import make_inputs, operand_sets, plan_case, trace_cell
 from fuseplan.planner.bench_cells import ROWS, Cell, cell, parse_sizes, sweep_cells
 from fuseplan.planner.bench_cold import ColdTimer
 from fuseplan.planner.bench_log import RowLog, pattern_frame
 from fuseplan.planner.bench_patterns import COPY, PatternBench, PatternRow, copy_of
 from fuseplan.planner.bench_verdicts import headline_table, notes, pattern_table, pattern_verdict
 from fuseplan.planner.errors import ConfigError, ShapeError, UnknownPatternError
-from fuseplan.planner.patterns import PATTERNS
+from fuseplan.planner.patterns import PATTERNS, activations
 from fuseplan.planner.peers import PEERS, Case, Contestant, Peer, PeerError
 from fuseplan.planner.session import Session, open_session
 from fuseplan.search.database import Database
@@ -119,10 +119,10 @@ def test_divisors_are_positive_and_seeds_matter(session: Session) -> None:
 
 
 def test_weights_are_what_does_not_grow_with_the_first_size(session: Session) -> None:
-    assert activations(case_of(session, "add_rms_norm", "3x8")) == {"residual", "x"}
-    assert activations(case_of(session, "rope", "1x2x3x8")) == {"q", "k", "cos", "sin"}
+    assert activations("add_rms_norm", "3x8") == {"residual", "x"}
+    assert activations("rope", "1x2x3x8") == {"q", "k", "cos", "sin"}
     # Twice the queries would be more than the keys: the pattern cannot be asked.
-    assert activations(case_of(session, "causal_softmax", "3x4")) == {"scores"}
+    assert activations("causal_softmax", "3x4") == {"scores"}
 
 
 def test_weights_rotate_only_where_copies_can_fill_the_cache(session: Session) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,3 +160,13 @@ def test_fused_callable_allocates_what_the_kernel_writes(monkeypatch: pytest.Mon
     for rows in (3, 5, 3):
         out = call(torch.zeros(rows, 96), rows)
         assert isinstance(out, torch.Tensor) and out.shape == (rows, 48) and out[0, 0] == rows
+
+
+def test_warming_up_leaves_no_thread_behind() -> None:
+    """Workers are forked after it."""
+    code = (
+        "import threading; from fuseplan.kernels.gpu_build import warm_up; "
+        "warm_up(); print(threading.active_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]

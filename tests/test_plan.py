@@ -155,3 +155,16 @@ def test_binding_replaces_sizes_everywhere() -> None:
         assert bound.op("v").attrs["size"] == (rows * 2, 4)
         assert [node.name for node in bound] == ["v", "y"]
         assert not bound.symbols
+
+
+def test_what_another_kernel_produced_is_hot_even_where_the_graph_is_cut() -> None:
+    from fuseplan.planner.patterns import pattern_graph
+    from fuseplan.planner.subject import group_subject
+
+    graph = pattern_graph("add_rms_norm", "4x64")
+    ops = tuple(node.name for node in graph)
+    for whole in (graph, bind_graph(graph)):
+        subject = group_subject(whole, ops, "key")
+        hot = dict(zip(subject.inputs, subject.hot_inputs, strict=True))
+        shapes = {value: whole.specs[value].shape for value in subject.inputs}
+        assert {shapes[value]: is_hot for value, is_hot in hot.items()} == {(4, 64): True, (64,): False}

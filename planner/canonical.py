@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import sympy
-import torch
 
 from fuseplan.kernels.index import Size, symbol
+from fuseplan.planner.canonical_text import attribute_text, spec_text, static_spec_text
 from fuseplan.planner.colouring import Colouring
-from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 
 #: Version of the canonical text. Change it whenever the text of any graph changes.
 SCHEMA = "fuseplan-canonical-1"
-
-#: Spells a size; dynamic sizes are spelled differently while refining and in the final text.
-SpellSize = Callable[[Size], str]
 
 
 @dataclass(frozen=True)
@@ -109,12 +103,39 @@ class _Builder:
         self.symbols: list[str] = []
 
     def form(self) -> CanonicalForm:
+        structure = self._structure()
+        known = _NUMBERINGS.get(structure)
+        if known is None:
+            if len(_NUMBERINGS) >= _MAX_NUMBERINGS:
+                _NUMBERINGS.clear()
+            known = _NUMBERINGS[structure] = self._numbering()
+        names = tuple(self.nodes[at].name for at in known.ops)
+        outputs = tuple(v for at in known.ops for v in self.nodes[at].outputs if v in self.outputs)
+        return CanonicalForm(known.key, names, tuple(self.external[at] for at in known.inputs), outputs, known.symbols)
+
+    def _structure(self) -> Hashable:
+        """All that the numbering depends on, with the ops in capture order: equal for the same op of every layer."""
+        specs, made, outputs = self.graph.specs, self.made, self.outputs
+        vertex: dict[str, Hashable] = {value: at for at, value in enumerate(self.external)}
+        ops = [
+            (
+                node.op,
+                # The text of an attribute, unlike its value, tells 1 from 1.0 and from True.
+                repr(node.attrs),
+                tuple([made.get(value) or vertex[value] for value in node.inputs]),
+                tuple([(specs[value], value in outputs) for value in node.outputs]),
+            )
+            for node in self.nodes
+        ]
+        return tuple(ops), tuple([specs[value] for value in self.external]), tuple(self.order)
+
+    def _numbering(self) -> _Numbering:
         colouring = self._colouring()
         numbering = colouring.topological_order(first=len(self.symbols) + len(self.external))
         text, inputs, symbols = self._text(numbering, colouring)
-        names = tuple(self.nodes[at].name for at in numbering)
-        outputs = tuple(v for at in numbering for v in self.nodes[at].outputs if v in self.outputs)
-        return CanonicalForm(hashlib.sha256(text.encode()).hexdigest(), names, inputs, outputs, symbols)
+        position = {value: at for at, value in enumerate(self.external)}
+        key = hashlib.sha256(text.encode()).hexdigest()
+        return _Numbering(key, tuple(numbering), tuple(position[value] for value in inputs), symbols)
 
     def _colouring(self) -> Colouring:
         found = _SymbolArcs()
@@ -165,14 +186,29 @@ class _Builder:
                     continue
                 if value not in inputs:
                     inputs[value] = len(inputs)
-                    lines.append(f"in {_spec_text(self.graph.specs[value], rename)}")
+                    lines.append(f"in {spec_text(self.graph.specs[value], rename)}")
                 operands.append(f"i{inputs[value]}")
             specs = ";".join(
-                _spec_text(self.graph.specs[v], rename) + ("!" if v in self.outputs else "") for v in node.outputs
+                spec_text(self.graph.specs[v], rename) + ("!" if v in self.outputs else "") for v in node.outputs
             )
             lines.append(f"{node.op}({','.join(operands)}){attribute_text(node.attrs, rename)}->{specs}")
         lines += [f"order {a}<{b}" for a, b in sorted((number[a], number[b]) for a, b in self.order)]
         return "\n".join(lines), tuple(inputs), tuple(rename.names)
+
+
+@dataclass(frozen=True)
+class _Numbering:
+    """A canonical form without names: positions in the capture order of the ops, and in their external values."""
+
+    key: str
+    ops: tuple[int, ...]
+    inputs: tuple[int, ...]
+    symbols: tuple[str, ...]
+
+
+#: What was numbered before: the layers of a model, and the workloads it is captured for, repeat their structures.
+_NUMBERINGS: dict[Hashable, _Numbering] = {}
+_MAX_NUMBERINGS = 4096
 
 
 def _in_capture_order(graph: DataflowGraph, members: set[str]) -> list[str]:
@@ -208,8 +244,8 @@ class _SymbolArcs:
         self.arcs: dict[str, list[tuple[str, str]]] = {}
 
     def spec(self, spec: TensorSpec, owner: str) -> str:
-        text = _static_spec_text(spec)
-        return _spec_text(spec, lambda size: self.size(size, owner, spec.dtype)) if text is None else text
+        text = static_spec_text(spec)
+        return spec_text(spec, lambda size: self.size(size, owner, spec.dtype)) if text is None else text
 
     def size(self, size: Size, owner: str, where: str) -> str:
         if isinstance(size, int):
@@ -240,46 +276,3 @@ class _SymbolNames:
         for sym in free:
             self.names.setdefault(sym.name, symbol(f"s{len(self.names)}"))
         return str(size.xreplace({sym: self.names[sym.name] for sym in free}))
-
-
-@lru_cache(maxsize=65536)
-def _static_spec_text(spec: TensorSpec) -> str | None:
-    return _format_spec(spec, str) if spec.is_static else None
-
-
-def _spec_text(spec: TensorSpec, spell: SpellSize) -> str:
-    return _static_spec_text(spec) or _format_spec(spec, spell)
-
-
-def _format_spec(spec: TensorSpec, spell: SpellSize) -> str:
-    return f"{spec.dtype}[{','.join(map(spell, spec.shape))}]@[{','.join(map(spell, spec.strides))}]"
-
-
-def attribute_text(value: Any, spell: SpellSize = str) -> str:
-    """Canonical text of an attribute value; an int and the equal float differ, a tuple and a list do not.
-
-    Raises:
-        TypeError: The type has no canonical text.
-    """
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{attribute_text(value[key], spell)}" for key in sorted(value)) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(attribute_text(item, spell) for item in value) + "]"
-    if value is None or isinstance(value, bool):
-        return str(value)
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        return "float nan" if math.isnan(value) else f"float {value!r}"
-    if isinstance(value, str):
-        return json.dumps(value)
-    if isinstance(value, Ref):
-        return f"&{value.position}"
-    if isinstance(value, sympy.Expr):
-        return spell(value)
-    if isinstance(value, complex | torch.dtype | torch.layout | torch.memory_format):
-        return f"{type(value).__name__} {value}"
-    if isinstance(value, torch.device):
-        # The device is part of the database identity; a plan tuned from a meta capture must be found on the GPU.
-        return "device"
-    raise TypeError(f"attribute {value!r} of type {type(value).__name__} has no canonical text (planner/canonical.py)")

@@ -16,6 +16,9 @@ from fuseplan.planner.graph import DataflowGraph, OpNode
 Kind: TypeAlias = Literal["view", "compute", "extern"]
 Classify: TypeAlias = Callable[[OpNode], Kind]
 
+#: Ops of a graph for each of which a bit mask over all ops is kept: eight megabytes at most.
+MAX_MASKED = 8192
+
 
 class Flow:
     """Integer form of a :class:`DataflowGraph`; lists are indexed by the position of an op.
@@ -125,6 +128,27 @@ class Flow:
             result.append(list(found))
         return result
 
+    @cached_property
+    def _separated(self) -> list[int] | None:
+        """For each op, the ops it is :meth:`separated` from, as a bit mask of positions; None in too large a graph."""
+        if len(self.nodes) > MAX_MASKED:
+            return None
+        ancestors: list[int] = []
+        result: list[int] = []
+        for at, preds in enumerate(self.preds):
+            above = apart = 0
+            for pred in preds:
+                path = ancestors[pred] | 1 << pred
+                above |= path
+                apart |= result[pred]
+                if (pred, at) in self.barriers:
+                    apart |= path
+                elif self.kinds[pred] == "extern":
+                    apart |= ancestors[pred]
+            ancestors.append(above)
+            result.append(apart)
+        return result
+
     def views_behind(self, ops: Iterable[int]) -> list[int]:
         """View ops on the way from source values to ``ops``, in capture order."""
         found: set[int] = set()
@@ -145,6 +169,19 @@ class Flow:
             for value in self.nodes[at].outputs
             if value in self.escapes or any(reader not in members for reader in self.readers.get(value, ()))
         ]
+
+    def separated(self, before: int, after: int, budget: int) -> bool:
+        """True when a path ``before -> after`` runs through an op that no group with both ends may contain.
+
+        Raises:
+            TimeoutError: In a graph of more than :data:`MAX_MASKED` ops, more than ``budget`` ops were visited without
+                an answer.
+        """
+        if self.depth[before] >= self.depth[after]:
+            return False
+        if self._separated is None:
+            return self.first_blocker(before, after, budget) is not None
+        return bool(self._separated[after] & 1 << before)
 
     def first_blocker(self, before: int, after: int, budget: int) -> int | None:
         """An op on a path ``before -> after`` that no group with both ends may contain.

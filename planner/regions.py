@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
+from weakref import WeakKeyDictionary
 
 from fuseplan.planner.canonical import canonical_form
 from fuseplan.planner.convex import Dependencies, bits
@@ -24,7 +25,8 @@ class RegionLimits:
     """Bounds that keep the search for regions near linear; reaching one only makes regions smaller.
 
     Attributes:
-        search_budget: Ops visited in looking for a path through an extern op between two ops.
+        search_budget: Ops visited in looking for a path through an extern op between two ops, in a graph of more than
+            :data:`~fuseplan.planner.flow.MAX_MASKED` ops.
         sibling_levels: Greater extern depths whose readers of a value a reader of it is compared with (readers of
             equal depth are never separated).
         sibling_window: Readers compared on each of those levels.
@@ -52,9 +54,17 @@ def find_regions(
     """The regions of ``graph``, ordered by their first op.
 
     Every live compute op is in exactly one region. A view op is in each region that reads through it; views that
-    only extern ops read are in none.
+    only extern ops read are in none. They are remembered for as long as the graph lives, for the latest arguments.
     """
-    return _Finder(graph, flow_of(graph, classify), limits).regions()
+    flow = flow_of(graph, classify)
+    remembered = _FOUND.get(flow)
+    if remembered is None or remembered[0] != limits:
+        remembered = _FOUND[flow] = (limits, tuple(_Finder(graph, flow, limits).regions()))
+    return list(remembered[1])
+
+
+#: Regions by flow: a graph that grew, or is classified anew, has another flow.
+_FOUND: WeakKeyDictionary[Flow, tuple[RegionLimits, tuple[Region, ...]]] = WeakKeyDictionary()
 
 
 def find_boundaries(
@@ -125,30 +135,35 @@ class _Finder:
         if a == b:
             return
         try:
-            blocker = self.flow.first_blocker(before, after, self.limits.search_budget)
+            if not self.flow.separated(before, after, self.limits.search_budget):
+                self.parent[max(a, b)] = min(a, b)
+            elif is_edge:
+                self._record(before, after)
         except TimeoutError as stopped:
             self._record(before, after, f"search for a separating path gave up: {stopped}")
-            return
-        if blocker is None:
-            self.parent[max(a, b)] = min(a, b)
-        elif is_edge:
-            node = self.flow.nodes[blocker]
-            reason = f"a path runs through {node.op} ({node.name})"
-            if self.flow.kinds[blocker] != "extern":
-                reason = f"an ordering edge (a write to memory) leads to {node.op} ({node.name})"
-            self._record(before, after, reason)
 
-    def _record(self, before: int, after: int, reason: str) -> None:
+    def _record(self, before: int, after: int, reason: str = "") -> None:
         self._separated.append((before, after, reason))
 
     def boundaries(self) -> list[Boundary]:
         """What was recorded, less the pairs that other ops joined after all."""
         names = self.flow.names
         return [
-            Boundary(names[before], names[after], reason)
+            Boundary(names[before], names[after], reason or self._blocker(before, after))
             for before, after, reason in self._separated
             if self._root(before) != self._root(after) or reason.startswith(_CUT)
         ]
+
+    def _blocker(self, before: int, after: int) -> str:
+        """What separates two ops, in words."""
+        flow = self.flow
+        # Each op is visited at most twice.
+        blocker = flow.first_blocker(before, after, budget=2 * len(flow.nodes))
+        assert blocker is not None
+        node = flow.nodes[blocker]
+        if flow.kinds[blocker] == "extern":
+            return f"a path runs through {node.op} ({node.name})"
+        return f"an ordering edge (a write to memory) leads to {node.op} ({node.name})"
 
     def _root(self, at: int) -> int:
         parent = self.parent

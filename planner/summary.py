@@ -100,7 +100,7 @@ def summarise(
     Raises:
         ValueError: There is no region.
     """
-    from fuseplan.planner.recipes import kind_of
+    from fuseplan.planner.flow import flow_of
 
     pairs = list(planned)
     if not pairs:
@@ -108,7 +108,8 @@ def summarise(
     key = pairs[0][1].key
     counts = Counter(record.key.workload for _, record in pairs)
     first = {record.key.workload: region for region, record in reversed(pairs)}
-    kinds = {node.name: kind_of(node, graph.specs) for node in graph}
+    flow = flow_of(graph)
+    kinds = dict(zip(flow.names, flow.kinds, strict=True))
     externs = Counter(node.op for node in graph if kinds[node.name] == "extern")
     return WorkloadSummary(
         model, workload, key.device, key.regime, key.numerics,

@@ -7,6 +7,7 @@ that copies is the same map with a store behind it).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from fuseplan.kernels.index import Index, Size, as_size, flatten, product, row_major_strides
@@ -233,6 +234,7 @@ def is_address_map(node: OpNode, specs: Specs) -> bool:
     return reshape_is_view(specs[node.inputs[0]], specs[node.outputs[0]])
 
 
+@lru_cache(maxsize=4096)
 def reshape_is_view(source: TensorSpec, result: TensorSpec) -> bool:
     """True when reading ``result`` through its own strides or through the reshape map gives the same addresses."""
     coords = tuple(Index.coord(axis, extent) for axis, extent in enumerate(result.shape))

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseplan.kernels.index import symbol
-from fuseplan.planner.canonical import CanonicalForm, attribute_text, canonical_form, workload_key
+from fuseplan.planner.canonical import CanonicalForm, canonical_form, workload_key
+from fuseplan.planner.canonical_text import attribute_text
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.synthetic import random_graph
 
@@ -240,6 +241,16 @@ def test_outputs_can_be_given() -> None:
 def test_unknown_op_is_named() -> None:
     with pytest.raises(KeyError, match="nope"):
         canonical_form(small(), ["a", "nope"])
+
+
+def test_equal_hashes_of_unequal_attributes_are_told_apart() -> None:
+    forms = {canonical_form(one_op({"other": value}), ["z"]).key for value in (1, 1.0, True)}
+    assert len(forms) == 3
+
+
+def one_op(attrs: dict[str, object]) -> DataflowGraph:
+    spec = TensorSpec.contiguous((4,), "float32")
+    return DataflowGraph([OpNode("aten.add.Tensor", ("x",), ("z",), attrs)], {"x": spec, "z": spec}, ["x"], ["z"])
 
 
 def test_attribute_texts_tell_values_apart() -> None:

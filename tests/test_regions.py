@@ -7,6 +7,7 @@ from graph_oracle import Oracle, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuseplan.planner import flow as flow_module
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.regions import RegionLimits, find_boundaries, find_regions, unique_regions
@@ -27,6 +28,16 @@ def compute_sets(graph: DataflowGraph, limits: RegionLimits = UNBOUNDED) -> set[
 def test_regions_match_their_definition(seed: int, size: int, order: int) -> None:
     graph = random_graph(seed, size, order=order)
     assert compute_sets(graph) == Oracle(graph).regions()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 18), st.integers(0, 3))
+def test_masks_and_search_agree_on_what_is_separated(seed: int, size: int, order: int) -> None:
+    flow = flow_of(random_graph(seed, size, order=order), synthetic_kind)
+    for after in range(len(flow.nodes)):
+        for before in range(after):
+            found = flow.first_blocker(before, after, budget=10**6)
+            assert flow.separated(before, after, budget=0) == (found is not None)
 
 
 def test_residual_stream_does_not_join_layers() -> None:
@@ -113,12 +124,15 @@ def test_region_lists_sources_behind_views() -> None:
     assert region.outputs == ("b",)
 
 
-def test_exhausted_search_makes_a_boundary_and_says_so() -> None:
+def test_exhausted_search_makes_a_boundary_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = [("c0", "linear.default", ("y", "w"))]
     chain += [(f"c{n}", "linear.default", (f"c{n - 1}", "w")) for n in range(1, 30)]
     graph = make(("a", "exp.default", ("x",)), *chain, ("b", "add.Tensor", ("a", "c29")), outputs=("b",))
     assert compute_sets(graph) == {frozenset({"a", "b"})}
     short = RegionLimits(search_budget=5)
+    assert compute_sets(graph, short) == {frozenset({"a", "b"})}
+    monkeypatch.setattr(flow_module, "MAX_MASKED", 31)
+    graph = make(("a", "exp.default", ("x",)), *chain, ("b", "add.Tensor", ("a", "c29")), outputs=("b",))
     assert compute_sets(graph, short) == {frozenset({"a"}), frozenset({"b"})}
     (boundary,) = find_boundaries(graph, synthetic_kind, short)
     assert "gave up" in boundary.reason
@@ -159,6 +173,16 @@ def test_decoder_layers_repeat() -> None:
     for key, found in groups.items():
         shapes = {tuple(graph.op(name).op for name in region.ops) for region in found}
         assert len(shapes) == 1, key
+
+
+def test_regions_are_remembered_until_the_graph_or_the_question_changes() -> None:
+    graph = make(("a", "exp.default", ("x",)), ("b", "add.Tensor", ("a", "y")), outputs=("b",))
+    found = find_regions(graph, synthetic_kind)
+    found.clear()
+    (region,) = find_regions(graph, synthetic_kind)
+    assert set(region.ops) == {"a", "b"}
+    assert len(find_regions(graph, synthetic_kind, RegionLimits(max_ops=1))) == 2
+    assert find_regions(graph, lambda node: "extern") == []
 
 
 def test_flow_is_remembered_and_rejects_disorder() -> None:

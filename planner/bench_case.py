@@ -13,7 +13,7 @@ from fuseplan.planner.bench_cells import Cell
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import TensorSpec
 from fuseplan.planner.lower import lower
-from fuseplan.planner.patterns import activations, pattern
+from fuseplan.planner.patterns import activations, fresh_inputs, pattern
 from fuseplan.planner.peers import Case
 from fuseplan.planner.placement import Traced
 from fuseplan.planner.pricing import kernel_work
@@ -56,7 +56,9 @@ class PlanFacts:
 def trace_cell(cell: Cell, device_type: str) -> tuple[Traced, dict[str, TensorSpec]]:
     """The cell's graph as eager runs it, and the layout of its inputs."""
     graph, specs = pattern(cell.pattern, cell.shape, cell.dtype)
-    return trace_subgraph(graph, specs, device_type), specs
+    traced = trace_subgraph(graph, specs, device_type)
+    traced.graph.fresh = fresh_inputs(traced.graph, cell.pattern, cell.shape, cell.dtype)
+    return traced, specs
 
 
 def make_inputs(

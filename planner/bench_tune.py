@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
 from fuseplan.planner import summary
 from fuseplan.planner.bench_case import trace_cell
 from fuseplan.planner.bench_cells import Cell
+from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.regions import find_regions
+from fuseplan.planner.scout import Scout
 from fuseplan.planner.session import Session
 from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
 
@@ -34,6 +37,8 @@ class CellTuner:
         self._progress = progress
         self._learner = Learner(session.spec)
         self._tuner: Tuner | None = None
+        self._scout: Scout | None = None
+        self._graphs: dict[Cell, DataflowGraph] = {}
 
     def __enter__(self) -> CellTuner:
         return self
@@ -43,6 +48,8 @@ class CellTuner:
     ) -> None:
         if self._tuner is None:
             return
+        if self._scout is not None:
+            self._scout.__exit__(kind, error, trace)
         self._tuner.close()
         if error is None:
             self._learner.update(final=True)
@@ -54,15 +61,43 @@ class CellTuner:
         Raises:
             CompilerMissingError: No kernel back end can be used here.
         """
-        graph = trace_cell(cell, self._session.target.device_type)[0].graph
+        graph = self._graph(cell)
         known = self._session.planner()
         if all(known.look_up(region.key) is not None for region in find_regions(graph)):
             return False
-        if self._tuner is None:
-            self._tuner = self._session.tuner(self._budget, self._seed, self._progress)
-        plan = self._session.planner(self._tuner, learner=self._learner).plan_graph(graph)
+        plan = self._session.planner(self._started(), learner=self._learner).plan_graph(graph, self._scout)
         pairs = [(one.region, one.record) for one in plan.regions]
         if pairs:
             name, size = f"pattern {cell.pattern}", f"{cell.size} {cell.dtype}"
             summary.store(self._session.database, summary.summarise(name, size, graph, pairs))
         return True
+
+    def look_ahead(self, cells: Iterable[Cell]) -> None:
+        """Have the kernels of cells that will be tuned compiled meanwhile; on CPUs nothing happens.
+
+        A cell that cannot be traced is left for :meth:`tune` to complain about.
+        """
+        if self._session.target.device_type == "cpu":
+            return
+        for cell in cells:
+            with suppress(Exception):
+                graph = self._graph(cell)
+                missing = self._session.planner().undecided(graph)
+                if not missing:
+                    continue
+                planner = self._session.planner(self._started())
+                if self._scout is None:
+                    self._scout = planner.scout()
+                    assert self._scout is not None
+                    self._scout.__enter__()
+                self._scout.send(graph, missing)
+
+    def _graph(self, cell: Cell) -> DataflowGraph:
+        if cell not in self._graphs:
+            self._graphs[cell] = trace_cell(cell, self._session.target.device_type)[0].graph
+        return self._graphs[cell]
+
+    def _started(self) -> Tuner:
+        if self._tuner is None:
+            self._tuner = self._session.tuner(self._budget, self._seed, self._progress)
+        return self._tuner

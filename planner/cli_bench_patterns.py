@@ -145,6 +145,8 @@ def _fill(
         InductorPool(kind, bench.peers, processes) as pool,
         console(stderr=True).status("measuring") as status,
     ):
+        if tuning is not None:
+            tuning.look_ahead(cells)
         for pattern, group in groupby(cells, lambda cell: cell.pattern):
             batch = list(group)
             if deadline is not None and time.monotonic() >= deadline:

@@ -95,11 +95,17 @@ def pattern_graph(name: str, shape: str | Sequence[int], dtype: str | None = Non
 
     graph, specs = pattern(name, shape, dtype)
     traced = trace_subgraph(graph, specs).graph
-    fresh = activations(name, shape, dtype)
-    traced.fresh = frozenset(
-        value for value, given in zip(traced.inputs, graph.input_names, strict=True) if given in fresh
-    )
+    traced.fresh = fresh_inputs(traced, name, shape, dtype)
     return traced
+
+
+def fresh_inputs(
+    traced: DataflowGraph, name: str, shape: str | Sequence[int], dtype: str | None = None
+) -> frozenset[str]:
+    """The inputs of a traced pattern that are activations, by the names that the trace gave them."""
+    given = pattern(name, shape, dtype)[0].input_names
+    fresh = activations(name, shape, dtype)
+    return frozenset(value for value, own in zip(traced.inputs, given, strict=True) if own in fresh)
 
 
 def activations(name: str, shape: str | Sequence[int], dtype: str | None = None) -> frozenset[str]:

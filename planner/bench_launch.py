@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,11 +94,13 @@ def lookup_frame(rows: Sequence[LookupRow]) -> pd.DataFrame:
 
 def bench_lookup(session: Session, cell: Cell) -> LookupRow:
     """Time finding the plan of one cell, as a compilation does; the median of a few."""
-    graph = trace_cell(cell, session.target.device_type)[0].graph
+    traced = trace_cell(cell, session.target.device_type)[0].graph
     database, planning = [], []
     regions = 0
     for _ in range(_LOOKUPS):
         tally = Tally(cell.key)
+        # A compilation starts with a new graph, of which no regions are remembered.
+        graph = copy.copy(traced)
         resolve(session, graph, "unfused", tally)
         seen = tally.snapshot()
         regions = max(1, seen.regions)

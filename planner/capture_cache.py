@@ -24,6 +24,7 @@ from fuseplan.planner.capture import Captured, capture
 from fuseplan.planner.graph_json import graph_from_json, graph_to_json
 from fuseplan.planner.models import ModelSource
 from fuseplan.planner.workload import Workload
+from fuseplan.search.measure import no_collection
 
 #: Sources whose text decides what a captured graph looks like.
 _CAPTURE_CODE = (
@@ -109,8 +110,11 @@ def _code_hash() -> str:
 
 def _read(path: Path, workload: Workload) -> Captured | None:
     try:
-        graphs = json.loads(path.read_text(encoding="utf-8"))["graphs"]
-        return Captured(tuple(graph_from_json(graph) for graph in graphs), workload)
+        # A file holds a hundred thousand lists, none of them garbage: the collector would look through them for longer
+        # than it takes to read them.
+        with no_collection():
+            graphs = json.loads(path.read_text(encoding="utf-8"))["graphs"]
+            return Captured(tuple(graph_from_json(graph) for graph in graphs), workload)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import types
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fuseplan.search.errors import RecordError
 
 T = TypeVar("T")
+#: Reads a value from what JSON holds.
+Decoder: TypeAlias = Callable[[Any], Any]
 
 
 def dumps(record: Any) -> str:
@@ -34,7 +37,12 @@ def loads(cls: type[T], text: str) -> T:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise RecordError(f"{cls.__name__}: not valid JSON ({error})") from error
-    value: T = _decode(cls, data, cls.__name__)
+    kind: Any = cls
+    try:
+        value: T = _decoder(kind)(data)
+    except _Misfit as misfit:
+        root = cls.__name__
+        raise RecordError("; ".join(f"{root}{where}: {reason}" for where, reason in misfit.reasons)) from None
     return value
 
 
@@ -43,77 +51,157 @@ def checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+class _Misfit(Exception):
+    """Data that does not fit its type: where below the record, and why; several where a union offers a choice."""
+
+    def __init__(self, *reasons: tuple[str, str]) -> None:
+        super().__init__()
+        self.reasons = reasons
+
+    def inside(self, where: str) -> _Misfit:
+        return _Misfit(*((where + path, reason) for path, reason in self.reasons))
+
+
+def _misfit(reason: str) -> _Misfit:
+    return _Misfit(("", reason))
+
+
 @functools.cache
-def _fields(cls: type[Any]) -> Mapping[str, tuple[Any, bool]]:
-    """Field name -> (type, required)."""
-    hints = get_type_hints(cls)
-    return {
-        field.name: (
-            hints[field.name],
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
-        )
-        for field in dataclasses.fields(cls)
+def _decoder(kind: Any) -> Decoder:
+    """What reads a value of a type; made once per type, because a look-up reads hundreds of values."""
+    origin, args = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass_decoder(kind)
+    if origin in (Union, types.UnionType):
+        return _union_decoder(args)
+    if origin is tuple:
+        return _sequence_decoder(args[0]) if len(args) == 2 and args[1] is Ellipsis else _tuple_decoder(args)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping_decoder(args[1])
+    if origin is Literal:
+        return _literal_decoder(args)
+    return _float if kind is float else _scalar_decoder(kind)
+
+
+def _dataclass_decoder(kind: Any) -> Decoder:
+    hints = get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    decoders = {field.name: _decoder(hints[field.name]) for field in fields}
+    required = {
+        field.name for field in fields
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
 
-
-def _decode(kind: Any, data: Any, where: str) -> Any:
-    origin = get_origin(kind)
-    if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(kind, data, where)
-    if origin in (Union, types.UnionType):
-        return _decode_union(get_args(kind), data, where)
-    if origin is tuple:
-        return _decode_tuple(get_args(kind), data, where)
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+    def decode(data: Any) -> Any:
         if not isinstance(data, dict):
-            raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
-        return {name: _decode(get_args(kind)[1], value, f"{where}.{name}") for name, value in data.items()}
-    if origin is Literal:
-        if data not in get_args(kind):
-            raise RecordError(f"{where}: {data!r} is not one of {get_args(kind)}")
-        return data
-    return _decode_scalar(kind, data, where)
+            raise _misfit(f"expected an object, found {type(data).__name__}")
+        if not required <= data.keys() <= decoders.keys():
+            unknown, missing = sorted(data.keys() - decoders.keys()), sorted(required - data.keys())
+            raise _misfit(f"unknown fields {unknown}, missing fields {missing}")
+        return kind(**_decode_values(decoders, data))
+
+    return decode
 
 
-def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise RecordError(f"{where}: expected an object, found {type(data).__name__}")
-    fields = _fields(kind)
-    unknown = sorted(set(data) - set(fields))
-    missing = sorted(name for name, (_, required) in fields.items() if required and name not in data)
-    if unknown or missing:
-        raise RecordError(f"{where}: unknown fields {unknown}, missing fields {missing}")
-    return kind(**{name: _decode(fields[name][0], value, f"{where}.{name}") for name, value in data.items()})
+def _decode_values(decoders: Mapping[str, Decoder], data: dict[str, Any]) -> dict[str, Any]:
+    values = {}
+    name = ""
+    try:
+        for name, value in data.items():
+            values[name] = decoders[name](value)
+    except _Misfit as misfit:
+        raise misfit.inside(f".{name}") from None
+    return values
 
 
-def _decode_union(choices: tuple[Any, ...], data: Any, where: str) -> Any:
-    if data is None and type(None) in choices:
-        return None
-    reasons = []
-    for choice in choices:
-        if choice is type(None):
-            continue
-        try:
-            return _decode(choice, data, where)
-        except RecordError as error:
-            reasons.append(str(error))
-    raise RecordError("; ".join(reasons) or f"{where}: {data!r} fits no type")
+def _mapping_decoder(kind: Any) -> Decoder:
+    decode_value = _decoder(kind)
+
+    def decode(data: Any) -> dict[str, Any]:
+        if not isinstance(data, dict):
+            raise _misfit(f"expected an object, found {type(data).__name__}")
+        return _decode_values(dict.fromkeys(data, decode_value), data)
+
+    return decode
 
 
-def _decode_tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+def _union_decoder(choices: tuple[Any, ...]) -> Decoder:
+    optional = type(None) in choices
+    decoders = [_decoder(choice) for choice in choices if choice is not type(None)]
+
+    def decode(data: Any) -> Any:
+        if data is None and optional:
+            return None
+        reasons: list[tuple[str, str]] = []
+        for decode_choice in decoders:
+            try:
+                return decode_choice(data)
+            except _Misfit as misfit:
+                reasons += misfit.reasons
+        raise _Misfit(*reasons)
+
+    return decode
+
+
+def _sequence_decoder(kind: Any) -> Decoder:
+    decode_item = _decoder(kind)
+
+    def decode(data: Any) -> tuple[Any, ...]:
+        return _decode_items(itertools.repeat(decode_item), _list(data))
+
+    return decode
+
+
+def _tuple_decoder(kinds: tuple[Any, ...]) -> Decoder:
+    decoders = [_decoder(kind) for kind in kinds]
+
+    def decode(data: Any) -> tuple[Any, ...]:
+        if len(_list(data)) != len(decoders):
+            raise _misfit(f"expected {len(decoders)} items, found {len(data)}")
+        return _decode_items(decoders, data)
+
+    return decode
+
+
+def _decode_items(decoders: Iterable[Decoder], data: list[Any]) -> tuple[Any, ...]:
+    values: list[Any] = []
+    try:
+        for decode_item, item in zip(decoders, data, strict=False):
+            values.append(decode_item(item))
+    except _Misfit as misfit:
+        raise misfit.inside(f"[{len(values)}]") from None
+    return tuple(values)
+
+
+def _list(data: Any) -> list[Any]:
     if not isinstance(data, list):
-        raise RecordError(f"{where}: expected a list, found {type(data).__name__}")
-    kinds = (args[0],) * len(data) if len(args) == 2 and args[1] is Ellipsis else args
-    if len(kinds) != len(data):
-        raise RecordError(f"{where}: expected {len(kinds)} items, found {len(data)}")
-    return tuple(_decode(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, data, strict=True)))
+        raise _misfit(f"expected a list, found {type(data).__name__}")
+    return data
 
 
-def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
-    if kind is float and isinstance(data, int | float) and not isinstance(data, bool):
-        if not math.isfinite(data):
-            raise RecordError(f"{where}: {data!r} is not finite")
-        return float(data)
-    if kind in (int, str, bool) and type(data) is kind:
+def _literal_decoder(allowed: tuple[Any, ...]) -> Decoder:
+    def decode(data: Any) -> Any:
+        if data not in allowed:
+            raise _misfit(f"{data!r} is not one of {allowed}")
         return data
-    raise RecordError(f"{where}: expected {getattr(kind, '__name__', kind)}, found {data!r}")
+
+    return decode
+
+
+def _float(data: Any) -> float:
+    if isinstance(data, int | float) and not isinstance(data, bool):
+        if not math.isfinite(data):
+            raise _misfit(f"{data!r} is not finite")
+        return float(data)
+    raise _misfit(f"expected float, found {data!r}")
+
+
+def _scalar_decoder(kind: Any) -> Decoder:
+    readable = kind in (int, str, bool)
+
+    def decode(data: Any) -> Any:
+        if readable and type(data) is kind:
+            return data
+        raise _misfit(f"expected {getattr(kind, '__name__', kind)}, found {data!r}")
+
+    return decode

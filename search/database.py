@@ -15,13 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, Table, and_, select
+from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, Select, Table, and_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from fuseplan.search import codec, tables
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
-from fuseplan.search.rows import json_or_empty, json_row, key_columns, record_row, same_key, trial_row
+from fuseplan.search.rows import (
+    batches,
+    json_or_empty,
+    json_row,
+    key_columns,
+    record_row,
+    records_of,
+    same_key,
+    trial_row,
+)
 
 R = TypeVar("R", TuningRecord, PlanRecord)
 
@@ -98,7 +107,7 @@ class Database:
 
     def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
         """The tuning record of exactly this key."""
-        return self._get(tables.TUNINGS, TuningRecord, key)
+        return self._get_all(tables.TUNINGS, TuningRecord, [key])[key]
 
     def put_record(self, record: TuningRecord) -> None:
         """Store a tuning record and close the trials that led to it, in one transaction."""
@@ -108,7 +117,11 @@ class Database:
 
     def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
         """The plan of exactly this region key."""
-        return self._get(tables.PLANS, PlanRecord, key)
+        return self.get_plans([key])[key]
+
+    def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
+        """The plans of several region keys, in one statement where they share a device, a regime and numerics."""
+        return self._get_all(tables.PLANS, PlanRecord, keys)
 
     def put_plan(self, plan: PlanRecord) -> None:
         """Store a plan."""
@@ -226,15 +239,18 @@ class Database:
     def _select(
         self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
     ) -> list[RowMapping]:
-        if self._engine is None:
-            return []
         query = select(table)
         if where is not None:
             query = query.where(where)
         columns = [table.c[name] for name in order] or list(table.primary_key)
+        return self._run(query.order_by(*columns))
+
+    def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[RowMapping]:
+        if self._engine is None:
+            return []
         try:
             with self._engine.connect() as connection:
-                return list(connection.execute(query.order_by(*columns)).mappings())
+                return list(connection.execute(query, parameters).mappings())
         except SQLAlchemyError as error:
             explained = tables.explain(error, self._engine)
             if self.mode == "write":
@@ -242,15 +258,19 @@ class Database:
             self._warn(str(explained))
             return []
 
-    def _get(self, table: Table, cls: type[R], key: RecordKey) -> Lookup[R]:
-        rows = self._select(table, same_key(table, key))
-        if not rows:
-            return Lookup()
-        record = self._decode(cls, rows[0])
+    def _get_all(self, table: Table, cls: type[R], keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[R]]:
+        found: dict[RecordKey, Lookup[R]] = dict.fromkeys(keys, Lookup())
+        for asked in batches(found):
+            for row in self._run(records_of(table), asked):
+                key = RecordKey(row["workload"], asked["device"], asked["regime"], asked["numerics"])
+                found[key] = self._lookup(cls, row)
+        return found
+
+    def _lookup(self, cls: type[R], row: RowMapping) -> Lookup[R]:
+        record = self._decode(cls, row)
         if record is None:
             return Lookup()
-        mismatch = self.versions.mismatch(record.evidence.versions) if self.versions is not None else ()
-        return Lookup(record, mismatch)
+        return Lookup(record, self.versions.mismatch(record.evidence.versions) if self.versions is not None else ())
 
     def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
         for row in self._select(table):

@@ -49,11 +49,16 @@ class LayeredDatabase:
 
     def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
         """The plan of exactly this region key, from the first layer that has a hit."""
-        mine = self.user.get_plan(key)
-        if mine.status == "hit":
-            return mine
-        shipped = self._plans.get(key)
-        return _better(mine, Lookup(shipped, self._mismatch(shipped)))
+        return self.get_plans([key])[key]
+
+    def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
+        """The plans of several region keys, each from the first layer that has a hit."""
+        found = self.user.get_plans(keys)
+        for key, mine in found.items():
+            if mine.status != "hit":
+                shipped = self._plans.get(key)
+                found[key] = _better(mine, Lookup(shipped, self._mismatch(shipped)))
+        return found
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
         """Count a miss in the user's layer."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, and_
+from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, select
 
 from fuseplan.kernels.backend import config_key
 from fuseplan.search import codec
 from fuseplan.search.errors import RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
+
+#: Keys in one statement; databases bound the number of parameters.
+_BATCH = 500
 
 
 def key_columns(key: RecordKey) -> dict[str, Any]:
@@ -22,6 +26,30 @@ def key_columns(key: RecordKey) -> dict[str, Any]:
 def same_key(table: Table, key: RecordKey) -> ColumnElement[bool]:
     """The condition that a row of ``table`` has exactly this key."""
     return and_(*(table.c[name] == value for name, value in key_columns(key).items()))
+
+
+@functools.cache
+def records_of(table: Table) -> Select[Any]:
+    """The records of some workloads in one context: ``:workloads``, ``:device``, ``:regime``, ``:numerics``.
+
+    Made once per table: to build a statement costs more than to run it.
+    """
+    columns = table.c
+    return select(columns.workload, columns.label, columns.payload, columns.checksum).where(
+        columns.workload.in_(bindparam("workloads", expanding=True)),
+        *(columns[name] == bindparam(name) for name in ("device", "regime", "numerics")),
+    )
+
+
+def batches(keys: Iterable[RecordKey]) -> Iterator[dict[str, Any]]:
+    """Parameters of :func:`records_of` that ask for all of ``keys`` in as few statements as may be."""
+    contexts: dict[tuple[str, str, str], list[str]] = {}
+    for key in keys:
+        contexts.setdefault((key.device, key.regime, key.numerics), []).append(key.workload)
+    for (device, regime, numerics), workloads in contexts.items():
+        for start in range(0, len(workloads), _BATCH):
+            chunk = workloads[start : start + _BATCH]
+            yield {"workloads": chunk, "device": device, "regime": regime, "numerics": numerics}
 
 
 def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:

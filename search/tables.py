@@ -174,26 +174,27 @@ def _engine(url: URL, sqlite_mode: str = "") -> Engine:
             creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode), check_same_thread=False),
             poolclass=NullPool,
         )
-    _own_transactions(engine, writable=not sqlite_mode)
+    _own_transactions(engine)
     return engine
 
 
-def _own_transactions(engine: Engine, writable: bool) -> None:
+def _own_transactions(engine: Engine) -> None:
     """Let writers take the lock when they begin, so that two processes queue instead of failing half-way."""
 
     @event.listens_for(engine, "connect")
     def _connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None
-        if writable:
-            # Some file systems cannot share memory between processes; the default journal is then right.
-            with contextlib.suppress(sqlite3.DatabaseError):
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.execute("PRAGMA synchronous=NORMAL")
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        writing = connection.get_execution_options().get("fuseplan_write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
+        # A reader needs neither: each of its statements sees one state of the database.
+        if not connection.get_execution_options().get("fuseplan_write", False):
+            return
+        # Some file systems cannot share memory between processes; the default journal is then right.
+        with contextlib.suppress(DBAPIError):
+            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+            connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _create_or_check(engine: Engine) -> None:

@@ -71,6 +71,20 @@ def test_every_part_of_the_key_counts(db: Database) -> None:
     assert db.get_record(key).status == "hit"
 
 
+def test_many_plans_are_looked_up_at_once(db: Database) -> None:
+    stored = [plan(f"r{number}") for number in range(0, 1201, 3)] + [plan("r0", device="cuda-b")]
+    for one in stored[:3] + stored[-2:]:
+        db.put_plan(one)
+    asked = [plan(f"r{number}").key for number in range(1201)] + [plan("r0", device="cuda-b").key]
+    found = db.get_plans(asked)
+    assert list(found) == asked
+    assert {key: one.hit for key, one in found.items() if one.hit} == {
+        one.key: one for one in stored[:3] + stored[-2:]
+    }
+    assert LayeredDatabase(db, shipped=()).get_plans(asked) == found
+    assert db.get_plans([]) == {}
+
+
 def test_the_last_record_of_a_key_stays(db: Database) -> None:
     db.put_record(tuning(us=5.0))
     db.put_record(tuning(us=4.0))

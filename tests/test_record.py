@@ -89,9 +89,11 @@ def test_fixed_length_tuples_are_checked() -> None:
     class Pair:
         both: tuple[int, str]
 
-    with pytest.raises(RecordError, match="expected 2 items, found 3"):
-        codec._decode(tuple[int, str], [1, "a", "b"], "pair")
-    assert codec._decode(tuple[int, str], [1, "a"], "pair") == (1, "a")
+    with pytest.raises(RecordError, match=r"Pair\.both: expected 2 items, found 3"):
+        codec.loads(Pair, '{"both": [1, "a", "b"]}')
+    with pytest.raises(RecordError, match=r"Pair\.both\[1\]: expected str, found 2"):
+        codec.loads(Pair, '{"both": [1, 2]}')
+    assert codec.loads(Pair, '{"both": [1, "a"]}') == Pair((1, "a"))
 
 
 def test_best_time_is_the_kernels_only_where_fusing_pays() -> None:

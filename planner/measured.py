@@ -122,7 +122,7 @@ class MeasuredRegion:
         gain = self._price_gain(challenger, incumbent)
         if gain <= self.margin:
             return gain, False
-        contest = self._play_off(challenger, incumbent)
+        contest = self.play_off(challenger, incumbent)
         if contest is None:
             return gain, True
         old_s = math.fsum(self.prices.measure_s(incumbent))
@@ -136,7 +136,7 @@ class MeasuredRegion:
         new_s, old_s = (math.fsum(self.prices.measure_s(cover)) for cover in (challenger, incumbent))
         return 1.0 - new_s / old_s
 
-    def _play_off(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> Contest | None:
+    def play_off(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> Contest | None:
         """The kernels in which two covers differ, in one interleaved run."""
         sides = {
             _INCUMBENT: [choice for choice in incumbent if choice not in set(challenger)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
-from fuseplan.costmodel.roofline import calibrated, lower_bound, roofline_terms
+from fuseplan.costmodel.roofline import lower_bound, roofline_terms
 from fuseplan.costmodel.work import Work
 
-#: Fewer samples than this cannot tell three factors from noise: the calibration stays the identity.
+_Array = npt.NDArray[np.float64]
+
+#: Fewer samples than this cannot tell the factors from noise: the calibration stays the identity.
 MIN_SAMPLES = 4
 _FOLDS = 5
 #: A factor outside [1/20, 20] would mean that the roofline's term is the wrong one.
@@ -21,77 +24,144 @@ _LIMIT = float(np.log(20.0))
 _OUTLIER = 0.1
 #: Weight of staying at 1: decides only factors that no sample depends on.
 _PRIOR = 0.03
+#: Factors, in the order in which the solver sees them: launch, memory, compute, latency, write.
+_FACTORS = 5
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured kernel: its work, how it was launched and fed, and its time."""
+    """One measured kernel: its work, how it was launched and fed, and its time.
+
+    Attributes:
+        work: What it does.
+        mode: How it was launched.
+        measured_us: Its time.
+        cold_bytes: As for :func:`~fuseplan.costmodel.roofline.predict`.
+        threads: As there.
+        family: What it computes, whatever the shape (``add+mul``). Kernels of one family are left out of a fit
+            together, so that its held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
+    """
 
     work: Work
     mode: Mode
     measured_us: float
-    cold_bytes: float = 0.0
+    cold_bytes: float | None = None
     threads: int | None = None
+    family: str = ""
 
 
 def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
-    """Launch, memory and compute factors by robust regression on ``log(predicted / measured)``.
+    """The factors by robust regression on ``log(predicted / measured)``.
 
-    ``held_out_error`` comes from cross-validation (every fifth sample left out in turn; one at a time below ten
-    samples), so it is the error to expect on a kernel that was not measured; ``error`` is not.
+    ``held_out_error``, ``held_out_p90`` and ``held_out_spearman`` come from cross-validation: families are dealt to
+    five folds (samples, where all are of one family; one at a time below ten), and each fold is predicted by a fit to
+    the others. So they tell what to expect on a kernel that was not measured; ``error`` does not.
 
     Raises:
         ValueError: A sample's time is not positive.
     """
+    from fuseplan.costmodel.accuracy import spearman  # imports pandas
+
     if any(not sample.measured_us > 0 for sample in samples):
         raise ValueError("calibrate: every sample needs measured_us > 0")
+    table = _Table.of(samples, spec)
+    everything = np.arange(len(samples))
     if len(samples) < MIN_SAMPLES:
-        errors = [_error(sample, spec, Calibration()) for sample in samples]
-        return Calibration(samples=len(samples), error=_median(errors))
-    calibration = _fit(samples, spec)
-    folds = _FOLDS if len(samples) >= 2 * _FOLDS else len(samples)
-    held_out: list[float] = []
-    for fold in range(folds):
-        kept = [sample for number, sample in enumerate(samples) if number % folds != fold]
-        fitted = _fit(kept, spec)
-        held_out += [_error(sample, spec, fitted) for sample in samples[fold::folds]]
+        return Calibration(samples=len(samples), error=_median(table.errors(everything, np.ones(_FACTORS))))
+    factors = table.fit(everything)
+    held_out = np.empty(len(samples))
+    for fold in _folds(samples):
+        held_out[fold] = table.predict(fold, table.fit(np.setdiff1d(everything, fold)))
+    errors = np.abs(held_out / table.measured_us - 1.0)
+    correlation = spearman(list(held_out), list(table.measured_us))
+    launch, memory, compute, latency, write = (float(factor) for factor in factors)
     return Calibration(
-        calibration.launch_scale,
-        calibration.memory_scale,
-        calibration.compute_scale,
+        launch,
+        memory,
+        compute,
+        latency_scale=latency,
+        write_scale=write,
         samples=len(samples),
-        error=_median([_error(sample, spec, calibration) for sample in samples]),
-        held_out_error=_median(held_out),
+        error=_median(table.errors(everything, factors)),
+        held_out_error=_median(errors),
+        held_out_p90=float(np.quantile(errors, 0.9)),
+        held_out_spearman=None if np.isnan(correlation) else correlation,
     )
 
 
-def _fit(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
-    from scipy.optimize import least_squares  # slow to import, and only a tune calibrates
-
-    terms = [
-        roofline_terms(sample.work, spec, sample.mode, cold_bytes=sample.cold_bytes, threads=sample.threads)
-        for sample in samples
-    ]
-    log_measured = np.log([sample.measured_us for sample in samples])
-
-    def residuals(log_scales: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        times = [max(calibrated(term, _scales(log_scales)).time_us, 1e-9) for term in terms]
-        return np.concatenate([np.log(times) - log_measured, _PRIOR * log_scales])
-
-    solution = least_squares(residuals, np.zeros(3), bounds=(-_LIMIT, _LIMIT), loss="soft_l1", f_scale=_OUTLIER)
-    return _scales(solution.x)
-
-
-def _scales(log_scales: npt.NDArray[np.float64]) -> Calibration:
-    launch, memory, compute = (float(scale) for scale in np.exp(log_scales))
-    return Calibration(launch, memory, compute)
+def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
+    """Positions of the samples of each fold; families stay together, the largest are dealt first."""
+    families = [sample.family or f"#{number}" for number, sample in enumerate(samples)]
+    sizes = Counter(families)
+    if len(sizes) == 1:
+        families = [str(number) for number in range(len(samples))]
+        sizes = Counter(families)
+    count = _FOLDS if len(sizes) >= 2 * _FOLDS else len(sizes)
+    filled = [0] * count
+    fold_of: dict[str, int] = {}
+    for family, size in sizes.most_common():
+        fold_of[family] = filled.index(min(filled))
+        filled[fold_of[family]] += size
+    owner = np.array([fold_of[family] for family in families])
+    return [np.flatnonzero(owner == fold) for fold in range(count)]
 
 
-def _error(sample: Sample, spec: DeviceSpec, calibration: Calibration) -> float:
+@dataclass(frozen=True)
+class _Table:
+    """The terms of all samples (a row of ``terms`` each, see :func:`_row`), their bounds and their times."""
+
+    terms: _Array
+    floor_us: _Array
+    measured_us: _Array
+
+    @staticmethod
+    def of(samples: Sequence[Sample], spec: DeviceSpec) -> _Table:
+        rows = [_row(sample, spec) for sample in samples]
+        floors = [
+            lower_bound(one.work, spec, one.mode, cold_bytes=one.cold_bytes or 0.0, threads=one.threads)
+            for one in samples
+        ]
+        times = [sample.measured_us for sample in samples]
+        return _Table(np.array(rows).reshape(-1, 7), np.array(floors), np.array(times, dtype=np.float64))
+
+    def fit(self, chosen: npt.NDArray[np.intp]) -> _Array:
+        """The factors that suit the chosen samples best."""
+        from scipy.optimize import least_squares  # slow to import, and only a tune calibrates
+
+        terms, log_measured = self.terms[chosen], np.log(self.measured_us[chosen])
+
+        def residuals(log_factors: _Array) -> _Array:
+            times = np.maximum(_times(terms, np.exp(log_factors)), 1e-9)
+            return np.concatenate([np.log(times) - log_measured, _PRIOR * log_factors])
+
+        start = np.zeros(_FACTORS)
+        solution = least_squares(residuals, start, bounds=(-_LIMIT, _LIMIT), loss="soft_l1", f_scale=_OUTLIER)
+        return np.asarray(np.exp(solution.x), dtype=np.float64)
+
+    def predict(self, chosen: npt.NDArray[np.intp], factors: _Array) -> _Array:
+        """Predicted times of the chosen samples."""
+        return np.maximum(_times(self.terms[chosen], factors), self.floor_us[chosen])
+
+    def errors(self, chosen: npt.NDArray[np.intp], factors: _Array) -> _Array:
+        """Relative errors of those."""
+        return np.abs(self.predict(chosen, factors) / self.measured_us[chosen] - 1.0)
+
+
+def _row(sample: Sample, spec: DeviceSpec) -> tuple[float, ...]:
     terms = roofline_terms(sample.work, spec, sample.mode, cold_bytes=sample.cold_bytes, threads=sample.threads)
-    floor_us = lower_bound(sample.work, spec, sample.mode, cold_bytes=sample.cold_bytes, threads=sample.threads)
-    return abs(max(calibrated(terms, calibration).time_us, floor_us) / sample.measured_us - 1.0)
+    return (
+        terms.launch_us, terms.host_us, terms.memory_us, terms.compute_us,
+        terms.latency_us, terms.write_us, terms.serial_us,
+    )  # fmt: skip
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return float(np.median(values)) if values else None
+def _times(terms: _Array, factors: _Array) -> _Array:
+    """``calibrated(terms, factors).time_us`` of many kernels at once."""
+    launch_us, host_us, memory_us, compute_us, latency_us, write_us, serial_us = terms.T
+    launch, memory, compute, latency, write = factors
+    busy_us = np.maximum.reduce([memory * memory_us, compute * compute_us, write * write_us, latency * serial_us])
+    return np.asarray(np.maximum(launch * host_us, launch * launch_us + latency * latency_us + busy_us))
+
+
+def _median(values: _Array) -> float | None:
+    return float(np.median(values)) if len(values) else None

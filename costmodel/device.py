@@ -83,6 +83,10 @@ class Calibration:
         error: Median ``|predicted / measured - 1|`` on those kernels.
         held_out_error: The same on kernels left out of the fit (cross-validation); the number to quote. None
             where there are too few samples to leave any out.
+        latency_scale: Multiplies the time that a kernel's dependent instructions wait (CUDA only).
+        write_scale: Multiplies the time to write the results at memory bandwidth (CUDA only).
+        held_out_p90: 90th percentile of the errors behind ``held_out_error``.
+        held_out_spearman: Rank correlation of predicted and measured times of the kernels left out.
     """
 
     launch_scale: float = 1.0
@@ -91,6 +95,10 @@ class Calibration:
     samples: int = 0
     error: float | None = None
     held_out_error: float | None = None
+    latency_scale: float = 1.0
+    write_scale: float = 1.0
+    held_out_p90: float | None = None
+    held_out_spearman: float | None = None
 
 
 @dataclass(frozen=True)

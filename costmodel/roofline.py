@@ -8,12 +8,22 @@ An eager CUDA launch is queued by the host while the device still works, so ther
 (the launch is counted once, on one side or the other):
 
     time = max(launches * t0_host, launches * t0_graph + max(bytes / BW(bytes), flops / peak))
+
+On CUDA, four more things that a short kernel waits for are in a prediction (never in the bound), each in terms of what
+the probe measured:
+
+* the instructions that follow one another before the first result (``steps``), in units of a tenth of the time that an
+  elementwise kernel takes beyond an empty one;
+* results, which are written no faster than memory takes them, even where a cache has room for them;
+* a row that one multiprocessor has to move alone, at its share of the best bandwidth;
+* instructions besides the arithmetic, at the measured fp32 rate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fuseplan.costmodel.curve import BandwidthCurve
@@ -21,6 +31,14 @@ from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
 from fuseplan.costmodel.work import Work
 
 _IDENTITY = Calibration()
+#: Dependent instructions in an elementwise kernel (two loads, an op, a store, and their addresses).
+_ELEMENTWISE_STEPS = 10.0
+#: What the first use of cold data adds, in the same unit: a walk through every cache to memory.
+_COLD_STEPS = 10.0
+#: Bytes of a row that one multiprocessor keeps in registers between two passes.
+_HELD_BYTES = 128 * 2**10
+#: Uses of a weight between which other copies are used when a kernel is timed; so many fitting the cache are not cold.
+_ROTATION = 256
 
 
 @dataclass(frozen=True)
@@ -32,24 +50,35 @@ class Terms:
         host_us: Launch latency on the host, in parallel with the device.
         memory_us: Moving the bytes.
         compute_us: The arithmetic.
+        latency_us: Dependent instructions that nothing hides.
+        write_us: Writing the results, beside ``memory_us``.
+        serial_us: Dependent instructions, beside ``memory_us`` and ``compute_us``.
     """
 
     launch_us: float
     host_us: float
     memory_us: float
     compute_us: float
+    latency_us: float = 0.0
+    write_us: float = 0.0
+    serial_us: float = 0.0
+
+    @property
+    def busy_us(self) -> float:
+        """The longest of what goes on at the same time."""
+        return max(self.memory_us, self.compute_us, self.write_us, self.serial_us)
 
     @property
     def time_us(self) -> float:
-        return max(self.host_us, self.launch_us + max(self.memory_us, self.compute_us))
+        return max(self.host_us, self.launch_us + self.latency_us + self.busy_us)
 
     @property
     def bound_by(self) -> Literal["memory", "compute", "launch"]:
-        """The largest term."""
-        busy_us = max(self.memory_us, self.compute_us)
-        if self.launch_us > busy_us or self.host_us > self.launch_us + busy_us:
+        """The largest term; waiting for instructions counts as launching."""
+        started_us = self.launch_us + self.latency_us
+        if started_us > self.busy_us or self.host_us > started_us + self.busy_us:
             return "launch"
-        return "memory" if self.memory_us >= self.compute_us else "compute"
+        return "memory" if max(self.memory_us, self.write_us) >= self.compute_us else "compute"
 
 
 @dataclass(frozen=True)
@@ -66,7 +95,7 @@ def predict(
     spec: DeviceSpec,
     mode: Mode,
     *,
-    cold_bytes: float = 0.0,
+    cold_bytes: float | None = None,
     threads: int | None = None,
     backend: str | None = None,
 ) -> Prediction:
@@ -77,7 +106,8 @@ def predict(
         spec: The measured device.
         mode: How it is launched.
         cold_bytes: How many of ``work.dram_bytes`` come from memory because nothing touched them recently (weights);
-            the rest moves at the bandwidth of a cache that holds the kernel's footprint, where there is one.
+            the rest moves at the bandwidth of a cache that holds the kernel's footprint, where there is one. None:
+            ``work.cold_bytes`` on CUDA, unless copies of so few fit the cache; none on CPUs.
         threads: CPU threads, at most ``spec.identity.cores``; None for all of them.
         backend: Apply the calibration stored for this kernel back end, if any.
 
@@ -88,7 +118,7 @@ def predict(
     calibration = spec.calibrations.get(backend, _IDENTITY) if backend is not None else _IDENTITY
     terms = calibrated(roofline_terms(work, spec, mode, cold_bytes=cold_bytes, threads=threads), calibration)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
-    floor_us = lower_bound(work, spec, mode, cold_bytes=cold_bytes, threads=threads)
+    floor_us = lower_bound(work, spec, mode, cold_bytes=cold_bytes or 0.0, threads=threads)
     return Prediction(max(terms.time_us, floor_us), terms.bound_by, terms)
 
 
@@ -108,6 +138,9 @@ def predict_sequence(
         host_us=sum(prediction.parts.host_us for prediction in predictions),
         memory_us=sum(prediction.parts.memory_us for prediction in predictions),
         compute_us=sum(prediction.parts.compute_us for prediction in predictions),
+        latency_us=sum(prediction.parts.latency_us for prediction in predictions),
+        write_us=sum(prediction.parts.write_us for prediction in predictions),
+        serial_us=sum(prediction.parts.serial_us for prediction in predictions),
     )
     total_us = sum(prediction.time_us for prediction in predictions)
     return Prediction(total_us, max(share_us, key=lambda limit: share_us[limit]), parts)
@@ -133,22 +166,46 @@ def lower_bound(
 
 
 def roofline_terms(
-    work: Work, spec: DeviceSpec, mode: Mode, *, cold_bytes: float = 0.0, threads: int | None = None
+    work: Work, spec: DeviceSpec, mode: Mode, *, cold_bytes: float | None = None, threads: int | None = None
 ) -> Terms:
     """The uncalibrated terms of :func:`predict`; same arguments and errors."""
+    cold_bytes = _cold_bytes(work, spec) if cold_bytes is None else cold_bytes
     _check(work, spec, cold_bytes, threads)
     threads = threads or spec.identity.cores
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
     cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
-    memory_us = (
-        _us(work.dram_bytes - cold_bytes, _gbps(spec, work.dram_bytes, threads))
-        + _us(cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads))
-        + _us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
+    memory_us = _us(work.dram_bytes - cold_bytes, _gbps(spec, work.dram_bytes, threads)) + _us(
+        cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads)
     )
+    on_gpu = spec.identity.device_type == "cuda"
+    if not (on_gpu and 0 < work.row_bytes <= _HELD_BYTES):
+        memory_us += _us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
     # Units share issue slots, so their times add; only the lower bound lets them overlap.
     share = threads / spec.identity.cores if spec.identity.device_type == "cpu" else 1.0
     compute_us = sum(flops / (spec.peak(unit).per_s * share) * 1e6 for unit, flops in work.flops.items())
-    return Terms(launch_us, host_us, memory_us, compute_us)
+    terms = Terms(launch_us, host_us, memory_us, compute_us)
+    return _with_gpu_terms(terms, work, spec, cold_bytes) if on_gpu else terms
+
+
+def _with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, cold_bytes: float) -> Terms:
+    launch = spec.launch.get("graph")
+    step_us = (launch.us - launch.best_us) / _ELEMENTWISE_STEPS if launch is not None else 0.0
+    share_gbps = max(point.gbps for point in spec.bandwidth.points) / spec.identity.cores
+    # A fused multiply-add counts as two operations, and is one instruction.
+    rate = spec.peaks["fp32"].per_s / 2 if "fp32" in spec.peaks else math.inf
+    return replace(
+        terms,
+        memory_us=max(terms.memory_us, _us(work.row_bytes, share_gbps)),
+        compute_us=terms.compute_us + work.instructions / rate * 1e6,
+        latency_us=step_us * (work.steps + (_COLD_STEPS if cold_bytes else 0.0)),
+        write_us=_us(work.written_bytes, spec.bandwidth.memory_gbps),
+        serial_us=step_us * work.serial_steps,
+    )
+
+
+def _cold_bytes(work: Work, spec: DeviceSpec) -> float:
+    on_gpu = spec.identity.device_type == "cuda"
+    return work.cold_bytes if on_gpu and work.cold_bytes * _ROTATION > spec.identity.l2_bytes else 0.0
 
 
 def calibrated(terms: Terms, calibration: Calibration) -> Terms:
@@ -158,6 +215,9 @@ def calibrated(terms: Terms, calibration: Calibration) -> Terms:
         terms.host_us * calibration.launch_scale,
         terms.memory_us * calibration.memory_scale,
         terms.compute_us * calibration.compute_scale,
+        terms.latency_us * calibration.latency_scale,
+        terms.write_us * calibration.write_scale,
+        terms.serial_us * calibration.latency_scale,
     )
 
 

@@ -1,14 +1,15 @@
 """What a fusion group costs in machine terms, before any device is named.
 
-The four fields are the four resources a kernel can wait for. They add: the work of a chain of kernels is
-the sum of its parts. Only what a kernel *must* do is counted (each distinct byte read or written once, each
-arithmetic operation once), so that the same numbers serve a prediction and a lower bound.
+The first four fields are the resources that a kernel must use (each distinct byte read or written once, each
+arithmetic operation once), so that the same numbers serve a prediction and a lower bound. The others say how a
+straightforward kernel goes about it; they serve predictions alone, and 0 stands for unknown. Fields add: the work of a
+chain of kernels is the sum of its parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 #: Units that have a peak of their own. ``sfu`` counts special functions (exp, rsqrt, tanh, ...).
 FLOP_UNITS = ("fp32", "fp64", "sfu", "bf16_matmul", "fp16_matmul", "fp32_matmul", "fp8_matmul")
@@ -24,12 +25,24 @@ class Work:
         l2_bytes: Bytes re-read after a first pass over the same data (second pass of a reduction, a
             broadcast operand); served by the last-level cache when they fit.
         launches: Kernel launches.
+        written_bytes: How many of ``dram_bytes`` are written.
+        cold_bytes: How many of ``dram_bytes`` nothing has touched recently (weights).
+        row_bytes: Bytes of the largest part that one multiprocessor has to move by itself (a reduced row).
+        instructions: Instructions besides ``flops``: loads, stores, conversions, addresses, polynomials.
+        steps: Instructions that wait for one another before the first result is stored.
+        serial_steps: The same for a loop whose waits overlap with those of other parts of the kernel.
     """
 
     flops: Mapping[str, float] = field(default_factory=dict)
     dram_bytes: float = 0.0
     l2_bytes: float = 0.0
     launches: int = 0
+    written_bytes: float = 0.0
+    cold_bytes: float = 0.0
+    row_bytes: float = 0.0
+    instructions: float = 0.0
+    steps: float = 0.0
+    serial_steps: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = set(self.flops) - set(FLOP_UNITS)
@@ -38,14 +51,13 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         units = {*self.flops, *other.flops}
-        return Work(
-            flops={unit: self.flops.get(unit, 0.0) + other.flops.get(unit, 0.0) for unit in sorted(units)},
-            dram_bytes=self.dram_bytes + other.dram_bytes,
-            l2_bytes=self.l2_bytes + other.l2_bytes,
-            launches=self.launches + other.launches,
-        )
+        rest = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        return Work({unit: self.flops.get(unit, 0.0) + other.flops.get(unit, 0.0) for unit in sorted(units)}, **rest)
 
     @property
     def total_flops(self) -> float:
         """All operations, whatever unit runs them."""
         return float(sum(self.flops.values()))
+
+
+_SUMMED = tuple(one.name for one in fields(Work) if one.name != "flops")

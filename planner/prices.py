@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import DeviceSpec, Mode
@@ -17,7 +18,7 @@ from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.learning import UNFUSED, Learner
 from fuseplan.planner.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.partition import Choice, region_problem
-from fuseplan.planner.pricing import kernel_work, op_work
+from fuseplan.planner.pricing import hot_inputs, kernel_work, op_work
 from fuseplan.planner.subject import GroupSubject, group_subject
 from fuseplan.search.record import TuningRecord
 from fuseplan.search.tuner import Tuner
@@ -65,7 +66,9 @@ class GroupBook:
     def work(self, group: Candidate) -> Work:
         """Work of the group as one kernel."""
         if group.ops not in self._works:
-            self._works[group.ops] = kernel_work(self.lowered(group).ir.bind(self.graph.symbols))
+            lowered = self.lowered(group)
+            hot = hot_inputs(self.graph, lowered.inputs)
+            self._works[group.ops] = kernel_work(lowered.ir.bind(self.graph.symbols), hot)
         return self._works[group.ops]
 
     def backend_for(self, group: Candidate, backends: Sequence[Backend], target: Target) -> Backend | None:
@@ -181,19 +184,21 @@ class MeasuredPrices(ModelPrices):
     def _screen_s(self, choice: Choice) -> float:
         subject = self.book.subject(choice.group)
         if not choice.fused:
+            op = choice.group.ops[0]
             time_us = self.tuner.time_unfused(subject).median_us
-            self._learn(UNFUSED, Sample(self.book.unfused_work(choice.group.ops[0]), self.unfused_mode, time_us))
+            self._learn(UNFUSED, choice, Sample(self.book.unfused_work(op), self.unfused_mode, time_us))
             return time_us * 1e-6
         trial = self.tuner.screen(subject)
         if trial.median_us is None:
             self.failures[choice.group.ops] = trial.reason
             return math.inf
-        self._learn(trial.backend, Sample(subject.work, self.fused_mode, trial.median_us))
+        self._learn(trial.backend, choice, Sample(subject.work, self.fused_mode, trial.median_us))
         return trial.median_us * 1e-6
 
-    def _learn(self, name: str, sample: Sample) -> None:
+    def _learn(self, name: str, choice: Choice, sample: Sample) -> None:
         if self.learner is not None:
-            self.learner.add(name, sample)
+            ops = sorted({self.book.graph.op(op).op for op in choice.group.ops})
+            self.learner.add(name, replace(sample, family="+".join(ops)))
 
 
 def fused_s(record: TuningRecord) -> float:

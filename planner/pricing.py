@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.gathers import gathered_elements
 from fuseplan.kernels.index import Coord, Index, evaluate
 from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Load, Reduce, Segment
 from fuseplan.kernels.ops import op_spec
+from fuseplan.planner.aten_effort import aten_effort
+from fuseplan.planner.effort import kernel_effort, reduction_levels
 from fuseplan.planner.graph import DataflowGraph, OpNode
 from fuseplan.planner.lower import NotLowerable, lower
 from fuseplan.planner.recipes import kind_of
 
 
-def kernel_work(ir: KernelIR) -> Work:
+def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
     """Work of one launch of a static kernel.
 
+    Args:
+        ir: The kernel.
+        hot: Per input, whether it was just produced; None for all of them.
+
     ``dram_bytes`` counts each distinct element once however often the body reads it; ``l2_bytes`` counts what later
-    passes over a row read again; flops follow the op table.
+    passes over a row read again; flops follow the op table. What is gathered counts as hot: popular rows come back.
     """
     touched: dict[int, dict[Index, int]] = {}
     repeated = 0.0
@@ -35,13 +42,26 @@ def kernel_work(ir: KernelIR) -> Work:
         for store in segment.stores:
             touched.setdefault(store.buffer, {})[store.index] = _footprint(store.index, sizes)
         _count_flops(segment, sizes, flops)
+    plain = {number: sum(indices.values()) for number, indices in touched.items()}
     gathered = gathered_elements(ir)
-    dram = sum(
-        ITEMSIZE[ir.buffers[number].dtype]
-        * min(sum(touched.get(number, {}).values()) + gathered.get(number, 0), _distinct(ir, number))
-        for number in {**touched, **gathered}
+    moved = {
+        number: ITEMSIZE[ir.buffers[number].dtype]
+        * min(plain.get(number, 0) + gathered.get(number, 0), _distinct(ir, number))
+        for number in {**plain, **gathered}
+    }
+    cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number not in gathered]
+    effort = kernel_effort(ir)
+    return Work(
+        flops=flops,
+        dram_bytes=float(sum(moved.values())),
+        l2_bytes=repeated,
+        launches=1,
+        written_bytes=float(sum(nbytes for number, nbytes in moved.items() if ir.buffers[number].is_output)),
+        cold_bytes=float(sum(moved.get(number, 0) for number in cold)),
+        row_bytes=effort.row_bytes,
+        instructions=effort.instructions,
+        steps=effort.steps,
     )
-    return Work(flops=flops, dram_bytes=float(dram), l2_bytes=repeated, launches=1)
 
 
 def _extents(segment: Segment) -> tuple[int, ...]:
@@ -50,12 +70,7 @@ def _extents(segment: Segment) -> tuple[int, ...]:
 
 def _passes(segment: Segment) -> int:
     """Sweeps over the columns of a row: one per level of reductions that feed each other, plus the stores'."""
-    depth: list[int] = []
-    for instr in segment.body:
-        args = instr.args if isinstance(instr, Apply) else (instr.arg,) if hasattr(instr, "arg") else ()
-        level = max((depth[arg] for arg in args), default=0)
-        depth.append(level + 1 if isinstance(instr, Reduce) else level)
-    return max(depth, default=0) + 1
+    return reduction_levels(segment) + 1
 
 
 def _footprint(index: Index, sizes: tuple[int, ...]) -> int:
@@ -99,11 +114,24 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
         return Work()
     if kind == "compute":
         try:
-            lowered = lower(graph, (name,), outputs=node.outputs)
-            return kernel_work(lowered.ir.bind(graph.symbols))
+            return _aten_work(graph, node)
         except NotLowerable:
             pass
     return Work(flops=_library_flops(graph, node), dram_bytes=float(_operand_bytes(graph, node)), launches=1)
+
+
+def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
+    lowered = lower(graph, (node.name,), outputs=node.outputs)
+    fused = kernel_work(lowered.ir.bind(graph.symbols), hot_inputs(graph, lowered.inputs))
+    effort = aten_effort(graph, node)
+    return replace(
+        fused, row_bytes=0.0, instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps
+    )
+
+
+def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:
+    """Per value, True for an activation just produced, False for a weight."""
+    return tuple(graph.producer(value) is not None or value in graph.fresh for value in values)
 
 
 def chain_work(graph: DataflowGraph, ops: Iterable[str]) -> list[Work]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
+from fuseplan.costmodel.device import Calibration
 from fuseplan.planner.cover import CoverProblem, Option, solve_cover
 from fuseplan.planner.report import ReportData, geometric_mean
 from fuseplan.planner.summary import RegionSummary
@@ -137,8 +138,18 @@ def accuracy_text(data: ReportData) -> list[str]:
         )
     for backend, fit in sorted(data.spec.calibrations.items() if data.spec is not None else ()):
         if fit.held_out_error is not None:
-            lines.append(
-                f"Calibrated on {fit.samples} measured {backend} kernels, the model is off by {fit.held_out_error:.0%} "
-                "in the median on kernels left out of the fit."
-            )
+            lines.append(_held_out(backend, fit))
     return lines
+
+
+def _held_out(backend: str, fit: Calibration) -> str:
+    text = (
+        f"Calibrated on {fit.samples} measured {backend} kernels, the model is off by {fit.held_out_error:.0%} "
+        "in the median"
+    )
+    if fit.held_out_p90 is not None:
+        text += f" (90th percentile {fit.held_out_p90:.0%})"
+    text += " on kernels left out of the fit with all that compute the same"
+    if fit.held_out_spearman is not None:
+        text += f"; rank correlation {fit.held_out_spearman:.2f}"
+    return text + "."

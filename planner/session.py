@@ -90,7 +90,10 @@ class Session:
         )
 
     def recalibrated(self) -> Session:
-        """The device with each back end's calibration fitted again to all its current records."""
+        """The device with each back end's calibration fitted again to all its current records.
+
+        One that a tune fitted to more kernels than that (those it measured and did not choose) stays.
+        """
         if self.spec is None:
             return self
         spec = self.spec
@@ -101,7 +104,8 @@ class Session:
                 if record.key.device == self.device and not versions.mismatch(record.evidence.versions)
                 for sample in record_samples(record, backend.name)
             ]
-            if samples:
+            known = spec.calibrations.get(backend.name)
+            if samples and (known is None or known.samples < len(samples)):
                 spec = spec.with_calibration(backend.name, calibrate(samples, spec))
         return self.with_spec(spec)
 
@@ -111,7 +115,7 @@ def record_samples(record: TuningRecord, backend: str) -> list[Sample]:
     if record.fused is None or record.backend != backend or not record.work.launches:
         return []
     mode: Mode = "graph" if record.key.regime == "graph" else "kernel"
-    return [Sample(record.work, mode, record.fused.median_us)]
+    return [Sample(record.work, mode, record.fused.median_us, family=record.label.split(" ")[0])]
 
 
 def open_session(

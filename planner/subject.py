@@ -16,7 +16,7 @@ from fuseplan.planner.binding import bind_spec
 from fuseplan.planner.execute import bind_call, resolve_op
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lower import Lowered, lower
-from fuseplan.planner.pricing import kernel_work
+from fuseplan.planner.pricing import hot_inputs, kernel_work
 from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
 
@@ -170,14 +170,13 @@ def group_subject(
     ir = lowered.ir.bind(graph.symbols)
     nodes = group_nodes(graph, ops, lowered)
     values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)
+    hot = hot_inputs(graph, lowered.inputs)
     return GroupSubject(
         key=key,
         label=group_label(graph, ops, lowered),
         ir=ir,
-        work=kernel_work(ir),
-        hot_inputs=tuple(
-            graph.producer(value) is not None or value in graph.fresh for value in lowered.inputs
-        ),
+        work=kernel_work(ir, hot),
+        hot_inputs=hot,
         nodes=nodes,
         inputs=lowered.inputs,
         outputs=lowered.outputs,

@@ -100,6 +100,42 @@ def test_cuda_graphs_and_cold_bytes() -> None:
     assert calibrate(cold, GPU).memory_scale == pytest.approx(2.0, rel=0.02)
 
 
+def test_all_factors_of_a_gpu_come_back() -> None:
+    rng = random.Random(1)
+    planted = Calibration(1.5, 1.3, 2.0, latency_scale=0.7, write_scale=1.4)
+    made = []
+    for number in range(40):
+        work = (
+            Work(dram_bytes=rng.uniform(1e2, 1e4), launches=1),
+            Work(dram_bytes=rng.uniform(1e6, 5e7), launches=1),
+            Work({"fp32": rng.uniform(1e7, 1e9)}, dram_bytes=1e5, launches=1, instructions=rng.uniform(0.0, 1e7)),
+            Work(dram_bytes=1e4, launches=1, steps=rng.uniform(50.0, 500.0)),
+            Work(dram_bytes=1e6, launches=1, written_bytes=rng.uniform(5e5, 1e6)),
+        )[number % 5]
+        time_us = calibrated(roofline_terms(work, GPU, "graph"), planted).time_us
+        made.append(Sample(work, "graph", time_us, family=f"family {number % 7}"))
+    fitted = calibrate(made, GPU)
+    assert factors(fitted) == pytest.approx(factors(planted), rel=0.02)
+    assert (fitted.latency_scale, fitted.write_scale) == pytest.approx((0.7, 1.4), rel=0.02)
+    assert fitted.held_out_error is not None and fitted.held_out_error < 0.03
+    assert fitted.held_out_p90 is not None and fitted.held_out_error <= fitted.held_out_p90 < 0.1
+    assert fitted.held_out_spearman is not None and fitted.held_out_spearman > 0.99
+
+
+def test_a_family_is_left_out_as_a_whole() -> None:
+    # One family takes three times as long. Held out kernel by kernel, its own siblings would tell; as a whole, not.
+    works = [Work(dram_bytes=1e6 * (number + 1), launches=1) for number in range(20)]
+    made = [
+        Sample(work, "kernel", (3 if number % 4 == 0 else 1) * roofline_terms(work, CPU, "kernel").time_us,
+               family="odd" if number % 4 == 0 else f"family {number % 4}")
+        for number, work in enumerate(works)
+    ]
+    fitted = calibrate(made, CPU)
+    assert fitted.held_out_p90 == pytest.approx(2 / 3, rel=0.1)
+    same = calibrate([dataclasses.replace(sample, family="one") for sample in made], CPU)
+    assert same.held_out_error == calibrate([dataclasses.replace(one, family="") for one in made], CPU).held_out_error
+
+
 def test_times_must_be_positive() -> None:
     with pytest.raises(ValueError, match="measured_us > 0"):
         calibrate([Sample(Work(), "kernel", 0.0)], CPU)

@@ -111,6 +111,47 @@ def test_queued_cuda_launches_hide_behind_the_device() -> None:
     assert lower_bound(large, GPU, "eager") == pytest.approx(0.75 + 8e3 / 60)
 
 
+def test_what_short_cuda_kernels_wait_for() -> None:
+    plain = Work(dram_bytes=1e6, launches=1)  # 1 + 1e6 / 200 GB/s = 6 us
+
+    def time_us(**more: float) -> float:
+        return predict(dataclasses.replace(plain, **more), GPU, "graph").time_us
+
+    # An elementwise kernel's ten steps take what it takes beyond an empty kernel, 1 - 0.75 us.
+    assert time_us(steps=20.0) == pytest.approx(6.5)
+    assert time_us(serial_steps=400.0) == pytest.approx(1 + 10)  # beside the 5 us of memory
+    # Results go to memory at 50 GB/s, though the cache would take them faster.
+    assert time_us(written_bytes=1e6) == pytest.approx(1 + 20)
+    assert time_us(written_bytes=1e5) == pytest.approx(6)
+    # One of 100 multiprocessors moves 200 GB/s / 100.
+    assert time_us(row_bytes=1e5) == pytest.approx(1 + 50)
+    # 1e11 flops a second are 5e10 instructions.
+    assert time_us(instructions=1e6) == pytest.approx(1 + 20)
+    # A row in registers is not read again; one that is too long for them is, at 200 GB/s.
+    assert time_us(row_bytes=1e3, l2_bytes=1e6) == pytest.approx(6)
+    assert time_us(row_bytes=2e5, l2_bytes=1e6, dram_bytes=8e7) == pytest.approx(1 + 8e4 / 50 + 5)
+
+
+def test_cold_weights_wait_for_memory() -> None:
+    work = Work(dram_bytes=1e6, cold_bytes=1e5, launches=1)
+    # 9e5 / 200 GB/s + 1e5 / 50 GB/s, and ten steps more.
+    assert predict(work, GPU, "graph").time_us == pytest.approx(1 + 4.5 + 2 + 0.25)
+    # 256 copies of 1000 bytes fit the cache of 1e6.
+    assert predict(dataclasses.replace(work, cold_bytes=1e3), GPU, "graph").time_us == pytest.approx(6)
+    # The caller may know better.
+    assert predict(work, GPU, "graph", cold_bytes=0.0).time_us == pytest.approx(6)
+
+
+def test_what_only_predicts_changes_no_bound_and_no_cpu() -> None:
+    plain = Work({"fp32": 1e5}, dram_bytes=1e6, launches=1)
+    more = dataclasses.replace(
+        plain, written_bytes=5e5, cold_bytes=5e5, row_bytes=1e5, instructions=1e7, steps=50.0, serial_steps=500.0
+    )
+    assert lower_bound(more, GPU, "graph") == lower_bound(plain, GPU, "graph")
+    assert predict(more, GPU, "graph").time_us > predict(plain, GPU, "graph").time_us
+    assert predict(more, CPU, "kernel") == predict(plain, CPU, "kernel")
+
+
 def test_sequence_is_the_sum_of_its_kernels() -> None:
     a, b = Work(dram_bytes=1e6, launches=1), Work(dram_bytes=200.0, launches=1)
     total = predict_sequence([a, b, b], CPU, "eager")
@@ -178,7 +219,10 @@ def specs(draw: st.DrawFn) -> DeviceSpec:
         measured_at="",
         versions={},
         thread_bandwidth=curve() if device_type == "cpu" and draw(st.booleans()) else None,
-        calibrations={"x": Calibration(*(draw(st.floats(0.05, 20.0)) for _ in range(3)))},
+        calibrations={"x": Calibration(
+            *(draw(st.floats(0.05, 20.0)) for _ in range(3)),
+            latency_scale=draw(st.floats(0.05, 20.0)), write_scale=draw(st.floats(0.05, 20.0)),
+        )},
     )
 
 
@@ -188,6 +232,11 @@ works = st.builds(
     dram_bytes=st.floats(0.0, 1e10),
     l2_bytes=st.floats(0.0, 1e10),
     launches=st.integers(0, 100),
+    written_bytes=st.floats(0.0, 1e10),
+    row_bytes=st.floats(0.0, 1e8),
+    instructions=st.floats(0.0, 1e12),
+    steps=st.floats(0.0, 1e3),
+    serial_steps=st.floats(0.0, 1e5),
 )
 
 

@@ -1,0 +1,117 @@
+"""What kernels do besides bytes and arithmetic, counted by hand on small ones."""
+
+from __future__ import annotations
+
+import pytest
+from ir_samples import Sample, dynamic_samples, label, static_samples, total_elements
+
+from fuseplan.kernels.index import Index
+from fuseplan.kernels.ir import Apply, Buffer, KernelIR, Load, Reduce, Segment, Store
+from fuseplan.planner.aten_effort import aten_effort
+from fuseplan.planner.effort import kernel_effort, reduction_levels
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.pricing import kernel_work, op_work
+
+ROWS, COLS = 3, 8
+
+
+def kernel(fold: bool) -> KernelIR:
+    """``y = x + x``, or ``y = x + sum(x)``, on [3, 8] bfloat16."""
+    at = Index.coord(0, ROWS) * COLS + Index.coord(1, COLS)
+    body = (Load("float32", 0, at), Reduce("float32", "sum", 0)) if fold else (Load("float32", 0, at),)
+    body = (*body, Apply("float32", "add", (0, len(body) - 1)))
+    buffers = tuple(
+        Buffer(name, "bfloat16", (ROWS, COLS), (COLS, 1), is_output=name == "y") for name in ("x", "y")
+    )
+    return KernelIR(buffers, (Segment((ROWS,), COLS, body, (Store(1, at, len(body) - 1),)),))
+
+
+def test_a_pointwise_kernel() -> None:
+    effort = kernel_effort(kernel(fold=False))
+    assert effort.instructions == 3 * ROWS * COLS  # a load, an addition, a store
+    assert effort.steps == 2
+    assert effort.row_bytes == 0  # any part of it can go anywhere
+
+
+def test_a_fold_is_bound_to_its_row() -> None:
+    effort = kernel_effort(kernel(fold=True))
+    assert effort.instructions == (3 + 2) * ROWS * COLS
+    assert effort.steps == 2 + 3
+    assert effort.row_bytes == 2 * COLS * 2
+
+
+def test_work_tells_results_and_weights_apart() -> None:
+    work = kernel_work(kernel(fold=False), hot=(False,))
+    assert (work.dram_bytes, work.written_bytes, work.cold_bytes) == (96, 48, 48)
+    assert kernel_work(kernel(fold=False)).cold_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "sample", [one for one in (*static_samples(), *dynamic_samples()) if total_elements(one)], ids=label
+)
+def test_every_kernel_has_an_effort(sample: Sample) -> None:
+    ir = sample.ir.bind(sample.symbols)
+    effort, work = kernel_effort(ir), kernel_work(ir)
+    assert effort.instructions > 0 and effort.steps >= 0
+    assert 0 < work.written_bytes <= work.dram_bytes
+    assert (effort.row_bytes > 0) <= any(reduction_levels(segment) for segment in ir.segments)
+
+
+def graph_of(op: str, inputs: dict[str, TensorSpec], result: TensorSpec, **attrs: object) -> DataflowGraph:
+    node = OpNode(op, tuple(inputs), ("y",), attrs)
+    return DataflowGraph([node], {**inputs, "y": result}, tuple(inputs), ("y",))
+
+
+def contiguous(*shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec.contiguous(shape, dtype)
+
+
+def test_aten_loads_vectors_of_contiguous_tensors_only() -> None:
+    same = {"a": contiguous(4, 8), "b": contiguous(4, 8)}
+    graph = graph_of("aten.add.Tensor", same, contiguous(4, 8))
+    fast = aten_effort(graph, graph.op("y"))
+    assert (fast.steps, fast.serial_steps) == (0, 0)
+    # A size of one broadcasts nothing.
+    one = {"a": contiguous(1, 8), "b": contiguous(8)}
+    graph = graph_of("aten.add.Tensor", one, contiguous(1, 8))
+    assert aten_effort(graph, graph.op("y")).steps == 0
+    for other in (contiguous(8), TensorSpec((4, 8), "float32", (1, 4)), TensorSpec((4, 8), "float32", (16, 1))):
+        graph = graph_of("aten.add.Tensor", {"a": contiguous(4, 8), "b": other}, contiguous(4, 8))
+        slow = aten_effort(graph, graph.op("y"))
+        assert slow.steps > 0 and slow.instructions > 4 * fast.instructions
+    # The last of those is a slice: its two dimensions are walked apart. A transposed pair of them is no harder.
+    sliced = {"a": TensorSpec((2, 4, 8), "float32", (64, 16, 1))}
+    graph = graph_of("aten.neg.default", sliced, contiguous(2, 4, 8))
+    assert aten_effort(graph, graph.op("y")).steps == 8 + 6 * 2
+
+
+def test_aten_looks_types_up_when_it_widens() -> None:
+    def steps(given: str, result: str) -> float:
+        wide = contiguous(64, dtype=result)
+        graph = graph_of("aten.to.dtype", {"x": contiguous(64, dtype=given)}, wide, dtype=result)
+        return aten_effort(graph, graph.op("y")).steps
+
+    assert steps("float32", "bfloat16") == 0
+    assert steps("bfloat16", "float32") > 0
+    assert steps("int64", "float32") > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "turns"), [(1, 4096, 2), (8, 4096, 16), (16, 4096, 32), (2048, 4096, 32), (32, 8192, 4)]
+)
+def test_aten_shares_a_row_among_threads(rows: int, cols: int, turns: float) -> None:
+    graph = graph_of("aten.mean.dim", {"x": contiguous(rows, cols)}, contiguous(rows, 1), dim=(-1,), keepdim=True)
+    # One block: a row on 512 threads; 8 rows on 64 each; a warp each from 16 rows on, unless 256 elements a thread.
+    assert aten_effort(graph, graph.op("y")).serial_steps == 4 * turns
+    assert op_work(graph, "y").serial_steps == 4 * turns
+    assert op_work(graph, "y").row_bytes == 0
+
+
+def test_aten_gathers_few_rows_in_turn() -> None:
+    def serial(rows: int) -> float:
+        inputs = {"table": contiguous(100, 8), "ids": contiguous(rows, dtype="int64")}
+        graph = graph_of("aten.embedding.default", inputs, contiguous(rows, 8))
+        return aten_effort(graph, graph.op("y")).serial_steps
+
+    assert serial(16) == 2 * serial(8) > 0
+    assert serial(17) == 0

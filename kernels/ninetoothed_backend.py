@@ -213,10 +213,13 @@ class _NoDevice:
 
 @contextmanager
 def _driver_for_generation() -> Iterator[None]:
-    """An active Triton driver, which ninetoothed wants even to generate; the machine's own where there is a GPU."""
+    """An active Triton driver, which ninetoothed wants even to generate; the machine's own where a GPU is in use.
+
+    Elsewhere a stand-in: a process that only compiles must not open the device, which stalls whoever measures on it.
+    """
     import triton
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         yield
         return
     driver = triton.runtime.driver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -55,6 +56,10 @@ def tune(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Search time per group, in seconds.")] = 6.0,
     seed: Annotated[int, typer.Option(help="Seed of the search and of the inputs.")] = 0,
+    shipped: Annotated[
+        bool,
+        typer.Option("--shipped/--no-shipped", help="Take the records that come with fuseplan for this device."),
+    ] = True,
     regime: RegimeOption = Regime.EAGER,
     device: DeviceOption = Device.AUTO,
     db: DbOption = None,
@@ -80,6 +85,7 @@ def tune(
     else:
         name, graphs = capture()
         session = ready(open_session(kind, db, settings))
+    session = replace(session, shipped=shipped)
     result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed)
     say(result, name)
 

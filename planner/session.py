@@ -19,7 +19,7 @@ from fuseplan.planner.errors import CompilerMissingError, DeviceError
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.search.database import Database
-from fuseplan.search.layered import LayeredDatabase
+from fuseplan.search.layered import LayeredDatabase, shipped_files
 from fuseplan.search.record import TuningRecord, Versions
 from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
 
@@ -40,6 +40,7 @@ class Session:
         target: What kernels are compiled for.
         backends: Its kernel back ends, whether or not they can run here.
         settings: What plans are made for.
+        shipped: Whether the records that come with the package count as stored.
     """
 
     database: Database
@@ -48,6 +49,7 @@ class Session:
     target: Target
     backends: tuple[Backend, ...]
     settings: PlanSettings
+    shipped: bool = True
 
     def with_spec(self, spec: DeviceSpec) -> Session:
         """The same session with a newly measured device, stored."""
@@ -66,7 +68,7 @@ class Session:
         learner: Learner | None = None,
     ) -> Planner:
         """A planner over the user's records and those that ship with the package."""
-        store = LayeredDatabase(self.database)
+        store = LayeredDatabase(self.database, shipped_files(self.device) if self.shipped else ())
         return Planner(
             store, self.spec, self.device, self.target, self.backends, self.settings, tuner, on_region, learner
         )

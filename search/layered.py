@@ -14,11 +14,15 @@ from fuseplan.search.record import PlanRecord, RecordKey, TuningRecord, Versions
 from fuseplan.search.transfer import Bundle, read_bundle
 
 
-def shipped_files() -> tuple[Path, ...]:
-    """Export files in the installed package (``search/records/*.jsonl``), in name order."""
+def shipped_files(device: str = "") -> tuple[Path, ...]:
+    """Export files in the installed package (``search/records/<device key>-<regime>.jsonl``), in name order.
+
+    Args:
+        device: Only those of the device with this identity key.
+    """
     # Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
     folder = Path(__file__).parent / "records"
-    return tuple(sorted(folder.glob("*.jsonl"))) if folder.is_dir() else ()
+    return tuple(sorted(folder.glob(f"{device}*.jsonl"))) if folder.is_dir() else ()
 
 
 class LayeredDatabase:

@@ -1,0 +1,38 @@
+"""The records that come with the package: readable, of the device their name says, found by a session of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fuseplan.planner.session import open_session
+from fuseplan.search.layered import shipped_files
+from fuseplan.search.transfer import read_bundle
+
+
+@pytest.mark.parametrize("path", shipped_files(), ids=lambda path: path.stem)
+def test_shipped_records_are_whole_and_of_their_device(path: Path) -> None:
+    found = re.fullmatch(r"(cuda-.+-[0-9a-f]{12})-(eager|graph)", path.stem)
+    assert found is not None
+    bundle = read_bundle(path)
+    assert bundle.plans and bundle.records
+    for one in (*bundle.plans, *bundle.records):
+        assert (one.key.device, one.key.regime) == found.groups()
+        assert one.evidence.versions.torch and one.evidence.versions.triton
+    known = {record.key.workload for record in bundle.records}
+    used = {group.workload for plan in bundle.plans for group in plan.groups if group.kind == "fused"}
+    assert used <= known
+
+
+def test_a_session_finds_the_records_of_its_device_and_no_others(tmp_path: Path) -> None:
+    session = open_session("cpu", tmp_path / "t.db")
+    assert not shipped_files(session.device)
+    path = next(path for path in shipped_files() if path.stem.endswith("eager"))
+    plan = read_bundle(path).plans[0]
+    there = replace(session, device=plan.key.device)
+    there.database.versions = plan.evidence.versions
+    assert there.planner().look_up(plan.key.workload) == plan
+    assert replace(there, shipped=False).planner().look_up(plan.key.workload) is None

@@ -28,6 +28,8 @@ _MAX_INCUMBENTS = 3
 #: An incumbent on which even short screenings show this gain is not worth tuning.
 _HOPELESS = 0.5
 _INCUMBENT, _CHALLENGER = "incumbent", "challenger"
+#: How a gain is known, in words.
+_BY_PRICES, _INTERLEAVED = "by the times of its groups", "in an interleaved run"
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,12 @@ class MeasuredRegion:
         for _ in range(_MAX_INCUMBENTS):
             if set(incumbent) == set(challenger):
                 break
-            gain, accepted = self._gain(challenger, incumbent)
+            gain, accepted, how = self._gain(challenger, incumbent)
             if not accepted:
                 chosen = self._with_cover(found, incumbent)
                 return Decided(chosen, f"{_reason(chosen)}; the cheapest cover found gains {gain:.1%} on the nominal "
                                f"one, which is too little to take its place")
-            story = f"; gains {gain:.1%} on the nominal cover in an interleaved run"
+            story = f"; gains {gain:.1%} on the nominal cover {how}"
             if not self._give_up(incumbent, challenger):
                 break
             incumbent = self._incumbent()
@@ -113,24 +115,24 @@ class MeasuredRegion:
             self.prices.tuned(group)
         return bool(groups)
 
-    def _gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> tuple[float, bool]:
-        """What the challenger gains on the incumbent, relative to it, and whether that is enough to take its place."""
+    def _gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> tuple[float, bool, str]:
+        """What the challenger gains on the incumbent, whether that is enough to take its place, and how it is known."""
         gain = self._price_gain(challenger, incumbent)
         if gain > _HOPELESS:
-            return gain, True
+            return gain, True, _BY_PRICES
         self._tune(incumbent)  # the challenger is tuned already
         gain = self._price_gain(challenger, incumbent)
         if gain <= self.margin:
-            return gain, False
+            return gain, False, _BY_PRICES
         contest = self.play_off(challenger, incumbent)
         if contest is None:
-            return gain, True
+            return gain, True, _BY_PRICES
         old_s = math.fsum(self.prices.measure_s(incumbent))
         # The kernels that both covers use cancel in the difference, but belong to the time it is compared with.
         shared_s = math.fsum(self.prices.measure_s([choice for choice in incumbent if choice in set(challenger)]))
         share = 1.0 - shared_s / old_s
         gain = contest.gain(_CHALLENGER, _INCUMBENT) * share
-        return gain, contest.accepts(_CHALLENGER, _INCUMBENT) and gain > self.margin
+        return gain, contest.accepts(_CHALLENGER, _INCUMBENT) and gain > self.margin, _INTERLEAVED
 
     def _price_gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> float:
         new_s, old_s = (math.fsum(self.prices.measure_s(cover)) for cover in (challenger, incumbent))

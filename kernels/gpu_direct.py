@@ -2,7 +2,7 @@
 
 The work of a call is done by the extension in ``gpu_launcher.cpp``; here is what it must be told, and when a kernel
 cannot be launched that way. Without a C++ compiler, or for a kernel that asks for more than a grid (scratch memory,
-clusters, programmatic launches), Triton's own launcher is used: some microseconds more a call, same results.
+clusters), Triton's own launcher is used: some microseconds more a call, same results.
 """
 
 from __future__ import annotations
@@ -34,20 +34,31 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Driver:
-    """Addresses of the CUDA driver's ``cuLaunchKernel``, ``cuCtxGetCurrent`` and ``cuGetErrorString`` (0: none)."""
+    """Addresses of the CUDA driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and
+    ``cuLaunchKernelEx``."""
 
     launch: int
     current_context: int
-    error_text: int = 0
+    error_text: int
+    launch_config: int
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A loaded kernel as the driver sees it: the function's handle, threads of a block, bytes of shared memory."""
+    """A loaded kernel as the driver sees it.
+
+    Attributes:
+        function: Its handle.
+        threads: Threads of a block.
+        shared_bytes: Dynamic shared memory of a block.
+        overlapped: It may start before the kernel in front of it has ended, and waits for that one itself
+            (programmatic dependent launch).
+    """
 
     function: int
     threads: int
     shared_bytes: int
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Launcher:
             return None
         driver = self.driver
         return self.module.Kernel(
-            (driver.launch, driver.current_context, driver.error_text, _data_ptr()),
+            (driver.launch, driver.current_context, driver.error_text, driver.launch_config, _data_ptr()),
             (*counts, self.check_device),
             tuple(arguments),
             self.allocate,
@@ -150,7 +161,7 @@ def cuda_driver() -> Driver:
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString")
+        names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString", "cuLaunchKernelEx")
         addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
     except (OSError, AttributeError) as error:
         raise BuildError(f"the CUDA driver cannot be used: {error}") from error
@@ -186,9 +197,8 @@ def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
     metadata = compiled.metadata
     if getattr(metadata, "num_ctas", 1) != 1:
         raise BuildError("it is launched in clusters")
-    for flag in ("launch_cooperative_grid", "launch_pdl"):
-        if getattr(metadata, flag, False):
-            raise BuildError(f"it is compiled with {flag}")
+    if getattr(metadata, "launch_cooperative_grid", False):
+        raise BuildError("it is compiled with launch_cooperative_grid")
     for scratch in ("global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, scratch, 0):
             raise BuildError(f"it uses scratch memory ({scratch})")
@@ -197,7 +207,8 @@ def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
     count = len(parameter_bits)
     if found[:count] != tuple(parameter_bits) or found[count:] not in ((), (64,), (64, 64)):
         raise BuildError(f"its parameters have {found} bits, expected {tuple(parameter_bits)}")
-    return Entry(int(compiled.function), int(metadata.num_warps) * _WARP, int(metadata.shared))
+    overlapped = bool(getattr(metadata, "launch_pdl", False))
+    return Entry(int(compiled.function), int(metadata.num_warps) * _WARP, int(metadata.shared), overlapped)
 
 
 def ptx_parameter_bits(ptx: str) -> tuple[int, ...]:

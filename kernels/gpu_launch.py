@@ -185,7 +185,8 @@ class _Loader:
             binary = self._binaries[key] = self._load(*key)
         binary.launch(programs, _raw_stream(key[0]), *arguments)
         if direct is not None and binary.entry is not None:
-            direct.add_binary(*key, binary.entry.function, binary.entry.threads, binary.entry.shared_bytes)
+            entry = binary.entry
+            direct.add_binary(*key, entry.function, entry.threads, entry.shared_bytes, entry.overlapped)
 
     def _load(self, device: int, wide: bool, aligned: bool) -> _Binary:
         with torch.cuda.device(device):

@@ -1,10 +1,10 @@
 // The call path of GPU kernels: a CPython extension, compiled once per interpreter, that turns a Python call into one
-// cuLaunchKernel. It knows nothing of CUDA's headers: the driver's functions come as addresses.
+// cuLaunchKernel (or cuLaunchKernelEx, for kernels that may start before the one in front of them has ended). It knows nothing of CUDA's headers: the driver's functions come as addresses.
 //
 //   kernel.run(*tensors, *sizes)   -> None: every buffer preallocated, inputs first
 //   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here
 //   kernel.add_grid(sizes, programs, wide, outputs or None)
-//   kernel.add_binary(device, wide, aligned, function, threads, shared_bytes): for the current context
+//   kernel.add_binary(device, wide, aligned, function, threads, shared_bytes, overlapped): for the current context
 //   addresses(data_ptr, args, positions, others) -> bytes: where the tensors args[positions] and others lie
 //
 // A call whose sizes, context or alignment were never added goes to the Python callables `slow_run(kernel, *args)` or
@@ -12,17 +12,41 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstddef>
 #include <cstring>
 
 typedef long long i64;
 typedef unsigned long long u64;
 typedef void* (*DataPtr)(PyObject*);  // address of a tensor; null: call its method
 
+// CUlaunchAttribute and CUlaunchConfig of cuda.h.
+struct LaunchAttribute {
+  unsigned id, padding;
+  union {
+    int number;
+    char bytes[64];
+  } value;
+};
+
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
+static_assert(sizeof(LaunchAttribute) == 72 && offsetof(LaunchAttribute, value) == 8, "CUlaunchAttribute");
+static_assert(sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32 &&
+                  offsetof(LaunchConfig, attributes) == 40 && offsetof(LaunchConfig, num_attributes) == 48,
+              "CUlaunchConfig");
+enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };  // of CUlaunchAttributeID
+
 struct Driver {
   int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                 unsigned block_z, unsigned shared, void* stream, void** parameters, void** extra);
   int (*current_context)(void** context);
   int (*error_text)(int error, const char** text);
+  int (*launch_config)(const LaunchConfig* config, void* function, void** parameters, void** extra);
 };
 
 struct Grid {
@@ -36,6 +60,7 @@ struct Binary {
   int wide, aligned;
   void* function;
   unsigned threads, shared;
+  int overlapped;  // the kernel itself waits for the one in front of it
   int device;
   PyObject* device_number;
 };
@@ -145,6 +170,15 @@ static PyObject* call_slowly(PyObject* object, PyObject* function, PyObject* con
 
 // -- launching ---------------------------------------------------------------------------------------------------
 
+// Lets the kernel start when the programs in front of it in the stream have all said so or ended. In a stream that is
+// being captured this makes a programmatic edge; behind anything but a kernel, a full one.
+static int launch_overlapped(const Driver* driver, const Binary* binary, unsigned programs, void* stream,
+                             void** parameters) {
+  LaunchAttribute attribute = {PROGRAMMATIC_STREAM_SERIALIZATION, 0, {1}};
+  const LaunchConfig config = {programs, 1, 1, binary->threads, 1, 1, binary->shared, stream, &attribute, 1};
+  return driver->launch_config(&config, binary->function, parameters, NULL);
+}
+
 static bool launch(const Kernel* self, const Binary* binary, unsigned programs, char* const* buffers, i64* sizes) {
   PyObject* number = PyObject_CallOneArg(self->stream, binary->device_number);
   if (!number) return false;
@@ -165,17 +199,17 @@ static bool launch(const Kernel* self, const Binary* binary, unsigned programs, 
   for (int i = 0; i < TRAILING; ++i) parameters[count++] = &scratch;
 
   const Driver driver = self->driver;
-  void* function = binary->function;
-  const unsigned threads = binary->threads, shared = binary->shared;
+  const Binary one = *binary;
   int error;
   Py_BEGIN_ALLOW_THREADS  // a full queue makes the driver wait
-  error = driver.launch(function, programs, 1, 1, threads, 1, 1, shared, stream, parameters, NULL);
+  if (one.overlapped) error = launch_overlapped(&driver, &one, programs, stream, parameters);
+  else error = driver.launch(one.function, programs, 1, 1, one.threads, 1, 1, one.shared, stream, parameters, NULL);
   Py_END_ALLOW_THREADS
   if (!error) return true;
   const char* text = NULL;
   if (driver.error_text) driver.error_text(error, &text);
   PyErr_Format(PyExc_RuntimeError, "CUDA error %d (%s) when launching %u programs of %u threads", error,
-               text ? text : "unknown", programs, threads);
+               text ? text : "unknown", programs, one.threads);
   return false;
 }
 
@@ -298,7 +332,8 @@ static PyObject* kernel_add_binary(PyObject* object, PyObject* args) {
   Kernel* self = (Kernel*)object;
   Binary one = {};
   u64 function;
-  if (!PyArg_ParseTuple(args, "ippKII", &one.device, &one.wide, &one.aligned, &function, &one.threads, &one.shared))
+  if (!PyArg_ParseTuple(args, "ippKIIp", &one.device, &one.wide, &one.aligned, &function, &one.threads, &one.shared,
+                        &one.overlapped))
     return NULL;
   one.function = (void*)function;
   if (self->driver.current_context(&one.context) || !one.context) {
@@ -375,11 +410,11 @@ static bool read_parameters(Kernel* self, PyObject* arguments) {
 // Kernel(addresses, counts, arguments, allocate, stream, slow_run, slow_fused): see gpu_direct.py.
 static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   Kernel* self = (Kernel*)object;
-  u64 launch, current_context, error_text, data_ptr;
+  u64 launch, current_context, error_text, launch_config, data_ptr;
   PyObject *arguments, *allocate, *stream, *slow_run, *slow_fused;
-  if (!PyArg_ParseTuple(args, "(KKKK)(iiip)O!OOOO", &launch, &current_context, &error_text, &data_ptr, &self->inputs,
-                        &self->outputs, &self->symbols, &self->check_device, &PyTuple_Type, &arguments, &allocate,
-                        &stream, &slow_run, &slow_fused))
+  if (!PyArg_ParseTuple(args, "(KKKKK)(iiip)O!OOOO", &launch, &current_context, &error_text, &launch_config, &data_ptr,
+                        &self->inputs, &self->outputs, &self->symbols, &self->check_device, &PyTuple_Type, &arguments,
+                        &allocate, &stream, &slow_run, &slow_fused))
     return -1;
   if (self->inputs + self->outputs + self->symbols > MAX_ARGUMENTS || PyTuple_GET_SIZE(arguments) > MAX_ARGUMENTS) {
     PyErr_SetString(PyExc_ValueError, "too many kernel arguments");
@@ -394,6 +429,7 @@ static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   self->driver.launch = (decltype(Driver::launch))launch;
   self->driver.current_context = (decltype(Driver::current_context))current_context;
   self->driver.error_text = (decltype(Driver::error_text))error_text;
+  self->driver.launch_config = (decltype(Driver::launch_config))launch_config;
   self->data_ptr = (DataPtr)data_ptr;
   self->allocate = Py_NewRef(allocate);
   self->stream = Py_NewRef(stream);
@@ -407,7 +443,7 @@ static PyMethodDef kernel_methods[] = {
     {"fused", (PyCFunction)(void (*)(void))kernel_fused, METH_FASTCALL, "fused(*inputs, *sizes) -> tensor or tuple"},
     {"add_grid", kernel_add_grid, METH_VARARGS, "add_grid(sizes, programs, wide, outputs) -> None"},
     {"add_binary", kernel_add_binary, METH_VARARGS,
-     "add_binary(device, wide, aligned, function, threads, shared_bytes) -> None"},
+     "add_binary(device, wide, aligned, function, threads, shared_bytes, overlapped) -> None"},
     {NULL, NULL, 0, NULL},
 };
 

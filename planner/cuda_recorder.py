@@ -55,6 +55,10 @@ class CudaRecorder:
     def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
         torch.cuda.synchronize(self._device)  # no work in flight may end, and free memory, while recording
         pool = self._pool() or self._new_pool()
+        # Kernels that are launched overlapped need nothing here: capturing makes a programmatic edge where one follows
+        # a kernel. Behind a copy, behind a join of streams and at the start of the graph there is no kernel to overlap
+        # with, so the edge is a full one or none, and the whole replay comes after what the stream did before it, such
+        # as filling the inputs.
         outputs, graph = self._capture(lambda: function(*args), pool.handle)
         return outputs, partial(_replay, graph, pool)
 

@@ -32,6 +32,30 @@ _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, _HANDLE, *[ctypes.c_uint] * 7, _HANDLE, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
 _CONTEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+
+
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute`` of cuda.h."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig`` of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", _HANDLE),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_LAUNCH_CONFIG = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(_Config), _HANDLE, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+)
 _TEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
 
 
@@ -61,6 +85,7 @@ class Machine:
         context: Which driver context is current (0: none).
         error: What the driver answers to a launch.
         direct: Launches through the driver: (function, grid, block, shared, stream, parameters).
+        attributes: Of each launch with a configuration: (number, value).
         slow: Launches through Triton's launcher: (variant, programs, arguments).
     """
 
@@ -72,9 +97,15 @@ class Machine:
     check_device: bool = False
     direct: list[tuple[Any, ...]] = field(default_factory=list)
     slow: list[tuple[Any, ...]] = field(default_factory=list)
+    attributes: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._functions = (_LAUNCH(self._launch), _CONTEXT(self._current), _TEXT(self._text))
+        self._functions = (
+            _LAUNCH(self._launch),
+            _CONTEXT(self._current),
+            _TEXT(self._text),
+            _LAUNCH_CONFIG(self._launch_config),
+        )
         self.driver = Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions))
 
     def bits(self, wide: bool) -> list[int]:
@@ -89,6 +120,11 @@ class Machine:
         )
         self.direct.append((function, grid, block, shared, stream, values))
         return self.error
+
+    def _launch_config(self, config: Any, function: int, parameters: Any, extra: Any) -> int:
+        one = config[0]
+        self.attributes.append([(one.attributes[n].id, one.attributes[n].value) for n in range(one.count)])
+        return self._launch(function, *one.grid, *one.block, one.shared, one.stream, parameters, extra)
 
     def _current(self, context: Any) -> int:
         context[0] = self.context
@@ -253,6 +289,32 @@ def test_a_refused_launch_says_why() -> None:
 
 
 @needs_compiler
+def test_kernels_that_wait_for_the_one_in_front_are_launched_overlapped() -> None:
+    machine = Machine(addresses=2, sizes=1)
+    kernel = machine.kernel(((0, 0), (1, 0)), 2, launch_pdl=True)
+    x, y = aligned(4), aligned(4)
+    for n in (5, 5, 5):
+        kernel(x, y, n)
+    launch = (1000, (5, 1, 1), (128, 1, 1), 77, 7)
+    addresses = (x.data_ptr(), y.data_ptr())
+    assert len(machine.slow) == 1
+    assert machine.direct == [(*launch, (*addresses, 5, 0, 0))] * 2
+    assert machine.attributes == [[(6, 1)]] * 2  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    machine.error = 9
+    with pytest.raises(RuntimeError, match="CUDA error 9"):
+        kernel(x, y, 5)
+
+
+@needs_compiler
+def test_other_kernels_are_not_launched_overlapped() -> None:
+    machine = Machine(addresses=1)
+    kernel = machine.kernel(((0, 0),), 1)
+    for _ in range(3):
+        kernel(aligned(4))
+    assert len(machine.direct) == 2 and machine.attributes == []
+
+
+@needs_compiler
 @pytest.mark.parametrize("count", [1, 2])
 def test_fused_allocates_what_the_layout_says(count: int) -> None:
     machine = Machine(addresses=1 + count, sizes=1)
@@ -365,7 +427,7 @@ def test_threads_share_a_kernel() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "changes", [{"num_ctas": 2}, {"launch_pdl": True}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}]
+    "changes", [{"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}]
 )
 def test_special_kernels_stay_with_triton(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="fuseplan")

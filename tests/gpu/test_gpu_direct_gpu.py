@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ir_samples as samples
@@ -12,8 +13,10 @@ import torch
 from ir_samples import Sample
 
 from fuseplan.kernels import triton_backend
+from fuseplan.kernels.backend import Resources
+from fuseplan.kernels.gpu_build import compute_capability, load_file
 from fuseplan.kernels.gpu_direct import find_launcher, launcher_problem
-from fuseplan.kernels.gpu_launch import GpuKernel
+from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton_backend import TritonBackend
 
@@ -150,3 +153,81 @@ def test_a_launcher_is_found_once(backend: TritonBackend) -> None:
     ir = samples.swiglu(ROWS, COLS).ir
     kernel = backend.load(ir, backend.default_config(ir, target), target)
     assert isinstance(kernel, GpuKernel)
+
+
+# -- overlapped launches --------------------------------------------------------------------------------------
+
+#: Every program lets the next launch begin at once, and then waits for the one in front before it reads.
+_OVERLAPPED = """
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+@triton.jit
+def step(x, y, N: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gdc_launch_dependents()
+    gdc_wait()
+    tl.store(y + at, tl.load(x + at, at < N) + 1, at < N)
+"""
+_BLOCK = 1024
+
+
+@pytest.fixture
+def step(backend: TritonBackend, tmp_path: Path) -> GpuKernel:
+    """``step(x, y)``: y = x + 1, for 2^20 + 3 elements."""
+    triton = pytest.importorskip("triton")
+    path = tmp_path / "overlapped_step.py"
+    path.write_text(_OVERLAPPED)
+    function, numel = load_file(path).step, 2**20 + 3
+    capability = compute_capability(local_target("cuda"))
+
+    def compile_variant(variant: Variant) -> Any:
+        signature = {"x": "*fp32", "y": "*fp32", "N": "constexpr", "BLOCK": "constexpr"}
+        source = triton.compiler.ASTSource(function, signature, {(2,): numel, (3,): _BLOCK}, {})
+        target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+        return triton.compile(source, target=target, options={"launch_pdl": True})
+
+    arguments = ((0, 0), (1, 0), (None, numel), (None, _BLOCK))
+    geometry = Geometry(-(-numel // _BLOCK), wide=False)
+    return GpuKernel(compile_variant, lambda _: geometry, (), arguments, 2, Resources(), find_launcher())
+
+
+def _chain(step: GpuKernel, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
+    for _ in range(count):
+        step(x, y)
+        step(y, x)
+
+
+def test_overlapped_launches_wait_for_the_one_in_front(step: GpuKernel) -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("the device has no programmatic dependent launch")
+    x = torch.zeros(2**20 + 3, device="cuda")
+    y = torch.full_like(x, float("nan"))
+    _chain(step, x, y, 100)
+    assert is_direct(step.run) and bool((x == 200).all())
+
+
+def test_captured_overlapped_launches_wait_for_the_one_in_front(step: GpuKernel) -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("the device has no programmatic dependent launch")
+    start, x = torch.zeros(2**20 + 3, device="cuda"), torch.empty(2**20 + 3, device="cuda")
+    y = torch.empty_like(x)
+    _chain(step, x, y, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.copy_(start)  # a kernel behind a copy, behind a library's kernel, and at the start of a graph
+        _chain(step, x, y, 50)
+        torch.mul(x, 2, out=x)
+        _chain(step, x, y, 1)
+    for value in (0, 7, 3):
+        start.fill_(value)
+        graph.replay()
+        assert bool((x == (value + 100) * 2 + 2).all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _chain(step, x, y, 1)
+    for value in (1, 5):
+        x.fill_(value)
+        graph.replay()
+        assert bool((x == value + 2).all())

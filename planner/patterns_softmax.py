@@ -1,4 +1,4 @@
-"""Softmax patterns: attention scores, MoE routing, sampling."""
+"""Softmax patterns: plain rows, attention scores, MoE routing, sampling."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def _masked_softmax(ops: Ops, scores: str, shape: Shape, dtype: str, name: str) 
     hidden = ops("logical_not.default", seen)
     masked = ops("masked_fill.Scalar", scores, hidden, value=float("-inf"))
     return ops.cast(ops("softmax.int", masked, dim=-1, dtype="float32"), dtype, to="out")
+
+
+def _softmax(shape: Shape, dtype: str) -> Built:
+    """Softmax of rows in fp32, rounded to the dtype of its input."""
+    ops = Ops()
+    wide = ops("softmax.int", "x", dim=-1, dtype="float32")
+    return ops.built({"x": dense(shape, dtype)}, ops.cast(wide, dtype, to="out"))
 
 
 def _causal_softmax(shape: Shape, dtype: str) -> Built:
@@ -76,6 +83,7 @@ def _moe_sigmoid(shape: Shape, dtype: str) -> Built:
 def softmax_patterns() -> dict[str, Pattern]:
     """Rows of the pattern table."""
     return {
+        "softmax": Pattern(_softmax, *OVER_ROWS, "exp(x - max(x)) / sum(exp(x - max(x))), in fp32"),
         "causal_softmax": Pattern(_causal_softmax, *_SCORES, "softmax(scores / 8, later keys masked)"),
         "soft_cap_softmax": Pattern(
             _soft_cap_softmax, *_SCORES, "softmax(50 * tanh(scores / 16 / 50), later keys masked)"

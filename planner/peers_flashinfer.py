@@ -106,12 +106,14 @@ def _layer_norm(case: Case) -> Contestant:
 def _softmax(case: Case) -> Contestant:
     """Of rows over a temperature each, or over 1."""
     softmax = _op("sampling", "softmax")
+    wider = "" if case.dtype == "float32" else f", twice the bytes of {case.dtype}"
 
     def prepare(x: torch.Tensor, *temperature: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return _flat(x).float(), *(one.reshape(-1) for one in temperature)
 
     return Contestant(
-        softmax, prepare, lambda result, operands: [result.view(case.inputs[0].shape)], "reads and writes float32"
+        softmax, prepare, lambda result, operands: [result.view(case.inputs[0].shape)],
+        f"reads and writes float32{wider}",
     )
 
 

@@ -157,6 +157,7 @@ FORMULAS: dict[str, tuple[str, Callable[..., tuple[Tensor, ...]]]] = {
         ),
     ),
     "soft_cap": ("3x127", lambda x: (30 * torch.tanh(x / 30),)),
+    "softmax": ("2x3x129", lambda x: (softmax(x),)),
     "causal_softmax": ("2x3x5x9", lambda scores: (causal_softmax(scores / 8),)),
     "soft_cap_softmax": ("2x3x5x9", lambda scores: (causal_softmax(50 * torch.tanh(scores / 16 / 50)),)),
     "sampling_softmax": ("3x4097", lambda logits, temperature: (softmax(logits / temperature[:, None]),)),

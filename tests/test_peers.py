@@ -209,7 +209,8 @@ def install_liger(monkeypatch: pytest.MonkeyPatch, rms_norm: Any = _liger_rms_no
         layer_norm_forward=lambda x, w, b, eps: (F.layer_norm(x, x.shape[-1:], w, b, eps), x, None, None, 16, 4),
     )
     install(
-        monkeypatch, f"{ops}.softmax", _softmax_forward=lambda x: (torch.softmax(x.float(), -1).to(x.dtype), 16, 4, False)
+        monkeypatch, f"{ops}.softmax",
+        _softmax_forward=lambda x: (torch.softmax(x.float(), -1).to(x.dtype), 16, 4, False),
     )
     install(monkeypatch, f"{ops}.rope", rope_forward=_liger_rope)
 

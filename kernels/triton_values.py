@@ -157,7 +157,7 @@ class ValueEmitter(ABC):
             text = self.tensor(instr.arg)
             return f"({text} != 0)" if instr.dtype == "bool" else f"{text}.to({tl_type(instr.dtype)})"
         if isinstance(instr, Round):
-            return f"{self.tensor(instr.arg)}.to({tl_type(instr.to)}).to({tl_type(instr.dtype)})"
+            return _rounded(self.tensor(instr.arg), instr)
         assert isinstance(instr, Apply)
         return self._apply(instr)
 
@@ -256,6 +256,18 @@ class ValueEmitter(ABC):
                     lines += self.values(_ancestors(self.segment.body, operand))
                 lines.append(self.early_load(value, instr))
         return lines
+
+
+def _rounded(text: str, instr: Round) -> str:
+    """``text`` rounded to a storage type and back.
+
+    Where four float8 numbers are rounded, stored as one word and read back, ptxas 12.8 and 12.9 (sm_90) read half of
+    them back from a register that was never written. The mirror image is another conversion than the stored one's, and
+    as exact: rounding to nearest even, saturation, NaN and zeros are symmetric.
+    """
+    mirror = " * -1.0" if instr.to == "float8_e4m3fn" else ""
+    text = f"({text}{mirror})" if mirror else text
+    return f"{text}.to({tl_type(instr.to)}).to({tl_type(instr.dtype)}){mirror}"
 
 
 def _ancestors(body: Sequence[Instr], value: int) -> list[int]:

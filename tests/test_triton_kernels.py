@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +17,12 @@ import pytest
 from ir_samples import Sample, label
 
 from fuseplan.kernels.backend import SM90, BuildError, Config, Target
+from fuseplan.kernels.gpu_build import _cuobjdump, compile_kernel
+from fuseplan.kernels.gpu_launch import Variant
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.registry import local_target
-from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.kernels.triton_backend import TritonBackend, _kernel_spec
+from fuseplan.kernels.triton_emitter import KERNEL_NAME
 from fuseplan.kernels.triton_tile import needs_int64, programs
 
 LLAMA_SHAPES = [(1, 2048, 8192), (32, 4096, 14336), (16384, 8192, 28672)]
@@ -106,6 +111,24 @@ def test_spills_are_read_back(backend: TritonBackend) -> None:
     resources = backend.prepare(sample.ir, crowded, SM90)
     assert resources.spill_bytes is not None and resources.spill_bytes > 0
     assert resources.registers == 255
+
+
+def test_float8_read_back_beside_a_store_has_a_source(backend: TritonBackend) -> None:
+    tool = _cuobjdump()
+    if tool is None:
+        pytest.skip("no cuobjdump")
+    sample = samples.dequantised(8, 512)
+    for rows, cols, warps in ((1, 512, 4), (2, 128, 2)):
+        config = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
+        module = backend.store.load(backend.source(sample.ir, config))
+        compiled = compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(sample.ir, config, Variant()), SM90)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        assert "E4M3.UNPACK_B" in code
+        # R1 is the stack pointer: ptxas 12.8 reads it where it lost the word it was to take apart.
+        assert re.findall(r"E4M3\.UNPACK_B R\d+, R1\b", code) == []
 
 
 def test_resources_are_remembered_by_the_cache_folder(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Target:
         shared_memory_bytes: Shared memory one block may use (CUDA), 0 on CPUs.
         registers_per_thread: Register limit of one thread (CUDA), 0 on CPUs.
         l2_bytes: Last-level cache.
+        in_graph: Kernels will be replayed in CUDA graphs; their defaults and tunables follow from it, nothing else.
     """
 
     device_type: str
@@ -38,6 +39,7 @@ class Target:
     shared_memory_bytes: int = 0
     registers_per_thread: int = 0
     l2_bytes: int = 0
+    in_graph: bool = False
 
 
 #: Compile-only target: what an H100/H200 offers, for machines that have no GPU.

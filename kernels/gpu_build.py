@@ -104,6 +104,7 @@ class KernelSpec:
         signature: Triton type of every argument, in order, by name (``"*bf16"``, ``"i32"``).
         aligned: Names of arguments that are multiples of 16 (addresses in bytes, integers by value).
         constants: Values of compile-time arguments (their type in ``signature`` is ``"constexpr"``).
+        overlapped: The kernel waits for the one ahead of it itself, and is launched so that it may start before.
         num_warps: Warps of one program.
         num_stages: Software pipeline depth.
     """
@@ -113,6 +114,7 @@ class KernelSpec:
     num_warps: int
     num_stages: int = 1
     constants: Mapping[str, Any] | None = None
+    overlapped: bool = False
 
 
 def compile_kernel(function: Any, spec: KernelSpec, target: Target, known: Resources | None = None) -> Any:
@@ -154,6 +156,8 @@ def _compile(function: Any, spec: KernelSpec, target: Target, more_options: Mapp
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned}
     constants = {(names.index(name),): value for name, value in (spec.constants or {}).items()}
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True, **more_options}
+    if spec.overlapped:
+        options["launch_pdl"] = True
     try:
         source = ASTSource(function, dict(spec.signature), constants, attributes)
         return triton.compile(source, target=GPUTarget("cuda", compute_capability(target), 32), options=options)

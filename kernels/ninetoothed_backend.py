@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.metadata
 import importlib.util
@@ -32,10 +33,13 @@ from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, 
 from fuseplan.kernels.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.ninetoothed_emitter import KERNEL_NAME, emit_ninetoothed
 from fuseplan.kernels.ninetoothed_views import View, Views
+from fuseplan.kernels.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped, plainly
 from fuseplan.kernels.triton_config import MAX_PERSISTENT_COLS, default_config, infeasible, tunables
 from fuseplan.kernels.triton_tile import needs_int64, next_power_of_2, segment_programs, tile_of
 
 _GENERATION = threading.Lock()
+#: How ninetoothed spells Triton's language in what it generates.
+_LANGUAGE = "triton.language"
 
 
 class NinetoothedBackend(GpuBackend):
@@ -75,7 +79,7 @@ class NinetoothedBackend(GpuBackend):
         return None
 
     def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-        found = {tunable.name: tunable for tunable in tunables(ir)}
+        found = {tunable.name: tunable for tunable in tunables(ir, target)}
         found.pop("num_stages", None)
         widest = max((next_power_of_2(s.cols) for s in ir.segments if s.has_reduction()), default=0)
         if widest:
@@ -116,7 +120,7 @@ class NinetoothedBackend(GpuBackend):
         views = Views(ir).all
         count = _programs(ir, config)
         if interpreter_is_on():
-            function = self._generate(ir, config)
+            function = self._generate(ir, plainly(config))
             return InterpretedKernel(
                 function, lambda _: count, (), functools.partial(_bind, function, views), len(ir.buffers)
             )
@@ -135,7 +139,7 @@ class NinetoothedBackend(GpuBackend):
 
     def _generate(self, ir: KernelIR, config: Config) -> Any:
         """The Triton function that ninetoothed generates."""
-        return _generate(self.store, self.source(ir, config), int(config["num_warps"]))
+        return _generate(self.store, self.source(ir, config), config)
 
     def _compile(
         self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
@@ -158,13 +162,14 @@ def _byte_offset(ir: KernelIR, view: View) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _generate_cached(folder: Path, source: str, num_warps: int) -> Any:
+def _generate_cached(folder: Path, source: str, num_warps: int, overlap: str) -> Any:
     """The function, from the file of an earlier generation where there is one: generating takes a tenth of a second."""
     store = ModuleStore(folder.name, folder.parent)
-    path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{source}')}.py"
+    path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{overlap}|{source}')}.py"
     if not path.exists():
         function = _make(store.load(source), num_warps)
-        store.write_text(path, Path(inspect.getfile(function.fn)).read_text(encoding="utf-8"))
+        text = Path(inspect.getfile(function.fn)).read_text(encoding="utf-8")
+        store.write_text(path, _overlapped_module(text, {OVERLAP: overlap}))
     return getattr(load_file(path), KERNEL_NAME)
 
 
@@ -187,9 +192,21 @@ def _make(module: ModuleType, num_warps: int) -> Any:
     return handle._kernel
 
 
-def _generate(store: ModuleStore, source: str, num_warps: int) -> Any:
+def _overlapped_module(text: str, config: Config) -> str:
+    """A generated module with what ``config`` wants of overlap in its kernel; ninetoothed has no word for it."""
+    if not is_overlapped(config):
+        return text
+    module = ast.parse(text)
+    kernel = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == KERNEL_NAME)
+    statements = [ast.unparse(node) for node in kernel.body]
+    placed = overlapped(statements, config, f"{_LANGUAGE}.load(", f"{_LANGUAGE}.store(")
+    kernel.body = ast.parse("\n".join(placed)).body
+    return f"{OVERLAP_IMPORT}\n{ast.unparse(module)}\n"
+
+
+def _generate(store: ModuleStore, source: str, config: Config) -> Any:
     try:
-        return _generate_cached(store.folder, source, num_warps)
+        return _generate_cached(store.folder, source, int(config["num_warps"]), overlap_of(config))
     except BuildError:
         raise
     except Exception as error:
@@ -266,7 +283,7 @@ def _kernel_spec(ir: KernelIR, config: Config, variant: Variant, function: Any) 
         else:
             signature[name] = "constexpr"
             constants[name] = view.strides[dimension]
-    return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants)
+    return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config))
 
 
 def _bind(function: Any, views: tuple[View, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:

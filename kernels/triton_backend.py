@@ -23,6 +23,7 @@ from fuseplan.kernels.gpu_build import (
 from fuseplan.kernels.gpu_direct import find_launcher
 from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.overlap import is_overlapped, plainly
 from fuseplan.kernels.triton_config import default_config, infeasible, tunables
 from fuseplan.kernels.triton_emitter import KERNEL_NAME, buffer_names, emit_triton
 from fuseplan.kernels.triton_index import symbol_argument
@@ -60,7 +61,7 @@ class TritonBackend(GpuBackend):
         return None
 
     def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-        return tunables(ir)
+        return tunables(ir, target)
 
     def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
         return infeasible(ir, config, target)
@@ -84,7 +85,7 @@ class TritonBackend(GpuBackend):
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         if interpreter_is_on():
-            function = getattr(self.store.load(self.source(ir, config)), KERNEL_NAME)
+            function = getattr(self.store.load(self.source(ir, plainly(config))), KERNEL_NAME)
             count = functools.partial(programs, ir, config)
             return InterpretedKernel(function, count, ir.symbols, tuple, len(ir.buffers))
         if not torch.cuda.is_available():
@@ -117,6 +118,7 @@ def _kernel_spec(ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
         aligned=tuple(pointers) if variant.aligned else (),
         num_warps=int(config["num_warps"]),
         num_stages=int(config.get("num_stages", 1)),
+        overlapped=is_overlapped(config),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from fuseplan.kernels.backend import Config, Target, Tunable
 from fuseplan.kernels.index import Size, is_static
 from fuseplan.kernels.ir import KernelIR, Load, Segment
+from fuseplan.kernels.overlap import default_overlap, overlap_tunables, pointless_overlap
 from fuseplan.kernels.schedule import reduction_depths, schedule
 from fuseplan.kernels.triton_tile import Tile, live_words, next_power_of_2, programs, tile_of
 
@@ -25,8 +26,10 @@ def _static(size: Size, otherwise: int = _TYPICAL_SIZE) -> int:
     return size if isinstance(size, int) else otherwise
 
 
-def tunables(ir: KernelIR) -> tuple[Tunable, ...]:
+def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     """``block_rows``, ``block_cols``, ``num_warps``; for reductions also ``loads``; for looped ones ``num_stages``.
+
+    In a CUDA graph, on devices that can, ``overlap`` comes first.
 
     A reduction whose columns fit ``block_cols`` is persistent (its row stays in registers), else it is looped.
     """
@@ -40,6 +43,7 @@ def tunables(ir: KernelIR) -> tuple[Tunable, ...]:
         cols = [c for c in (64, 128, 256, 512, 1024, 2048, 4096) if c < widest]
         cols += [widest] if widest <= 8192 else []
     found = [
+        *overlap_tunables(target),
         Tunable("block_rows", tuple(r for r in (1, 2, 4, 8, 16, 32, 64, 128) if r <= rows)),
         Tunable("block_cols", tuple(cols or [widest])),
         Tunable("num_warps", (1, 2, 4, 8, 16, 32) if reduces else (1, 2, 4, 8)),
@@ -74,7 +78,10 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
         reason = _infeasible_tile(segment, tile, threads, target)
         if reason:
             return reason
-    return _redundant(ir, config, tiles) or _starved(ir, config, tiles, target)
+    reason = _redundant(ir, config, tiles) or _starved(ir, config, tiles, target)
+    if reason or ir.symbols:
+        return reason
+    return pointless_overlap(config, programs(ir, config, {}), max(tile.elements for tile in tiles), target)
 
 
 def _infeasible_tile(segment: Segment, tile: Tile, threads: int, target: Target) -> str | None:
@@ -132,9 +139,9 @@ def _starved(ir: KernelIR, config: Config, tiles: list[Tile], target: Target) ->
 
 def default_config(ir: KernelIR, target: Target) -> Config:
     """A config that is good without tuning: 16-byte accesses, 8 to 32 elements a thread, no spills."""
-    if any(segment.has_reduction() for segment in ir.segments):
-        return _default_reduction(ir, target)
-    return _default_pointwise(ir, target)
+    reduces = any(segment.has_reduction() for segment in ir.segments)
+    chosen = _default_reduction(ir, target) if reduces else _default_pointwise(ir, target)
+    return {**default_overlap(target), **chosen}
 
 
 def _elements(ir: KernelIR) -> int:
@@ -175,7 +182,7 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     words = max(live_words(segment) for segment in ir.segments)
     while warps < 32 and rows * cols // (32 * warps) * words > 128:
         warps *= 2
-    choices = {tunable.name: tunable.choices for tunable in tunables(ir)}
+    choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
     chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
     if few_rows_each and not looped:

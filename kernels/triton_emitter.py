@@ -5,8 +5,11 @@ Segments become ranges of program ids; what one program does is in :mod:`fusepla
 
 from __future__ import annotations
 
+from textwrap import indent
+
 from fuseplan.kernels.backend import BuildError, Config
 from fuseplan.kernels.ir import KernelIR, Segment
+from fuseplan.kernels.overlap import OVERLAP_IMPORT, is_overlapped
 from fuseplan.kernels.triton_helpers import helper_sources
 from fuseplan.kernels.triton_index import size_text, symbol_argument
 from fuseplan.kernels.triton_segment import SegmentEmitter
@@ -28,7 +31,7 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
 
     Args:
         ir: The kernel.
-        config: ``block_rows``, ``block_cols``, and for reductions ``loads`` and ``num_stages``.
+        config: ``block_rows``, ``block_cols``, for reductions ``loads`` and ``num_stages``, in a graph ``overlap``.
         wide: Do index arithmetic in 64 bits.
 
     Raises:
@@ -57,11 +60,12 @@ def _header(ir: KernelIR, config: Config) -> str:
     for name, buffer in zip(buffer_names(ir), ir.buffers, strict=True):
         shape, strides = (", ".join(str(size) for size in sizes) for sizes in (buffer.shape, buffer.strides))
         lines.append(f"{name}: {buffer.dtype} [{shape}], strides [{strides}]")
-    return "\n".join([*lines, '"""', "", "import triton", "import triton.language as tl"])
+    imports = ["import triton", "import triton.language as tl", *([OVERLAP_IMPORT] if is_overlapped(config) else [])]
+    return "\n".join([*lines, '"""', "", *imports])
 
 
 def _function(name: str, signature: str, body: list[str]) -> str:
-    return "\n".join(["@triton.jit", f"def {name}({signature}):", *(_INDENT + line for line in body)])
+    return "\n".join(["@triton.jit", f"def {name}({signature}):", indent("\n".join(body), _INDENT)])
 
 
 def _program_count(segment: Segment, config: Config) -> str:

@@ -14,6 +14,7 @@ from fuseplan.kernels.backend import Config
 from fuseplan.kernels.index import Index, divides
 from fuseplan.kernels.ir import Buffer, Gather, Load, Segment, Store
 from fuseplan.kernels.ops import REDUCTIONS
+from fuseplan.kernels.overlap import overlapped
 from fuseplan.kernels.schedule import Phase, schedule
 from fuseplan.kernels.triton_index import Coordinates, size_text
 from fuseplan.kernels.triton_values import ValueEmitter, fold_identity, index_extent, literal, tl_type
@@ -34,7 +35,8 @@ class SegmentEmitter(ValueEmitter):
         """The statements; ``pid``, the buffers and the dynamic sizes are in scope."""
         body = self._looped() if self.tile.looped else self.single_pass()
         body = [*self.coordinates.definitions(), *body]
-        return [*self._geometry("\n".join(body)), *body]
+        lines = [*self._geometry("\n".join(body)), *body]
+        return overlapped(_statements(lines), self.config, "tl.load(", "tl.store(")
 
     # -- positions ----------------------------------------------------------------------------------------
 
@@ -142,6 +144,17 @@ class SegmentEmitter(ValueEmitter):
         bounds = f"0, {size_text(self.segment.cols)}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"
         return [head, *(_INDENT + line for line in body)]
+
+
+def _statements(lines: Iterable[str]) -> list[str]:
+    """Lines joined to top-level statements: what is indented belongs to the line above."""
+    found: list[str] = []
+    for line in lines:
+        if line.startswith(_INDENT):
+            found[-1] += f"\n{line}"
+        else:
+            found.append(line)
+    return found
 
 
 def _atom(text: str) -> str:

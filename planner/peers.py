@@ -10,7 +10,7 @@ raises :class:`PeerError` (or whatever went wrong inside it) with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -157,7 +157,8 @@ def _default(case: Case, name: str) -> Contestant:
         ir = lower(case.traced.graph, group.ops, case.numerics, outputs).ir
         if refusal := backend.refuse(ir, case.target):
             raise PeerError(refusal)
-        groups.append(GroupPlan(group.ops, backend, backend.default_config(ir, case.target), group.source, group.label))
+        config = backend.default_config(ir, replace(case.target, in_graph=False))  # overlapped with nothing
+        groups.append(GroupPlan(group.ops, backend, config, group.source, group.label))
     return fused(case, groups)
 
 

@@ -147,6 +147,8 @@ def open_session(
     if device_type == "cpu":  # the identity knows the caches; kernels know no machine
         target = replace(target, l2_bytes=identity.l2_bytes)
     versions = Versions.current(device_type)
+    settings = settings if settings is not None else PlanSettings()
+    target = replace(target, in_graph=device_type == "cuda" and settings.regime == "graph")
     opened = Database(database, "write" if mode == "write" else "read", versions)
     return Session(
         database=opened,
@@ -154,7 +156,7 @@ def open_session(
         spec=stored_spec(opened, identity.key()),
         target=target,
         backends=backends_for(device_type),
-        settings=settings if settings is not None else PlanSettings(),
+        settings=settings,
     )
 
 
@@ -173,7 +175,7 @@ def tiny_kernel(backends: tuple[Backend, ...], target: Target) -> Callable[[], o
     """A call of a kernel that copies one number, by the first back end that works: what a launch of ours costs."""
     import torch
 
-    at = Index(0)
+    at, target = Index(0), replace(target, in_graph=False)  # one answer for all regimes of a device
     ir = KernelIR(
         (Buffer("x", "float32", (1,), (1,)), Buffer("y", "float32", (1,), (1,), is_output=True)),
         (Segment((), 1, (Load("float32", 0, at),), (Store(1, at, 0),)),),

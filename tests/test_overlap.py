@@ -1,0 +1,179 @@
+"""Overlapped kernels: where they wait, in source and on every path of the PTX, and which configs have it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ir_samples as samples
+import pytest
+from ir_samples import Sample, label
+from ptx_paths import ACCESS, END, WAIT, overlap_faults, reached
+
+from fuseplan.costmodel.device import current_identity
+from fuseplan.kernels.backend import SM90, BuildError, Target
+from fuseplan.kernels.gpu_backend import GpuBackend
+from fuseplan.kernels.gpu_launch import Variant
+from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
+from fuseplan.kernels.overlap import (
+    OVERLAP_CHOICES,
+    can_overlap,
+    overlap_of,
+    overlapped,
+    plainly,
+    pointless_overlap,
+)
+from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.planner import session
+from fuseplan.planner.plan import PlanSettings
+
+IN_GRAPH = replace(SM90, in_graph=True)
+STATEMENTS = ("row = pid", "x = load(a)", "store(b, x)", "y = load(c)", "z = y + x", "store(d, z)")
+
+
+@pytest.fixture(scope="module", params=[TritonBackend, NinetoothedBackend], ids=lambda kind: kind.name)
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GpuBackend:
+    made = request.param(tmp_path_factory.mktemp("overlap"))
+    assert isinstance(made, GpuBackend)
+    return made
+
+
+def placed(statements: tuple[str, ...], overlap: str) -> str:
+    """The statements with W for the wait and T for the trigger."""
+    lines = overlapped(statements, {"overlap": overlap}, "load(", "store(")
+    return "; ".join({"gdc_wait()": "W", "gdc_launch_dependents()": "T"}.get(line, line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        ("none", "row = pid; x = load(a); store(b, x); y = load(c); z = y + x; store(d, z)"),
+        ("wait", "row = pid; W; x = load(a); store(b, x); y = load(c); z = y + x; store(d, z)"),
+        ("early", "T; row = pid; W; x = load(a); store(b, x); y = load(c); z = y + x; store(d, z)"),
+        ("late", "row = pid; W; x = load(a); store(b, x); y = load(c); z = y + x; T; store(d, z)"),
+    ],
+)
+def test_the_wait_precedes_every_access_and_a_late_trigger_follows_every_load(overlap: str, expected: str) -> None:
+    assert placed(STATEMENTS, overlap) == expected
+
+
+def test_a_loop_that_loads_and_stores_is_one_statement() -> None:
+    loops = ("for s in r:\n    x = load(a)", "for s in r:\n    y = load(a)\n    store(b, y)")
+    assert placed(loops, "late") == f"W; {loops[0]}; T; {loops[1]}"
+    assert placed(loops[1:], "late") == f"W; T; {loops[1]}"
+
+
+def test_a_program_that_loads_or_stores_nothing_waits_too() -> None:
+    assert placed(("v = 1.0", "store(b, v)"), "late") == "v = 1.0; W; T; store(b, v)"
+    assert placed(("v = 1.0",), "late") == "v = 1.0; W; T"
+    assert placed(("v = 1.0",), "early") == "T; v = 1.0; W"
+
+
+def test_an_unknown_value_is_refused(backend: GpuBackend) -> None:
+    with pytest.raises(ValueError, match="soon"):
+        overlap_of({"overlap": "soon"})
+    sample = samples.swiglu(3, 128)
+    config = {**backend.default_config(sample.ir, SM90), "overlap": "soon"}
+    with pytest.raises(BuildError, match="soon"):
+        backend.prepare(sample.ir, config, SM90)
+
+
+def test_only_graphs_on_devices_that_can_have_it(backend: GpuBackend) -> None:
+    ir = samples.add_rms_norm(32, 4096, "bfloat16").ir
+    for target in (SM90, replace(IN_GRAPH, arch="sm_89"), replace(IN_GRAPH, arch="gfx942")):
+        assert not can_overlap(target)
+        assert "overlap" not in backend.default_config(ir, target)
+        assert "overlap" not in {tunable.name for tunable in backend.tunables(ir, target)}
+    for arch in ("sm_90", "sm_90a", "sm_100"):
+        assert can_overlap(replace(IN_GRAPH, arch=arch))
+    graph, eager = backend.default_config(ir, IN_GRAPH), backend.default_config(ir, SM90)
+    assert graph == {**eager, "overlap": "wait"} and plainly(graph) == eager
+    assert backend.tunables(ir, IN_GRAPH)[0].choices == OVERLAP_CHOICES
+    assert backend.infeasible(ir, graph, IN_GRAPH) is None
+
+
+def test_configs_of_the_eager_regime_build_what_they_did(backend: GpuBackend) -> None:
+    ir = samples.swiglu(5, 256, "bfloat16").ir
+    config = backend.default_config(ir, SM90)
+    plain: Any = backend._compile(ir, config, SM90, Variant())  # type: ignore[attr-defined]
+    none: Any = backend._compile(ir, {**config, "overlap": "none"}, SM90, Variant())  # type: ignore[attr-defined]
+    for compiled in (plain, none):
+        assert "griddepcontrol" not in compiled.asm["ptx"] and not compiled.metadata.launch_pdl
+    assert "gdc" not in backend.source(ir, config)
+
+
+@pytest.mark.parametrize(
+    ("programs", "elements", "warps", "refused"),
+    [
+        (28, 512, 4, {"late"}),  # swiglu 1x14336 on an H200: early 0.70, late 0.97, wait 0.82 us
+        (448, 1024, 4, set()),  # 32x14336: early 1.17, late 1.48, wait 1.41 us
+        (14336, 512, 4, {"early", "late"}),  # 512x14336: 18 us for 10
+        (7168, 1024, 4, set()),  # 9.3 for 8.9
+        (512, 4096, 8, set()),  # add_rms_norm 512x4096: early 5.41, late 3.56, wait 3.74 us
+    ],
+)
+def test_what_measurements_ruled_out_is_not_tried(programs: int, elements: int, warps: int, refused: set[str]) -> None:
+    found = {
+        overlap for overlap in ("none", *OVERLAP_CHOICES)
+        if pointless_overlap({"overlap": overlap, "num_warps": warps}, programs, elements, IN_GRAPH)
+    }
+    assert found == refused
+
+
+def compiled_samples() -> list[Sample]:
+    """One segment and several, persistent and looped, gathers, padding, broadcasts, dynamic sizes."""
+    kinds = {label(sample).split("-")[0]: sample for sample in samples.static_samples() + samples.dynamic_samples()}
+    return [*kinds.values(), samples.softmax(4, 50000)]
+
+
+@pytest.mark.parametrize("sample", compiled_samples(), ids=label)
+def test_every_path_waits_before_it_touches_memory(sample: Sample, backend: GpuBackend) -> None:
+    if refused := backend.refuse(sample.ir, IN_GRAPH):
+        pytest.skip(refused)
+    for overlap in OVERLAP_CHOICES:
+        config = {**backend.default_config(sample.ir, IN_GRAPH), "overlap": overlap}
+        compiled: Any = backend._compile(sample.ir, config, IN_GRAPH, Variant())  # type: ignore[attr-defined]
+        assert overlap_faults(compiled.asm["ptx"], overlap) == []
+        assert compiled.metadata.launch_pdl
+
+
+def test_the_path_check_sees_a_branch_around_the_wait() -> None:
+    text = """.visible .entry fused() {
+        setp.ge.s32 %p1, %r1, 4;
+        @%p1 bra $L__1;
+        griddepcontrol.wait;
+        ld.global.b32 %r2, [%rd1];
+        bra.uni $L__2;
+    $L__1:
+        st.global.b32 [%rd1], %r3;
+    $L__2:
+        ret;
+    }"""
+    assert reached(text, f"{ACCESS}|{END}", WAIT) == ["st.global.b32 [%rd1], %r3;", "ret;"]
+    assert overlap_faults(text.replace("$L__1:", "$L__1: griddepcontrol.wait;"), "wait") == []
+
+
+def test_the_generated_ninetoothed_module_can_be_read(tmp_path: Path) -> None:
+    backend, ir = NinetoothedBackend(tmp_path), samples.swiglu(5, 256, "bfloat16").ir
+    function = backend._generate(ir, backend.default_config(ir, IN_GRAPH))
+    lines = [line.strip() for line in Path(inspect.getfile(function.fn)).read_text().splitlines()]
+    assert lines[0].startswith("from triton.language.extra.cuda import")
+    assert lines.count("gdc_wait()") == 1
+    assert lines.index("gdc_wait()") < next(n for n, line in enumerate(lines) if "language.load(" in line)
+
+
+@pytest.mark.parametrize(("device_type", "regime", "expected"),
+                         [("cuda", "graph", True), ("cuda", "eager", False), ("cpu", "graph", False)])
+def test_a_session_says_whether_its_kernels_will_be_replayed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device_type: str, regime: str, expected: bool
+) -> None:
+    target = SM90 if device_type == "cuda" else Target("cpu", "native", 2)
+    monkeypatch.setattr(session, "local_target", lambda _: target)
+    identity = current_identity("cpu")
+    monkeypatch.setattr(session, "current_identity", lambda _: identity)
+    monkeypatch.setattr(session, "backends_for", lambda _: ())
+    opened = session.open_session(device_type, tmp_path / "t.db", PlanSettings(regime=regime), mode="read")
+    assert opened.target.in_graph == expected
+    assert replace(opened.target, in_graph=False, l2_bytes=0) == replace(target, l2_bytes=0)

@@ -50,14 +50,18 @@ class Space:
         return self._index.get(config_key(config))
 
     def neighbours(self, position: int) -> list[int]:
-        """Configurations that differ in one parameter, by the nearest feasible step down or up; in tunable order."""
+        """Configurations that differ in one parameter, in tunable order.
+
+        By the nearest feasible step down or up where the choices are numbers; by any other choice where they are names.
+        """
         found: list[int] = []
         base = self.configs[position]
         for tunable in self.tunables:
             place = self._places[tunable.name].get(base[tunable.name])
             if place is None:
                 continue
-            for steps in (range(place - 1, -1, -1), range(place + 1, len(tunable.choices))):
+            below, above = range(place - 1, -1, -1), range(place + 1, len(tunable.choices))
+            for steps in (below, above) if is_ordered(tunable) else [(step,) for step in (*reversed(below), *above)]:
                 reached = (self.find({**base, tunable.name: tunable.choices[step]}) for step in steps)
                 nearest = next((other for other in reached if other is not None), None)
                 if nearest is not None:
@@ -81,8 +85,16 @@ class Space:
             if tunable.name not in other or mine[tunable.name] == other[tunable.name]:
                 continue
             here, there = places.get(mine[tunable.name]), places.get(other[tunable.name])
-            total += abs(here - there) if here is not None and there is not None else len(tunable.choices)
+            if here is None or there is None:
+                total += len(tunable.choices)
+            else:
+                total += abs(here - there) if is_ordered(tunable) else 1
         return total
+
+
+def is_ordered(tunable: Tunable) -> bool:
+    """Whether the choices are numbers: their order means something. Names have none."""
+    return all(isinstance(choice, int) for choice in tunable.choices)
 
 
 def enumerate_space(backend: Backend, ir: KernelIR, target: Target) -> Space:

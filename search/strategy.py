@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fuseplan.search.space import Space
+from fuseplan.search.space import Space, is_ordered
 
 if TYPE_CHECKING:
     import optuna
@@ -23,6 +23,10 @@ EXHAUSTIVE_LIMIT = 200
 _SAMPLER_TRIES = 20
 #: Part of the trials left over after the seeds that the sampler gets; coordinate descent has the rest.
 _SAMPLER_SHARE = 0.5
+#: Fewer trials left over than this are all for descent.
+_SAMPLER_MIN = 8
+#: A combination that should be faster by less than this is not worth a compilation.
+_WORTHWHILE = 0.99
 
 
 class Strategy(ABC):
@@ -100,6 +104,9 @@ class GuidedStrategy(Strategy):
 
     The descent walks the enumerated list, so that it never proposes an infeasible point; it ends where no one-step
     neighbour is faster, and what trials are left go to the sampler again.
+
+    Few trials asked for all at once are all steps from the default. Where a parameter is a choice between names, which
+    as a rule has little to do with the numbers, one trial is kept for the best steps taken together, if they gained.
     """
 
     def __init__(self, space: Space, trials: int, seeds: list[int], seed: int) -> None:
@@ -108,7 +115,10 @@ class GuidedStrategy(Strategy):
         self._sampler = _Sampler(space, seed)
         # A sampler knows nothing before it has seen a few points: with very few trials descent alone is better.
         spare = max(0, self.limit - len(seeds))
-        self._sampled_until = len(seeds) + (int(spare * _SAMPLER_SHARE) if spare >= 8 else 0)
+        self._sampled_until = len(seeds) + (int(spare * _SAMPLER_SHARE) if spare >= _SAMPLER_MIN else 0)
+        named = any(not is_ordered(tunable) for tunable in space.tunables)
+        self._keeps_one = named and 3 < spare < _SAMPLER_MIN
+        self._kept_one = False
 
     def _propose(self) -> int | None:
         for position in self._seeds:
@@ -116,10 +126,17 @@ class GuidedStrategy(Strategy):
                 return position
         if len(self._asked) < self._sampled_until:
             return self._sampler.ask(self._asked)
+        outstanding = bool(set(self._asked) - set(self.times))
+        if self._keeps_one and len(self._asked) == self.limit - 1:
+            if outstanding:
+                self._kept_one = True
+                return None
+            if self._kept_one:
+                return self._crossing()
         around = self._descend()
         if around is not None:
             return around
-        if set(self._asked) - set(self.times):
+        if outstanding:
             # The centre of the descent may move once the outstanding times are in.
             return None
         return self._sampler.ask(self._asked)
@@ -131,6 +148,29 @@ class GuidedStrategy(Strategy):
                 return None
             best = 0  # nothing is known yet: the default is the best guess
         return next((position for position in self.space.neighbours(best) if position not in self._asked), None)
+
+    def _crossing(self) -> int | None:
+        """The default with every step that was faster than it, each parameter's best; None when that is not promising.
+
+        Steps are taken to gain independently of each other.
+        """
+        base_us, best = self.times.get(0, math.inf), self.best
+        gains: dict[str, tuple[float, int | str]] = {}
+        for position, time in self.times.items():
+            changed = self._changed(position)
+            if len(changed) == 1 and time < base_us:
+                (name,) = changed
+                gains[name] = min(gains.get(name, (math.inf, 0)), (time / base_us, changed[name]), key=lambda g: g[0])
+        expected_us = base_us * math.prod(gain for gain, _ in gains.values())
+        if best is None or not math.isfinite(base_us) or expected_us > _WORTHWHILE * self.times[best]:
+            return None
+        position = self.space.find({**self.space.default, **{name: choice for name, (_, choice) in gains.items()}})
+        return None if position in self._asked else position
+
+    def _changed(self, position: int) -> dict[str, int | str]:
+        """What a configuration has otherwise than the default."""
+        default = self.space.default
+        return {name: value for name, value in self.space.configs[position].items() if default.get(name) != value}
 
     def _learn(self, position: int) -> None:
         self._sampler.tell(position, self.times[position])
@@ -220,12 +260,12 @@ class _Sampler:
             if config.get(tunable.name) not in tunable.choices:
                 return None
             value = config[tunable.name]
-            params[tunable.name] = tunable.choices.index(value) if _is_ordered(tunable.choices) else value
+            params[tunable.name] = tunable.choices.index(value) if is_ordered(tunable) else value
         return params
 
     def _config(self, params: dict[str, Any]) -> dict[str, int | str]:
         return {
-            tunable.name: tunable.choices[params[tunable.name]] if _is_ordered(tunable.choices)
+            tunable.name: tunable.choices[params[tunable.name]] if is_ordered(tunable)
             else params[tunable.name]
             for tunable in self._space.tunables
         }
@@ -235,15 +275,10 @@ class _Sampler:
 
         return {
             tunable.name: optuna.distributions.IntDistribution(0, len(tunable.choices) - 1)
-            if _is_ordered(tunable.choices)
+            if is_ordered(tunable)
             else optuna.distributions.CategoricalDistribution(tunable.choices)
             for tunable in self._space.tunables
         }
-
-
-def _is_ordered(choices: tuple[int | str, ...]) -> bool:
-    """Numbers have an order that the sampler can use, through their position."""
-    return all(isinstance(choice, int) for choice in choices)
 
 
 def _state(name: str) -> Any:

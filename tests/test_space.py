@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_fakes import CPU, FakeBackend, muladd_ir
 
-from fuseplan.kernels.backend import Tunable, config_key
+from fuseplan.kernels.backend import Config, Tunable, config_key
 from fuseplan.search.space import Space, enumerate_space
 from fuseplan.search.strategy import ExhaustiveStrategy, GuidedStrategy, Strategy, make_strategy
 
@@ -188,3 +188,72 @@ def test_named_choices_work_with_the_sampler() -> None:
     assert len(set(asked)) == 60
     assert strategy.best is not None
     assert configs[strategy.best]["order"] == "cols"
+
+
+def tiles_and_modes() -> Space:
+    tunables = (Tunable("mode", ("wait", "early", "late")), Tunable("tile", (1, 2, 4, 8)), Tunable("warps", (1, 2, 4)))
+    names = [tunable.name for tunable in tunables]
+    configs = [
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(tunable.choices for tunable in tunables))
+    ]
+    default = {"mode": "wait", "tile": 2, "warps": 2}
+    return Space(tunables, (default, *(config for config in configs if config != default)))
+
+
+def test_every_other_name_is_a_neighbour() -> None:
+    space = tiles_and_modes()
+    around = [dict(space.configs[position]) for position in space.neighbours(0)]
+    assert [c["mode"] for c in around[:2]] == ["early", "late"]
+    late = space.find({"mode": "late", "tile": 2, "warps": 2})
+    assert late is not None
+    assert [space.configs[n]["mode"] for n in space.neighbours(late)[:2]] == ["wait", "early"]
+    near = {"mode": "late", "tile": 16, "warps": 4}
+    by_hand = min(range(len(space)), key=lambda n: (
+        (space.configs[n]["mode"] != "late") + 4 + abs(math.log2(int(space.configs[n]["warps"])) - 2), n
+    ))
+    assert space.nearest(near) == by_hand
+
+
+def ratio(config: Config, mode: dict[str, float], tile: dict[int, float]) -> float:
+    return 10.0 * mode[str(config["mode"])] * tile[int(config["tile"])] * (1.2 if config["warps"] != 2 else 1.0)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_few_trials_end_at_the_best_steps_together(batch: int) -> None:
+    space = tiles_and_modes()
+    times = {
+        n: ratio(config, {"wait": 1.0, "early": 0.7, "late": 0.8}, {1: 0.9, 2: 1.0, 4: 1.1, 8: 1.2})
+        for n, config in enumerate(space.configs)
+    }
+    strategy = make_strategy(space, 6, seed=0)
+    asked = run(strategy, dict(times), batch)
+    assert asked[0] == 0 and [space.configs[n]["mode"] for n in asked[1:3]] == ["early", "late"]
+    assert len(asked) == 6
+    assert strategy.best is not None and strategy.best == min(times, key=times.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tile", "hint"),
+    [
+        ({"wait": 1.0, "early": 1.3, "late": 1.2}, {1: 1.1, 2: 1.0, 4: 1.1, 8: 1.2}, ()),  # nothing gained
+        ({"wait": 1.0, "early": 0.7, "late": 1.2}, {1: 1.1, 2: 1.0, 4: 1.1, 8: 1.2}, ()),  # one step gained: known
+        ({"wait": 1.0, "early": 0.999, "late": 1.2}, {1: 0.998, 2: 1.0, 4: 1.1, 8: 1.2}, ()),  # not worth compiling
+        ({"wait": 1.0, "early": 0.9, "late": 1.2}, {1: 0.9, 2: 1.0, 4: 1.1, 8: 0.4}, (8,)),  # a hint was better
+    ],
+)
+def test_the_kept_trial_is_spent_on_a_promise_only(
+    mode: dict[str, float], tile: dict[int, float], hint: tuple[int, ...]
+) -> None:
+    space = tiles_and_modes()
+    first = [n for n, c in enumerate(space.configs) if c["tile"] in hint and c["mode"] == "wait" and c["warps"] == 4]
+    times = {n: ratio(config, mode, tile) for n, config in enumerate(space.configs)}
+    assert len(run(make_strategy(space, 6, seed=0, first=first), dict(times), batch=8)) == 5
+
+
+def test_the_kept_trial_survives_failures() -> None:
+    space = tiles_and_modes()
+    failing: dict[int, float | None] = dict.fromkeys(range(len(space)))
+    assert len(run(make_strategy(space, 6, seed=0), failing, batch=8)) == 5
+    default_fails: dict[int, float | None] = {**dict.fromkeys(range(len(space)), 3.0), 0: None}
+    assert len(run(make_strategy(space, 6, seed=0), default_fails, batch=8)) == 5

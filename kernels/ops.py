@@ -86,7 +86,7 @@ _ROWS: tuple[OpSpec, ...] = (
     OpSpec("shift_left", 2, torch.bitwise_left_shift, "({0} << {1})", "({0} << {1})"),
     OpSpec("shift_right", 2, torch.bitwise_right_shift, "({0} >> {1})", "({0} >> {1})"),
     # -- special functions --------------------------------------------------------------------------------
-    OpSpec("exp", 1, torch.exp, "fp_exp({0})", "tl.exp({0})", unit="sfu"),
+    OpSpec("exp", 1, torch.exp, "fp_exp({0})", "_exp({0})", unit="sfu"),
     OpSpec("exp2", 1, torch.exp2, "fp_exp2({0})", "tl.exp2({0})", unit="sfu"),
     OpSpec("log", 1, torch.log, "fp_log({0})", "tl.log({0})", unit="sfu"),
     OpSpec("sqrt", 1, torch.sqrt, "fp_sqrt({0})", "tl.sqrt({0})", unit="sfu"),
@@ -94,7 +94,7 @@ _ROWS: tuple[OpSpec, ...] = (
     OpSpec("sin", 1, torch.sin, "fp_sin({0})", "_sin({0})", flops=2.0, unit="sfu"),
     OpSpec("cos", 1, torch.cos, "fp_cos({0})", "_cos({0})", flops=2.0, unit="sfu"),
     OpSpec("tanh", 1, torch.tanh, "fp_tanh({0})", "_tanh({0})", flops=3.0, unit="sfu"),
-    OpSpec("sigmoid", 1, torch.sigmoid, "fp_sigmoid({0})", "tl.sigmoid({0})", flops=3.0, unit="sfu"),
+    OpSpec("sigmoid", 1, torch.sigmoid, "fp_sigmoid({0})", "_sigmoid({0})", flops=3.0, unit="sfu"),
     OpSpec("erf", 1, torch.erf, "fp_erf({0})", "tl.erf({0})", flops=8.0, unit="sfu"),
     OpSpec("pow", 2, torch.pow, "fp_pow({0}, {1})", "_pow({0}, {1})", flops=3.0, unit="sfu"),
     # -- comparisons and logic ----------------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""Rewrites of a segment that keep its meaning: fewer axes, longer rows."""
+"""Rewrites of a segment that keep its meaning: fewer axes, longer rows; and, to within rounding, cheaper arithmetic."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from fuseplan.kernels.index import Atom, Coord, FloorDiv, Index, Mod, Size, as_size
-from fuseplan.kernels.ir import Instr, Iota, Load, Segment
+from fuseplan.kernels.ir import Apply, Cast, Const, Gather, Instr, Iota, Load, Reduce, Round, Segment, operands
 
 
 def collapse_axes(segment: Segment) -> Segment:
@@ -66,3 +68,103 @@ def _merge_index(index: Index, axis: int, extents: Sequence[Size]) -> Index | No
     if total != 1 and not (isinstance(fast, int) and fast == 0):
         terms.append((Coord(axis, total), fast))
     return Index.build(index.const, terms)
+
+
+def cheaper_arithmetic(segment: Segment) -> Segment:
+    """The segment with dear arithmetic spelled differently, where exact arithmetic would not tell the difference.
+
+    * ``1 + tanh(u)`` becomes ``2 sigmoid(2u)``: one exponential without a polynomial beside it, and nothing cancels
+      where the sum is small. Gelu's tanh form is often spelled out in separate ops.
+    * A division by a constant becomes a product with its reciprocal, as in ATen's CUDA kernels.
+
+    Results differ by rounding: not for kernels that are to round as ATen does.
+    """
+    maker = _Maker(segment)
+    for instr in segment.body:
+        maker.add(instr)
+    stores = tuple(replace(store, value=maker.places[store.value]) for store in segment.stores)
+    return _without_unused(replace(segment, body=tuple(maker.body), stores=stores))
+
+
+class _Maker:
+    """Copies a body, instruction by instruction, in the cheaper spelling."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.old = segment.body
+        self.body: list[Instr] = []
+        #: Where each value of the old body is in the new one.
+        self.places: list[int] = []
+        self._known: dict[Instr, int] = {}
+        self._users = _users(segment)
+
+    def add(self, instr: Instr) -> None:
+        made = self._cheaper(instr)
+        self.places.append(self._emit(_moved(instr, self.places)) if made is None else made)
+
+    def _emit(self, instr: Instr) -> int:
+        if instr not in self._known:
+            self._known[instr] = len(self.body)
+            self.body.append(instr)
+        return self._known[instr]
+
+    def _cheaper(self, instr: Instr) -> int | None:
+        if not isinstance(instr, Apply) or instr.dtype not in ("float32", "float64"):
+            return None
+        if instr.op == "add":
+            for one, other in (instr.args, instr.args[::-1]):
+                tanh = self.old[other]
+                alone = isinstance(tanh, Apply) and tanh.op == "tanh" and self._users[other] == 1
+                if alone and self._number(one) == 1.0:
+                    return self._one_plus_tanh(tanh)
+        if instr.op == "div":
+            divisor = self._number(instr.args[1])
+            # The reciprocal of a very small or very large number is no normal number of a float32.
+            if divisor is not None and 2.0**-100 < abs(divisor) < 2.0**100:
+                inverse = self._emit(Const(instr.dtype, 1.0 / divisor))
+                return self._emit(Apply(instr.dtype, "mul", (self.places[instr.args[0]], inverse)))
+        return None
+
+    def _number(self, value: int) -> float | None:
+        instr = self.old[value]
+        return float(instr.value) if isinstance(instr, Const) and math.isfinite(instr.value) else None
+
+    def _one_plus_tanh(self, tanh: Apply) -> int:
+        two = self._emit(Const(tanh.dtype, 2.0))
+        double = self._emit(Apply(tanh.dtype, "mul", (self.places[tanh.args[0]], two)))
+        curve = self._emit(Apply(tanh.dtype, "sigmoid", (double,)))
+        return self._emit(Apply(tanh.dtype, "mul", (curve, two)))
+
+
+def _users(segment: Segment) -> Counter[int]:
+    """How many instructions and stores read each value."""
+    counts = Counter(arg for instr in segment.body for arg in operands(instr))
+    counts.update(store.value for store in segment.stores)
+    return counts
+
+
+def _moved(instr: Instr, places: Sequence[int]) -> Instr:
+    """``instr`` with its operands where ``places`` says."""
+    if isinstance(instr, Apply):
+        return replace(instr, args=tuple(places[arg] for arg in instr.args))
+    if isinstance(instr, Cast | Round | Reduce):
+        return replace(instr, arg=places[instr.arg])
+    if isinstance(instr, Load) and instr.mask is not None:
+        gather = instr.gather
+        moved = None if gather is None else Gather(places[gather.value], gather.stride, gather.extent)
+        return replace(instr, mask=places[instr.mask], gather=moved)
+    return instr
+
+
+def _without_unused(segment: Segment) -> Segment:
+    """The segment without the values that no store needs."""
+    needed = {store.value for store in segment.stores}
+    for value in reversed(range(len(segment.body))):
+        if value in needed:
+            needed.update(operands(segment.body[value]))
+    places = [-1] * len(segment.body)
+    body: list[Instr] = []
+    for value in sorted(needed):
+        places[value] = len(body)
+        body.append(_moved(segment.body[value], places))
+    stores = tuple(replace(store, value=places[store.value]) for store in segment.stores)
+    return replace(segment, body=tuple(body), stores=stores)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from fuseplan.kernels.index import Index, Size, flatten
 from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
+from fuseplan.kernels.rewrite import cheaper_arithmetic
 from fuseplan.planner.coalesce import coalesce, split_words
 from fuseplan.planner.graph import DataflowGraph, TensorSpec
 from fuseplan.planner.puller import Group, NotLowerable, Puller, Space, column
@@ -106,7 +107,10 @@ class _Lowering:
         for value in self._leaves(wanted):
             self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
         buffers = self._buffers()
-        ir = KernelIR(buffers, tuple(coalesce(split_words(self._renumber(s))) for s in segments))
+        segments = [self._renumber(segment) for segment in segments]
+        if self.group.numerics != "eager":
+            segments = [cheaper_arithmetic(segment) for segment in segments]
+        ir = KernelIR(buffers, tuple(coalesce(split_words(segment)) for segment in segments))
         validate(ir)
         return Lowered(ir, tuple(self.group.inputs), tuple(self.outputs))
 

@@ -116,15 +116,18 @@ def _silu(p: Puller, node: OpNode, position: Position) -> int:
 
 
 def _gelu(p: Puller, node: OpNode, position: Position) -> int:
-    """0.5 x (1 + erf(x / sqrt 2)), or the tanh approximation (Hendrycks & Gimpel, arXiv:1606.08415)."""
+    """0.5 x (1 + erf(x / sqrt 2)), or the tanh approximation (Hendrycks & Gimpel, arXiv:1606.08415).
+
+    The latter is 0.5 x (1 + tanh u), which is x sigmoid(2u): one exponential, and nothing cancels where it is small.
+    """
     dtype = result_type(p, node)
     x = p.operand(node, 0, position, dtype)
     if node.attrs.get("approximate", "none") == "tanh":
-        cube = p.apply("mul", p.apply("mul", x, x), x)
-        inner = p.apply("add", x, p.apply("mul", cube, p.const(0.044715, dtype)))
-        curve = p.apply("tanh", p.apply("mul", inner, p.const(math.sqrt(2.0 / math.pi), dtype)))
-    else:
-        curve = p.apply("erf", p.apply("mul", x, p.const(math.sqrt(0.5), dtype)))
+        double = 2.0 * math.sqrt(2.0 / math.pi)
+        curve = p.apply("mul", p.apply("mul", x, x), p.const(0.044715 * double, dtype))
+        inner = p.apply("mul", x, p.apply("add", curve, p.const(double, dtype)))
+        return p.apply("mul", x, p.apply("sigmoid", inner))
+    curve = p.apply("erf", p.apply("mul", x, p.const(math.sqrt(0.5), dtype)))
     half = p.apply("mul", x, p.const(0.5, dtype))
     return p.apply("mul", half, p.apply("add", curve, p.const(1.0, dtype)))
 

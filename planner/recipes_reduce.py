@@ -99,7 +99,8 @@ def _softmax(log: bool) -> Recipe:
         shifted = p.apply("sub", p.cast(p.pull(node.inputs[0], position), dtype), top)
         if log:
             return p.apply("sub", shifted, p.apply("log", total))
-        return p.apply("div", p.apply("exp", shifted), total)
+        # One division a row, not one an element; the total is at least 1, so that its reciprocal exists.
+        return p.apply("mul", p.apply("exp", shifted), p.apply("reciprocal", total))
 
     return Recipe(build, _reduced_dims, float_result)
 

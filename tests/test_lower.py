@@ -318,8 +318,8 @@ def test_work_is_counted_exactly() -> None:
     assert work.dram_bytes == 96 + 32 + 96
     # Three sweeps (max, sum, store); x is read again in two of them, w (per column) too: 2 * (96 + 32).
     assert work.l2_bytes == 2 * (96 + 32)
-    # fp32: max 24, subtraction 24, sum 24, multiply 24; sfu: exp 24, division 24.
-    assert work.flops == {"fp32": 96.0, "sfu": 48.0}
+    # fp32: max 24, subtraction 24, sum 24, multiply 24 twice; sfu: exp 24, one reciprocal a row.
+    assert work.flops == {"fp32": 120.0, "sfu": 27.0}
     assert work.launches == 1
     unfused = chain_work(graph, [node.name for node in graph])
     assert [part.dram_bytes for part in unfused] == [192, 96 + 32 + 96]

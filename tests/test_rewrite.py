@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fuseplan.kernels.index import Index, symbol
-from fuseplan.kernels.ir import Const, Iota, KernelIR, Load, Segment, validate
+from fuseplan.kernels.ir import Apply, Const, Iota, KernelIR, Load, Segment, validate
 from fuseplan.kernels.reference import run_reference
-from fuseplan.kernels.rewrite import collapse_axes
+from fuseplan.kernels.rewrite import cheaper_arithmetic, collapse_axes
 from fuseplan.kernels.split import split_columns
 
 SAMPLES = [
@@ -154,3 +154,52 @@ def test_a_decided_bool_that_is_stored_becomes_a_constant() -> None:
     assert [piece.body[piece.stores[0].value] for piece in pieces] == [Const("bool", True), Const("bool", False)]
     assert any(isinstance(instr, Iota) for instr in pieces[0].body)
     assert_same(sample, pieces)
+
+
+def ops_of(segment: Segment) -> list[str]:
+    return [instr.op for instr in segment.body if isinstance(instr, Apply)]
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_cheaper_arithmetic_keeps_the_meaning_to_within_rounding(sample: samples.Sample) -> None:
+    rewritten = KernelIR(sample.ir.buffers, tuple(cheaper_arithmetic(segment) for segment in sample.ir.segments))
+    validate(rewritten)
+    assert [len(s.stores) for s in rewritten.segments] == [len(s.stores) for s in sample.ir.segments]
+    inputs = sample.inputs()
+    before = run_reference(sample.ir, inputs, sample.symbols)
+    after = run_reference(rewritten, inputs, sample.symbols)
+    for one, other in zip(before, after, strict=True):
+        exact = not one.is_floating_point()
+        torch.testing.assert_close(one, other, rtol=0 if exact else 1e-12, atol=0 if exact else 1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("one_first", [False, True])
+def test_one_plus_tanh_needs_no_tanh(one_first: bool) -> None:
+    sample = samples.geglu(3, 5)
+    body = sample.ir.segments[0].body
+    swapped = tuple(
+        Apply(i.dtype, i.op, i.args[::-1]) if one_first and isinstance(i, Apply) and i.op == "add" else i for i in body
+    )
+    found = cheaper_arithmetic(Segment((3,), 5, swapped, sample.ir.segments[0].stores))
+    assert "tanh" in ops_of(sample.ir.segments[0])
+    assert "tanh" not in ops_of(found)
+    assert ops_of(found).count("sigmoid") == 1
+
+
+def test_a_tanh_that_something_else_uses_stays() -> None:
+    buffers = [samples.contiguous(name, "float32", (4097,), name != "x") for name in ("x", "y", "z")]
+    b = samples.Body(buffers, (), 4097)
+    tanh = b("tanh", b.load("x", b.at))
+    b.store("y", b.at, tanh)
+    b.store("z", b.at, b("add", tanh, b.const(1.0)))
+    found = cheaper_arithmetic(b.segment())
+    assert "tanh" in ops_of(found) and "sigmoid" not in ops_of(found)
+
+
+@pytest.mark.parametrize(("divisor", "kept"), [(30.0, False), (-0.3, False), (0.0, True), (1e-38, True), (1e38, True)])
+def test_a_division_by_an_ordinary_constant_becomes_a_product(divisor: float, kept: bool) -> None:
+    buffers = [samples.contiguous("x", "float32", (127,)), samples.contiguous("y", "float32", (127,), True)]
+    b = samples.Body(buffers, (), 127)
+    b.store("y", b.at, b("div", b.load("x", b.at), b.const(divisor)))
+    found = cheaper_arithmetic(b.segment())
+    assert ops_of(found) == (["div"] if kept else ["mul"])

@@ -11,7 +11,8 @@ import torch
 from fuseplan.kernels.triton_helpers import helper_sources, plain_helper_sources
 
 TL = SimpleNamespace(
-    float32=torch.float32, float64=torch.float64, where=torch.where, floor=torch.floor, sin=torch.sin, cos=torch.cos
+    float32=torch.float32, float64=torch.float64, where=torch.where, floor=torch.floor, sin=torch.sin, cos=torch.cos,
+    abs=torch.abs, exp=torch.exp, exp2=torch.exp2, rsqrt=torch.rsqrt,
 )
 
 
@@ -57,3 +58,38 @@ def test_trigonometry_of_what_is_no_angle(name: str) -> None:
 def test_double_precision_keeps_the_librarys() -> None:
     x = torch.linspace(-100, 100, 1001, dtype=torch.float64)
     assert torch.equal(helper("_sin", False)(x), torch.sin(x))
+
+
+def numbers() -> torch.Tensor:
+    """Floats of every size that matters to an exponential, of both signs."""
+    sizes = 10.0 ** torch.linspace(-30, 2.3, 100_001, dtype=torch.float64)
+    return torch.cat([sizes, -sizes, torch.linspace(-20, 20, 100_001, dtype=torch.float64)]).float()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh"])
+def test_exponential_functions_keep_their_relative_accuracy(name: str, plain: bool) -> None:
+    x = numbers()
+    expected = getattr(torch, name)(x.double())
+    found = helper(f"_{name}", plain)(x).double()
+    normal = (expected.abs() > 1e-37) & (expected.abs() < 3e38)
+    relative = ((found - expected).abs() / expected.abs())[normal]
+    # The argument is rounded once more, as it is scaled for exp2.
+    allowed = 8 * 2.0**-24 if name == "tanh" else 5 * 2.0**-24 + x.double().abs()[normal] * 2.0**-23
+    assert bool((relative <= allowed).all()), float((relative / allowed).max())
+    assert float(found[expected.abs() <= 1e-37].abs().amax() if name != "tanh" else 0.0) <= 1e-37
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"), [("exp", (0.0, torch.inf)), ("sigmoid", (0.0, 1.0)), ("tanh", (-1.0, 1.0))]
+)
+def test_exponential_functions_at_infinity(name: str, limits: tuple[float, float]) -> None:
+    found = helper(f"_{name}", False)(torch.tensor([-torch.inf, torch.inf, -1e30, 1e30, torch.nan]))
+    assert found[:4].tolist() == [*limits, *limits]
+    assert bool(found[4].isnan())
+
+
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh"])
+def test_exponential_functions_in_double_precision(name: str) -> None:
+    x = torch.linspace(-40, 40, 10_001, dtype=torch.float64)
+    torch.testing.assert_close(helper(f"_{name}", False)(x), getattr(torch, name)(x), rtol=2e-14, atol=0)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from search_fakes import FakeBackend, FakeKernel, FakeSubject
 
-from fuseplan.kernels.backend import CompiledKernel, Config, Target
+from fuseplan.kernels.backend import CompiledKernel, Config, Target, config_key
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton_backend import TritonBackend
@@ -39,15 +41,30 @@ class CudaSubject(FakeSubject):
 
 
 class FaultyKernel(FakeKernel):
-    """Runs on the device; the fault is a real device-side assertion."""
+    """Runs on the device, and so does its fault: a failing assertion, a store to nowhere, a loop without end."""
 
     def __call__(self, *args: torch.Tensor | int) -> None:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if self._fault:
-            tensors[0].view(-1)[torch.tensor([tensors[0].numel() + 5], device="cuda")]
-            torch.cuda.synchronize()
         a, b, w, out = tensors
+        if self._fault == "assert":
+            a.view(-1)[torch.tensor([a.numel() + 5], device="cuda")]
+        if self._fault == "outside":
+            store_far_away[(1,)](out, 2**40)
+        if self._fault == "endless":
+            wait_for_ever[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"))
+        torch.cuda.synchronize()
         out.copy_(a * b + w)
+
+
+@triton.jit
+def store_far_away(out, distance: tl.int64):  # type: ignore[no-untyped-def]
+    tl.store(out + distance, 1.0)
+
+
+@triton.jit
+def wait_for_ever(flag):  # type: ignore[no-untyped-def]
+    while tl.load(flag, volatile=True) == 0:
+        pass
 
 
 class CudaFake(FakeBackend):
@@ -56,8 +73,7 @@ class CudaFake(FakeBackend):
     device_type = "cuda"
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
-        fault = "assert" if int(config["tile"]) == 32 else ""
-        return FaultyKernel(ir, self.time_us(config), 0.0, fault)
+        return FaultyKernel(ir, self.time_us(config), 0.0, self.faults.get(config_key(config), ""))
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +127,18 @@ def test_triton_kernels_are_tuned(pool: WorkerPool, tmp_path: Path, regime: str)
     assert record.resources["registers"] > 0
 
 
-def test_a_device_side_assertion_costs_one_config(pool: WorkerPool) -> None:
-    backend = CudaFake(tiles=(16, 32, 64), unrolls=(1,), best=(0, 0))
-    tuner = Tuner(
-        Database("sqlite://"), local_target("cuda"), (backend,), "gpu-test", Budget(trials=3, seconds=60.0),
-        executor=pool,
-    )
+@pytest.mark.faulty
+@pytest.mark.parametrize(
+    "fault, said", [("assert", "assert"), ("outside", "illegal memory access"), ("endless", "no result within")]
+)
+def test_a_faulty_kernel_costs_one_config(pool: WorkerPool, fault: str, said: str) -> None:
+    faults = {config_key({"tile": 32, "unroll": 1}): fault}
+    backend = CudaFake(tiles=(16, 32, 64), unrolls=(1,), best=(0, 0), faults=faults)
+    budget = Budget(trials=3, seconds=60.0, job_limit_s=20.0)
+    tuner = Tuner(Database("sqlite://"), local_target("cuda"), (backend,), "gpu-test", budget, executor=pool)
     record = tuner.tune(SUBJECT)
     assert record.measured == 2
     assert [dict(rejection.config) for rejection in record.rejected] == [{"tile": 32, "unroll": 1}]
-    assert "assert" in record.rejected[0].reason
+    assert said in record.rejected[0].reason
+    # The device works for whoever comes next.
+    assert float(torch.ones(8, device="cuda").sum()) == 8.0

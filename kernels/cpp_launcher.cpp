@@ -3,10 +3,7 @@
 //
 //   kernel.run(*tensors, *sizes)   -> None: every buffer preallocated, inputs first
 //   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-typedef long long i64;
+#include "launcher.h"
 
 struct Launch {  // as in cpp_loops.h
   i64 threads, grain, rows_per_task, col_tile;
@@ -20,7 +17,7 @@ struct Kernel {
   PyObject_HEAD
   void (*launch)(void* const*, const i64*, const Launch*);
   void (*shapes)(const i64*, i64*);
-  void* (*data_ptr)(PyObject*);  // of a tensor; null: call its method
+  DataPtr data_ptr;
   Launch how;
   int inputs, symbols, release;  // release: give up the GIL while the kernel runs
   PyObject* allocate;            // (shape, strides, dtype) -> tensor
@@ -28,54 +25,19 @@ struct Kernel {
   PyObject* fixed;               // tuple of (shape, strides, dtype) when there are no symbols, else null
 };
 
-enum { MAX_ARGUMENTS = 256 };
-static PyObject* data_ptr_name;
-
-static bool address_of(const Kernel* self, PyObject* tensor, void** pointer) {
-  if (self->data_ptr) {
-    try {
-      *pointer = self->data_ptr(tensor);
-      return true;
-    } catch (...) {
-      PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", Py_TYPE(tensor)->tp_name);
-      return false;
-    }
-  }
-  PyObject* number = PyObject_CallMethodNoArgs(tensor, data_ptr_name);
-  if (!number) return false;
-  *pointer = PyLong_AsVoidPtr(number);
-  Py_DECREF(number);
-  return !PyErr_Occurred();
-}
-
-static bool read_arguments(const Kernel* self, PyObject* const* args, Py_ssize_t given, Py_ssize_t tensors,
-                           void** buffers, i64* sizes) {
-  if (given != tensors + self->symbols) {
-    PyErr_Format(PyExc_TypeError, "the kernel takes %zd tensors and %d sizes, got %zd arguments", tensors,
-                 self->symbols, given);
-    return false;
-  }
-  for (Py_ssize_t i = 0; i < tensors; ++i)
-    if (!address_of(self, args[i], &buffers[i])) return false;
-  for (int i = 0; i < self->symbols; ++i) {
-    sizes[i] = PyLong_AsLongLong(args[tensors + i]);
-    if (sizes[i] == -1 && PyErr_Occurred()) return false;
-  }
-  return true;
-}
-
-static void launch(const Kernel* self, void** buffers, const i64* sizes) {
-  if (!self->release) return self->launch(buffers, sizes, &self->how);
+static void launch(const Kernel* self, char** buffers, const i64* sizes) {
+  if (!self->release) return self->launch((void* const*)buffers, sizes, &self->how);
   Py_BEGIN_ALLOW_THREADS
-  self->launch(buffers, sizes, &self->how);
+  self->launch((void* const*)buffers, sizes, &self->how);
   Py_END_ALLOW_THREADS
 }
 
 static PyObject* kernel_run(PyObject* object, PyObject* const* args, Py_ssize_t given) {
   Kernel* self = (Kernel*)object;
-  void* buffers[MAX_ARGUMENTS];
+  char* buffers[MAX_ARGUMENTS];
   i64 sizes[MAX_ARGUMENTS];
-  if (!read_arguments(self, args, given, self->inputs + PyTuple_GET_SIZE(self->outputs), buffers, sizes)) return NULL;
+  const int tensors = self->inputs + (int)PyTuple_GET_SIZE(self->outputs);
+  if (!read_arguments(self->data_ptr, args, given, tensors, self->symbols, buffers, sizes)) return NULL;
   launch(self, buffers, sizes);
   Py_RETURN_NONE;
 }
@@ -105,36 +67,30 @@ static PyObject* allocate(const Kernel* self, Py_ssize_t position, const i64* sh
 
 static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_t given) {
   Kernel* self = (Kernel*)object;
-  void* buffers[MAX_ARGUMENTS];
+  char* buffers[MAX_ARGUMENTS];
   i64 sizes[MAX_ARGUMENTS], shapes[4 * MAX_ARGUMENTS];
-  const Py_ssize_t count = PyTuple_GET_SIZE(self->outputs);
-  if (!read_arguments(self, args, given, self->inputs, buffers, sizes)) return NULL;
+  const int count = (int)PyTuple_GET_SIZE(self->outputs);
+  if (!read_arguments(self->data_ptr, args, given, self->inputs, self->symbols, buffers, sizes)) return NULL;
   if (!self->fixed) self->shapes(sizes, shapes);
 
   PyObject* made[MAX_ARGUMENTS];
-  Py_ssize_t ready = 0;
+  int ready = 0;
   const i64* shape = shapes;
   for (; ready < count; ++ready) {
     made[ready] = allocate(self, ready, shape);
     if (!made[ready]) break;
     shape += 2 * PyLong_AsSsize_t(PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->outputs, ready), 0));
-    if (!address_of(self, made[ready], &buffers[self->inputs + ready])) {
+    if (!address_of(self->data_ptr, made[ready], &buffers[self->inputs + ready])) {
       ++ready;
       break;
     }
   }
   if (PyErr_Occurred()) {
-    while (ready > 0) Py_DECREF(made[--ready]);
+    drop(made, ready);
     return NULL;
   }
   launch(self, buffers, sizes);
-  if (count == 1) return made[0];
-  PyObject* result = PyTuple_New(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (result) PyTuple_SET_ITEM(result, i, made[i]);
-    else Py_DECREF(made[i]);
-  }
-  return result;
+  return result_of(made, count);
 }
 
 static void kernel_dealloc(PyObject* object) {
@@ -161,7 +117,7 @@ static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   }
   self->launch = (void (*)(void* const*, const i64*, const Launch*))launch;
   self->shapes = (void (*)(const i64*, i64*))shapes;
-  self->data_ptr = (void* (*)(PyObject*))data_ptr;
+  self->data_ptr = (DataPtr)data_ptr;
   self->how.parallel = (void (*)(void (*)(void*), void*, unsigned, unsigned))parallel;
   self->how.thread_num = (int (*)())thread_num;
   self->how.num_threads = (int (*)())num_threads;

@@ -12,20 +12,21 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fuseplan.kernels.backend import BuildError
-from fuseplan.kernels.cpp_build import default_cache_dir, find_compiler
-from fuseplan.kernels.extension import load_extension
+from fuseplan.kernels.cpp_build import Compiler, default_cache_dir, find_compiler
+from fuseplan.kernels.extension import load_extension, torch_flags
 
 logger = logging.getLogger("fuseplan")
 
-_MODULE = "fuseplan_gpu_launcher"
-_MAX_ARGUMENTS = 256  # of gpu_launcher.cpp
+_HERE = Path(__file__).parent
+_MODULE, _ALLOCATOR = "fuseplan_gpu_launcher", "fuseplan_tensor_allocator"
+_MAX_ARGUMENTS = 256  # of launcher.h
 _WARP = 32
 
 #: ``(shape, strides, dtype)`` of one output.
@@ -62,6 +63,21 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Native:
+    """What PyTorch does for a call as C functions, by their addresses; 0 where it must be asked in Python.
+
+    Attributes:
+        stream: ``aoti_torch_get_current_cuda_stream``: device index -> handle of its current stream.
+        allocate: ``fuseplan_allocate`` of ``tensor_allocator.cpp``: makes an output.
+        prepare: Layouts of a call's outputs -> the capsule that ``allocate`` reads.
+    """
+
+    stream: int = 0
+    allocate: int = 0
+    prepare: Callable[[tuple[Layout, ...]], object] | None = None
+
+
+@dataclass(frozen=True)
 class Launcher:
     """The extension, and what it calls.
 
@@ -71,6 +87,7 @@ class Launcher:
         allocate: ``(shape, strides, dtype)`` -> tensor on the current device.
         stream: Device index -> handle of its current stream.
         check_device: Whether tensors may be on another device than the current one, which is then looked up.
+        native: The same without Python, as far as this PyTorch has it.
     """
 
     module: Any
@@ -78,6 +95,7 @@ class Launcher:
     allocate: Callable[..., torch.Tensor]
     stream: Callable[[int], int]
     check_device: bool = False
+    native: Native = Native()
 
     def bind(
         self,
@@ -96,15 +114,13 @@ class Launcher:
         """
         if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
             return None
-        driver = self.driver
+        driver, native = self.driver, self.native
         return self.module.Kernel(
-            (driver.launch, driver.current_context, driver.error_text, driver.launch_config, _data_ptr()),
+            (driver.launch, driver.current_context, driver.error_text, driver.launch_config),
+            (_data_ptr(), native.stream, native.allocate),
             (*counts, self.check_device),
             tuple(arguments),
-            self.allocate,
-            self.stream,
-            slow_run,
-            slow_fused,
+            (self.allocate, native.prepare, self.stream, slow_run, slow_fused),
         )
 
     def address_reader(self, positions: Sequence[int], others: Sequence[torch.Tensor]) -> Callable[[Any], bytes]:
@@ -134,7 +150,8 @@ def launcher_problem() -> str | None:
 @lru_cache(maxsize=1)
 def _search() -> Launcher | str:
     try:
-        return Launcher(load_module(), cuda_driver(), _allocator(), _stream_query(), torch.cuda.device_count() > 1)
+        several = torch.cuda.device_count() > 1
+        return Launcher(load_module(), cuda_driver(), _allocator(), _stream_query(), several, find_native("cuda"))
     except BuildError as error:
         logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", error)
         return str(error)
@@ -146,11 +163,50 @@ def load_module(cache_dir: Path | None = None) -> Any:
     Raises:
         BuildError: There is no C++ compiler, or it does not build.
     """
+    return load_extension(_MODULE, _HERE / "gpu_launcher.cpp", _compiler(), cache_dir or default_cache_dir())
+
+
+def load_allocator(cache_dir: Path | None = None) -> Any:
+    """The extension that makes outputs without Python, for the PyTorch that is imported.
+
+    Raises:
+        BuildError: There is no C++ compiler, PyTorch's headers are missing, or it does not build.
+    """
+    return load_extension(
+        _ALLOCATOR,
+        _HERE / "tensor_allocator.cpp",
+        _compiler(),
+        cache_dir or default_cache_dir(),
+        torch_flags(_ALLOCATOR),
+        f"torch {torch.__version__} {torch.version.git_version}",
+    )
+
+
+def _compiler() -> Compiler:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler (c++, g++ or clang++) was found on PATH")
-    source = Path(__file__).parent / "gpu_launcher.cpp"
-    return load_extension(_MODULE, source, compiler, cache_dir or default_cache_dir())
+    return compiler
+
+
+def find_native(device_type: str) -> Native:
+    """What this PyTorch can do for a call on a device without Python; never an error."""
+    stream = _stream_address()
+    try:
+        allocator = load_allocator()
+    except BuildError as error:
+        logger.info("outputs of GPU kernels are allocated through Python, a little slower a call: %s", error)
+        return Native(stream)
+    return Native(stream, allocator.entry(), partial(allocator.prepare, device_type))
+
+
+def _stream_address() -> int:
+    """Address of PyTorch's C function for the current stream, part of its stable interface; 0 where it is not found."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+        return ctypes.cast(library.aoti_torch_get_current_cuda_stream, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
 
 
 def cuda_driver() -> Driver:

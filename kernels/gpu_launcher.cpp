@@ -1,5 +1,6 @@
 // The call path of GPU kernels: a CPython extension, compiled once per interpreter, that turns a Python call into one
-// cuLaunchKernel (or cuLaunchKernelEx, for kernels that may start before the one in front of them has ended). It knows nothing of CUDA's headers: the driver's functions come as addresses.
+// cuLaunchKernel (or cuLaunchKernelEx, for kernels that may start before the one in front of them has ended). It knows
+// nothing of CUDA's or PyTorch's headers: their functions come as addresses.
 //
 //   kernel.run(*tensors, *sizes)   -> None: every buffer preallocated, inputs first
 //   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here
@@ -9,15 +10,12 @@
 //
 // A call whose sizes, context or alignment were never added goes to the Python callables `slow_run(kernel, *args)` or
 // `slow_fused(kernel, *args)`, which do the call and add what was missing.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <cstddef>
 #include <cstring>
 
-typedef long long i64;
+#include "launcher.h"
+
 typedef unsigned long long u64;
-typedef void* (*DataPtr)(PyObject*);  // address of a tensor; null: call its method
 
 // CUlaunchAttribute and CUlaunchConfig of cuda.h.
 struct LaunchAttribute {
@@ -49,10 +47,19 @@ struct Driver {
   int (*launch_config)(const LaunchConfig* config, void* function, void** parameters, void** extra);
 };
 
+// What PyTorch does for a call, as C functions; each may be null, then it is asked in Python.
+struct Library {
+  DataPtr data_ptr;
+  int (*stream)(int device, void** handle);  // the current one
+  bool (*allocate)(const void* prepared, int position, PyObject** made, char** address);  // see tensor_allocator.cpp
+};
+
 struct Grid {
   unsigned programs;
   int wide;           // index arithmetic in 64 bits
-  PyObject* outputs;  // tuple of (shape, strides, dtype), null until `fused` needed it
+  PyObject* outputs;   // tuple of (shape, strides, dtype), null until `fused` needed it
+  PyObject* prepared;  // the same as a capsule for `allocate`, null without that
+  const void* native;  // what the capsule holds
 };
 
 struct Binary {
@@ -70,12 +77,12 @@ struct Argument {
   i64 offset;  // bytes
 };
 
-enum { MAX_ARGUMENTS = 256, MAX_GRIDS = 64, MAX_BINARIES = 64, TRAILING = 2 };
+enum { MAX_GRIDS = 64, MAX_BINARIES = 64, TRAILING = 2 };
 
 struct Kernel {
   PyObject_HEAD
   Driver driver;
-  DataPtr data_ptr;
+  Library library;
   int inputs, outputs, symbols, check_device;
   Argument arguments[MAX_ARGUMENTS];
   int num_arguments;
@@ -84,45 +91,12 @@ struct Kernel {
   int num_grids, last_grid, oldest_grid;
   Binary binaries[MAX_BINARIES];
   int num_binaries;
-  PyObject *allocate, *stream, *slow_run, *slow_fused;
+  PyObject *allocate, *prepare, *stream, *slow_run, *slow_fused;
 };
 
-static PyObject *data_ptr_name, *get_device_name;
+static PyObject* get_device_name;
 
 // -- reading a call ----------------------------------------------------------------------------------------------
-
-static bool address_of(DataPtr data_ptr, PyObject* tensor, char** address) {
-  if (data_ptr) {
-    try {
-      *address = (char*)data_ptr(tensor);
-      return true;
-    } catch (...) {
-      PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", Py_TYPE(tensor)->tp_name);
-      return false;
-    }
-  }
-  PyObject* number = PyObject_CallMethodNoArgs(tensor, data_ptr_name);
-  if (!number) return false;
-  *address = (char*)PyLong_AsVoidPtr(number);
-  Py_DECREF(number);
-  return !PyErr_Occurred();
-}
-
-static bool read_arguments(const Kernel* self, PyObject* const* args, Py_ssize_t given, int tensors, char** buffers,
-                           i64* sizes) {
-  if (given != tensors + self->symbols) {
-    PyErr_Format(PyExc_TypeError, "the kernel takes %d tensors and %d sizes, got %zd arguments", tensors,
-                 self->symbols, given);
-    return false;
-  }
-  for (int i = 0; i < tensors; ++i)
-    if (!address_of(self->data_ptr, args[i], &buffers[i])) return false;
-  for (int i = 0; i < self->symbols; ++i) {
-    sizes[i] = PyLong_AsLongLong(args[tensors + i]);
-    if (sizes[i] == -1 && PyErr_Occurred()) return false;
-  }
-  return true;
-}
 
 static const Grid* find_grid(Kernel* self, const i64* sizes) {
   const size_t bytes = sizeof(i64) * self->symbols;
@@ -179,12 +153,18 @@ static int launch_overlapped(const Driver* driver, const Binary* binary, unsigne
   return driver->launch_config(&config, binary->function, parameters, NULL);
 }
 
-static bool launch(const Kernel* self, const Binary* binary, unsigned programs, char* const* buffers, i64* sizes) {
+static bool current_stream(const Kernel* self, const Binary* binary, void** stream) {
+  if (self->library.stream && !self->library.stream(binary->device, stream)) return true;
   PyObject* number = PyObject_CallOneArg(self->stream, binary->device_number);
   if (!number) return false;
-  void* stream = PyLong_AsVoidPtr(number);
+  *stream = PyLong_AsVoidPtr(number);
   Py_DECREF(number);
-  if (!stream && PyErr_Occurred()) return false;
+  return *stream || !PyErr_Occurred();
+}
+
+static bool launch(const Kernel* self, const Binary* binary, unsigned programs, char* const* buffers, i64* sizes) {
+  void* stream = NULL;
+  if (!current_stream(self, binary, &stream)) return false;
 
   // Sizes of 32 bits are read from the low half of their 64: every host that CUDA runs on is little-endian. Triton
   // appends addresses of scratch memory, null where a kernel uses none; the driver reads as many as the kernel has.
@@ -224,7 +204,7 @@ static PyObject* kernel_run(PyObject* object, PyObject* const* args, Py_ssize_t 
   char* buffers[MAX_ARGUMENTS];
   i64 sizes[MAX_ARGUMENTS];
   const int tensors = self->inputs + self->outputs;
-  if (!read_arguments(self, args, given, tensors, buffers, sizes)) return NULL;
+  if (!read_arguments(self->library.data_ptr, args, given, tensors, self->symbols, buffers, sizes)) return NULL;
   const Grid* grid = find_grid(self, sizes);
   if (grid && !grid->programs) Py_RETURN_NONE;
   bool failed = false;
@@ -236,13 +216,20 @@ static PyObject* kernel_run(PyObject* object, PyObject* const* args, Py_ssize_t 
   Py_RETURN_NONE;
 }
 
-// Allocates every output into made[0 .. count); on failure nothing is left to release.
-static bool allocate_outputs(const Kernel* self, PyObject* outputs, PyObject** made, char** buffers) {
+static bool allocate_output(const Kernel* self, const Grid* grid, int position, PyObject** made, char** address) {
+  // What fails is done again in Python, for its error.
+  if (grid->prepared && self->library.allocate(grid->native, position, made, address)) return true;
+  *made = PyObject_Call(self->allocate, PyTuple_GET_ITEM(grid->outputs, position), NULL);
+  if (*made && address_of(self->library.data_ptr, *made, address)) return true;
+  Py_CLEAR(*made);
+  return false;
+}
+
+// Allocates every output; on failure nothing is left to release.
+static bool allocate_outputs(const Kernel* self, const Grid* grid, PyObject** made, char** buffers) {
   for (int i = 0; i < self->outputs; ++i) {
-    made[i] = PyObject_Call(self->allocate, PyTuple_GET_ITEM(outputs, i), NULL);
-    if (made[i] && address_of(self->data_ptr, made[i], &buffers[i])) continue;
-    Py_XDECREF(made[i]);
-    while (i > 0) Py_DECREF(made[--i]);
+    if (allocate_output(self, grid, i, &made[i], &buffers[i])) continue;
+    drop(made, i);
     return false;
   }
   return true;
@@ -252,26 +239,27 @@ static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_
   Kernel* self = (Kernel*)object;
   char* buffers[MAX_ARGUMENTS];
   i64 sizes[MAX_ARGUMENTS];
-  if (!read_arguments(self, args, given, self->inputs, buffers, sizes)) return NULL;
-  const Grid* grid = find_grid(self, sizes);
+  if (!read_arguments(self->library.data_ptr, args, given, self->inputs, self->symbols, buffers, sizes)) return NULL;
+  const Grid* found = find_grid(self, sizes);
   bool failed = false;
-  void* context = grid && grid->outputs ? usable_context(self, self->inputs ? args[0] : NULL, &failed) : NULL;
+  void* context = found && found->outputs ? usable_context(self, self->inputs ? args[0] : NULL, &failed) : NULL;
   if (failed) return NULL;
   if (!context) return call_slowly(object, self->slow_fused, args, given);
 
   PyObject* made[MAX_ARGUMENTS];
-  const unsigned programs = grid->programs;
-  const int wide = grid->wide;
-  PyObject* outputs = Py_NewRef(grid->outputs);  // allocating may let another thread replace the grid
-  const bool allocated = allocate_outputs(self, outputs, made, buffers + self->inputs);
-  Py_DECREF(outputs);
+  const Grid grid = *found;  // allocating may let another thread replace it
+  Py_INCREF(grid.outputs);
+  Py_XINCREF(grid.prepared);
+  const bool allocated = allocate_outputs(self, &grid, made, buffers + self->inputs);
+  Py_DECREF(grid.outputs);
+  Py_XDECREF(grid.prepared);
   if (!allocated) return NULL;
 
   const int tensors = self->inputs + self->outputs;
-  const Binary* binary = find_binary(self, context, wide, is_aligned(buffers, tensors));
-  bool done = !programs;
+  const Binary* binary = find_binary(self, context, grid.wide, is_aligned(buffers, tensors));
+  bool done = !grid.programs;
   if (!done && binary) {
-    done = launch(self, binary, programs, buffers, sizes);
+    done = launch(self, binary, grid.programs, buffers, sizes);
   } else if (!done) {
     PyObject* all[MAX_ARGUMENTS];
     memcpy(all, args, sizeof(PyObject*) * self->inputs);
@@ -281,14 +269,9 @@ static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_
     done = nothing != NULL;
     Py_XDECREF(nothing);
   }
-  PyObject* result = NULL;
-  if (done && self->outputs == 1) return made[0];
-  if (done) result = PyTuple_New(self->outputs);
-  for (int i = 0; i < self->outputs; ++i) {
-    if (result) PyTuple_SET_ITEM(result, i, made[i]);
-    else Py_DECREF(made[i]);
-  }
-  return result;
+  if (done) return result_of(made, self->outputs);
+  drop(made, self->outputs);
+  return NULL;
 }
 
 // -- learning ----------------------------------------------------------------------------------------------------
@@ -309,6 +292,16 @@ static PyObject* kernel_add_grid(PyObject* object, PyObject* args) {
     sizes[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(given, i));
     if (sizes[i] == -1 && PyErr_Occurred()) return NULL;
   }
+  PyObject* prepared = NULL;
+  const void* native = NULL;
+  if (outputs != Py_None && self->library.allocate) {
+    prepared = PyObject_CallOneArg(self->prepare, outputs);
+    native = prepared ? PyCapsule_GetPointer(prepared, PyCapsule_GetName(prepared)) : NULL;
+    if (!native) {
+      Py_XDECREF(prepared);
+      return NULL;
+    }
+  }
   Grid* grid = (Grid*)find_grid(self, sizes);
   if (!grid) {
     int place = self->num_grids;
@@ -321,10 +314,15 @@ static PyObject* kernel_add_grid(PyObject* object, PyObject* args) {
     memcpy(self->grid_sizes + place * self->symbols, sizes, sizeof(i64) * self->symbols);
     grid = &self->grids[self->last_grid = place];
     Py_CLEAR(grid->outputs);
+    Py_CLEAR(grid->prepared);
   }
   grid->programs = programs;
   grid->wide = wide;
-  if (outputs != Py_None) Py_XSETREF(grid->outputs, Py_NewRef(outputs));
+  if (outputs != Py_None) {
+    grid->native = native;
+    Py_XSETREF(grid->prepared, prepared);
+    Py_XSETREF(grid->outputs, Py_NewRef(outputs));
+  }
   Py_RETURN_NONE;
 }
 
@@ -384,10 +382,14 @@ static PyMethodDef functions[] = {
 
 static void kernel_dealloc(PyObject* object) {
   Kernel* self = (Kernel*)object;
-  for (int i = 0; i < self->num_grids; ++i) Py_XDECREF(self->grids[i].outputs);
+  for (int i = 0; i < self->num_grids; ++i) {
+    Py_XDECREF(self->grids[i].outputs);
+    Py_XDECREF(self->grids[i].prepared);
+  }
   for (int i = 0; i < self->num_binaries; ++i) Py_XDECREF(self->binaries[i].device_number);
   PyMem_Free(self->grid_sizes);
   Py_XDECREF(self->allocate);
+  Py_XDECREF(self->prepare);
   Py_XDECREF(self->stream);
   Py_XDECREF(self->slow_run);
   Py_XDECREF(self->slow_fused);
@@ -407,14 +409,15 @@ static bool read_parameters(Kernel* self, PyObject* arguments) {
   return true;
 }
 
-// Kernel(addresses, counts, arguments, allocate, stream, slow_run, slow_fused): see gpu_direct.py.
+// Kernel(driver, library, counts, arguments, (allocate, prepare, stream, slow_run, slow_fused)): see gpu_direct.py.
 static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   Kernel* self = (Kernel*)object;
-  u64 launch, current_context, error_text, launch_config, data_ptr;
-  PyObject *arguments, *allocate, *stream, *slow_run, *slow_fused;
-  if (!PyArg_ParseTuple(args, "(KKKKK)(iiip)O!OOOO", &launch, &current_context, &error_text, &launch_config, &data_ptr,
-                        &self->inputs, &self->outputs, &self->symbols, &self->check_device, &PyTuple_Type, &arguments,
-                        &allocate, &stream, &slow_run, &slow_fused))
+  u64 launch, current_context, error_text, launch_config, data_ptr, stream_of, allocator;
+  PyObject *arguments, *allocate, *prepare, *stream, *slow_run, *slow_fused;
+  if (!PyArg_ParseTuple(args, "(KKKK)(KKK)(iiip)O!(OOOOO)", &launch, &current_context, &error_text, &launch_config,
+                        &data_ptr, &stream_of, &allocator, &self->inputs, &self->outputs, &self->symbols,
+                        &self->check_device, &PyTuple_Type, &arguments, &allocate, &prepare, &stream, &slow_run,
+                        &slow_fused))
     return -1;
   if (self->inputs + self->outputs + self->symbols > MAX_ARGUMENTS || PyTuple_GET_SIZE(arguments) > MAX_ARGUMENTS) {
     PyErr_SetString(PyExc_ValueError, "too many kernel arguments");
@@ -430,8 +433,11 @@ static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   self->driver.current_context = (decltype(Driver::current_context))current_context;
   self->driver.error_text = (decltype(Driver::error_text))error_text;
   self->driver.launch_config = (decltype(Driver::launch_config))launch_config;
-  self->data_ptr = (DataPtr)data_ptr;
+  self->library.data_ptr = (DataPtr)data_ptr;
+  self->library.stream = (decltype(Library::stream))stream_of;
+  self->library.allocate = (decltype(Library::allocate))allocator;
   self->allocate = Py_NewRef(allocate);
+  self->prepare = Py_NewRef(prepare);
   self->stream = Py_NewRef(stream);
   self->slow_run = Py_NewRef(slow_run);
   self->slow_fused = Py_NewRef(slow_fused);

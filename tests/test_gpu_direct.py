@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import sys
 import threading
@@ -17,15 +18,16 @@ import ir_samples as samples
 import pytest
 import torch
 
-from fuseplan.kernels import gpu_direct, gpu_launch
+from fuseplan.kernels import extension, gpu_direct, gpu_launch
 from fuseplan.kernels.backend import SM90, BuildError, Resources
 from fuseplan.kernels.cpp_build import find_compiler
-from fuseplan.kernels.gpu_direct import Driver, Entry, Launcher, entry_of, ptx_parameter_bits
+from fuseplan.kernels.gpu_direct import Driver, Entry, Launcher, Native, entry_of, ptx_parameter_bits
 from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
 from fuseplan.kernels.triton_backend import TritonBackend
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+both_ways = pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
 
 _HANDLE = ctypes.c_void_p
 _LAUNCH = ctypes.CFUNCTYPE(
@@ -56,6 +58,7 @@ class _Config(ctypes.Structure):
 _LAUNCH_CONFIG = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.POINTER(_Config), _HANDLE, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
+_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 _TEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
 
 
@@ -85,6 +88,7 @@ class Machine:
         context: Which driver context is current (0: none).
         error: What the driver answers to a launch.
         direct: Launches through the driver: (function, grid, block, shared, stream, parameters).
+        native: Whether streams and outputs come without Python.
         attributes: Of each launch with a configuration: (number, value).
         slow: Launches through Triton's launcher: (variant, programs, arguments).
     """
@@ -95,6 +99,8 @@ class Machine:
     error: int = 0
     stream: int = 7
     check_device: bool = False
+    native: bool = False
+    stream_error: int = 0
     direct: list[tuple[Any, ...]] = field(default_factory=list)
     slow: list[tuple[Any, ...]] = field(default_factory=list)
     attributes: list[list[tuple[int, int]]] = field(default_factory=list)
@@ -105,8 +111,10 @@ class Machine:
             _CONTEXT(self._current),
             _TEXT(self._text),
             _LAUNCH_CONFIG(self._launch_config),
+            _STREAM(self._stream),
         )
-        self.driver = Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions))
+        *driver, stream = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions)
+        self.driver, self._stream_address = Driver(*driver), stream
 
     def bits(self, wide: bool) -> list[int]:
         return [64] * self.addresses + [64 if wide else 32] * self.sizes + [64, 64]
@@ -130,13 +138,26 @@ class Machine:
         context[0] = self.context
         return 0
 
+    def _stream(self, device: int, handle: Any) -> int:
+        assert device == -1
+        handle[0] = self.stream
+        return self.stream_error
+
     def _text(self, error: int, text: Any) -> int:
         text[0] = b"an illegal memory access was encountered"
         return 0
 
     def launcher(self, allocate: Callable[..., torch.Tensor] | None = None) -> Launcher:
         make = allocate or torch._C._dynamo.guards._empty_strided_cpu
-        return Launcher(gpu_direct.load_module(), self.driver, make, lambda _: self.stream, self.check_device)
+        native = Native()
+        if self.native:
+            native = dataclasses.replace(gpu_direct.find_native("cpu"), stream=self._stream_address)
+            assert native.allocate and native.prepare is not None
+        return Launcher(gpu_direct.load_module(), self.driver, make, self._ask_stream, self.check_device, native)
+
+    def _ask_stream(self, device: int) -> int:
+        assert not self.native or self.stream_error
+        return self.stream
 
     def kernel(
         self,
@@ -188,13 +209,17 @@ def test_the_first_call_goes_to_triton_and_every_other_to_the_driver() -> None:
 
 
 @needs_compiler
-def test_the_current_stream_is_asked_in_every_call() -> None:
-    machine = Machine(addresses=1)
+@both_ways
+def test_the_current_stream_is_asked_in_every_call(native: bool) -> None:
+    machine = Machine(addresses=1, native=native)
     kernel = machine.kernel(((0, 0),), 1)
-    for stream in (0, 5, 2**63 + 5):
+    for stream in (0, 5, 0, 2**63 + 5):
         machine.stream = stream
         kernel(aligned(4))
-    assert [one[4] for one in machine.direct] == [5, 2**63 + 5]
+    assert [one[4] for one in machine.direct] == [5, None, 2**63 + 5]
+    machine.stream_error, machine.stream = 1, 6  # then Python is asked
+    kernel(aligned(4))
+    assert machine.direct[-1][4] == 6
 
 
 @needs_compiler
@@ -315,9 +340,10 @@ def test_other_kernels_are_not_launched_overlapped() -> None:
 
 
 @needs_compiler
+@both_ways
 @pytest.mark.parametrize("count", [1, 2])
-def test_fused_allocates_what_the_layout_says(count: int) -> None:
-    machine = Machine(addresses=1 + count, sizes=1)
+def test_fused_allocates_what_the_layout_says(count: int, native: bool) -> None:
+    machine = Machine(addresses=1 + count, sizes=1, native=native)
     kernel = machine.kernel(tuple((n, 0) for n in range(1 + count)), 1 + count)
     asked: list[tuple[int, ...]] = []
 
@@ -337,8 +363,9 @@ def test_fused_allocates_what_the_layout_says(count: int) -> None:
 
 
 @needs_compiler
-def test_fused_with_a_new_alignment_keeps_its_outputs() -> None:
-    machine = Machine(addresses=2)
+@both_ways
+def test_fused_with_a_new_alignment_keeps_its_outputs(native: bool) -> None:
+    machine = Machine(addresses=2, native=native)
     call = machine.kernel(((0, 0), (1, 0)), 2).fused(1, lambda _: (((4,), (1,), torch.float32),))
     even, odd = aligned(8), aligned(8, shift=1)
     results = [call(x) for x in (even, odd, odd)]
@@ -348,8 +375,9 @@ def test_fused_with_a_new_alignment_keeps_its_outputs() -> None:
 
 
 @needs_compiler
-def test_empty_outputs_are_made_and_nothing_is_launched() -> None:
-    machine = Machine(addresses=2)
+@both_ways
+def test_empty_outputs_are_made_and_nothing_is_launched(native: bool) -> None:
+    machine = Machine(addresses=2, native=native)
     kernel = machine.kernel(((0, 0), (1, 0)), 2, lambda _: Geometry(0, False))
     call = kernel.fused(1, lambda _: (((0, 4), (4, 1), torch.float32),))
     for _ in range(3):
@@ -387,8 +415,9 @@ def test_mistakes_are_errors_and_lose_no_memory() -> None:
 
 
 @needs_compiler
-def test_a_dropped_kernel_is_freed_with_its_binaries() -> None:
-    machine = Machine(addresses=1)
+@both_ways
+def test_a_dropped_kernel_is_freed_with_its_binaries(native: bool) -> None:
+    machine = Machine(addresses=1, native=native)
     kernel = machine.kernel(((0, 0),), 2)
     call = kernel.fused(1, lambda _: (((4,), (1,), torch.float32),))
     kernel(aligned(4), aligned(4))
@@ -403,8 +432,9 @@ def test_a_dropped_kernel_is_freed_with_its_binaries() -> None:
 
 
 @needs_compiler
-def test_threads_share_a_kernel() -> None:
-    machine = Machine(addresses=2, sizes=1)
+@both_ways
+def test_threads_share_a_kernel(native: bool) -> None:
+    machine = Machine(addresses=2, sizes=1, native=native)
     kernel = machine.kernel(((0, 0), (1, 0)), 2, lambda sizes: Geometry(sizes["n"], False))
     call = kernel.fused(1, lambda sizes: (((sizes[0],), (1,), torch.float32),))
     x = aligned(4)
@@ -420,6 +450,105 @@ def test_threads_share_a_kernel() -> None:
         thread.join()
     assert len(machine.direct) + len(machine.slow) == 300
     assert all(one[1][0] == one[5][2] for one in machine.direct)
+
+
+# -- outputs made without Python ------------------------------------------------------------------------------
+
+
+def _native_kernel(machine: Machine, *layouts: gpu_direct.Layout, allocate: Any = None) -> Callable[..., Any]:
+    """A call whose outputs have the layouts, known to its direct path already."""
+    count = len(layouts)
+    kernel = machine.kernel(tuple((n, 0) for n in range(1 + count)), 1 + count, allocate=allocate)
+    call = kernel.fused(1, lambda _: layouts)
+    call(aligned(4))
+    return call
+
+
+def _refuse(*_: Any) -> Any:
+    raise MemoryError("asked in Python")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((), ()), ((1,), (1,)), ((3, 127), (127, 1)), ((4097,), (2,)), ((2, 3, 5), (1, 2, 6)), ((0, 4), (4, 1)),
+     ((3, 4), (0, 1))],
+)  # fmt: skip
+def test_native_outputs_are_what_empty_strided_makes(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    machine = Machine(addresses=2, native=True)
+    call = _native_kernel(machine, (shape, strides, dtype), allocate=_refuse)
+    made, expected = call(aligned(4)), torch.empty_strided(shape, strides, dtype=dtype)
+    assert type(made) is torch.Tensor and not made.requires_grad and made.device == expected.device
+    assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), dtype)
+    assert made.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+    assert made.is_contiguous() == expected.is_contiguous()
+    made.zero_()
+    assert machine.direct[-1][5][1] == made.data_ptr()
+    with torch.inference_mode():
+        assert call(aligned(4)).is_inference()
+
+
+@needs_compiler
+def test_native_outputs_are_freed() -> None:
+    layout: gpu_direct.Layout = ((2**18,), (1,), torch.float32)
+    call, x = _native_kernel(Machine(addresses=3, native=True), layout, layout), aligned(4)
+    held, known = sys.getrefcount(x), sys.getrefcount(torch.float32)
+    for _ in range(3):
+        first, second = call(x)
+        gone = [weakref.ref(first), weakref.ref(second)]
+        del first, second
+        assert [one() for one in gone] == [None, None]
+    assert sys.getrefcount(x) == held and sys.getrefcount(torch.float32) == known
+
+
+@needs_compiler
+def test_what_native_allocation_cannot_make_is_asked_in_python() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def allocate(*layout: Any) -> torch.Tensor:
+        asked.append(layout)
+        if len(asked) > 1:
+            raise MemoryError("asked in Python")
+        return torch.empty(4)
+
+    machine = Machine(addresses=3, native=True)
+    small: gpu_direct.Layout = ((4,), (1,), torch.float32)
+    vast: gpu_direct.Layout = ((2**60,), (1,), torch.float32)
+    kernel = machine.kernel(((0, 0), (1, 0), (2, 0)), 3, allocate=allocate)
+    layouts = [(small, small), (small, vast)]
+    call, x = kernel.fused(1, lambda _: layouts.pop(0)), aligned(4)
+    call(x)  # through Triton's launcher, with outputs that can be made
+    held = sys.getrefcount(x)
+    assert [one.numel() for one in call(x)] == [4, 4] and asked == [vast]
+    for _ in range(20):
+        with pytest.raises(MemoryError, match="asked in Python"):
+            call(x)
+    assert sys.getrefcount(x) == held
+
+
+@needs_compiler
+def test_layouts_that_are_none_are_errors() -> None:
+    prepare = gpu_direct.find_native("cpu").prepare
+    assert prepare is not None
+    wrong: Any
+    for wrong in ((((4,), (1,), "float32"),), (([4], (1,), torch.float32),), ((("4",), (1,), torch.float32),), None):
+        with pytest.raises(TypeError):
+            prepare(wrong)
+    with pytest.raises(ValueError, match="no allocator for 'tpu'"):
+        gpu_direct.load_allocator().prepare("tpu", ())
+
+
+@needs_compiler
+def test_without_pytorch_headers_outputs_are_made_in_python(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="fuseplan")
+    monkeypatch.setattr(extension.torch, "__file__", "/nowhere/torch/__init__.py")
+    assert gpu_direct.find_native("cpu") == Native()
+    assert "PyTorch's headers are missing (/nowhere/torch/include)" in caplog.messages[0]
 
 
 # -- what cannot be launched directly -----------------------------------------------------------------------

@@ -18,6 +18,8 @@ MAX_PERSISTENT_COLS = 32768
 _BASE_REGISTERS = 24
 #: Registers of one multiprocessor, per thread of a full one: 65536 in all.
 _REGISTER_FILE = 65536
+#: A count of programs that is as good as the fewest, and columns as good as covered exactly.
+_NEARLY = 1.25
 #: What a dynamic size counts as where a choice needs a number.
 _TYPICAL_SIZE = 4096
 
@@ -116,7 +118,7 @@ def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
             return "a looped reduction over many rows at once"
         if not segment.has_reduction() and isinstance(segment.cols, int) and isinstance(tile.col_blocks, int):
             covered = tile.col_blocks * tile.cols
-            if tile.cols > 64 and tile.col_blocks > 1 and covered > 1.25 * segment.cols:
+            if tile.cols > 64 and tile.col_blocks > 1 and covered > _NEARLY * segment.cols:
                 return f"{covered - segment.cols} of {covered} columns would be idle lanes"
     return None
 
@@ -144,25 +146,56 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     return {**default_overlap(target), **chosen}
 
 
-def _elements(ir: KernelIR) -> int:
-    return sum(_static(segment.num_rows) * _static(segment.cols) for segment in ir.segments)
+def _elements(segment: Segment) -> int:
+    return _static(segment.num_rows) * _static(segment.cols)
 
 
 def _default_pointwise(ir: KernelIR, target: Target) -> Config:
-    total = _elements(ir)
+    total = sum(_elements(segment) for segment in ir.segments)
     # Enough programs to occupy every multiprocessor a few times over before tiles grow.
-    tile = 1024
-    while tile > 256 and total // tile < 2 * target.cores:
-        tile //= 2
-    while tile > 128 and max((live_words(segment) for segment in ir.segments), default=1) * tile > 16384:
-        tile //= 2
-    widest = max((next_power_of_2(_static(segment.cols)) for segment in ir.segments), default=1)
-    rows = max((next_power_of_2(_static(segment.num_rows)) for segment in ir.segments), default=1)
-    cols = min(tile, widest)
-    block_rows = min(max(tile // cols, 1), rows, 128)
+    most = 1024
+    while most > 256 and total // most < 2 * target.cores:
+        most //= 2
+    while most > 128 and max((live_words(segment) for segment in ir.segments), default=1) * most > 16384:
+        most //= 2
+    rows, cols = _block_shape(ir, most, target)
+    shape = {"block_rows": rows, "block_cols": cols}
     # Four warps, but no fewer than four elements a thread.
-    warps = min(4, max(1, block_rows * cols // 128))
-    return {"block_rows": block_rows, "block_cols": cols, "num_warps": warps}
+    warps = min(4, max(1, _largest_tile(ir, shape) // 128))
+    return {**shape, "num_warps": warps}
+
+
+def _largest_tile(ir: KernelIR, shape: Config) -> int:
+    return max((tile_of(segment, shape).elements for segment in ir.segments), default=1)
+
+
+def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
+    """Rows and columns of a block for segments of unlike shapes, each tile of at most ``most`` elements.
+
+    What suits the segment with the most elements may leave tiny tiles to the others (a long flat segment beside many
+    narrow rows): then the widest block that needs about as few programs as any.
+    """
+    main = max(ir.segments, key=_elements)
+    choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
+    all_cols, typical = [int(choice) for choice in choices["block_cols"]], dict.fromkeys(ir.symbols, _TYPICAL_SIZE)
+
+    def count(rows: int, cols: int) -> int:
+        return programs(ir, {"block_rows": rows, "block_cols": cols}, typical)
+
+    width = min(most, next_power_of_2(_static(main.cols)))
+    cols = next((one for one in all_cols if one >= width), all_cols[-1])
+    rows = min(max(most // width, 1), next_power_of_2(_static(main.num_rows)), 128)
+    fits = _largest_tile(ir, {"block_rows": rows, "block_cols": cols}) <= most
+    if fits and count(rows, cols) <= _NEARLY * sum(-(-_elements(segment) // most) for segment in ir.segments):
+        return rows, cols
+    shapes = {
+        (rows, cols): count(rows, cols)
+        for rows in map(int, choices["block_rows"]) for cols in all_cols
+        if _largest_tile(ir, {"block_rows": rows, "block_cols": cols}) <= most
+    }
+    enough = _NEARLY * min(shapes.values(), default=0)
+    ranked = sorted((-cols, number, rows) for (rows, cols), number in shapes.items() if number <= enough)
+    return (ranked[0][2], -ranked[0][0]) if ranked else (rows, cols)
 
 
 def _default_reduction(ir: KernelIR, target: Target) -> Config:

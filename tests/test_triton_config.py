@@ -1,0 +1,66 @@
+"""Default blocks of pointwise Triton kernels, for segments of unlike shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fuseplan.kernels.backend import SM90
+from fuseplan.kernels.index import Coord, Index
+from fuseplan.kernels.ir import Buffer, KernelIR, Load, Segment, Store
+from fuseplan.kernels.triton_config import default_config, infeasible, tunables
+from fuseplan.kernels.triton_tile import programs, tile_of
+
+
+def copies(*shapes: tuple[int, int]) -> KernelIR:
+    """One segment for each (rows, columns), which copies its own buffer."""
+    inputs = [Buffer(f"x{n}", "bfloat16", shape, (shape[1], 1)) for n, shape in enumerate(shapes)]
+    outputs = [Buffer(f"y{n}", "bfloat16", shape, (shape[1], 1), is_output=True) for n, shape in enumerate(shapes)]
+    segments = []
+    for number, (rows, cols) in enumerate(shapes):
+        at = Index.build(0, ((Coord(0, rows), cols), (Coord(1, cols), 1)))
+        segments.append(Segment(
+            (rows,), cols, (Load("bfloat16", number, at),), (Store(len(shapes) + number, at, 0),)
+        ))
+    return KernelIR((*inputs, *outputs), tuple(segments))
+
+
+SHAPES = [
+    ((1, 4_000_000), (16384, 64)),  # a long flat segment beside many narrow rows
+    ((16384, 64), (1, 4_000_000)),
+    ((1, 8192), (4096, 16)),
+    ((100_000, 3), (1, 127)),
+    ((512, 14336), (100_000, 64)),
+    ((4096, 1100),),
+    ((4097, 127), (3, 4097), (1, 1)),
+    ((32, 14336), (32, 128), (8, 128)),
+    ((1, 1),),
+]
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_no_segment_gets_needlessly_many_programs(shapes: tuple[tuple[int, int], ...]) -> None:
+    ir = copies(*shapes)
+    config = default_config(ir, SM90)
+    assert infeasible(ir, config, SM90) is None
+    assert all(config[tunable.name] in tunable.choices for tunable in tunables(ir, SM90))
+    largest = max(tile_of(segment, config).elements for segment in ir.segments)
+    assert largest <= 1024
+    elements = sum(rows * cols for rows, cols in shapes)
+    # Blocks of 1024 (of 256 in small kernels) would do; powers of two may leave most of half of each idle, and blocks
+    # of at most 128 rows much more of very narrow ones.
+    least = sum(
+        max(math.ceil(rows * cols / (1024 if elements >= 1024 * 264 else 256)), math.ceil(rows / 128))
+        for rows, cols in shapes
+    )
+    assert programs(ir, config, {}) <= 2 * least
+
+
+def test_one_shape_keeps_the_widest_block() -> None:
+    assert default_config(copies((512, 14336)), SM90) == {"block_rows": 1, "block_cols": 1024, "num_warps": 4}
+    assert default_config(copies((16384, 128), (4096, 128)), SM90) == {
+        "block_rows": 8, "block_cols": 128, "num_warps": 4,
+    }
+    # 1024 columns at a time would leave nearly half of the lanes idle.
+    assert default_config(copies((4096, 1100)), SM90)["block_cols"] == 256

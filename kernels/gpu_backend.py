@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from fuseplan.kernels.backend import Backend, CompiledKernel, Config, Target
 from fuseplan.kernels.gpu_direct import Layout
-from fuseplan.kernels.gpu_launch import GpuKernel, allocating
+from fuseplan.kernels.gpu_launch import GpuKernel, Layouts, allocating
+from fuseplan.kernels.in_place import Execution, Reuse, WritesInPlace, leading_call, placed_call
 from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.triton_tile import tile_of
+
+_WARP = 32
 
 
-class GpuBackend(Backend):
+class GpuBackend(Backend, WritesInPlace):
     """A back end whose kernels run on CUDA devices."""
 
     device_type: ClassVar[str] = "cuda"
@@ -28,13 +32,48 @@ class GpuBackend(Backend):
         self, ir: KernelIR, config: Config, target: Target
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
         """``call(*inputs, *sizes)``: allocates the outputs where the first input lives, launches, and returns them."""
-        kernel = self.load(ir, config, target)
-        inputs, symbols = len(ir.inputs), ir.symbols
-        dtypes = [getattr(torch, buffer.dtype) for buffer in ir.outputs]
+        return self.call(self.load(ir, config, target), ir, target, {})
 
-        @functools.lru_cache(maxsize=1024)
-        def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
-            outputs = ir.bind(dict(zip(symbols, sizes, strict=True))).outputs
-            return tuple((one.shape, one.strides, dtype) for one, dtype in zip(outputs, dtypes, strict=True))
+    def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
+        """How each segment is computed: a tile with fewer elements than threads is held by several alike."""
+        threads = _WARP * int(config["num_warps"])
+        tiles = [tile_of(segment, config) for segment in ir.segments]
+        return tuple(Execution(tile.looped, tile.elements < threads) for tile in tiles)
 
-        return kernel.fused(inputs, layout) if isinstance(kernel, GpuKernel) else allocating(kernel, inputs, layout)
+    def call(
+        self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse
+    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        """Outputs that lie in no input are allocated where the first input lives."""
+        counts = len(ir.inputs), len(ir.outputs), len(ir.symbols)
+        given = len(reuse)
+        if given == counts[1]:
+            return placed_call(kernel.run if isinstance(kernel, GpuKernel) else kernel, counts, reuse)
+        rest = [number for number in range(counts[1]) if number not in reuse]
+        layout = _layouts(ir, rest)
+        if sorted(reuse) == list(range(given)):
+            first = counts[0] + given
+            fused = kernel.fused(first, layout) if isinstance(kernel, GpuKernel) else allocating(kernel, first, layout)
+            return leading_call(fused, counts, reuse) if given else fused
+
+        def allocate(*args: Any) -> tuple[torch.Tensor, ...]:
+            device = args[0].device
+            return tuple(
+                torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                for shape, strides, dtype in layout(args[counts[0] :])
+            )
+
+        return placed_call(kernel, counts, reuse, allocate)
+
+
+def _layouts(ir: KernelIR, outputs: Sequence[int]) -> Layouts:
+    """Dynamic sizes -> layouts of the outputs at those positions."""
+    symbols, dtypes = ir.symbols, [getattr(torch, ir.outputs[number].dtype) for number in outputs]
+
+    @functools.lru_cache(maxsize=1024)
+    def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+        bound = ir.bind(dict(zip(symbols, sizes, strict=True))).outputs
+        return tuple(
+            (bound[number].shape, bound[number].strides, dtype) for number, dtype in zip(outputs, dtypes, strict=True)
+        )
+
+    return layout

@@ -1,0 +1,96 @@
+"""Which outputs may lie in which inputs, by brute force: every read of every element is followed to where it goes.
+
+An output may lie in an input's memory exactly when the store of each element waits for every read of that element: each
+read flows into the stored value. Nothing else orders two threads of a kernel, whatever its tiles are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count, product
+
+from fuseplan.kernels.index import Coord, FloorDiv, Index
+from fuseplan.kernels.ir import Iota, KernelIR, Load, Reduce, Segment, operands
+from fuseplan.kernels.schedule import Phase, schedule
+
+#: Numbers of reads; of a value, those that it was computed from.
+Reads = frozenset[int]
+
+
+def offset(index: Index, at: Sequence[int]) -> int:
+    """An index at one position."""
+    total = int(index.const)
+    for atom, factor in index.terms:
+        if isinstance(atom, Coord):
+            value = at[atom.axis]
+        elif isinstance(atom, FloorDiv):
+            value = offset(atom.base, at) // atom.divisor
+        else:
+            value = offset(atom.base, at) % atom.divisor
+        total += int(factor) * value
+    return total
+
+
+class Trace:
+    """What a static kernel reads and stores, element by element.
+
+    Args:
+        ir: The kernel.
+        looped: Reductions walk their rows once for each phase.
+    """
+
+    def __init__(self, ir: KernelIR, looped: bool) -> None:
+        self.ir = ir
+        self.reads: dict[tuple[int, int], set[int]] = {}
+        self.stores: dict[tuple[int, int], list[Reads]] = {}
+        self._numbers = count()
+        for segment in ir.segments:
+            phases = schedule(segment)
+            for row in product(*(range(extent) for extent in segment.rows)):
+                self._row(segment, phases, row, looped and segment.has_reduction())
+
+    def allows(self, target: int, source: int) -> bool:
+        """Whether output buffer ``target`` may lie in the memory of input buffer ``source``."""
+        ours, theirs = self.ir.buffers[target], self.ir.buffers[source]
+        if (ours.dtype, ours.shape, ours.strides) != (theirs.dtype, theirs.shape, theirs.strides):
+            return False
+        stored = {at: values for (buffer, at), values in self.stores.items() if buffer == target}
+        read = {at: numbers for (buffer, at), numbers in self.reads.items() if buffer == source}
+        once = all(len(values) == 1 for values in stored.values())
+        return once and all(read.get(at, set()) <= values[0] for at, values in stored.items())
+
+    def _row(self, segment: Segment, phases: Sequence[Phase], row: tuple[int, ...], looped: bool) -> None:
+        known: dict[int, list[Reads]] = {}
+        for phase in phases:
+            if looped:
+                known = {value: reads for value, reads in known.items() if value not in phase.elements}
+            for value in sorted((*phase.rows, *phase.elements)):
+                if value not in known:
+                    known[value] = [self._value(segment, value, (*row, at), known, at) for at in range(segment.cols)]
+            for value in phase.reductions:
+                instr = segment.body[value]
+                assert isinstance(instr, Reduce)
+                known[value] = [frozenset().union(*known[instr.arg])] * segment.cols
+            for number in (*phase.stores, *phase.row_stores):
+                self._store(segment, number, row, known)
+
+    def _value(
+        self, segment: Segment, value: int, at: tuple[int, ...], known: Mapping[int, list[Reads]], column: int
+    ) -> Reads:
+        instr = segment.body[value]
+        found = frozenset[int]().union(*(known[arg][column] for arg in operands(instr) if arg in known))
+        if isinstance(instr, Load):
+            number = next(self._numbers)
+            where = range(10_000) if instr.gather is not None else (offset(instr.index, at),)
+            for element in where:
+                self.reads.setdefault((instr.buffer, element), set()).add(number)
+            return found | {number}
+        assert isinstance(instr, Iota) or not isinstance(instr, Reduce)
+        return found
+
+    def _store(self, segment: Segment, number: int, row: tuple[int, ...], known: Mapping[int, list[Reads]]) -> None:
+        store = segment.stores[number]
+        columns = [0] if segment.store_per_row(store) else range(segment.cols)
+        for column in columns:
+            values = self.stores.setdefault((store.buffer, offset(store.index, (*row, column))), [])
+            values.append(known[store.value][column] if store.value in known else frozenset())

@@ -23,9 +23,10 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-#: How a kernel is started: an ATen call, our own launcher called directly, or a node of a CUDA graph.
-Mode: TypeAlias = Literal["eager", "kernel", "graph"]
-MODES: tuple[Mode, ...] = ("eager", "kernel", "graph")
+#: How a kernel is started: an ATen call, our own launcher called directly, a node of a CUDA graph, or such a node whose
+#: launch overlaps the end of the kernel before it (programmatic dependent launch).
+Mode: TypeAlias = Literal["eager", "kernel", "graph", "overlapped"]
+MODES: tuple[Mode, ...] = ("eager", "kernel", "graph", "overlapped")
 
 
 class DeviceSpecError(ValueError):
@@ -108,7 +109,7 @@ class DeviceSpec:
     Attributes:
         identity: Which device.
         bandwidth: Bandwidth over footprints, using the whole device.
-        launch: Latency by mode; CPUs have no ``"graph"``.
+        launch: Latency by mode; CPUs have no ``"graph"``, and ``"overlapped"`` is there where it was measured.
         peaks: Measured peak by flop unit; a unit this device cannot run is absent.
         noise: A/A noise: the median relative change between two measurements of the same thing.
         measured_at: ISO 8601 time of the measurement, UTC.
@@ -138,7 +139,12 @@ class DeviceSpec:
             raise ValueError(f"DeviceSpec.peaks has unknown units {sorted(units)}; known: {FLOP_UNITS}")
 
     def latency(self, mode: Mode) -> Latency:
-        """Launch latency of ``mode``; :class:`DeviceSpecError` where this device has no such mode."""
+        """Launch latency of ``mode``; :class:`DeviceSpecError` where this device has no such mode.
+
+        Where overlapped launches were not measured (older devices, older specs) they cost what graph nodes do.
+        """
+        if mode == "overlapped" and mode not in self.launch:
+            mode = "graph"
         if mode not in self.launch:
             raise DeviceSpecError(
                 f"{self.identity.name} has no launch mode {mode!r}; it has: {', '.join(sorted(self.launch))}"

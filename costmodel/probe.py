@@ -44,6 +44,9 @@ class Measurements:
         kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
         graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too; None
             on CPUs.
+        overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps; None where the
+            device has no such launches.
+        overlapped_kernel: The shortest elementwise kernel, launched so.
     """
 
     streams: Sequence[StreamTiming]
@@ -52,6 +55,8 @@ class Measurements:
     thread_streams: Sequence[StreamTiming] = ()
     kernel: Timing | None = None
     graph_node: Timing | None = None
+    overlapped_node: Timing | None = None
+    overlapped_kernel: Timing | None = None
 
 
 def probe(
@@ -149,4 +154,8 @@ def _latencies(measured: Measurements, eager: LinearFit, stream_us: float) -> di
         # A kernel that moves data takes longer to start and drain than one that does nothing.
         best_us = min(measured.graph_node.best_us, stream_us)
         launch["graph"] = Latency(stream_us, best_us, "aten elementwise kernel; best: empty kernel")
+    if measured.overlapped_node is not None and measured.overlapped_kernel is not None:
+        typical_us = measured.overlapped_kernel.typical_us
+        best_us = min(measured.overlapped_node.best_us, typical_us)
+        launch["overlapped"] = Latency(typical_us, best_us, "elementwise kernel that waits; best: empty kernel")
     return launch

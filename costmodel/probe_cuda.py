@@ -24,6 +24,8 @@ _MATMUL_UNITS = {"fp32_matmul": torch.float32, "bf16_matmul": torch.bfloat16, "f
 _BLOCK, _STEPS = 1024, 2048
 #: Blocks for each multiprocessor: several waves, so that the last, partial one hardly counts.
 _BLOCKS_PER_CORE = 32
+#: Compute capability of the first devices with programmatic dependent launch.
+_FIRST_OVERLAPPING = (9, 0)
 
 
 def measure_cuda(
@@ -33,7 +35,7 @@ def measure_cuda(
     graph_timer = GraphTimer(sample_us=1000.0 if quick else 4000.0, repeats=7 if quick else 25)
     largest_bytes = min(_GIB, identity.memory_bytes // 8)
     streams = time_streams(
-        stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5), _PATTERNS, _DEVICE, graph_timer,
+        stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5, identity.l2_bytes), _PATTERNS, _DEVICE, graph_timer,
         lambda fraction: progress(0.5 * fraction, "memory bandwidth"),
     )
     # A few hundred calls stay inside the launch queue, so the host never waits for the device.
@@ -43,14 +45,17 @@ def measure_cuda(
         lambda fraction: progress(0.5 + 0.1 * fraction, "launch latency"),
     )
     kernel = None if kernel_call is None else time_calls({"kernel": kernel_call}, host_timer)["kernel"]
-    empty = time_calls({"empty": _empty_call()}, graph_timer)["empty"]
+    nodes = time_calls({"empty": _empty_call(), **_overlapped_calls()}, graph_timer)
     calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
     timings = time_calls(
         {unit: call for unit, (_, call) in calls.items()}, graph_timer,
         lambda fraction: progress(0.6 + 0.4 * fraction, "arithmetic"),
     )
     rates = [RateTiming(unit, flops, timings[unit]) for unit, (flops, _) in calls.items()]
-    return Measurements(streams, eager, rates, kernel=kernel, graph_node=empty)
+    return Measurements(
+        streams, eager, rates, kernel=kernel, graph_node=nodes["empty"], overlapped_node=nodes.get("waiting"),
+        overlapped_kernel=nodes.get("negating"),
+    )
 
 
 def _eager_call(footprint_bytes: int) -> Call:
@@ -63,6 +68,20 @@ def _empty_call() -> Call:
 
     x = torch.empty(1, device=_DEVICE)
     return lambda: nothing[(1,)](x)
+
+
+def _overlapped_calls() -> dict[str, Call]:
+    """Kernels whose launch overlaps the one before; none where the device cannot."""
+    if torch.cuda.get_device_capability() < _FIRST_OVERLAPPING:
+        return {}
+    from fuseplan.costmodel.probe_kernels import only_wait, wait_and_negate  # imports Triton
+
+    x = torch.rand(_BLOCK, device=_DEVICE)
+    y = torch.empty_like(x)
+    return {
+        "waiting": lambda: only_wait[(1,)](x, launch_pdl=True),
+        "negating": lambda: wait_and_negate[(1,)](x, y, block=_BLOCK, launch_pdl=True),
+    }
 
 
 def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, Call]]:

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def nothing(x_ptr):  # type: ignore[no-untyped-def]
     """Only launches."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def only_wait(x_ptr):  # type: ignore[no-untyped-def]
+    """Only launches: lets the next kernel start, waits for the one before; for launches with ``launch_pdl=True``."""
+    gdc_launch_dependents()
+    gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_and_negate(x_ptr, y_ptr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The shortest elementwise kernel that waits for the one before; for launches with ``launch_pdl=True``."""
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    gdc_wait()
+    tl.store(y_ptr + offsets, -tl.load(x_ptr + offsets))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

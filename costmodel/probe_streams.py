@@ -15,6 +15,8 @@ from fuseplan.costmodel.timing import Call, Timer, time_calls
 _ITEM_BYTES = 4
 #: Parts of the buffer start on multiples of this many elements, so every kernel sees aligned vectors.
 _ALIGN = 256
+#: Shares of the last-level cache that are probed whatever the step.
+_CACHE_SHARES = (0.4, 2 / 3, 0.8)
 _PATTERN_PARTS = {"copy": 2, "neg": 2, "add": 3, "read": 1}
 
 
@@ -32,10 +34,15 @@ class Stream:
         return self.pattern in ("neg", "add")
 
 
-def stream_sizes(largest_bytes: int, step: float) -> list[int]:
-    """Footprints from 4 KiB up to ``largest_bytes``, each ``step`` times the one before, in whole KiB."""
+def stream_sizes(largest_bytes: int, step: float, cache_bytes: int = 0) -> list[int]:
+    """Footprints from 4 KiB up to ``largest_bytes``, each ``step`` times the one before, in whole KiB.
+
+    Between half of a cache of ``cache_bytes`` and all of it bandwidth falls several-fold: there are more sizes there.
+    """
     count = math.floor(math.log(largest_bytes / 4096, step) + 1e-9)
-    return [round(4 * step**number) * 1024 for number in range(count + 1)]
+    sizes = {round(4 * step**number) * 1024 for number in range(count + 1)}
+    sizes |= {round(share * cache_bytes / 1024) * 1024 for share in _CACHE_SHARES if cache_bytes}
+    return sorted(size for size in sizes if 4096 <= size <= largest_bytes)
 
 
 def time_streams(

@@ -1,6 +1,7 @@
 """Time of a kernel on a measured device: a prediction, and a bound it cannot beat.
 
-A CPU call and a node of a CUDA graph run one after the other with their launch, so
+A CPU call and a node of a CUDA graph (whose t0 is shorter where its launch overlaps the kernel before) run one after
+the other with their launch, so
 
     time = launches * t0 + max(bytes / BW(bytes), flops / peak)
 
@@ -31,6 +32,8 @@ from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
 from fuseplan.costmodel.work import Work
 
 _IDENTITY = Calibration()
+#: Modes without a host in the loop.
+_REPLAYED: tuple[Mode, ...] = ("graph", "overlapped")
 #: Dependent instructions in an elementwise kernel (two loads, an op, a store, and their addresses).
 _ELEMENTWISE_STEPS = 10.0
 #: What the first use of cold data adds, in the same unit: a walk through every cache to memory.
@@ -184,11 +187,11 @@ def roofline_terms(
     share = threads / spec.identity.cores if spec.identity.device_type == "cpu" else 1.0
     compute_us = sum(flops / (spec.peak(unit).per_s * share) * 1e6 for unit, flops in work.flops.items())
     terms = Terms(launch_us, host_us, memory_us, compute_us)
-    return _with_gpu_terms(terms, work, spec, cold_bytes) if on_gpu else terms
+    return _with_gpu_terms(terms, work, spec, mode, cold_bytes) if on_gpu else terms
 
 
-def _with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, cold_bytes: float) -> Terms:
-    launch = spec.launch.get("graph")
+def _with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode, cold_bytes: float) -> Terms:
+    launch = spec.launch.get(mode if mode in _REPLAYED else "graph", spec.launch.get("graph"))
     step_us = (launch.us - launch.best_us) / _ELEMENTWISE_STEPS if launch is not None else 0.0
     share_gbps = max(point.gbps for point in spec.bandwidth.points) / spec.identity.cores
     # A fused multiply-add counts as two operations, and is one instruction.
@@ -235,7 +238,7 @@ def _launch_us(work: Work, spec: DeviceSpec, mode: Mode, *, best: bool) -> tuple
         latency = spec.latency(mode)
         return work.launches * (latency.best_us if best else latency.us)
 
-    if spec.identity.device_type == "cpu" or mode == "graph":
+    if spec.identity.device_type == "cpu" or mode in _REPLAYED:
         return of(mode), 0.0
     return of("graph"), of(mode)
 

@@ -12,7 +12,7 @@ from fuseplan.planner.candidates import Enumeration, enumerate_candidates, regio
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.plan import GraphPlan, RegionPlan
-from fuseplan.planner.prices import GroupBook
+from fuseplan.planner.prices import GroupBook, fused_mode
 from fuseplan.planner.recipes import kind_of, why_extern
 from fuseplan.planner.regions import find_boundaries
 from fuseplan.planner.report_graph import group_name
@@ -189,8 +189,7 @@ class _RegionWords:
         spec = self.session.spec
         if spec is None:
             return "legal as one kernel, but not in the best cover"
-        mode = "graph" if self.session.settings.regime == "graph" else "kernel"
-        bound_us = lower_bound(self.book.work(candidate), spec, mode)  # type: ignore[arg-type]
+        bound_us = lower_bound(self.book.work(candidate), spec, fused_mode(self.session.settings.regime))
         return f"as one kernel at least {bound_us:.2f} us, {self._apart_us(first, second)}: not worth measuring further"
 
     @staticmethod

@@ -95,6 +95,11 @@ class GroupBook:
         return self._subjects[group.ops]
 
 
+def fused_mode(regime: str) -> Mode:
+    """How generated kernels are launched in a regime; those of a CUDA graph overlap where the device can."""
+    return "overlapped" if regime == "graph" else "kernel"
+
+
 class ModelPrices:
     """Predictions and lower bounds on a probed device, in seconds.
 
@@ -107,7 +112,7 @@ class ModelPrices:
         self.spec = spec
         self.backends = backends
         self.target = target
-        self.fused_mode: Mode = "graph" if regime == "graph" else "kernel"
+        self.fused_mode = fused_mode(regime)
         self.unfused_mode: Mode = "graph" if regime == "graph" else "eager"
 
     def backend_for(self, group: Candidate) -> Backend | None:

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseplan.costmodel.calibrate import Sample, calibrate
-from fuseplan.costmodel.device import DeviceSpec, DeviceSpecError, Mode, current_identity
+from fuseplan.costmodel.device import DeviceSpec, DeviceSpecError, current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.backend import Backend, Target
 from fuseplan.kernels.index import Index
 from fuseplan.kernels.ir import Buffer, KernelIR, Load, Segment, Store
+from fuseplan.kernels.overlap import is_overlapped
 from fuseplan.kernels.registry import backends_for, local_target
 from fuseplan.planner.errors import CompilerMissingError, DeviceError
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import Planner, PlanSettings
+from fuseplan.planner.prices import fused_mode
 from fuseplan.search.database import Database
 from fuseplan.search.layered import LayeredDatabase, shipped_files
 from fuseplan.search.record import TuningRecord, Versions
@@ -116,7 +118,9 @@ def record_samples(record: TuningRecord, backend: str) -> list[Sample]:
     """The best kernel's time of a record, where that kernel is of ``backend``."""
     if record.fused is None or record.backend != backend or not record.work.launches:
         return []
-    mode: Mode = "graph" if record.key.regime == "graph" else "kernel"
+    mode = fused_mode(record.key.regime)
+    if mode == "overlapped" and not is_overlapped(record.config):
+        mode = "graph"  # a record from before kernels overlapped
     return [Sample(record.work, mode, record.fused.median_us, family=record.label.split(" ")[0])]
 
 

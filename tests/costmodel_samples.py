@@ -30,3 +30,5 @@ GPU = dataclasses.replace(
     launch={"eager": Latency(6.0, 5.0, ""), "kernel": Latency(4.0, 3.0, ""), "graph": Latency(1.0, 0.75, "")},
     thread_bandwidth=None,
 )
+#: A GPU whose launches can overlap.
+OVERLAPPING = dataclasses.replace(GPU, launch={**GPU.launch, "overlapped": Latency(0.7, 0.5, "")})

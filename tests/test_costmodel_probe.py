@@ -93,6 +93,12 @@ def test_sizes_double_from_4_kib() -> None:
     assert stream_sizes(8192, 2.0**0.5) == [4096, 6144, 8192]  # 4 * sqrt(2) KiB rounds to 6
 
 
+def test_sizes_are_denser_where_a_cache_ends() -> None:
+    assert stream_sizes(64 * 1024, 4.0, 30 * 1024) == [4096, 12 * 1024, 16 * 1024, 20 * 1024, 24 * 1024, 64 * 1024]
+    assert max(stream_sizes(16 * 1024, 2.0, 30 * 1024)) == 16 * 1024  # never beyond the largest
+    assert min(stream_sizes(16 * 1024, 2.0, 3 * 1024)) == 4096
+
+
 @pytest.mark.parametrize("pattern", ["copy", "neg", "add", "read"])
 @pytest.mark.parametrize("size", [4096, 5 * 1024, 96 * 1024])
 def test_a_stream_touches_its_footprint_and_nothing_else(pattern: str, size: int) -> None:
@@ -147,7 +153,9 @@ class FakeKernel:
 @pytest.fixture
 def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeKernel]:
     pytest.importorskip("triton")
-    kernels = {name: FakeKernel() for name in ("nothing", "fma_chain", "exp2_chain")}
+    kernels = {
+        name: FakeKernel() for name in ("nothing", "only_wait", "wait_and_negate", "fma_chain", "exp2_chain")
+    }
     from fuseplan.costmodel import probe_kernels
 
     for name, kernel in kernels.items():
@@ -174,6 +182,8 @@ def test_cuda_measurements_cover_every_unit(cuda_on_cpu: dict[str, FakeKernel]) 
     assert cuda_on_cpu["fma_chain"].grids[0] == (320,)
     assert measured.kernel == Timing(100.0, 100.0, 0.0)
     assert measured.graph_node == Timing(100.0, 100.0, 0.0)
+    assert measured.overlapped_node is None and measured.overlapped_kernel is None
+    assert not cuda_on_cpu["only_wait"].grids
     assert max(stream.footprint_bytes for stream in measured.streams) == 8 * MIB  # an eighth of the memory
     assert not any(stream.typical for stream in measured.streams if stream.pattern == "read")
 
@@ -186,6 +196,38 @@ def test_cuda_probe_assembles(cuda_on_cpu: dict[str, FakeKernel], monkeypatch: p
     assert spec.graph_us == pytest.approx(1.0, rel=0.01)
     assert spec.latency("kernel").best_us == 0.0
     assert DeviceSpec.from_json(spec.to_json()) == spec
+
+
+def test_overlapped_launches_are_measured_where_there_are_any(
+    cuda_on_cpu: dict[str, FakeKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = DeviceIdentity("cuda", "fake", 10, MIB, 64 * MIB)
+    monkeypatch.setattr("fuseplan.costmodel.probe.current_identity", lambda device_type: identity)
+    monkeypatch.setattr(probe_cuda, "_fp8_matmul", lambda size: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    spec = probe("cuda")
+    assert cuda_on_cpu["only_wait"].grids and cuda_on_cpu["wait_and_negate"].grids
+    assert spec.latency("overlapped").us == 100.0
+    assert "overlapped" in spec.launch
+    assert DeviceSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("name", ["only_wait", "wait_and_negate"])
+def test_overlapped_kernels_wait_before_they_touch_memory(name: str) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fuseplan.costmodel import probe_kernels
+
+    kernel = getattr(probe_kernels, name)
+    signature = {"x_ptr": "*fp32", **({"y_ptr": "*fp32", "block": "constexpr"} if name != "only_wait" else {})}
+    source = ASTSource(kernel, signature, constexprs={"block": 1024} if name != "only_wait" else {})
+    options = {"num_warps": 4, "launch_pdl": True}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "ld.global" not in before and "st.global" not in before
+    assert ("ld.global" in after) == (name != "only_wait")
 
 
 def test_fp8_is_left_out_where_it_fails(cuda_on_cpu: dict[str, FakeKernel], monkeypatch: pytest.MonkeyPatch) -> None:

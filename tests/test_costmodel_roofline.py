@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from costmodel_samples import CPU, GPU
+from costmodel_samples import CPU, GPU, OVERLAPPING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,18 @@ from fuseplan.costmodel.device import (
 )
 from fuseplan.costmodel.roofline import lower_bound, predict, predict_sequence
 from fuseplan.costmodel.work import FLOP_UNITS, Work
+
+
+def test_an_overlapped_launch_is_shorter_where_it_was_measured() -> None:
+    work = Work(dram_bytes=1e6, launches=1, steps=10.0)
+    # 1e6 bytes / 200 GB/s = 5 us; ten steps take what an elementwise kernel does beyond an empty one.
+    assert predict(work, OVERLAPPING, "graph").time_us == pytest.approx(1.0 + 0.25 + 5.0)
+    assert predict(work, OVERLAPPING, "overlapped").time_us == pytest.approx(0.7 + 0.2 + 5.0)
+    assert lower_bound(work, OVERLAPPING, "overlapped") == pytest.approx(0.5 + 4.0)
+    # Without the measurement it is a node like any other, and CPUs have none.
+    assert predict(work, GPU, "overlapped") == predict(work, GPU, "graph")
+    with pytest.raises(DeviceSpecError, match="graph"):
+        predict(work, CPU, "overlapped")
 
 
 def test_memory_bound() -> None:

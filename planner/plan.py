@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -17,6 +17,8 @@ from fuseplan.planner.partition import Prices, RegionProblem, guided_partition, 
 from fuseplan.planner.plan_record import PlanWriter, region_label
 from fuseplan.planner.prices import GroupBook, MeasuredPrices, ModelPrices
 from fuseplan.planner.regions import find_regions, unique_regions
+from fuseplan.planner.samples import region_samples
+from fuseplan.planner.samples import store as store_samples
 from fuseplan.planner.scout import Scout
 from fuseplan.search.database import Lookup
 from fuseplan.search.record import GroupChoice, PlanRecord, RecordKey
@@ -65,7 +67,7 @@ class PlanSettings:
 class PlanStore(Protocol):
     """Where plans are looked up: a database, or a layered one."""
 
-    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]: ...
+    def get_plans(self, keys: Iterable[RecordKey]) -> Mapping[RecordKey, Lookup[PlanRecord]]: ...
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool: ...
 
@@ -163,14 +165,16 @@ class Planner:
         book = scout.book(graph) if scout is not None else self._book(graph)
         planned: dict[str, tuple[PlanRecord, Source]] = {}
         distinct = unique_regions(regions)
-        spent_us = 0.0
+        start = time.perf_counter()
+        stored = self.look_up_all(distinct)
+        spent_us = (time.perf_counter() - start) * 1e6
         for number, (key, occurrences) in enumerate(distinct.items(), 1):
             region = occurrences[0]
             if self._on_region is not None:
                 self._on_region(region_label(graph, region), number, len(distinct))
-            start = time.perf_counter()
-            found = self.look_up(key)
-            spent_us += (time.perf_counter() - start) * 1e6
+            found = stored.get(key)
+            if found is None and self.tuner is not None:
+                found = self.look_up(key)  # another process may have tuned it meanwhile
             planned[key] = (found, "database") if found is not None else self._decide(graph, region, book, scout)
         return GraphPlan(tuple(RegionPlan(region, *planned[region.key]) for region in regions), spent_us)
 
@@ -179,12 +183,19 @@ class Planner:
 
     def look_up(self, region_key: str) -> PlanRecord | None:
         """The stored plan of exactly this region, if it is current."""
-        return self.store.get_plan(self.key(region_key)).hit
+        return self.look_up_all([region_key]).get(region_key)
+
+    def look_up_all(self, region_keys: Iterable[str]) -> dict[str, PlanRecord]:
+        """The stored plans of exactly these regions that are current, by region; asked for all at once."""
+        asked = [self.key(region_key) for region_key in region_keys]
+        found = {key.workload: lookup.hit for key, lookup in self.store.get_plans(asked).items()}
+        return {workload: record for workload, record in found.items() if record is not None}
 
     def undecided(self, graph: DataflowGraph) -> list[Region]:
         """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""
         distinct = unique_regions(find_regions(graph))
-        return [occurrences[0] for key, occurrences in distinct.items() if self.look_up(key) is None]
+        stored = self.look_up_all(distinct)
+        return [occurrences[0] for key, occurrences in distinct.items() if key not in stored]
 
     def _decide(
         self, graph: DataflowGraph, region: Region, book: GroupBook, scout: Scout | None
@@ -213,9 +224,12 @@ class Planner:
         limit = self._limit(problem)
         decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
         self.learner.update()
-        return self._writer(graph, region, prices).record(
-            decided.result, time.monotonic() - began, decided.reason
+        record = self._writer(graph, region, prices).record(decided.result, time.monotonic() - began, decided.reason)
+        found = region_samples(
+            record.key, record.label, graph, region, record.enumerated, prices.samples.items()
         )
+        store_samples(tuner.database, found)
+        return record
 
     def _book(self, graph: DataflowGraph) -> GroupBook:
         return GroupBook(graph, self.settings.numerics, self.target.device_type)

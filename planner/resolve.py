@@ -53,15 +53,10 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     static = bind_graph(graph)
     regions = find_regions(static)
     tally.count("regions", len(regions))
-    found: dict[str, RegionPlan] = {}
-    missing: dict[str, Region] = {}
-    for key, occurrences in unique_regions(regions).items():
-        record = planner.look_up(key)
-        if record is not None:
-            found[key] = RegionPlan(occurrences[0], record, "database")
-        else:
-            missing[key] = occurrences[0]
-    plans = [RegionPlan(region, found[region.key].record, "database") for region in regions if region.key in found]
+    distinct = unique_regions(regions)
+    found = planner.look_up_all(distinct)
+    missing = {key: occurrences[0] for key, occurrences in distinct.items() if key not in found}
+    plans = [RegionPlan(region, found[region.key], "database") for region in regions if region.key in found]
     if missing:
         _report_misses(planner, static, missing.values(), tally)
         waiting = [region for region in regions if region.key in missing]
@@ -136,17 +131,15 @@ def _tuned(
     for size in sizes:
         if wanted <= found.keys():
             break
-        records: dict[str, RegionPlan | None] = {}
-        for region in find_regions(bind_graph(graph, {name: size})):
-            ops = frozenset(region.ops)
-            if ops not in wanted or ops in found:
-                continue
-            if region.key not in records:
-                record = planner.look_up(region.key)
-                records[region.key] = None if record is None else RegionPlan(region, record, "database")
-            plan = records[region.key]
-            if plan is not None:
-                found[ops] = (size, RegionPlan(region, plan.record, "database"))
+        asked = [
+            region
+            for region in find_regions(bind_graph(graph, {name: size}))
+            if (ops := frozenset(region.ops)) in wanted and ops not in found
+        ]
+        stored = planner.look_up_all(region.key for region in asked)
+        for region in asked:
+            if region.key in stored:
+                found[frozenset(region.ops)] = (size, RegionPlan(region, stored[region.key], "database"))
     return found
 
 

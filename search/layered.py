@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fuseplan.search import codec
 from fuseplan.search.database import Database, Lookup, R
-from fuseplan.search.errors import DatabaseError
+from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, TuningRecord, Versions
-from fuseplan.search.transfer import Bundle, read_bundle
+from fuseplan.search.transfer import checked_lines
 
 
 def shipped_files(device: str = "") -> tuple[Path, ...]:
@@ -32,7 +34,8 @@ class LayeredDatabase:
 
     Args:
         user: The user's database.
-        shipped: Export files; None for those of the package. An unreadable one is skipped with a warning.
+        shipped: Export files; None for those of the package. An unreadable one is skipped with a warning. They are
+            read when a look-up first needs them, once per process.
         versions: Software versions of this process.
     """
 
@@ -48,7 +51,7 @@ class LayeredDatabase:
         mine = self.user.get_record(key)
         if mine.status == "hit":
             return mine
-        shipped = self._records.get(key)
+        shipped = self._find(TuningRecord, "tuning_record", key)
         return _better(mine, Lookup(shipped, self._mismatch(shipped)))
 
     def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
@@ -60,7 +63,7 @@ class LayeredDatabase:
         found = self.user.get_plans(keys)
         for key, mine in found.items():
             if mine.status != "hit":
-                shipped = self._plans.get(key)
+                shipped = self._find(PlanRecord, "plan_record", key)
                 found[key] = _better(mine, Lookup(shipped, self._mismatch(shipped)))
         return found
 
@@ -73,23 +76,49 @@ class LayeredDatabase:
             return ()
         return self._versions.mismatch(record.evidence.versions)
 
+    def _find(self, cls: type[R], kind: str, key: RecordKey) -> R | None:
+        """The shipped record of exactly this key; the last one where several files have it."""
+        found = None
+        for lines in self._lines:
+            for line in lines:
+                # A text search first: to decode whole files would cost a compilation tens of milliseconds.
+                if line.startswith(f'{{"{kind}"') and f'"{key.workload}"' in line:
+                    record = _decode(cls, kind, line)
+                    found = record if record is not None and record.key == key else found
+        return found
+
     @functools.cached_property
-    def _bundles(self) -> tuple[Bundle, ...]:
+    def _lines(self) -> tuple[tuple[str, ...], ...]:
         found = []
         for path in self._files:
             try:
-                found.append(read_bundle(path))
+                found.append(_data_lines(path, _state(path)))
             except DatabaseError as error:
                 warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
         return tuple(found)
 
-    @functools.cached_property
-    def _records(self) -> dict[RecordKey, TuningRecord]:
-        return {record.key: record for bundle in self._bundles for record in bundle.records}
 
-    @functools.cached_property
-    def _plans(self) -> dict[RecordKey, PlanRecord]:
-        return {plan.key: plan for bundle in self._bundles for plan in bundle.plans}
+def _state(path: Path) -> tuple[int, int]:
+    """What changes with a file's content; zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+@functools.lru_cache(maxsize=16)
+def _data_lines(path: Path, _state: tuple[int, int]) -> tuple[str, ...]:
+    """The lines of an export file, read and checked once per process."""
+    return tuple(checked_lines(path))
+
+
+def _decode(cls: type[R], kind: str, line: str) -> R | None:
+    try:
+        return codec.loads(cls, json.dumps(json.loads(line)[kind]))
+    except (RecordError, ValueError) as error:
+        warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
+        return None
 
 
 def _better(mine: Lookup[R], shipped: Lookup[R]) -> Lookup[R]:

@@ -80,6 +80,15 @@ def read_bundle(path: Path) -> Bundle:
         ImportRefusedError: It is missing, truncated, altered, or not an export.
         SchemaVersionError: It is of another schema version.
     """
+    return _parse([_object(line, path, number) for number, line in enumerate(checked_lines(path), 2)], path)
+
+
+def checked_lines(path: Path) -> list[str]:
+    """The data lines of an export file that is whole; what each holds is not looked at.
+
+    Raises:
+        ImportRefusedError, SchemaVersionError: As :func:`read_bundle`.
+    """
     try:
         lines = path.expanduser().read_text().splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -93,7 +102,7 @@ def read_bundle(path: Path) -> Bundle:
             "export it again with a matching fuseplan"
         )
     _check_trailer(lines, path)
-    return _parse([_object(line, path, number) for number, line in enumerate(lines[1:-1], 2)], path)
+    return lines[1:-1]
 
 
 def _check_trailer(lines: list[str], path: Path) -> None:

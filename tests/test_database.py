@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from search_records import HERE, evidence, plan, tuning
@@ -19,6 +20,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateTable
 
 from fuseplan.search import codec, maintenance, tables, transfer
+from fuseplan.search import layered as layered_module
 from fuseplan.search.database import Database
 from fuseplan.search.errors import (
     DatabaseError,
@@ -589,6 +591,35 @@ def test_a_damaged_shipped_file_is_skipped(exported: Path, tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="shipped records skipped"):
         assert layered.get_record(tuning("w0").key).hit
     assert all(file.suffix == ".jsonl" for file in shipped_files())
+
+
+def test_shipped_files_are_read_once_and_decoded_where_asked(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    decoded: list[str] = []
+    check, decode = transfer.checked_lines, layered_module._decode
+
+    def checked(path: Path) -> list[str]:
+        read.append(path)
+        return check(path)
+
+    def counted(cls: Any, kind: str, line: str) -> Any:
+        decoded.append(line)
+        return decode(cls, kind, line)
+
+    monkeypatch.setattr(layered_module, "checked_lines", checked)
+    monkeypatch.setattr(layered_module, "_decode", counted)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(exported.read_bytes())
+    for _ in range(3):
+        layered = LayeredDatabase(Database("sqlite://"), [copy])
+        assert layered.get_record(tuning("w0").key).hit == tuning("w0")
+        assert layered.get_record(dataclasses.replace(tuning("w0").key, regime="graph")).status == "miss"
+        assert layered.get_record(dataclasses.replace(tuning("w0").key, workload="w")).status == "miss"
+    assert read == [copy] and len(decoded) == 6  # a part of a name decodes nothing; another regime does, and is refused
+    transfer.export(Database(tmp_path / "empty.db"), copy)
+    assert LayeredDatabase(Database("sqlite://"), [copy]).get_record(tuning("w0").key).status == "miss"
 
 
 # -- several processes ------------------------------------------------------------------------------------

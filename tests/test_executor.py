@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -66,8 +66,8 @@ def program(steps: list[Step]) -> Callable[..., tuple[torch.Tensor, ...]]:
 class NothingStored:
     """A plan store without plans."""
 
-    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
-        return Lookup()
+    def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
+        return dict.fromkeys(keys, Lookup())
 
     def log_miss(self, *args: Any) -> bool:
         return False

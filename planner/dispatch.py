@@ -95,7 +95,9 @@ def compile_graph(
         resolved = resolve(session, traced.graph, options.on_miss, tally)
     finally:
         session.database.close()
-    call = executable(traced, resolved.groups, session.target, tally, options.numerics, options.debug)
+    call = executable(
+        traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place
+    )
     if options.cuda_graphs:
         stationary = normalised.written | _stationary(gm, example_inputs)
         return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)

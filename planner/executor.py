@@ -9,16 +9,17 @@ placed, lowered or built is left as the ATen ops it was, and counted with its re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from fuseplan.kernels.backend import Target, config_key
+from fuseplan.kernels.backend import CompiledKernel, Target, config_key
 from fuseplan.kernels.gpu_direct import launcher_problem
+from fuseplan.kernels.in_place import Reuse, ReuseOptions, WritesInPlace
 from fuseplan.planner.fallback import (
     BuiltGroup,
     FirstCall,
@@ -31,6 +32,7 @@ from fuseplan.planner.fallback import (
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.placement import Placement, Traced, fused_graph
+from fuseplan.planner.reuse import plan_reuse
 from fuseplan.planner.tally import Tally
 
 logger = logging.getLogger("fuseplan")
@@ -42,6 +44,15 @@ class _Wanted:
 
     plan: GroupPlan
     lowered: Lowered
+    in_place: bool
+
+    @property
+    def reuse_options(self) -> ReuseOptions:
+        """Inputs that its kernel could write its outputs over, if nothing needs them."""
+        backend = self.plan.backend
+        if not self.in_place or not isinstance(backend, WritesInPlace):
+            return {}
+        return backend.reuse_options(self.lowered.ir, self.plan.config)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -56,17 +67,32 @@ def executable(
     tally: Tally,
     numerics: str = "fp32",
     debug: bool = False,
+    in_place: bool = True,
+    donated: Collection[int] = (),
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``plans`` as kernels.
 
     Never raises for a group: one that cannot be built or placed runs unfused and is counted in ``tally``. The first
     call of each kernel is guarded (a failure puts the group's ATen ops in its place for good); later calls are direct.
     With ``debug`` the first call also logs how far the kernel is from the ATen ops.
+
+    Args:
+        traced: The graph.
+        plans: Its fused groups.
+        target: The device.
+        tally: Counts what happens.
+        numerics: How kernels round.
+        debug: Compare each kernel with its ATen ops in its first call.
+        in_place: Let outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
+            on, where the back end can do that.
+        donated: Positions of arguments that the caller gives away: their memory may be taken so, too.
     """
-    built = _build_all(traced, plans, target, tally, numerics)
+    built = _build_all(traced, plans, target, tally, numerics, in_place)
     if built and target.device_type == "cuda" and (problem := launcher_problem()) is not None:
         tally.note(f"kernels go through Triton's launcher: {problem}")
-    module, placed = _place(traced, built, tally)
+    module, placed, reused = _place(traced, built, tally, donated)
+    tally.count("in_place", sum(map(len, reused.values())))
+    overwriting = _overwriting(placed, reused, target)
     forward: Callable[..., Any] = module.forward
     namespace: dict[str, Any] = module.forward.__globals__
     for name, slot in list(namespace.items()):
@@ -74,7 +100,7 @@ def executable(
             group = placed[slot]
             tally.fused(group.plan.source)
             chain = UnfusedChain(traced.graph, group.plan.ops, group.lowered)
-            namespace[name] = FirstCall(group, chain, namespace, name, tally, debug)
+            namespace[name] = FirstCall(group, chain, namespace, name, tally, debug, overwriting.get(slot))
     if debug:
         logger.info("fused graph:\n%s", module.code)
     return forward
@@ -84,7 +110,7 @@ def executable(
 
 
 def _build_all(
-    traced: Traced, plans: Sequence[GroupPlan], target: Target, tally: Tally, numerics: str
+    traced: Traced, plans: Sequence[GroupPlan], target: Target, tally: Tally, numerics: str, in_place: bool
 ) -> list[BuiltGroup]:
     def drop(plan: GroupPlan, error: Exception) -> None:
         reason = failure_reason(error)
@@ -94,7 +120,7 @@ def _build_all(
     wanted: list[_Wanted] = []
     for plan in plans:
         try:
-            wanted.append(_Wanted(plan, _lowered(traced, plan, target, numerics)))
+            wanted.append(_Wanted(plan, _lowered(traced, plan, target, numerics), in_place))
         except Exception as error:  # a group must never take the model down, whatever fails
             drop(plan, error)
     kernels = _kernels(wanted, target)
@@ -104,16 +130,25 @@ def _build_all(
         if isinstance(kernel, Exception):
             drop(group.plan, kernel)
         else:
-            built.append(BuiltGroup(group.plan, group.lowered, kernel))
+            built.append(BuiltGroup(group.plan, group.lowered, *kernel))
     return built
 
 
-def _kernels(wanted: Sequence[_Wanted], target: Target) -> dict[tuple[str, str, str], Fused | Exception]:
+#: A callable that allocates outputs; and the kernel, where some could lie in inputs.
+_Built: TypeAlias = tuple[Fused, CompiledKernel | None]
+
+
+def _kernels(wanted: Sequence[_Wanted], target: Target) -> dict[tuple[str, str, str], _Built | Exception]:
     """Each distinct kernel, or why it cannot be built."""
 
-    def build(group: _Wanted) -> Fused | Exception:
+    def build(group: _Wanted) -> _Built | Exception:
+        backend, ir, config = group.plan.backend, group.lowered.ir, group.plan.config
         try:
-            return group.plan.backend.fused_callable(group.lowered.ir, group.plan.config, target)
+            if not group.reuse_options:
+                return backend.fused_callable(ir, config, target), None
+            assert isinstance(backend, WritesInPlace)
+            kernel = backend.load(ir, config, target)
+            return backend.call(kernel, ir, target, {}), kernel
         except Exception as error:
             return error
 
@@ -165,10 +200,14 @@ class _Slot:
         raise AssertionError(f"{self.__name__} was never filled")
 
 
+_Slots: TypeAlias = dict[Callable[..., Any], BuiltGroup]
+_Reuses: TypeAlias = dict[Callable[..., Any], Reuse]
+
+
 def _place(
-    traced: Traced, built: Sequence[BuiltGroup], tally: Tally
-) -> tuple[fx.GraphModule, dict[Callable[..., Any], BuiltGroup]]:
-    slots: dict[Callable[..., Any], BuiltGroup] = {
+    traced: Traced, built: Sequence[BuiltGroup], tally: Tally, donated: Collection[int]
+) -> tuple[fx.GraphModule, _Slots, _Reuses]:
+    slots: _Slots = {
         _Slot(number, group.plan.label): group for number, group in enumerate(built)
     }
     placements = [
@@ -180,5 +219,30 @@ def _place(
         group = slots.pop(placement.call)
         tally.fall_back(reason)
         logger.info("group %s runs unfused: %s", group.plan.label or group.plan.ops[0], reason)
+    options = {slot: _options(group) for slot, group in slots.items()}
+    reused = plan_reuse(graph, traced, options, donated)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")
-    return module, slots
+    return module, slots, reused
+
+
+def _options(group: BuiltGroup) -> ReuseOptions:
+    if group.kernel is None:
+        return {}
+    backend = group.plan.backend
+    assert isinstance(backend, WritesInPlace)
+    return backend.reuse_options(group.lowered.ir, group.plan.config)
+
+
+def _overwriting(placed: _Slots, reused: _Reuses, target: Target) -> dict[Callable[..., Any], Fused]:
+    """For each slot that reuses memory, the call that does; equal kernels with equal reuse share one."""
+    made: dict[tuple[int, tuple[tuple[int, int], ...]], Fused] = {}
+    found: dict[Callable[..., Any], Fused] = {}
+    for slot, reuse in reused.items():
+        group = placed[slot]
+        backend = group.plan.backend
+        assert isinstance(backend, WritesInPlace) and group.kernel is not None
+        key = id(group.kernel), tuple(reuse.items())
+        if key not in made:
+            made[key] = backend.call(group.kernel, group.lowered.ir, target, reuse)
+        found[slot] = made[key]
+    return found

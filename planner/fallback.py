@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fuseplan.kernels.backend import Backend, Config
+from fuseplan.kernels.backend import Backend, CompiledKernel, Config
 from fuseplan.kernels.index import evaluate
 from fuseplan.kernels.ir import Buffer, KernelIR
 from fuseplan.kernels.reference import torch_dtype
@@ -47,11 +47,19 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class BuiltGroup:
-    """A group with its kernel."""
+    """A group with its kernel.
+
+    Attributes:
+        plan: The group.
+        lowered: What the kernel was made of.
+        call: Calls it; allocates its outputs.
+        kernel: The kernel itself, where some outputs can lie in inputs.
+    """
 
     plan: GroupPlan
     lowered: Lowered
     call: Fused
+    kernel: CompiledKernel | None = None
 
 
 class RefusedError(Exception):
@@ -71,6 +79,17 @@ class FirstCall:
 
     The kernel must get tensors laid out as it was compiled for: what a fake tensor promised and the device's ATen op
     did not keep is found here, before memory is read through wrong strides.
+
+    Outputs are allocated in this call, whatever later ones do: the ATen ops need the inputs when it fails.
+
+    Args:
+        group: The group with its kernel.
+        chain: Its ATen ops.
+        namespace: Where calls look the kernel up, by ``name``.
+        name: Its name there.
+        tally: Counts a failure.
+        debug: Log how far the kernel is from the ATen ops.
+        in_place: What later calls use, when they write outputs over inputs.
     """
 
     def __init__(
@@ -81,8 +100,10 @@ class FirstCall:
         name: str,
         tally: Tally,
         debug: bool,
+        in_place: Fused | None = None,
     ) -> None:
         self._group = group
+        self._later = group.call if in_place is None else in_place
         self._chain = chain
         self._namespace = namespace
         self._name = name
@@ -100,11 +121,20 @@ class FirstCall:
             logger.warning("group %s runs unfused from now on: %s", group.plan.label or self._name, reason)
             self._namespace[self._name] = self._chain
             return self._chain(*args)
-        self._namespace[self._name] = group.call
+        self._namespace[self._name] = self._later
         if self._debug:
-            difference = largest_difference(result, self._chain(*args))
-            logger.info("%s differs from its ATen ops by at most %.3g", group.plan.label or self._name, difference)
+            self._compare(result, args)
         return result
+
+    def _compare(self, result: Any, args: Sequence[Any]) -> None:
+        """Log how far the kernel is from the ATen ops; one that works in place is tried on copies, too."""
+        label, expected = self._group.plan.label or self._name, self._chain(*args)
+        difference = largest_difference(result, expected)
+        logger.info("%s differs from its ATen ops by at most %.3g", label, difference)
+        if self._later is not self._group.call:
+            copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            difference = largest_difference(self._later(*copies), expected)
+            logger.info("%s in place differs from its ATen ops by at most %.3g", label, difference)
 
 
 def largest_difference(result: Any, expected: Any) -> float:

@@ -32,6 +32,8 @@ class DispatchOptions:
             recorded runs as usual, counted in ``stats().notes``; so it does on a CPU, where there are no CUDA graphs.
         cuda_graphs_copy_outputs: Return results in memory of their own (the default). False returns the memory that
             the next call overwrites, which saves a copy of each result.
+        in_place: Let results of a fused group take the memory of intermediates that nothing needs after it, where its
+            kernels can write so (on GPUs): half the footprint stays in cache. Results are the same, bit for bit.
         debug: Log every plan, and compare each kernel with its ATen ops in its first call.
     """
 
@@ -41,6 +43,7 @@ class DispatchOptions:
     regime: Regime | None = None
     cuda_graphs: bool = False
     cuda_graphs_copy_outputs: bool = True
+    in_place: bool = True
     debug: bool = False
 
     def regime_on(self, device_type: str) -> Regime:
@@ -75,7 +78,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
     if given.get("db") is not None:
         given["db"] = str(given["db"])
-    for name in ("debug", "cuda_graphs", "cuda_graphs_copy_outputs"):
+    for name in ("debug", "in_place", "cuda_graphs", "cuda_graphs_copy_outputs"):
         if not isinstance(given.get(name, False), bool):
             raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
     return DispatchOptions(**given)

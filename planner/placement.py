@@ -62,7 +62,8 @@ def fused_graph(traced: Traced, placements: Sequence[Placement]) -> tuple[fx.Gra
     """A copy of the traced graph in which groups replace the ops whose results they produce.
 
     Returns:
-        The new graph, and the placements that could not be used, each with the reason.
+        The new graph, whose nodes know the name of the traced node that they stand for (``meta["traced"]``), and the
+        placements that could not be used, each with the reason.
     """
     refused: list[tuple[Placement, str]] = []
     usable: list[Placement] = []
@@ -216,6 +217,8 @@ class _Rewrite:
         graph.node_copy(self.source.output_node(), made.__getitem__)
         for node in graph.nodes:
             node.meta = {}  # the trace's fake tensors would live as long as the compiled graph
+        for node, result in made.items():
+            result.meta["traced"] = node.name
         return graph
 
     def _emit_group(self, graph: fx.Graph, placement: Placement, made: dict[fx.Node, fx.Node]) -> None:

@@ -36,6 +36,7 @@ class CompileStats:
         bucketed: Regions answered by the plan of a neighbouring size of the token dimension.
         lookup_s: Seconds spent planning, look-ups included.
         recordings: CUDA graphs recorded.
+        in_place: Outputs of fused groups that take the memory of an input nobody needs any more.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
     """
@@ -51,6 +52,7 @@ class CompileStats:
     bucketed: int = 0
     lookup_s: float = 0.0
     recordings: int = 0
+    in_place: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
 
@@ -74,6 +76,8 @@ class Stats(CompileStats):
             f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
         ]
         lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
+        if self.in_place:
+            lines.append(f"{self.in_place} results in the memory of operands that were needed no more")
         if self.recordings:
             lines.append(f"{self.recordings} CUDA graphs recorded")
         lines += [f"note: {count} x {reason}" for reason, count in sorted(self.notes.items())]

@@ -29,6 +29,9 @@ from fuseplan.search.record import now
 from fuseplan.search.timers import Operands, Run, Timer, timer_for
 from fuseplan.search.verify import errors
 
+#: Ours with results in the memory of activations, as dispatch runs a group in which they die. It takes part where a
+#: peer works so.
+OURS_IN_PLACE = f"{OURS} in place"
 #: A device-to-device copy of as many bytes as ours moves, in the same run: what memory gives.
 COPY = "copy"
 #: Cells that move this much are compared with it.
@@ -52,6 +55,7 @@ class PatternRow(BenchRow):
         config: Its back ends and configurations.
         registers: Registers of a thread of its kernels.
         measured_at: When, UTC.
+        in_place: The contestant writes results over operands.
     """
 
     dtype: str = ""
@@ -60,6 +64,7 @@ class PatternRow(BenchRow):
     config: str = ""
     registers: str = ""
     measured_at: str = ""
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,35 +126,43 @@ class PatternBench:
             for mode in self.modes:
                 timer = self._timer(mode)
                 rows = mode_rows(timer, entered.runs, sets, self.seconds, entered.facts, operands, **common)
-                yield from (PatternRow(**asdict(row), **own) for row in rows)
+                for row in rows:
+                    in_place = entered.contestants[row.contestant].in_place
+                    yield PatternRow(**asdict(row), **own, in_place=in_place)
 
     def _contestants(self, case: Case, plan: PlanFacts) -> _Field:
         """Everyone who computes the pattern, checked."""
         judge = _Judge(case)
         found = _Field()
         for name in (OURS, *self.peers):
-            start = time.perf_counter()
-            try:
-                contestant = self._build(case, name)
-                error = judge.error(contestant)
-            except Exception as problem:  # whatever a peer does must not end the bench
-                found.failed[name] = str(problem) if isinstance(problem, PeerError) else failure(problem)
-                if name != OURS and time.perf_counter() - start > _SLOW_FAILURE_S:
-                    self._hopeless[name, case.pattern] = found.failed[name]
-                continue
-            notes = filter(None, (contestant.note, plan.note if name == OURS else ""))
-            facts = {"compile_s": time.perf_counter() - start, "error": error, "note": "; ".join(notes)}
-            if judge.is_wrong(error):
-                found.failed[name] = f"another result: its error against float64 is {error:.1e}"
-                continue
-            found.add(name, contestant, facts)
+            self._enter(found, judge, case, name, plan.note if name == OURS else "")
+        if any(contestant.in_place for contestant in found.contestants.values()):
+            self._enter(found, judge, case, OURS_IN_PLACE, plan.note)
         if case.target.device_type == "cuda" and plan.bytes >= LARGE_BYTES:
             found.add(COPY, copy_of(plan.bytes, case.target.device_type), {})
         return found
 
+    def _enter(self, found: _Field, judge: _Judge, case: Case, name: str, plan_note: str) -> None:
+        """Add a contestant, or the reason why it does not take part."""
+        start = time.perf_counter()
+        try:
+            contestant = self._build(case, name)
+            error = judge.error(contestant)
+        except Exception as problem:  # whatever a peer does must not end the bench
+            found.failed[name] = str(problem) if isinstance(problem, PeerError) else failure(problem)
+            if name in PEERS and time.perf_counter() - start > _SLOW_FAILURE_S:
+                self._hopeless[name, case.pattern] = found.failed[name]
+            return
+        notes = filter(None, (contestant.note, plan_note))
+        facts = {"compile_s": time.perf_counter() - start, "error": error, "note": "; ".join(notes)}
+        if judge.is_wrong(error):
+            found.failed[name] = f"another result: its error against float64 is {error:.1e}"
+            return
+        found.add(name, contestant, facts)
+
     def _build(self, case: Case, name: str) -> Contestant:
-        if name == OURS:
-            return fused(case, case.groups)
+        if name in (OURS, OURS_IN_PLACE):
+            return fused(case, case.groups, in_place=name == OURS_IN_PLACE)
         if (name, case.pattern) in self._hopeless:
             raise PeerError(self._hopeless[name, case.pattern])
         if case.target.device_type not in PEERS[name].devices:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
-from fuseplan.planner.bench_patterns import COPY, LARGE_BYTES
+from fuseplan.planner.bench_patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
 from fuseplan.planner.report import geometric_mean
 
 #: A cell this far behind the best peer is listed.
@@ -20,32 +20,48 @@ _COPY_SHARE = 0.94
 def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One line per cell and mode: everyone's median, the best peer, what ours moves per second.
 
-    ``vs_best`` is the best peer's time over ours: above 1, ours is faster. ``copy_share`` is ours over what a copy of
+    Like is compared with like: a peer that writes over its operands with ours that does (with ours that does not, where
+    the pattern allows it no more), every other peer with ours that allocates. ``vs_best`` is the best peer's time over
+    ours, and the worse of the two where both kinds took part: above 1, ours is faster. ``vs_in_place`` is the second
+    kind alone. ``copy_share`` is ours over what a copy of
     as many bytes reaches in the same run; only large cells have one.
     """
     names = [name for name in dict.fromkeys(frame["contestant"]) if name != COPY]
-    names.sort(key=lambda name: name != OURS)
+    names.sort(key=lambda name: (OURS, OURS_IN_PLACE).index(name) if name in (OURS, OURS_IN_PLACE) else 2)
     rows = []
     for (subject, workload, mode, _), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
         times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
         row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode}
         row |= {f"{name}_us": times.get(name) for name in names}
-        rows.append(row | _standing(times, float(part["bytes"].max())))
+        in_place = set(part.loc[part["in_place"].eq(True), "contestant"])
+        rows.append(row | _standing(times, in_place, float(part["bytes"].max())))
     return pd.DataFrame(rows)
 
 
-def _standing(times: dict[str, float], moved_bytes: float) -> dict[str, Any]:
-    ours, copy = times.get(OURS), times.get(COPY)
-    rivals = {name: value for name, value in times.items() if name not in (OURS, COPY) and pd.notna(value)}
-    best = min(rivals, key=lambda name: rivals[name]) if rivals else None
-    known = ours is not None and pd.notna(ours)
-    return {
-        "best_peer": best or "",
-        "vs_best": rivals[best] / ours if known and best is not None and ours else None,
-        "mb": moved_bytes / 1e6,
-        "gbps": moved_bytes / ours / 1e3 if known and ours else None,
-        "copy_share": copy / ours if known and ours and copy is not None and pd.notna(copy) else None,
+def _standing(times: dict[str, float], in_place: set[str], moved_bytes: float) -> dict[str, Any]:
+    known = {name: value for name, value in times.items() if pd.notna(value) and value}
+    ours, copy = known.get(OURS), known.get(COPY)
+    rivals = {name: value for name, value in known.items() if name not in (OURS, OURS_IN_PLACE, COPY)}
+    overwriting = _best({name: value for name, value in rivals.items() if name in in_place})
+    others = _best({name: value for name, value in rivals.items() if name not in in_place})
+    ratios = {
+        name: _ratio(known.get(name), own) for name, own in
+        ((overwriting, known.get(OURS_IN_PLACE, ours)), (others, ours)) if name is not None
     }
+    judged = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    best = min(judged, key=lambda name: judged[name]) if judged else None
+    return {
+        "best_peer": best or others or overwriting or "",
+        "vs_best": None if best is None else judged[best],
+        "vs_in_place": None if overwriting is None else ratios[overwriting],
+        "mb": moved_bytes / 1e6,
+        "gbps": moved_bytes / ours / 1e3 if ours else None,
+        "copy_share": _ratio(copy, ours),
+    }
+
+
+def _best(times: dict[str, float]) -> str | None:
+    return min(times, key=lambda name: times[name]) if times else None
 
 
 def pattern_verdict(frame: pd.DataFrame) -> list[str]:
@@ -98,9 +114,10 @@ def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
             *([f"{own['registers']} registers"] if own["registers"] else []), *filter(None, [own["config"]]),
         ]
         best = row["best_peer"]
+        ours_us = row[f"{best}_us"] / row["vs_best"]
         lines.append(
             f"lost: {row['mode']}, {row['pattern']} {row['shape']}: {row['vs_best']:.2f}x {best} ("
-            f"{row[f'{OURS}_us']:.2f} against {row[f'{best}_us']:.2f} us, noise {own['noise']:.1%}); {', '.join(words)}"
+            f"{ours_us:.2f} against {row[f'{best}_us']:.2f} us, noise {own['noise']:.1%}); {', '.join(words)}"
         )
     return lines
 

@@ -24,6 +24,7 @@ from fuseplan.planner.executor import executable
 from fuseplan.planner.fallback import GroupPlan
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.lower import lower
+from fuseplan.planner.patterns import activations
 from fuseplan.planner.peers_inductor import inductor_callable
 from fuseplan.planner.placement import Traced
 from fuseplan.planner.tally import Tally
@@ -80,12 +81,14 @@ class Contestant:
             is overwritten. None: it takes the inputs as they are.
         outputs: The pattern's outputs, in order, from what ``run`` returned and its operands.
         note: What was special, for the table.
+        in_place: It writes results over operands, which halves what it moves through the caches.
     """
 
     run: Run
     prepare: Callable[..., tuple[torch.Tensor, ...]] | None = None
     outputs: Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tensors_of
     note: str = ""
+    in_place: bool = False
 
     def operands(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What ``run`` is called with."""
@@ -112,14 +115,21 @@ class Peer:
 # -- ours and the ATen ops --------------------------------------------------------------------------------
 
 
-def fused(case: Case, groups: Sequence[GroupPlan]) -> Contestant:
+def fused(case: Case, groups: Sequence[GroupPlan], in_place: bool = False) -> Contestant:
     """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
 
+    Args:
+        case: The pattern.
+        groups: Its fused groups.
+        in_place: Its activations are given away, as intermediates are that die in a group: results may lie in them.
+
     Raises:
-        PeerError: A group cannot be built or placed.
+        PeerError: A group cannot be built or placed; or no result can lie in an activation.
     """
     tally = Tally(f"bench {case.pattern}")
-    forward = executable(case.traced, groups, case.target, tally, case.numerics)
+    fresh = activations(case.pattern, case.shape, case.dtype)
+    donated = {at for at, name in enumerate(case.names) if in_place and name in fresh}
+    forward = executable(case.traced, groups, case.target, tally, case.numerics, donated=donated)
 
     def complain() -> None:
         fallbacks = tally.snapshot().fallbacks
@@ -127,9 +137,19 @@ def fused(case: Case, groups: Sequence[GroupPlan]) -> Contestant:
             raise PeerError("; ".join(fallbacks))
 
     complain()
-    forward(*case.inputs)  # a kernel that fails does so in its first call, and its ATen ops take over
+    # A kernel that fails does so in its first call, and its ATen ops take over; so that call overwrites nothing.
+    forward(*case.inputs)
     complain()
-    return Contestant(forward)
+    if not in_place:
+        return Contestant(forward)
+    taken = tally.snapshot().in_place
+    if not taken:
+        raise PeerError("no result can lie in the memory of an activation")
+
+    def copies(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(one.clone() if at in donated else one for at, one in enumerate(inputs))
+
+    return Contestant(forward, copies, note=f"writes {taken} of its results over activations", in_place=True)
 
 
 def _eager(case: Case) -> Contestant:

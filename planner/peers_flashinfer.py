@@ -85,7 +85,7 @@ def _add_rms_norm(name: str) -> Builder:
 
         return Contestant(
             lambda x, residual, weight: norm(x, residual, weight, _RMS_EPSILON), prepare, outputs,
-            "writes x and residual in place",
+            "writes x and residual in place", in_place=True,
         )
 
     return build

@@ -85,7 +85,8 @@ def _rope(case: Case) -> Contestant:
         return forward(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
     return Contestant(
-        run, lambda q, k, cos, sin: (q.clone(), k.clone(), cos, sin), _picked(0, 1), "writes q and k in place"
+        run, lambda q, k, cos, sin: (q.clone(), k.clone(), cos, sin), _picked(0, 1), "writes q and k in place",
+        in_place=True,
     )
 
 

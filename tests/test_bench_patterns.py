@@ -23,7 +23,7 @@ from fuseplan.planner.bench_case import make_inputs, operand_sets, plan_case, tr
 from fuseplan.planner.bench_cells import ROWS, Cell, cell, parse_sizes, sweep_cells
 from fuseplan.planner.bench_cold import ColdTimer
 from fuseplan.planner.bench_log import RowLog, pattern_frame
-from fuseplan.planner.bench_patterns import COPY, PatternBench, PatternRow, copy_of
+from fuseplan.planner.bench_patterns import COPY, OURS_IN_PLACE, PatternBench, PatternRow, copy_of
 from fuseplan.planner.bench_verdicts import headline_table, notes, pattern_table, pattern_verdict
 from fuseplan.planner.errors import ConfigError, ShapeError, UnknownPatternError
 from fuseplan.planner.patterns import PATTERNS, activations
@@ -180,7 +180,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
         return Contestant(
             overwrite, lambda gate, up: (torch.cat([gate, up], -1),),
-            lambda result, operands: [operands[0].chunk(2, -1)[0]], "in place",
+            lambda result, operands: [operands[0].chunk(2, -1)[0]], "in place", in_place=True,
         )
 
     def broken(case: Case) -> Contestant:
@@ -202,7 +202,10 @@ def test_everyone_gets_a_row_and_only_who_is_right_a_time(session: Session, riva
     names = (EAGER, "joined", "wrong", "short", "broken", "absent", "elsewhere")
     found = PatternBench(session, names, ("eager",), 0.0).rows(cell("swiglu", "3x127", "float32"))
     rows = {row.contestant: row for row in found}
-    assert len(found) == len(rows) == 8
+    assert len(found) == len(rows) == 9
+    # A peer works in place, so ours is to do so, too; C++ kernels cannot.
+    assert rows["joined"].in_place and not rows[EAGER].in_place
+    assert rows[OURS_IN_PLACE].note == "no result can lie in the memory of an activation"
     for name in (OURS, EAGER, "joined"):
         assert rows[name].median_us is not None and rows[name].error is not None and rows[name].error < 1e-6
     assert rows["joined"].note == "in place" and rows["joined"].gain is not None
@@ -393,6 +396,37 @@ def test_each_cell_is_held_against_its_best_peer() -> None:
     assert (large["vs_best"], large["copy_share"], large["mb"]) == (0.9, 0.93, 400.0)
     assert f"{COPY}_us" not in table.columns
     assert list(table.columns[1:3]) == [f"{OURS}_us", f"{EAGER}_us"]
+
+
+def test_peers_that_work_in_place_are_held_against_ours_that_does() -> None:
+    def cell_of(shape: str, own: float | None, *, liger: float = 4.0) -> list[PatternRow]:
+        return [
+            row(shape, OURS, 3.0), row(shape, INDUCTOR, 3.3), row(shape, "flashinfer", 2.1, in_place=True),
+            row(shape, "liger", liger, in_place=True),
+            *([] if own is None else [row(shape, OURS_IN_PLACE, own, in_place=True)]),
+        ]
+
+    rows = pattern_frame([*cell_of("1x8", 2.0), *cell_of("2x8", 1.5), *cell_of("3x8", None), *cell_of("4x8", 3.0)])
+    table = pattern_table(rows).set_index("shape")
+    assert list(table.columns[2:5]) == [f"{OURS}_us", f"{OURS_IN_PLACE}_us", f"{INDUCTOR}_us"]
+    found = {shape: (one["best_peer"], round(one["vs_best"], 3)) for shape, one in table.iterrows()}
+    assert found["1x8"] == ("flashinfer", 1.05)  # 2.1 over 2.0; TorchInductor's 3.3 over 3.0 is better
+    assert found["2x8"] == (INDUCTOR, 1.1)
+    assert found["3x8"] == ("flashinfer", 0.7)  # where ours cannot work in place, it is held against that all the same
+    assert found["4x8"] == ("flashinfer", 0.7)
+    assert table["vs_in_place"].round(3).tolist() == [1.05, 1.4, 0.7, 0.7]
+    assert any("0.70x flashinfer (3.00 against 2.10 us" in line for line in pattern_verdict(rows))
+
+
+def test_calls_in_place_stay_finite_however_often_they_are_repeated() -> None:
+    """The residual grows by a normalised row each time, until bfloat16 rounds the growth away."""
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((8, 256), (8, 256), (256,)))
+    for _ in range(5000):
+        residual += x
+        wide = residual.float()
+        x = wide.mul(wide.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()).bfloat16() * weight
+    assert bool(residual.isfinite().all()) and bool(x.isfinite().all())
 
 
 def test_the_verdict_answers_the_bars() -> None:

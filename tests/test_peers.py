@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from in_place_backend import InPlaceBackend
 
 from fuseplan.kernels.backend import BuildError
 from fuseplan.kernels.cpp_backend import CppBackend
@@ -19,7 +21,7 @@ from fuseplan.planner.bench_case import make_inputs, reference_outputs, trace_ce
 from fuseplan.planner.bench_cells import cell
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.fallback import GroupPlan
-from fuseplan.planner.peers import FLASHINFER, LIGER, PEERS, Case, Contestant, PeerError, peer_names
+from fuseplan.planner.peers import FLASHINFER, LIGER, PEERS, Case, Contestant, PeerError, fused, peer_names
 from fuseplan.planner.peers_inductor import _equal
 from fuseplan.planner.recipes import kind_of
 from fuseplan.search.verify import errors
@@ -115,6 +117,28 @@ def test_float8_results_can_be_compared() -> None:
     assert _equal(one, one.clone())
     assert not _equal(one, torch.tensor([0.5, 2.5]).to(torch.float8_e4m3fn))
     assert not _equal(one, one.float())
+
+
+def test_ours_in_place_works_on_copies_and_gives_the_same_bits() -> None:
+    for name, taken in (("add_rms_norm", 2), ("swiglu", 1)):
+        case = case_of(name, "3x16", "bfloat16")
+        (group,) = case.groups
+        case = replace(case, groups=(replace(group, backend=InPlaceBackend()),))
+        plain, over = fused(case, case.groups), fused(case, case.groups, in_place=True)
+        assert over.in_place and not plain.in_place and over.note.startswith(f"writes {taken} of its results")
+        assert over.operands(case.inputs)[0] is not case.inputs[0]
+        for one, other in zip(results(case, plain), results(case, over), strict=True):
+            assert torch.equal(one, other)
+        operands = over.operands(case.inputs)
+        made = over.outputs(over.run(*operands), operands)
+        assert {one.data_ptr() for one in made} < {one.data_ptr() for one in operands}
+        assert_right(case, over, 2 * torch.finfo(torch.bfloat16).eps)
+
+
+def test_ours_is_not_in_place_where_nothing_can_be() -> None:
+    case = case_of("rope", "1x2x3x8")
+    with pytest.raises(PeerError, match="no result can lie"):
+        fused(case, (replace(case.groups[0], backend=InPlaceBackend()),), in_place=True)
 
 
 # -- libraries --------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ before it, whose columns would have been overwritten already.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from fuseplan.kernels.schedule import Phase, schedule
 Reuse: TypeAlias = Mapping[int, int]
 #: The same with every input that could be taken.
 ReuseOptions: TypeAlias = Mapping[int, tuple[int, ...]]
+#: A buffer: its position, or the graph's name for it.
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,16 @@ def reuse_options(ir: KernelIR, executions: Sequence[Execution]) -> dict[int, tu
     return {number: sources for number, sources in found.items() if sources}
 
 
-def choose_reuse(options: ReuseOptions, free: Iterable[int]) -> dict[int, int]:
+def choose_reuse(options: Mapping[_Name, tuple[_Name, ...]], free: Iterable[_Name]) -> dict[_Name, _Name]:
     """As many outputs as can be in inputs that are ``free``, each in one of its own.
 
     >>> choose_reuse({0: (0, 1), 1: (0,)}, [0, 1])
     {0: 1, 1: 0}
     """
     allowed = set(free)
-    owner: dict[int, int] = {}
+    owner: dict[_Name, _Name] = {}
 
-    def place(output: int, tried: set[int]) -> bool:
+    def place(output: _Name, tried: set[_Name]) -> bool:
         for source in options[output]:
             if source in allowed and source not in tried:
                 tried.add(source)
@@ -106,7 +108,8 @@ def choose_reuse(options: ReuseOptions, free: Iterable[int]) -> dict[int, int]:
 
     for output in options:
         place(output, set())
-    return dict(sorted((output, source) for source, output in owner.items()))
+    sources = {output: source for source, output in owner.items()}
+    return {output: sources[output] for output in options if output in sources}
 
 
 def _may_take(ir: KernelIR, executions: Sequence[Execution], target: int, source: int) -> bool:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable
 
 from fuseplan.costmodel.roofline import lower_bound
+from fuseplan.kernels.in_place import WritesInPlace
 from fuseplan.planner.candidates import region_dependencies
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.memory import peak_bytes
+from fuseplan.planner.memory import NamedReuse, peak_bytes
 from fuseplan.planner.partition import Choice, GuidedResult, Priced
 from fuseplan.planner.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.subject import group_label
@@ -66,7 +67,10 @@ class PlanWriter:
             enumerated=result.enumerated,
             measured=result.measured,
             gap=result.gap,
-            peak_bytes=peak_bytes(self.graph, [priced.choice.group for priced in chosen], self.region.outputs),
+            peak_bytes=peak_bytes(
+                self.graph, [priced.choice.group for priced in chosen], self.region.outputs,
+                [self._reuse(priced.choice, group) for priced, group in zip(chosen, groups, strict=True)],
+            ),
             unfused_peak_bytes=peak_bytes(self.graph, singles, self.region.outputs),
             evidence=Evidence(
                 now(), Versions.current(self.prices.target.device_type), self.seed, round(elapsed_s, 3), reason=reason
@@ -123,6 +127,18 @@ class PlanWriter:
             lower_bound_us=bound_us,
             measured_us=measured_us,
         )
+
+    def _reuse(self, choice: Choice, group: GroupChoice) -> NamedReuse:
+        """Which outputs of a group may take which inputs' memory."""
+        backend = next((one for one in self.prices.backends if one.name == group.backend), None)
+        if not choice.fused or not isinstance(backend, WritesInPlace):
+            return {}
+        lowered = self.prices.book.lowered(choice.group)
+        options = backend.reuse_options(lowered.ir, group.config)
+        return {
+            lowered.outputs[output]: tuple(lowered.inputs[source] for source in sources)
+            for output, sources in options.items()
+        }
 
     def _rejected(self, result: GuidedResult) -> tuple[Alternative, ...]:
         """The measured choices that lost: fused groups, cheapest first, then ops by themselves."""

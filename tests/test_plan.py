@@ -138,6 +138,10 @@ def test_peak_memory_of_a_partition() -> None:
     singles = [choice.group for choice in book.unfused_choices(region)]
     assert peak_bytes(graph, whole, region.outputs) == 128
     assert peak_bytes(graph, singles, region.outputs) == 256  # an op's operand and result live together
+    over = [{group.outputs[0]: (group.inputs[0],)} for group in singles]
+    assert peak_bytes(graph, singles, region.outputs, over) == 128  # each but the first writes over its operand
+    every = [value for group in singles for value in group.outputs]
+    assert peak_bytes(graph, singles, every, over) == 384  # what is needed to the end is not written over
 
 
 def test_binding_replaces_sizes_everywhere() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from fuseplan.kernels.backend import Backend, CompiledKernel, Config, Target
 from fuseplan.kernels.gpu_direct import Layout
 from fuseplan.kernels.gpu_launch import GpuKernel, Layouts, allocating
-from fuseplan.kernels.in_place import Execution, Reuse, WritesInPlace, leading_call, placed_call
+from fuseplan.kernels.in_place import Execution, Reuse, WritesInPlace
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.triton_tile import tile_of
 
@@ -44,25 +44,11 @@ class GpuBackend(Backend, WritesInPlace):
         self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
         """Outputs that lie in no input are allocated where the first input lives."""
-        counts = len(ir.inputs), len(ir.outputs), len(ir.symbols)
-        given = len(reuse)
-        if given == counts[1]:
-            return placed_call(kernel.run if isinstance(kernel, GpuKernel) else kernel, counts, reuse)
-        rest = [number for number in range(counts[1]) if number not in reuse]
-        layout = _layouts(ir, rest)
-        if sorted(reuse) == list(range(given)):
-            first = counts[0] + given
-            fused = kernel.fused(first, layout) if isinstance(kernel, GpuKernel) else allocating(kernel, first, layout)
-            return leading_call(fused, counts, reuse) if given else fused
-
-        def allocate(*args: Any) -> tuple[torch.Tensor, ...]:
-            device = args[0].device
-            return tuple(
-                torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                for shape, strides, dtype in layout(args[counts[0] :])
-            )
-
-        return placed_call(kernel, counts, reuse, allocate)
+        inputs = len(ir.inputs)
+        layout = _layouts(ir, [number for number in range(len(ir.outputs)) if number not in reuse])
+        if isinstance(kernel, GpuKernel):
+            return kernel.fused(inputs, layout, reuse)
+        return allocating(kernel, inputs, layout, reuse)
 
 
 def _layouts(ir: KernelIR, outputs: Sequence[int]) -> Layouts:

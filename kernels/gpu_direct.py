@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ _HERE = Path(__file__).parent
 _MODULE, _ALLOCATOR = "fuseplan_gpu_launcher", "fuseplan_tensor_allocator"
 _MAX_ARGUMENTS = 256  # of launcher.h
 _WARP = 32
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 #: ``(shape, strides, dtype)`` of one output.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -103,6 +106,7 @@ class Launcher:
         arguments: Sequence[tuple[int, int]],
         slow_run: Callable[..., None],
         slow_fused: Callable[..., Any],
+        reuse: Mapping[int, int] = _NOTHING,
     ) -> Any | None:
         """A ``Kernel`` of the extension; None when there are more arguments than it holds.
 
@@ -111,6 +115,7 @@ class Launcher:
             arguments: Buffer and byte offset of each address the kernel takes.
             slow_run: ``(kernel, *tensors, *sizes)``: does a call, and adds to the kernel what it did not know.
             slow_fused: The same with the outputs allocated, for ``(kernel, *inputs, *sizes)``.
+            reuse: For positions among the outputs, the position of the input that each overwrites: it is returned.
         """
         if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
             return None
@@ -120,6 +125,7 @@ class Launcher:
             (_data_ptr(), native.stream, native.allocate),
             (*counts, self.check_device),
             tuple(arguments),
+            tuple(reuse.get(number, -1) for number in range(counts[1])),
             (self.allocate, native.prepare, self.stream, slow_run, slow_fused),
         )
 

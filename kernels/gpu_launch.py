@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +15,8 @@ from fuseplan.kernels.backend import BuildError, CompiledKernel, Resources
 from fuseplan.kernels.gpu_direct import Entry, Launcher, Layout, entry_of
 
 logger = logging.getLogger("fuseplan")
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 #: Dynamic sizes -> layout of each output.
 Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
@@ -79,50 +82,58 @@ class GpuKernel(CompiledKernel):
     def __call__(self, *args: Any) -> None:
         self.run(*args)
 
-    def fused(self, inputs: int, layout: Layouts) -> Callable[..., Any]:
+    def fused(self, inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING) -> Callable[..., Any]:
         """``call(*inputs, *sizes)``, which allocates the outputs beside the inputs and returns them.
 
         Args:
             inputs: How many of the kernel's tensors are inputs.
-            layout: Dynamic sizes -> shape, strides and dtype of each output.
+            layout: Dynamic sizes -> shape, strides and dtype of each output that is allocated.
+            reuse: For positions among the outputs, the position of the input that each overwrites: it is returned.
         """
         loader = self._loader
 
         def slow(direct: Any, *args: Any) -> Any:
             sizes = args[inputs:]
-            result = allocating(functools.partial(loader.run, direct), inputs, layout)(*args)
+            result = allocating(functools.partial(loader.run, direct), inputs, layout, reuse)(*args)
             geometry = loader.geometry(sizes)
             direct.add_grid(sizes, geometry.programs, geometry.wide, layout(sizes))
             return result
 
-        direct = self._bind((inputs, loader.num_buffers - inputs, len(loader.symbols)), slow)
+        direct = self._bind((inputs, loader.num_buffers - inputs, len(loader.symbols)), slow, reuse)
         if direct is None:
-            return allocating(self.run, inputs, layout)
+            return allocating(self.run, inputs, layout, reuse)
         call: Callable[..., Any] = direct.fused
         return call
 
-    def _bind(self, counts: tuple[int, int, int], slow_fused: Callable[..., Any]) -> Any | None:
+    def _bind(
+        self, counts: tuple[int, int, int], slow_fused: Callable[..., Any], reuse: Mapping[int, int] = _NOTHING
+    ) -> Any | None:
         """A direct call path, None without a launcher. It knows the loader but not this object: no cycle."""
         if self._launcher is None:
             return None
         addresses = [(buffer, offset) for buffer, offset in self._loader.arguments if buffer is not None]
-        return self._launcher.bind(counts, addresses, self._loader.run, slow_fused)
+        return self._launcher.bind(counts, addresses, self._loader.run, slow_fused, reuse)
 
 
 def _never(*_: Any) -> None:
     raise AssertionError("this call path has no outputs to allocate")
 
 
-def allocating(run: Callable[..., None], inputs: int, layout: Layouts) -> Callable[..., Any]:
-    """``call(*inputs, *sizes)`` for a kernel called with every buffer: outputs are made beside the first input."""
+def allocating(
+    run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING
+) -> Callable[..., Any]:
+    """``call(*inputs, *sizes)`` for a kernel called with every buffer: outputs are made beside the first input, but for
+    those in ``reuse``, which are inputs."""
     empty = torch.empty_strided
 
     def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
         sizes = args[inputs:]
         device = args[0].device if inputs else torch.device("cuda", torch.cuda.current_device())
-        made = tuple(empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layout(sizes))
+        made = [empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layout(sizes)]
+        for number in sorted(reuse):
+            made.insert(number, args[reuse[number]])
         run(*args[:inputs], *made, *sizes)
-        return made[0] if len(made) == 1 else made
+        return made[0] if len(made) == 1 else tuple(made)
 
     return call
 

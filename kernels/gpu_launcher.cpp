@@ -3,7 +3,7 @@
 // nothing of CUDA's or PyTorch's headers: their functions come as addresses.
 //
 //   kernel.run(*tensors, *sizes)   -> None: every buffer preallocated, inputs first
-//   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here
+//   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here, but for those that take an input's place
 //   kernel.add_grid(sizes, programs, wide, outputs or None)
 //   kernel.add_binary(device, wide, aligned, function, threads, shared_bytes, overlapped): for the current context
 //   addresses(data_ptr, args, positions, others) -> bytes: where the tensors args[positions] and others lie
@@ -57,7 +57,7 @@ struct Library {
 struct Grid {
   unsigned programs;
   int wide;           // index arithmetic in 64 bits
-  PyObject* outputs;   // tuple of (shape, strides, dtype), null until `fused` needed it
+  PyObject* outputs;   // tuple of (shape, strides, dtype) of what is allocated, null until `fused` needed it
   PyObject* prepared;  // the same as a capsule for `allocate`, null without that
   const void* native;  // what the capsule holds
 };
@@ -86,6 +86,8 @@ struct Kernel {
   int inputs, outputs, symbols, check_device;
   Argument arguments[MAX_ARGUMENTS];
   int num_arguments;
+  int place[MAX_ARGUMENTS];  // of each output: the input that it overwrites and is, or -1
+  int allocated;             // outputs that are not
   Grid grids[MAX_GRIDS];
   i64* grid_sizes;  // [MAX_GRIDS, symbols]
   int num_grids, last_grid, oldest_grid;
@@ -225,12 +227,18 @@ static bool allocate_output(const Kernel* self, const Grid* grid, int position, 
   return false;
 }
 
-// Allocates every output; on failure nothing is left to release.
-static bool allocate_outputs(const Kernel* self, const Grid* grid, PyObject** made, char** buffers) {
+// Finds or allocates every output; on failure nothing is left to release.
+static bool make_outputs(const Kernel* self, const Grid* grid, PyObject* const* args, PyObject** made, char** buffers) {
+  int allocated = 0;
   for (int i = 0; i < self->outputs; ++i) {
-    if (allocate_output(self, grid, i, &made[i], &buffers[i])) continue;
-    drop(made, i);
-    return false;
+    const int place = self->place[i];
+    if (place >= 0) {
+      made[i] = Py_NewRef(args[place]);
+      buffers[self->inputs + i] = buffers[place];
+    } else if (!allocate_output(self, grid, allocated++, &made[i], &buffers[self->inputs + i])) {
+      drop(made, i);
+      return false;
+    }
   }
   return true;
 }
@@ -250,7 +258,7 @@ static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_
   const Grid grid = *found;  // allocating may let another thread replace it
   Py_INCREF(grid.outputs);
   Py_XINCREF(grid.prepared);
-  const bool allocated = allocate_outputs(self, &grid, made, buffers + self->inputs);
+  const bool allocated = make_outputs(self, &grid, args, made, buffers);
   Py_DECREF(grid.outputs);
   Py_XDECREF(grid.prepared);
   if (!allocated) return NULL;
@@ -283,7 +291,7 @@ static PyObject* kernel_add_grid(PyObject* object, PyObject* args) {
   int wide;
   if (!PyArg_ParseTuple(args, "O!IpO", &PyTuple_Type, &given, &programs, &wide, &outputs)) return NULL;
   if (PyTuple_GET_SIZE(given) != self->symbols ||
-      (outputs != Py_None && (!PyTuple_Check(outputs) || PyTuple_GET_SIZE(outputs) != self->outputs))) {
+      (outputs != Py_None && (!PyTuple_Check(outputs) || PyTuple_GET_SIZE(outputs) != self->allocated))) {
     PyErr_SetString(PyExc_ValueError, "sizes or outputs do not match the kernel");
     return NULL;
   }
@@ -409,21 +417,40 @@ static bool read_parameters(Kernel* self, PyObject* arguments) {
   return true;
 }
 
-// Kernel(driver, library, counts, arguments, (allocate, prepare, stream, slow_run, slow_fused)): see gpu_direct.py.
+static bool read_places(Kernel* self, PyObject* places) {
+  for (int i = 0; i < self->outputs; ++i) {
+    const long place = PyLong_AsLong(PyTuple_GET_ITEM(places, i));
+    if (place == -1 && PyErr_Occurred()) return false;
+    if (place < -1 || place >= self->inputs) {
+      PyErr_SetString(PyExc_ValueError, "an output takes the place of an input that the kernel does not have");
+      return false;
+    }
+    self->place[i] = (int)place;
+    self->allocated += place < 0;
+  }
+  return true;
+}
+
+// Kernel(driver, library, counts, arguments, places, (allocate, prepare, stream, slow_run, slow_fused)); the caller is
+// gpu_direct.py.
 static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   Kernel* self = (Kernel*)object;
   u64 launch, current_context, error_text, launch_config, data_ptr, stream_of, allocator;
-  PyObject *arguments, *allocate, *prepare, *stream, *slow_run, *slow_fused;
-  if (!PyArg_ParseTuple(args, "(KKKK)(KKK)(iiip)O!(OOOOO)", &launch, &current_context, &error_text, &launch_config,
+  PyObject *arguments, *places, *allocate, *prepare, *stream, *slow_run, *slow_fused;
+  if (!PyArg_ParseTuple(args, "(KKKK)(KKK)(iiip)O!O!(OOOOO)", &launch, &current_context, &error_text, &launch_config,
                         &data_ptr, &stream_of, &allocator, &self->inputs, &self->outputs, &self->symbols,
-                        &self->check_device, &PyTuple_Type, &arguments, &allocate, &prepare, &stream, &slow_run,
-                        &slow_fused))
+                        &self->check_device, &PyTuple_Type, &arguments, &PyTuple_Type, &places, &allocate, &prepare,
+                        &stream, &slow_run, &slow_fused))
     return -1;
   if (self->inputs + self->outputs + self->symbols > MAX_ARGUMENTS || PyTuple_GET_SIZE(arguments) > MAX_ARGUMENTS) {
     PyErr_SetString(PyExc_ValueError, "too many kernel arguments");
     return -1;
   }
-  if (!read_parameters(self, arguments)) return -1;
+  if (PyTuple_GET_SIZE(places) != self->outputs) {
+    PyErr_SetString(PyExc_ValueError, "every output needs a place");
+    return -1;
+  }
+  if (!read_parameters(self, arguments) || !read_places(self, places)) return -1;
   self->grid_sizes = (i64*)PyMem_Calloc(MAX_GRIDS * (self->symbols + 1), sizeof(i64));
   if (!self->grid_sizes) {
     PyErr_NoMemory();

@@ -364,6 +364,39 @@ def test_fused_allocates_what_the_layout_says(count: int, native: bool) -> None:
 
 @needs_compiler
 @both_ways
+@pytest.mark.parametrize("reuse", [{0: 1}, {1: 0}, {2: 2, 0: 0}, {0: 0, 1: 2, 2: 1}], ids=str)
+def test_fused_returns_the_inputs_whose_place_outputs_take(reuse: dict[int, int], native: bool) -> None:
+    machine = Machine(addresses=6, sizes=1, native=native)
+    kernel = machine.kernel(tuple((n, 0) for n in range(6)), 6)
+    rest = [number for number in range(3) if number not in reuse]
+    call = kernel.fused(3, lambda sizes: tuple(((*sizes, 1 + n), (1, 1), torch.int16) for n in rest), reuse)
+    inputs = [aligned(4), aligned(8), aligned(12)]
+    held = [sys.getrefcount(one) for one in inputs]
+    for _ in range(3):
+        made = call(*inputs, 5)
+        assert all(made[number] is inputs[place] for number, place in reuse.items())
+        assert [tuple(made[number].shape) for number in rest] == [(5, 1 + number) for number in rest]
+        passed = tuple(one.data_ptr() for one in (*inputs, *made))
+        assert (machine.direct[-1][5] if machine.direct else machine.slow[-1][2])[:6] == passed
+        del made
+    assert len(machine.slow) == 1 and len(machine.direct) == 2
+    assert [sys.getrefcount(one) for one in inputs] == held
+    machine.error = 1
+    with pytest.raises(RuntimeError):
+        call(*inputs, 5)
+    assert [sys.getrefcount(one) for one in inputs] == held
+
+
+@needs_compiler
+def test_places_that_are_none_are_errors() -> None:
+    launcher = Machine(addresses=2).launcher()
+    for reuse in ({0: 1}, {0: -2}):
+        with pytest.raises(ValueError, match="an output takes the place of an input that the kernel does not have"):
+            launcher.bind((1, 1, 0), [(0, 0), (1, 0)], print, print, reuse)
+
+
+@needs_compiler
+@both_ways
 def test_fused_with_a_new_alignment_keeps_its_outputs(native: bool) -> None:
     machine = Machine(addresses=2, native=native)
     call = machine.kernel(((0, 0), (1, 0)), 2).fused(1, lambda _: (((4,), (1,), torch.float32),))

@@ -10,6 +10,7 @@ from typing import Any
 import ir_samples as samples
 import pytest
 from ir_samples import Sample, label
+from overlap_samples import one_of_each, step
 from ptx_paths import ACCESS, END, WAIT, overlap_faults, reached
 
 from fuseplan.costmodel.device import current_identity
@@ -122,13 +123,7 @@ def test_what_measurements_ruled_out_is_not_tried(programs: int, elements: int, 
     assert found == refused
 
 
-def compiled_samples() -> list[Sample]:
-    """One segment and several, persistent and looped, gathers, padding, broadcasts, dynamic sizes."""
-    kinds = {label(sample).split("-")[0]: sample for sample in samples.static_samples() + samples.dynamic_samples()}
-    return [*kinds.values(), samples.softmax(4, 50000)]
-
-
-@pytest.mark.parametrize("sample", compiled_samples(), ids=label)
+@pytest.mark.parametrize("sample", one_of_each(), ids=label)
 def test_every_path_waits_before_it_touches_memory(sample: Sample, backend: GpuBackend) -> None:
     if refused := backend.refuse(sample.ir, IN_GRAPH):
         pytest.skip(refused)
@@ -137,6 +132,17 @@ def test_every_path_waits_before_it_touches_memory(sample: Sample, backend: GpuB
         compiled: Any = backend._compile(sample.ir, config, IN_GRAPH, Variant())  # type: ignore[attr-defined]
         assert overlap_faults(compiled.asm["ptx"], overlap) == []
         assert compiled.metadata.launch_pdl
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_looped_and_pipelined_loads_wait_too(reduces: bool, stages: int, tmp_path: Path) -> None:
+    ir = step(3, 4097, reduces)
+    for overlap in OVERLAP_CHOICES:
+        config = {"overlap": overlap, "block_rows": 1, "block_cols": 256, "num_warps": 2, "num_stages": stages}
+        ptx = TritonBackend(tmp_path)._compile(ir, config, IN_GRAPH, Variant()).asm["ptx"]
+        assert overlap_faults(ptx, overlap) == []
+        assert ("cp.async" in ptx) == (reduces and stages > 1)
 
 
 def test_the_path_check_sees_a_branch_around_the_wait() -> None:

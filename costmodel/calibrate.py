@@ -89,6 +89,25 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
     )
 
 
+def predict_left_out(samples: Sequence[Sample], spec: DeviceSpec, parts: Sequence[str]) -> list[float]:
+    """Predicted time in microseconds of each sample by a fit to those of all *other* parts.
+
+    Args:
+        samples: Measured kernels of one back end.
+        spec: The device; its calibrations play no part.
+        parts: The part that each sample belongs to: what it computes, or its phase. Those of one part are left out
+            together. NaN where fewer than :data:`MIN_SAMPLES` others remain.
+    """
+    table, owner = _Table.of(samples, spec), np.array(parts)
+    found = np.full(len(samples), np.nan)
+    for part in dict.fromkeys(parts):
+        others = np.flatnonzero(owner != part)
+        if len(others) >= MIN_SAMPLES:
+            out = np.flatnonzero(owner == part)
+            found[out] = table.predict(out, table.fit(others))
+    return [float(time_us) for time_us in found]
+
+
 def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
     """Positions of the samples of each fold; families stay together, the largest are dealt first."""
     families = [sample.family or f"#{number}" for number, sample in enumerate(samples)]

@@ -12,7 +12,7 @@ def nothing(x_ptr):  # type: ignore[no-untyped-def]
     """Only launches."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def only_wait(x_ptr):  # type: ignore[no-untyped-def]
     """Only launches: lets the next kernel start, waits for the one before; for launches with ``launch_pdl=True``."""
     gdc_launch_dependents()

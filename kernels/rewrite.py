@@ -113,8 +113,9 @@ class _Maker:
         if instr.op == "add":
             for one, other in (instr.args, instr.args[::-1]):
                 tanh = self.old[other]
-                alone = isinstance(tanh, Apply) and tanh.op == "tanh" and self._users[other] == 1
-                if alone and self._number(one) == 1.0:
+                if self._number(one) != 1.0 or self._users[other] > 1:
+                    continue
+                if isinstance(tanh, Apply) and tanh.op == "tanh":
                     return self._one_plus_tanh(tanh)
         if instr.op == "div":
             divisor = self._number(instr.args[1])

@@ -47,10 +47,13 @@ def report(
     device_key: Annotated[
         str | None, typer.Option("--device-key", help="Report another device's records (`plan db ls` lists them).")
     ] = None,
+    regime: Annotated[
+        str | None, typer.Option(help="Only what was tuned for this regime: eager or graph.")
+    ] = None,
     db: DbOption = None,
 ) -> None:
     """Report fused against unfused times of everything that was tuned; nothing is measured."""
-    data = load(db, device, device_key, model)
+    data = load(db, device, device_key, model, regime)
     if style is Format.HTML:
         from fuseplan.planner.report_html import html_report
 
@@ -68,16 +71,21 @@ def report(
             typer.echo(f"report written to {out}")
 
 
-def load(db: str | None, device: Device, device_key: str | None, model: str | None) -> ReportData:
+def load(
+    db: str | None, device: Device, device_key: str | None, model: str | None, regime: str | None = None
+) -> ReportData:
     """The stored data of this machine's device, or of the one that ``device_key`` names."""
     from fuseplan.costmodel.identity import current_identity
+    from fuseplan.planner.errors import PlanError
     from fuseplan.planner.report import load_report
     from fuseplan.planner.session import stored_spec
     from fuseplan.search.database import Database
 
     database = Database(db, mode="read")
     key = device_key if device_key is not None else current_identity(device_type(device)).key()
-    return load_report(database, key, stored_spec(database, key), model_name(model, device))
+    if regime not in (None, "eager", "graph"):
+        raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
+    return load_report(database, key, stored_spec(database, key), model_name(model, device), regime)
 
 
 def model_name(model: str | None, device: Device) -> str:
@@ -91,11 +99,12 @@ def model_name(model: str | None, device: Device) -> str:
 
 def _print(data: ReportData, topic: Topic) -> None:
     from fuseplan.planner import report as frames
-    from fuseplan.planner.report_accuracy import accuracy_table, accuracy_text, regret_table
+    from fuseplan.planner.report_accuracy import accuracy_table, accuracy_tables, accuracy_text
 
     if topic is Topic.ACCURACY:
         print_frame(accuracy_table(data), title="Predicted against measured", digits=3)
-        print_frame(regret_table(data).drop(columns=["key"]), title="Trusting the model alone", digits=3)
+        for title, frame in accuracy_tables(data):
+            print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
     else:
         groups = frames.group_frame(data)
         spare = ("config", "ops", "backend", "workload", "times")
@@ -112,13 +121,13 @@ def _print(data: ReportData, topic: Topic) -> None:
 
 def _text(data: ReportData, topic: Topic, style: Format) -> str:
     from fuseplan.planner import report as frames
-    from fuseplan.planner.report_accuracy import accuracy_pairs_frame, accuracy_table, accuracy_text, regret_table
+    from fuseplan.planner.report_accuracy import accuracy_samples, accuracy_table, accuracy_tables, accuracy_text
 
     if style is Format.CSV:
-        frame = accuracy_pairs_frame(data) if topic is Topic.ACCURACY else frames.group_frame(data)
+        frame = accuracy_samples(data) if topic is Topic.ACCURACY else frames.group_frame(data)
         return frames.to_text(frame, "csv")
     if topic is Topic.ACCURACY:
-        parts = [("Predicted against measured", accuracy_table(data)), ("Trusting the model alone", regret_table(data))]
+        parts = [("Predicted against measured", accuracy_table(data)), *accuracy_tables(data)]
     else:
         parts = [("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data))]
         parts += [("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data))]

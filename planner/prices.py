@@ -19,6 +19,7 @@ from fuseplan.planner.learning import UNFUSED, Learner
 from fuseplan.planner.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.partition import Choice, region_problem
 from fuseplan.planner.pricing import hot_inputs, kernel_work, op_work
+from fuseplan.planner.samples import ChoiceSample
 from fuseplan.planner.subject import GroupSubject, group_subject
 from fuseplan.search.record import TuningRecord
 from fuseplan.search.tuner import Tuner
@@ -165,6 +166,8 @@ class MeasuredPrices(ModelPrices):
         self.records: dict[tuple[str, ...], TuningRecord] = {}
         self.failures: dict[tuple[str, ...], str] = {}
         self._screened_s: dict[Choice, float] = {}
+        #: What was measured, for reports to judge the model by.
+        self.samples: dict[Choice, ChoiceSample] = {}
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
         fused = [choice.group for choice in choices if choice.fused and choice.group.ops not in self.records]
@@ -201,9 +204,15 @@ class MeasuredPrices(ModelPrices):
         return trial.median_us * 1e-6
 
     def _learn(self, name: str, choice: Choice, sample: Sample) -> None:
+        ops = sorted({self.book.graph.op(op).op for op in choice.group.ops})
+        sample = replace(sample, family="+".join(ops))
+        subject = self.book.subject(choice.group)
+        self.samples[choice] = ChoiceSample(
+            (), choice.fused, name, subject.label, sample.family, subject.key, sample.mode, sample.work,
+            sample.measured_us,
+        )
         if self.learner is not None:
-            ops = sorted({self.book.graph.op(op).op for op in choice.group.ops})
-            self.learner.add(name, replace(sample, family="+".join(ops)))
+            self.learner.add(name, sample)
 
 
 def fused_s(record: TuningRecord) -> float:

@@ -15,6 +15,8 @@ import pandas as pd
 
 from fuseplan.planner import summary as summaries
 from fuseplan.planner.errors import PlanError, nearest
+from fuseplan.planner.samples import RegionSamples
+from fuseplan.planner.samples import load as stored_samples
 from fuseplan.planner.summary import RegionSummary, WorkloadSummary
 from fuseplan.search.record import GroupChoice, PlanRecord, RecordKey, TuningRecord
 
@@ -49,6 +51,7 @@ class ReportData:
         plans: Plans by key.
         workloads: What was tuned; empty for records that were imported.
         misses: Look-ups that found nothing, as the database counts them.
+        samples: What was measured of each planned region.
     """
 
     device: str
@@ -58,6 +61,7 @@ class ReportData:
     plans: Mapping[RecordKey, PlanRecord]
     workloads: tuple[WorkloadSummary, ...] = ()
     misses: tuple[Mapping[str, Any], ...] = ()
+    samples: tuple[RegionSamples, ...] = ()
 
     def planned(self) -> Iterator[tuple[WorkloadSummary | None, RegionSummary | None, PlanRecord]]:
         """Every plan with the workload and region it belongs to; without summaries, every stored plan."""
@@ -79,8 +83,10 @@ class ReportData:
         return self.records.get(RecordKey(group.workload, key.device, key.regime, key.numerics))
 
 
-def load_report(database: Database, device: str, spec: DeviceSpec | None = None, model: str = "") -> ReportData:
-    """Everything stored for ``device``, limited to ``model`` when that is given.
+def load_report(
+    database: Database, device: str, spec: DeviceSpec | None = None, model: str = "", regime: str | None = None
+) -> ReportData:
+    """Everything stored for ``device``, limited to ``model`` and ``regime`` where they are given.
 
     Raises:
         PlanError: Nothing is stored for this device, or for this model on it.
@@ -98,8 +104,13 @@ def load_report(database: Database, device: str, spec: DeviceSpec | None = None,
     if model:
         wanted = {workload.plan_key(region) for workload in workloads for region in workload.regions}
         plans = {key: plan for key, plan in plans.items() if key in wanted}
+    if regime is not None:
+        plans = {key: plan for key, plan in plans.items() if key.regime == regime}
+        records = {key: record for key, record in records.items() if key.regime == regime}
+        workloads = tuple(workload for workload in workloads if workload.regime == regime)
     misses = tuple(miss for miss in database.misses() if miss["device"] == device)
-    return ReportData(device, model, spec, records, plans, workloads, misses)
+    samples = tuple(one for one in stored_samples(database, device, regime) if one.key in plans)
+    return ReportData(device, model, spec, records, plans, workloads, misses, samples)
 
 
 # -- groups ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_s
 from fuseplan.costmodel.device import Calibration
 from fuseplan.planner.cover import CoverProblem, Option, solve_cover
 from fuseplan.planner.report import ReportData, geometric_mean
+from fuseplan.planner.report_held_out import SPLITS, regret_frame, sample_frame, verdict_frame
 from fuseplan.planner.summary import RegionSummary
 from fuseplan.search.record import Alternative, GroupChoice, PlanRecord
 
@@ -118,6 +119,37 @@ def _compute_edges(region: RegionSummary | None) -> Iterator[tuple[int, int]]:
                 waiting += readers.get(reader, ())
             else:
                 yield op, reader
+
+
+def accuracy_samples(data: ReportData) -> pd.DataFrame:
+    """Everything measured, one row each: :func:`~fuseplan.planner.report_held_out.sample_frame`.
+
+    Where no samples were kept, the pairs of :func:`accuracy_pairs_frame`.
+    """
+    if not data.samples or data.spec is None:
+        return accuracy_pairs_frame(data)
+    return sample_frame(data.samples, data.spec, phases(data))
+
+
+def accuracy_tables(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
+    """Tables and their titles: the bars with verdicts, and what following the model costs in each region."""
+    if not data.samples or data.spec is None:
+        return [("Trusting the model alone", regret_table(data))]
+    frame = accuracy_samples(data)
+    regrets = [
+        (f"Following the model, {what} left out of the fit", regret_frame(data.samples, frame, column))
+        for column, what in SPLITS.items()
+    ]
+    return [("The cost model against its bars", verdict_frame(data.samples, frame)), *regrets]
+
+
+def phases(data: ReportData) -> dict[str, str]:
+    """Phase of each region by key: the first word of the workloads that it occurs in (``"decode"``)."""
+    found: dict[str, set[str]] = {}
+    for workload in data.workloads:
+        for region in workload.regions:
+            found.setdefault(region.key, set()).add(workload.workload.split(" ")[0])
+    return {key: "+".join(sorted(words)) for key, words in found.items()}
 
 
 def accuracy_text(data: ReportData) -> list[str]:

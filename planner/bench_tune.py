@@ -1,8 +1,11 @@
-"""Tuning the cells of a bench one by one, with one set of worker processes, as each is about to be measured."""
+"""Tuning the cells of a bench, with one set of worker processes, each as it or the one before is about to be measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -10,12 +13,13 @@ from types import TracebackType
 from fuseplan.planner import summary
 from fuseplan.planner.bench_case import trace_cell
 from fuseplan.planner.bench_cells import Cell
+from fuseplan.planner.bench_pace import Turns
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.regions import find_regions
 from fuseplan.planner.scout import Scout
 from fuseplan.planner.session import Session
-from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
+from fuseplan.search.tuner import Budget, Tuner
 
 
 class CellTuner:
@@ -25,16 +29,19 @@ class CellTuner:
         session: Open for writing, its device probed.
         budget: What one fusion group may cost.
         seed: Seed of the search.
-        progress: Told about every step of the search.
+
+    Attributes:
+        turns: While it is closed, a tune that was started :meth:`ahead` waits between two of its steps.
     """
 
-    def __init__(
-        self, session: Session, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None
-    ) -> None:
+    def __init__(self, session: Session, budget: Budget, seed: int = 0) -> None:
+        self.turns = Turns()
         self._session = session
         self._budget = budget
         self._seed = seed
-        self._progress = progress
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tune")
+        self._worker = 0
+        self._ahead: dict[Cell, Future[bool]] = {}
         self._learner = Learner(session.spec)
         self._tuner: Tuner | None = None
         self._scout: Scout | None = None
@@ -46,6 +53,8 @@ class CellTuner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.turns.open()
+        self._thread.shutdown(wait=True, cancel_futures=True)
         if self._tuner is None:
             return
         if self._scout is not None:
@@ -56,11 +65,34 @@ class CellTuner:
             replace(self._session, spec=self._learner.spec).recalibrated()
 
     def tune(self, cell: Cell) -> bool:
-        """Store a plan for the cell; True when something had to be measured for it.
+        """Store a plan for the cell, or wait for the tune that does; True when something had to be measured for it.
 
         Raises:
             CompilerMissingError: No kernel back end can be used here.
         """
+        started = self._ahead.pop(cell, None)
+        return started.result() if started is not None else self._tune(cell)
+
+    def ahead(self, cell: Cell) -> None:
+        """Begin to tune a cell in the background; on CPUs, which the bench needs for itself, nothing happens.
+
+        Until :meth:`tune` of the same cell returns, no other cell may be tuned.
+        """
+        if self._session.target.device_type == "cpu" or cell in self._ahead:
+            return
+        with suppress(Exception):  # left for tune to complain about
+            self._graph(cell)  # tracing is not for two threads
+            self._ahead[cell] = self._thread.submit(self._work, cell)
+
+    def _work(self, cell: Cell) -> bool:
+        self._worker = threading.get_ident()
+        self.turns.begin()
+        try:
+            return self._tune(cell)
+        finally:
+            self.turns.end()
+
+    def _tune(self, cell: Cell) -> bool:
         graph = self._graph(cell)
         known = self._session.planner()
         if all(known.look_up(region.key) is not None for region in find_regions(graph)):
@@ -99,5 +131,10 @@ class CellTuner:
 
     def _started(self) -> Tuner:
         if self._tuner is None:
-            self._tuner = self._session.tuner(self._budget, self._seed, self._progress)
+            self._tuner = self._session.tuner(self._budget, self._seed, self._step)
         return self._tuner
+
+    def _step(self, _: object) -> None:
+        """Between two steps of a tune: one in the background waits for its turn."""
+        if threading.get_ident() == self._worker:
+            self.turns.check()

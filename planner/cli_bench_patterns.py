@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from itertools import groupby, zip_longest
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -133,12 +134,14 @@ def _fill(
 ) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
     from fuseplan.planner.bench_compile import InductorPool
+    from fuseplan.planner.bench_pace import PacedBench
     from fuseplan.search.worker import usable_cores
 
-    deadline = time.monotonic() + 60 * wanted.minutes if wanted.minutes is not None else None
+    deadline = time.monotonic() + 60 * wanted.minutes if wanted.minutes is not None else math.inf
     kind = session.target.device_type
     processes = wanted.processes if wanted.processes is not None else usable_cores() if kind == "cuda" else 0
     session, tuner = _tuner(session, wanted)
+    batches = [list(group) for _, group in groupby(cells, lambda cell: cell.pattern)]
     done = 0
     with (
         tuner as tuning,
@@ -147,23 +150,30 @@ def _fill(
     ):
         if tuning is not None:
             tuning.look_ahead(cells)
-        for pattern, group in groupby(cells, lambda cell: cell.pattern):
-            batch = list(group)
-            if deadline is not None and time.monotonic() >= deadline:
+            bench = PacedBench(bench.session, bench.peers, bench.modes, bench.seconds, turns=tuning.turns)
+        for number, batch in enumerate(batches):
+            if time.monotonic() >= deadline:
                 break
-            if processes:
-                status.update(f"{pattern}: compiling TorchInductor's programs in {processes} processes")
-                said += [f"compiling beforehand failed: {failure}" for failure in pool.compile(batch)]
-            for cell in batch:
-                if deadline is not None and time.monotonic() >= deadline:
-                    break
-                where = f"cell {done + 1} of {len(cells)}: {cell.key}"
-                if tuning is not None:
-                    status.update(f"{where}: tuning")
-                    _tune(tuning, cell, said)
-                status.update(f"{where}: measuring")
-                log.add(bench.rows(cell))
-                done += 1
+            if processes:  # the next batch is compiled while this one is measured
+                if not number:
+                    pool.start(batch)
+                status.update(f"{batch[0].pattern}: compiling TorchInductor's programs in {processes} processes")
+                said += [f"compiling beforehand failed: {failure}" for failure in pool.finish()]
+                if number + 1 < len(batches):
+                    pool.start(batches[number + 1])
+            with pool.device():
+                for cell, following in zip_longest(batch, batch[1:]):
+                    if time.monotonic() >= deadline:
+                        break
+                    where = f"cell {done + 1} of {len(cells)}: {cell.key}"
+                    if tuning is not None:
+                        status.update(f"{where}: tuning")
+                        _tune(tuning, cell, said)
+                        if following is not None:
+                            tuning.ahead(following)
+                    status.update(f"{where}: measuring")
+                    log.add(bench.rows(cell))
+                    done += 1
     if done < len(cells):
         said.append(f"stopped after {wanted.minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
 

@@ -19,8 +19,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-import torch
-
 from fuseplan.kernels.backend import CompiledKernel, Config, Target
 from fuseplan.kernels.index import Size, as_size, is_static, product, row_major_strides
 from fuseplan.kernels.ir import Buffer, Instr, KernelIR, Load, Reduce, Segment, Store, operands
@@ -217,67 +215,3 @@ def _ancestors(body: Sequence[Instr], value: int, across_columns: bool = True) -
         if across_columns or not isinstance(body[current], Reduce):
             pending.extend(operands(body[current]))
     return found
-
-
-# -- calling ----------------------------------------------------------------------------------------------
-
-
-def placed_call(
-    run: Callable[..., None],
-    counts: tuple[int, int, int],
-    reuse: Reuse,
-    allocate: Callable[..., tuple[torch.Tensor, ...]] | None = None,
-) -> Callable[..., Any]:
-    """``call(*inputs, *sizes)`` of a kernel some or all of whose outputs lie in its inputs.
-
-    The function is written for the kernel's number of arguments: no argument list is taken apart in a call.
-
-    Args:
-        run: ``run(*inputs, *outputs, *sizes)``.
-        counts: Inputs, outputs and dynamic sizes of the kernel.
-        reuse: Positions of outputs, and of the inputs that they take.
-        allocate: ``allocate(*inputs, *sizes)`` makes the other outputs, in order.
-
-    Returns:
-        A function that returns the output, or a tuple of the outputs.
-    """
-    inputs, sizes = _arguments(counts)
-    outputs = _outputs(counts, reuse)
-    rest = [name for number, name in enumerate(outputs) if number not in reuse]
-    lines = [f"{', '.join(rest)}, = allocate({', '.join((*inputs, *sizes))})"] if rest else []
-    lines += [f"run({', '.join((*inputs, *outputs, *sizes))})", f"return {', '.join(outputs)}"]
-    return _function((*inputs, *sizes), lines, run=run, allocate=allocate)
-
-
-def leading_call(fused: Callable[..., Any], counts: tuple[int, int, int], reuse: Reuse) -> Callable[..., Any]:
-    """The same where ``reuse`` holds the first outputs, and the kernel's own call path can allocate the others.
-
-    Args:
-        fused: ``fused(*inputs, *first outputs, *sizes)`` allocates the others, runs the kernel, and returns them (the
-            tensor, or a tuple).
-        counts: Inputs, outputs and dynamic sizes of the kernel.
-        reuse: Positions ``0 .. k`` of outputs, and of the inputs that they take.
-    """
-    inputs, sizes = _arguments(counts)
-    outputs = _outputs(counts, reuse)
-    given, rest = outputs[: len(reuse)], outputs[len(reuse) :]
-    made = f"fused({', '.join((*inputs, *given, *sizes))})"
-    return _function(
-        (*inputs, *sizes), [f"{', '.join(rest)} = {made}", f"return {', '.join((*given, *rest))}"], fused=fused
-    )
-
-
-def _arguments(counts: tuple[int, int, int]) -> tuple[list[str], list[str]]:
-    return [f"i{number}" for number in range(counts[0])], [f"s{number}" for number in range(counts[2])]
-
-
-def _outputs(counts: tuple[int, int, int], reuse: Reuse) -> list[str]:
-    return [f"i{reuse[number]}" if number in reuse else f"o{number}" for number in range(counts[1])]
-
-
-def _function(arguments: Sequence[str], lines: Sequence[str], **names: Any) -> Callable[..., Any]:
-    namespace = dict(names)
-    body = "\n".join(f"    {line}" for line in lines)
-    exec(f"def call({', '.join(arguments)}):\n{body}\n", namespace)
-    made: Callable[..., Any] = namespace["call"]
-    return made

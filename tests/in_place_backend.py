@@ -9,7 +9,9 @@ import torch
 from reference_backend import ReferenceBackend
 
 from fuseplan.kernels.backend import CompiledKernel, Config, Target
-from fuseplan.kernels.in_place import Execution, Reuse, WritesInPlace, placed_call
+from fuseplan.kernels.gpu_direct import Layout
+from fuseplan.kernels.gpu_launch import allocating
+from fuseplan.kernels.in_place import Execution, Reuse, WritesInPlace
 from fuseplan.kernels.ir import KernelIR
 
 
@@ -24,15 +26,13 @@ class InPlaceBackend(ReferenceBackend, WritesInPlace):
         return (Execution(looped=False, replicated=False),) * len(ir.segments)
 
     def call(self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse) -> Callable[..., Any]:
-        inputs, symbols = len(ir.inputs), ir.symbols
-
-        def allocate(*args: Any) -> tuple[torch.Tensor, ...]:
-            outputs = ir.bind(dict(zip(symbols, args[inputs:], strict=True))).outputs
+        def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+            outputs = ir.bind(dict(zip(ir.symbols, sizes, strict=True))).outputs
             return tuple(
-                torch.empty_strided(one.shape, one.strides, dtype=getattr(torch, one.dtype))
+                (one.shape, one.strides, getattr(torch, one.dtype))
                 for number, one in enumerate(outputs) if number not in reuse
             )
 
         if reuse:
             self.taken.append(reuse)
-        return placed_call(kernel, (inputs, len(ir.outputs), len(symbols)), reuse, allocate)
+        return allocating(kernel, len(ir.inputs), layout, reuse)

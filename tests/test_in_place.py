@@ -1,4 +1,4 @@
-"""Outputs in the memory of inputs: the rule against brute force, the calls, and kernels run so by the interpreter."""
+"""Outputs in the memory of inputs: the rule against brute force, and kernels run so by the interpreter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 import ir_samples as samples
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_place_oracle import Trace
 from ir_samples import Body, Sample, contiguous
 
 from fuseplan.kernels.backend import SM90
-from fuseplan.kernels.in_place import Execution, choose_reuse, leading_call, placed_call, reuse_options
+from fuseplan.kernels.in_place import Execution, choose_reuse, reuse_options
 from fuseplan.kernels.index import Index, symbol
 from fuseplan.kernels.ir import Buffer, KernelIR, validate
 from fuseplan.kernels.triton_backend import TritonBackend
@@ -195,48 +194,13 @@ def test_the_rule_and_brute_force_agree_on_the_samples(looped: bool) -> None:
     assert agreed > 10
 
 
-# -- choosing, calling ------------------------------------------------------------------------------------------
+# -- choosing ---------------------------------------------------------------------------------------------------
 
 
 def test_as_many_outputs_as_possible_get_an_input() -> None:
     assert choose_reuse({0: (0, 1), 1: (0,)}, [0, 1]) == {0: 1, 1: 0}
     assert choose_reuse({0: (0, 1), 1: (0, 1), 2: (1,)}, [0, 1]).keys() < {0, 1, 2}
     assert choose_reuse({0: (0,)}, []) == {} and choose_reuse({}, [0]) == {}
-
-
-def _double(x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, product: torch.Tensor, *sizes: int) -> None:
-    first, second = x + y, x * y
-    total.copy_(first)
-    product.copy_(second)
-    assert sizes == (7,)
-
-
-@pytest.mark.parametrize("reuse", [{0: 1, 1: 0}, {0: 0}, {1: 0}, {1: 1}])
-def test_a_call_returns_the_inputs_that_were_overwritten(reuse: dict[int, int]) -> None:
-    x, y = torch.randn(3), torch.randn(3)
-    wanted = [x + y, x * y]
-    inputs = [x, y]
-
-    def allocate(*args: Any) -> tuple[torch.Tensor, ...]:
-        assert args[2] == 7
-        return tuple(torch.empty(3) for _ in range(2 - len(reuse)))
-
-    results = placed_call(_double, (2, 2, 1), reuse, allocate)(x, y, 7)
-    for number, result in enumerate(results):
-        assert torch.equal(result, wanted[number])
-        assert number not in reuse or result is inputs[reuse[number]]
-
-
-def test_the_first_outputs_may_be_given_to_a_call_that_allocates_the_rest() -> None:
-    def fused(x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, *sizes: int) -> torch.Tensor:
-        product = torch.empty(3)
-        _double(x, y, total, product, *sizes)
-        return product
-
-    x, y = torch.randn(3), torch.randn(3)
-    wanted = [x + y, x * y]
-    total, product = leading_call(fused, (2, 2, 1), {0: 1})(x, y, 7)
-    assert total is y and torch.equal(total, wanted[0]) and torch.equal(product, wanted[1])
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------

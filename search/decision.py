@@ -94,7 +94,8 @@ def _record(
 ) -> TuningRecord:
     contest = decision.contest
     by_name = {choice.name: choice for choice in standing}
-    best = by_name[contest.winner(standing[0].name, [c.name for c in standing[1:]])] if standing else None
+    between = decision.device or contest
+    best = by_name[between.winner(standing[0].name, [c.name for c in standing[1:]])] if standing else None
     fuse = best is not None and contest.accepts(best.name, jobs.UNFUSED)
     gain = contest.gain(best.name, jobs.UNFUSED) if best is not None else 0.0
     trial = _trial_of(best, verdicts.trials)
@@ -113,7 +114,7 @@ def _record(
         fused=contest.time(best.name) if best is not None else None,
         unfused=contest.time(jobs.UNFUSED),
         gain=gain,
-        default_gain=contest.gain(best.name, "default") if best is not None and "default" in by_name else 0.0,
+        default_gain=between.gain(best.name, "default") if best is not None and "default" in by_name else 0.0,
         threshold=contest.threshold,
         error=trial.error or 0.0 if trial is not None else 0.0,
         eager_error=decision.eager_error,

@@ -59,10 +59,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Screened:
-    """A checked configuration, and its time when it is right."""
+    """A checked configuration, and its times when it is right: in the regime, and on the device if asked for."""
 
     verdict: Verdict
     time: Measurement | None
+    device: Measurement | None = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,17 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decisive run: everyone's samples, compiled facts by name, and entrants that failed on fresh inputs."""
+    """The decisive run: everyone's samples, compiled facts by name, and entrants that failed on fresh inputs.
+
+    ``device`` holds the kernels' samples without the host, where the regime's include it: it decides between kernels.
+    """
 
     contest: Contest
     failed: Mapping[str, str]
     resources: Mapping[str, Mapping[str, int]]
     eager_error: float
     clocks_mhz: Mapping[str, float]
+    device: Contest | None = None
 
 
 class _Desk:
@@ -136,8 +141,10 @@ def open_subject(bench: Bench, subject: Subject) -> Measurement:
         return screen(bench.timer, desk.subject.eager, desk.operands, bench.screen_s)
 
 
-def screen_config(bench: Bench, subject: Subject, backend: Backend, config: Config) -> Screened:
-    """Load a configuration, check it, and time it shortly when it is right."""
+def screen_config(
+    bench: Bench, subject: Subject, backend: Backend, config: Config, on_device: bool = False
+) -> Screened:
+    """Load a configuration, check it, and time it shortly when it is right; ``on_device`` also without the host."""
     with torch.no_grad():
         desk = _desk(bench, subject)
         kernel = backend.load(subject.ir, config, bench.target)
@@ -145,7 +152,9 @@ def screen_config(bench: Bench, subject: Subject, backend: Backend, config: Conf
         if not verdict.ok:
             return Screened(verdict, None)
         run = backend.fused_callable(subject.ir, config, bench.target)
-        return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s))
+        alone = bench.timer.of_device() if on_device else None
+        device = None if alone is None else screen(alone, run, desk.operands, bench.screen_s)
+        return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s), device)
 
 
 def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
@@ -175,7 +184,17 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
         result = contest(
             bench.timer, runs, desk.operands, bench.decide_s, twice if twice in runs else None
         )
-        return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks_mhz(desk.device))
+        clocks = clocks_mhz(desk.device)
+        device = _on_device(bench, {name: run for name, run in runs.items() if name != UNFUSED}, desk.operands, twice)
+        return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks, device)
+
+
+def _on_device(bench: Bench, runs: Mapping[str, Run], operands: Operands, twice: str | None) -> Contest | None:
+    """Kernels against each other without the host; None where the bench's timer does that, or there is no choice."""
+    alone = bench.timer.of_device()
+    if alone is None or len(runs) < 2:
+        return None
+    return contest(alone, runs, operands, bench.decide_s / 2, twice if twice in runs else None)
 
 
 @dataclass(frozen=True)

@@ -138,11 +138,13 @@ class Trial:
         key: The subject's record key.
         backend: Kernel back end.
         config: Configuration by parameter name.
-        median_us: Screening time in microseconds; None when it failed.
+        median_us: Screening time in microseconds, in the regime; None when it failed.
         reason: Why it failed (compile error, wrong result, crash, time limit); empty when it was measured.
         error: Normwise relative error against float64; None when it failed before it could be checked.
         duplicate_of: Canonical text of the config that runs the same code in the same way; empty when none does.
         created: ISO 8601 UTC time.
+        device_us: Screening time of the device alone, where the regime's includes the host and configurations are
+            compared; None elsewhere.
     """
 
     key: RecordKey
@@ -153,6 +155,7 @@ class Trial:
     error: float | None = None
     duplicate_of: str = ""
     created: str = ""
+    device_us: float | None = None
 
 
 @dataclass(frozen=True)

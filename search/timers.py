@@ -39,6 +39,13 @@ class Timer(ABC):
         """Seconds, for budgets."""
         return time.perf_counter()
 
+    def of_device(self) -> Timer | None:
+        """What times a kernel without the host that launches it; None where this timer does, or cannot be told apart.
+
+        Where launching takes the host longer than a kernel takes the device, all configurations of the kernel tie.
+        """
+        return None
+
     def disturbances(self) -> int:
         """A count that grows when something else took the processor away, which spoils the sample under way."""
         return 0
@@ -131,6 +138,9 @@ class CudaEagerTimer(HostTimer):
 
     def synchronise(self) -> None:
         torch.cuda.synchronize()
+
+    def of_device(self) -> Timer | None:
+        return CudaGraphTimer()
 
 
 class CudaGraphTimer(Timer):

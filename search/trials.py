@@ -123,11 +123,15 @@ class SubjectRun:
         self._default_spills: dict[str, int] = {}
         self._entries = self._take_part(neighbours)
         self._best_us = float("inf")
+        #: Configurations are compared by what they take on the device, where that is not the regime's time.
+        self._has_device_timer = shop.bench.timer.of_device() is not None
+        self._on_device = False
 
     def execute(self) -> TuningRecord:
         """Try configurations within the budget, decide, and return the answer."""
         self._open()
         start = time.monotonic()
+        self._on_device = self._has_device_timer
         self._resume()
         while batch := self._next_batch(time.monotonic() - start):
             self._try(batch)
@@ -199,6 +203,8 @@ class SubjectRun:
         """Take over the trials of a tune that was cut short (or of any tune)."""
         by_name = {entry.backend.name: entry for entry in self._entries}
         for trial in self._shop.database.trials(self._key, self._shop.versions, only_open=only_open):
+            if self._on_device and trial.median_us is not None and trial.device_us is None:
+                continue  # only ranked against other groups so far
             entry = by_name.get(trial.backend)
             position = entry.space.find(trial.config) if entry is not None else None
             if entry is not None and position is not None:
@@ -242,7 +248,7 @@ class SubjectRun:
         if twin is not None:
             return replace(
                 blank, median_us=twin.median_us, reason=twin.reason, error=twin.error,
-                duplicate_of=config_key(twin.config),
+                duplicate_of=config_key(twin.config), device_us=twin.device_us,
             )
         trial = self._measure(entry, config, blank)
         if prepared.run_key:
@@ -250,18 +256,21 @@ class SubjectRun:
         return trial
 
     def _measure(self, entry: _Entry, config: Config, blank: Trial) -> Trial:
-        outcome = self._shop.call(jobs.screen_config, self._shop.bench, self._subject, entry.backend, config)
+        outcome = self._shop.call(
+            jobs.screen_config, self._shop.bench, self._subject, entry.backend, config, self._on_device
+        )
         if not outcome.ok:
             return replace(blank, reason=outcome.failure)
         screened: jobs.Screened = outcome.value
         error = min(screened.verdict.error, 1e300)
         if screened.time is None:
             return replace(blank, reason=f"wrong result: {screened.verdict.reason}", error=error)
-        return replace(blank, median_us=screened.time.median_us, error=error)
+        device_us = screened.device.median_us if screened.device is not None else None
+        return replace(blank, median_us=screened.time.median_us, error=error, device_us=device_us)
 
     def _note(self, entry: _Entry, position: int, trial: Trial) -> None:
         self._trials[trial.backend, config_key(trial.config)] = trial
-        entry.strategy.tell(position, trial.median_us)
+        entry.strategy.tell(position, trial.device_us if self._on_device else trial.median_us)
         if trial.median_us is not None:
             self._best_us = min(self._best_us, trial.median_us)
 

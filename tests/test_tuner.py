@@ -23,6 +23,7 @@ from fuseplan.search.database import Database
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.jobs import Part
 from fuseplan.search.record import TuningRecord, Versions
+from fuseplan.search.timers import Operands, Run, Sampler, Timer
 from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
 from fuseplan.search.worker import InlineExecutor, Outcome, WorkerPool
 
@@ -64,6 +65,53 @@ def test_the_best_config_wins_and_is_stored(db: Database) -> None:
     assert dict(record.resources) == {"registers": 32, "spill_bytes": 0}
     assert 0 < record.error < 1e-6
     assert db.get_record(record.key).hit == record
+
+
+class HostBoundTimer(ShortTimer):
+    """No call takes the host less than 40 us, whatever the kernel takes."""
+
+    def of_device(self) -> Timer | None:
+        return ShortTimer()
+
+    def prepare(self, run: Run, operands: Operands) -> Sampler:
+        sample = super().prepare(run, operands)
+        return lambda number: max(40.0, sample(number))
+
+
+class BlindTimer(HostBoundTimer):
+    """The same without a way to look past the host."""
+
+    def of_device(self) -> Timer | None:
+        return None
+
+
+def test_configs_that_tie_on_the_host_are_told_apart_on_the_device(db: Database) -> None:
+    blind = tuner(Database("sqlite://"), timer=BlindTimer()).tune(SUBJECT)
+    assert dict(blind.config) == {"tile": 16, "unroll": 1}  # a tie keeps the default
+    record = tuner(db, timer=HostBoundTimer()).tune(SUBJECT)
+    assert dict(record.config) == {"tile": 128, "unroll": 4}
+    assert record.default_gain == pytest.approx(1 - 10 / 35)
+    # Whether to fuse is still a question of the regime's time.
+    assert record.fuse and record.fused is not None
+    assert record.fused.median_us == pytest.approx(40.0)
+    assert record.gain == pytest.approx(0.6)
+    trials = {config_key(trial.config): trial for trial in db.trials(record.key)}
+    best = trials[config_key(record.config)]
+    assert (best.median_us, best.device_us) == (pytest.approx(40.0), pytest.approx(10.0))
+
+
+def test_a_kernel_that_is_only_faster_on_the_device_is_not_fused(db: Database) -> None:
+    record = tuner(db, timer=HostBoundTimer()).tune(FakeSubject(eager_us=30.0))
+    assert not record.fuse  # 10 us against 30 on the device, but 40 against 40 as a user meets it
+
+
+def test_ranking_groups_takes_the_regimes_time_and_a_tune_measures_the_default_again(db: Database) -> None:
+    tune = tuner(db, timer=HostBoundTimer())
+    trial = tune.screen(SUBJECT)
+    assert (trial.median_us, trial.device_us) == (pytest.approx(40.0), None)
+    assert dict(tune.tune(SUBJECT).config) == {"tile": 128, "unroll": 4}
+    again = tune.screen(SUBJECT)
+    assert (again.median_us, again.device_us) == (pytest.approx(40.0), pytest.approx(35.0))
 
 
 def test_do_not_fuse_is_an_answer(db: Database) -> None:

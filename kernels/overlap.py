@@ -34,8 +34,9 @@ _FIRST_ARCH = 90
 #: Threads and blocks that one multiprocessor holds.
 _MAX_THREADS, _MAX_BLOCKS = 2048, 32
 #: Programs of up to so many elements pay for letting the next kernel start, where they run in several waves: measured
-#: on an H200, 14336 programs of 512 elements took 18 us for 10; with 1024 elements each, 9.3 for 8.9.
-_SMALL_TILE, _WAVES = 512, 2
+#: on an H200, 14336 programs of 512 elements took 18 us for 10, half as many of 1024 at least 9.3 for 8.9; but half as
+#: many again of 2048 took 8.4 for 9.1.
+_SMALL_TILE, _WAVES = 1024, 2
 
 
 def overlap_of(config: Config) -> str:
@@ -92,10 +93,15 @@ def pointless_overlap(config: Config, programs: int, elements: int, target: Targ
     if overlap == "late" and programs <= target.cores:
         # Measured on an H200: early is as fast or faster, by up to a quarter.
         return "overlap=late gains nothing over early where all programs start at once"
-    resident = target.cores * min(_MAX_BLOCKS, _MAX_THREADS // (32 * int(config["num_warps"])))
-    if overlap in ("early", "late") and elements <= _SMALL_TILE and programs > _WAVES * resident:
+    if overlap in ("early", "late") and elements <= _SMALL_TILE and has_waves(config, programs, target):
         return f"overlap={overlap} with {programs} programs of only {elements} elements"
     return None
+
+
+def has_waves(config: Config, programs: int, target: Target) -> bool:
+    """Whether so many programs run in several waves: the device does not hold them at once, by far."""
+    resident = target.cores * min(_MAX_BLOCKS, _MAX_THREADS // (32 * int(config["num_warps"])))
+    return programs > _WAVES * resident
 
 
 def overlapped(statements: Sequence[str], config: Config, load: str, store: str) -> list[str]:

@@ -24,7 +24,7 @@ from fuseplan.kernels.gpu_direct import find_launcher
 from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.overlap import is_overlapped, plainly
-from fuseplan.kernels.triton_config import default_config, infeasible, tunables
+from fuseplan.kernels.triton_config import default_config, infeasible, suggestions, tunables
 from fuseplan.kernels.triton_emitter import KERNEL_NAME, buffer_names, emit_triton
 from fuseplan.kernels.triton_index import symbol_argument
 from fuseplan.kernels.triton_tile import needs_int64, programs
@@ -68,6 +68,9 @@ class TritonBackend(GpuBackend):
 
     def default_config(self, ir: KernelIR, target: Target) -> Config:
         return default_config(ir, target)
+
+    def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
+        return suggestions(ir, target)
 
     def source(self, ir: KernelIR, config: Config) -> str:
         return emit_triton(ir, config, needs_int64(ir))

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from fuseplan.kernels.backend import Config, Target, Tunable
 from fuseplan.kernels.index import Size, is_static
 from fuseplan.kernels.ir import KernelIR, Load, Segment
-from fuseplan.kernels.overlap import default_overlap, overlap_tunables, pointless_overlap
+from fuseplan.kernels.overlap import (
+    OVERLAP,
+    can_overlap,
+    default_overlap,
+    has_waves,
+    overlap_tunables,
+    pointless_overlap,
+)
 from fuseplan.kernels.schedule import reduction_depths, schedule
 from fuseplan.kernels.triton_tile import Tile, live_words, next_power_of_2, programs, tile_of
 
@@ -144,6 +151,21 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     reduces = any(segment.has_reduction() for segment in ir.segments)
     chosen = _default_reduction(ir, target) if reduces else _default_pointwise(ir, target)
     return {**default_overlap(target), **chosen}
+
+
+def suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+    """What no single step from the default reaches: in pointwise kernels of many waves, larger tiles that let the next
+    kernel start late gain although either alone does not.
+    """
+    if not can_overlap(target) or ir.symbols or any(segment.has_reduction() for segment in ir.segments):
+        return ()
+    config = default_config(ir, target)
+    if not has_waves(config, programs(ir, config, {}), target):
+        return ()
+    larger: tuple[Config, ...] = tuple(
+        {**config, name: 2 * int(config[name]), OVERLAP: "late"} for name in ("block_cols", "block_rows")
+    )
+    return tuple(one for one in larger if infeasible(ir, one, target) is None)[:1]
 
 
 def _elements(segment: Segment) -> int:

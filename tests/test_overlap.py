@@ -17,6 +17,7 @@ from fuseplan.costmodel.device import current_identity
 from fuseplan.kernels.backend import SM90, BuildError, Target
 from fuseplan.kernels.gpu_backend import GpuBackend
 from fuseplan.kernels.gpu_launch import Variant
+from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
 from fuseplan.kernels.overlap import (
     OVERLAP_CHOICES,
@@ -29,6 +30,8 @@ from fuseplan.kernels.overlap import (
 from fuseplan.kernels.triton_backend import TritonBackend
 from fuseplan.planner import session
 from fuseplan.planner.plan import PlanSettings
+from fuseplan.search.space import enumerate_space
+from fuseplan.search.strategy import make_strategy
 
 IN_GRAPH = replace(SM90, in_graph=True)
 STATEMENTS = ("row = pid", "x = load(a)", "store(b, x)", "y = load(c)", "z = y + x", "store(d, z)")
@@ -111,7 +114,8 @@ def test_configs_of_the_eager_regime_build_what_they_did(backend: GpuBackend) ->
         (28, 512, 4, {"late"}),  # swiglu 1x14336 on an H200: early 0.70, late 0.97, wait 0.82 us
         (448, 1024, 4, set()),  # 32x14336: early 1.17, late 1.48, wait 1.41 us
         (14336, 512, 4, {"early", "late"}),  # 512x14336: 18 us for 10
-        (7168, 1024, 4, set()),  # 9.3 for 8.9
+        (7168, 1024, 4, {"early", "late"}),  # 9.3 and 10.0 for 8.9
+        (3584, 2048, 4, set()),  # 8.6 and 8.4 for 9.1
         (512, 4096, 8, set()),  # add_rms_norm 512x4096: early 5.41, late 3.56, wait 3.74 us
     ],
 )
@@ -183,3 +187,33 @@ def test_a_session_says_whether_its_kernels_will_be_replayed(
     opened = session.open_session(device_type, tmp_path / "t.db", PlanSettings(regime=regime), mode="read")
     assert opened.target.in_graph == expected
     assert replace(opened.target, in_graph=False, l2_bytes=0) == replace(target, l2_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("ir", "second"),
+    [
+        (samples.add_rms_norm(32, 4096, "bfloat16").ir, ["early"]),
+        (samples.add_rms_norm(512, 4096, "bfloat16").ir, ["early", "late"]),
+        (samples.swiglu(32, 14336, "bfloat16").ir, ["early", "late"]),
+    ],
+    ids=["few programs", "rows", "pointwise"],
+)
+def test_few_trials_start_with_the_overlaps_of_the_default(ir: KernelIR, second: list[str], tmp_path: Path) -> None:
+    space = enumerate_space(TritonBackend(tmp_path), ir, IN_GRAPH)
+    asked = [space.configs[n] for n in make_strategy(space, 6, seed=0).ask(8)]
+    assert len(asked) == 5  # one is kept for the best steps together
+    assert [config["overlap"] for config in asked] == ["wait", *second, *["wait"] * (4 - len(second))]
+    assert all(plainly(config) == plainly(space.default) for config in asked[: 1 + len(second)])
+
+
+def test_many_waves_of_programs_are_suggested_larger_tiles(tmp_path: Path) -> None:
+    backend, many = TritonBackend(tmp_path), samples.swiglu(512, 14336, "bfloat16").ir
+    default = backend.default_config(many, IN_GRAPH)
+    (larger,) = backend.suggestions(many, IN_GRAPH)
+    assert larger == {**default, "overlap": "late", "block_cols": 2048}
+    assert enumerate_space(backend, many, IN_GRAPH).find(larger) is not None
+    narrow = samples.rope(1, 4096, 32, 8, 128, "bfloat16").ir
+    assert [config["block_rows"] for config in backend.suggestions(narrow, IN_GRAPH)] == [16]
+    assert backend.suggestions(many, SM90) == ()
+    assert backend.suggestions(samples.swiglu(32, 14336, "bfloat16").ir, IN_GRAPH) == ()
+    assert backend.suggestions(samples.rms_norm(4096, 4096, "bfloat16").ir, IN_GRAPH) == ()

@@ -164,8 +164,8 @@ class GuidedStrategy(Strategy):
         expected_us = base_us * math.prod(gain for gain, _ in gains.values())
         if best is None or not math.isfinite(base_us) or expected_us > _WORTHWHILE * self.times[best]:
             return None
-        position = self.space.find({**self.space.default, **{name: choice for name, (_, choice) in gains.items()}})
-        return None if position in self._asked else position
+        together = self.space.find({**self.space.default, **{name: choice for name, (_, choice) in gains.items()}})
+        return None if together in self._asked else together
 
     def _changed(self, position: int) -> dict[str, int | str]:
         """What a configuration has otherwise than the default."""

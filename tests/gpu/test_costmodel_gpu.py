@@ -20,3 +20,7 @@ def test_probe_of_this_device() -> None:
     assert spec.graph_us < spec.eager_us
     assert spec.bandwidth.ideal_gbps(spec.identity.l2_bytes / 4) > spec.bandwidth.ideal_memory_gbps
     assert spec.peak("bf16_matmul").per_s > spec.peak("fp32").per_s > spec.peak("sfu").per_s
+    if torch.cuda.get_device_capability() >= (9, 0):
+        # A launch that overlaps the kernel before costs less than one that waits for its end, even when it does work.
+        assert spec.launch["overlapped"].best_us < spec.launch["graph"].best_us
+        assert spec.launch["overlapped"].us < spec.launch["graph"].us

@@ -91,6 +91,8 @@ class Database:
             except DatabaseError as error:
                 self._engine = None
                 self._warn(str(error))
+        if self._engine is not None:
+            tables.close_with(self, self._engine)
 
     def __enter__(self) -> Database:
         return self
@@ -202,14 +204,25 @@ class Database:
             "label": label, "payload": json.dumps(dict(payload or {})), "first_seen": now(), "count": 1,
         }
         try:
-            engine = self._engine if self.mode == "write" and self._engine else tables.open_for_writing(self.url)
-            with tables.transaction(engine) as connection:
+            with self._miss_engine() as engine, tables.transaction(engine) as connection:
                 where = same_key(table, key)
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
         except (DatabaseError, SQLAlchemyError, TypeError, ValueError):
             return False
         return True
+
+    @contextlib.contextmanager
+    def _miss_engine(self) -> Iterator[Engine]:
+        """An engine that can write, although this object may be open for reading only."""
+        if self.mode == "write" and self._engine is not None:
+            yield self._engine
+            return
+        engine = tables.open_for_writing(self.url)
+        try:
+            yield engine
+        finally:
+            engine.dispose()
 
     def misses(self) -> list[dict[str, Any]]:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
 
 from fuseplan.search.errors import (
     CorruptDatabaseError,
@@ -42,6 +44,10 @@ from fuseplan.search.record import SCHEMA_VERSION, now
 
 METADATA = MetaData()
 _APPLICATION = "fuseplan"
+#: Connections of the process that this one was forked from: SQLite asks neither to use nor to close them here.
+_INHERITED: list[Any] = []
+#: SQLite's mode for a file that nobody changes.
+_FIXED = "immutable=1"
 #: Seconds a writer waits for another process's transaction.
 _BUSY_S = 30.0
 
@@ -153,7 +159,7 @@ def open_for_reading(url: URL) -> Engine | None:
         if isinstance(error, CorruptDatabaseError | SchemaVersionError | ForeignDatabaseError):
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
-        engine = _engine(url, "immutable=1")
+        engine = _engine(url, _FIXED)
         usable = check_schema(engine)
     return engine if usable else None
 
@@ -169,13 +175,54 @@ def _engine(url: URL, sqlite_mode: str = "") -> Engine:
         engine = create_engine(url, connect_args={"timeout": _BUSY_S})
     else:
         target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
+        # To open a file costs several times a look-up in it, so one connection is kept. A file that is declared never
+        # to change is opened each time: an open one would not show that it did.
+        pool: dict[str, Any] = {"poolclass": NullPool} if sqlite_mode == _FIXED else {"pool_size": 1}
         engine = create_engine(
             url,
             creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode), check_same_thread=False),
-            poolclass=NullPool,
+            **pool,
         )
+        _leave_what_is_not_ours(engine, file)
     _own_transactions(engine)
     return engine
+
+
+def close_with(owner: object, engine: Engine) -> None:
+    """Close an engine's connections when ``owner`` is let go, at exit at the latest.
+
+    SQLite merges its log into the file when the last connection is closed: the file alone is then whole.
+    """
+    weakref.finalize(owner, _close, engine, os.getpid())
+
+
+def _close(engine: Engine, process: int) -> None:
+    if os.getpid() == process:
+        engine.dispose()
+
+
+def _leave_what_is_not_ours(engine: Engine, file: Path) -> None:
+    """Open the database again in a forked process, and when another file has taken its place."""
+
+    def identity() -> tuple[int, int, int]:
+        try:
+            found = file.stat()
+        except OSError:
+            return os.getpid(), 0, 0
+        return os.getpid(), found.st_dev, found.st_ino
+
+    @event.listens_for(engine, "connect")
+    def _connect(_connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
+        record.info["identity"] = identity()
+
+    @event.listens_for(engine, "checkout")
+    def _checkout(_connection: sqlite3.Connection, record: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
+        if record.info["identity"] == identity():
+            return
+        if record.info["identity"][0] != os.getpid():
+            _INHERITED.append(record.dbapi_connection)
+            record.dbapi_connection = proxy.dbapi_connection = None  # type: ignore[misc]
+        raise DisconnectionError
 
 
 def _own_transactions(engine: Engine) -> None:

@@ -20,13 +20,12 @@ from fuseplan.planner.bench_case import (
     trace_cell,
 )
 from fuseplan.planner.bench_cells import Cell
-from fuseplan.planner.bench_cold import ColdTimer
 from fuseplan.planner.peers import PEERS, Case, Contestant, PeerError, fused
 from fuseplan.planner.session import Session
 from fuseplan.search.jobs import free_bytes
 from fuseplan.search.measure import cache_bytes
 from fuseplan.search.record import now
-from fuseplan.search.timers import Operands, Run, Timer, timer_for
+from fuseplan.search.timers import ColdTimer, Operands, Run, Timer, timer_for
 from fuseplan.search.verify import errors
 
 #: Ours with results in the memory of activations, as dispatch runs a group in which they die. It takes part where a

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fuseplan.search.measure import no_collection, summarise
 from fuseplan.search.record import Measurement
@@ -124,6 +125,31 @@ def play_off(
 
     samples = {side: total(names) for side, names in sides.items()}
     return Contest(samples, paired_noise(samples[first], total(list(again))), timer.regime)
+
+
+def geometric_mean(first: Contest, second: Contest) -> Contest:
+    """Two runs of the same contestants under different conditions as one: who wins is best in both together.
+
+    A gain in it is about the mean of the gains in both. The longer run's rounds are averaged to as many as the other
+    has. Contestants of one run only are left out.
+    """
+    names = [name for name in first.samples if name in second.samples]
+    rounds = min(len(one.samples[name]) for one in (first, second) for name in names)
+    samples = {
+        name: tuple(
+            math.sqrt(a * b) for a, b in zip(
+                _averaged(first.samples[name], rounds), _averaged(second.samples[name], rounds), strict=True
+            )
+        )
+        for name in names
+    }
+    return Contest(samples, math.hypot(first.noise, second.noise) / 2, first.regime)
+
+
+def _averaged(values: Sequence[float], count: int) -> list[float]:
+    """``count`` means of neighbouring values."""
+    edges = [number * len(values) // count for number in range(count + 1)]
+    return [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
 def _rounds(timer: Timer, runs: Mapping[str, tuple[Run, Operands]], seconds: float) -> dict[str, tuple[float, ...]]:

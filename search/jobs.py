@@ -17,7 +17,7 @@ import torch
 
 from fuseplan.kernels.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir import KernelIR
-from fuseplan.search.contest import Contest, contest, play_off
+from fuseplan.search.contest import Contest, contest, geometric_mean, play_off
 from fuseplan.search.measure import cache_bytes, rotating_operands, screen
 from fuseplan.search.record import Measurement
 from fuseplan.search.subject import Subject
@@ -26,6 +26,8 @@ from fuseplan.search.verify import Oracle, Verdict, make_oracle, verify
 
 #: Name of the unfused chain among the contestants.
 UNFUSED = "unfused"
+#: Share of the decisive run's time that cold calls get on top.
+_COLD_SHARE = 0.3
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Entrant:
 class Decision:
     """The decisive run: everyone's samples, compiled facts by name, and entrants that failed on fresh inputs.
 
-    ``device`` holds the kernels' samples without the host, where the regime's include it: it decides between kernels.
+    ``device`` holds the kernels' samples on the device alone, hot and cold, where there is more to compare than the
+    regime's times: it decides between kernels.
     """
 
     contest: Contest
@@ -185,16 +188,27 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
             bench.timer, runs, desk.operands, bench.decide_s, twice if twice in runs else None
         )
         clocks = clocks_mhz(desk.device)
-        device = _on_device(bench, {name: run for name, run in runs.items() if name != UNFUSED}, desk.operands, twice)
+        kernels = {name: run for name, run in runs.items() if name != UNFUSED}
+        device = _between_kernels(bench, result, kernels, desk.operands, twice)
         return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks, device)
 
 
-def _on_device(bench: Bench, runs: Mapping[str, Run], operands: Operands, twice: str | None) -> Contest | None:
-    """Kernels against each other without the host; None where the bench's timer does that, or there is no choice."""
-    alone = bench.timer.of_device()
-    if alone is None or len(runs) < 2:
+def _between_kernels(
+    bench: Bench, regime: Contest, runs: Mapping[str, Run], operands: Operands, twice: str | None
+) -> Contest | None:
+    """Kernels against each other on the device alone, hot and cold; None where the regime's times are all there is.
+
+    A model leaves in the cache what was just made if it is small, and nothing that is large: a configuration has to
+    be good in both conditions.
+    """
+    alone, cold = bench.timer.of_device(), bench.timer.from_memory(bench.target.l2_bytes)
+    if len(runs) < 2 or (alone is None and cold is None):
         return None
-    return contest(alone, runs, operands, bench.decide_s / 2, twice if twice in runs else None)
+    again = twice if twice in runs else None
+    hot = regime if alone is None else contest(alone, runs, operands, bench.decide_s / 2, again)
+    if cold is None:
+        return hot
+    return geometric_mean(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, again))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How one call is timed: on a CPU, from the host on a GPU, and inside a CUDA graph.
+"""How one call is timed: on a CPU, from the host on a GPU, inside a CUDA graph, and with a cold cache.
 
 Each timer turns a callable into a sampler, which gives the mean time per call of one batch. Operand sets are used in
 turn, so that weights come cold from memory as they do in a model.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import resource
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias
+from functools import lru_cache
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -24,6 +26,11 @@ Operands: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
 #: Microseconds per call of one batch; the argument is the number of the round.
 Sampler: TypeAlias = Callable[[int], float]
 
+#: What is overwritten between cold calls: at least this much, and several times the last-level cache.
+_MIN_FLUSH_BYTES = 256 * 2**20
+_FLUSH_MULTIPLE = 4
+_COLD_SAMPLE_US = 1000.0
+_MIN_COLD_CALLS, _MAX_COLD_CALLS = 3, 10
 _GRAPH_US = 300.0
 _MAX_REPETITIONS = 2000
 _CALIBRATION_TRIES = 3
@@ -43,6 +50,14 @@ class Timer(ABC):
         """What times a kernel without the host that launches it; None where this timer does, or cannot be told apart.
 
         Where launching takes the host longer than a kernel takes the device, all configurations of the kernel tie.
+        """
+        return None
+
+    def from_memory(self, l2_bytes: int) -> Timer | None:
+        """What times calls that find nothing in the cache; None where configurations are not compared that way.
+
+        Args:
+            l2_bytes: Last-level cache.
         """
         return None
 
@@ -142,11 +157,17 @@ class CudaEagerTimer(HostTimer):
     def of_device(self) -> Timer | None:
         return CudaGraphTimer()
 
+    def from_memory(self, l2_bytes: int) -> Timer | None:
+        return cold_timer(l2_bytes)
+
 
 class CudaGraphTimer(Timer):
     """Many launches over rotating operands, replayed from one CUDA graph: device time without the host."""
 
     regime = "graph"
+
+    def from_memory(self, l2_bytes: int) -> Timer | None:
+        return cold_timer(l2_bytes)
 
     def prepare(self, run: Run, operands: Operands) -> Sampler:
         stream = torch.cuda.Stream()
@@ -185,6 +206,58 @@ class CudaGraphTimer(Timer):
         torch.cuda.current_stream().wait_stream(stream)
         per_call_us = max(float(begin.elapsed_time(end)) * 1e3 / 3, 0.5)
         return max(len(operands), min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / per_call_us)))
+
+
+class ColdTimer(Timer):
+    """Device time of single calls, each after a buffer larger than the last-level cache was written.
+
+    The time between two events around the call, with nothing subtracted: what the events themselves add is the same
+    for every contestant. Writing the buffer takes the device longer than the host needs to launch what is timed, so
+    the host is not in the time.
+
+    Args:
+        l2_bytes: Last-level cache.
+        device: Where the buffer lies.
+        event: Makes an event with ``record``, ``synchronize`` and ``elapsed_time`` in milliseconds.
+    """
+
+    regime = "cold"
+
+    def __init__(self, l2_bytes: int, device: str = "cuda", event: Callable[[], Any] | None = None) -> None:
+        self._event = event if event is not None else lambda: torch.cuda.Event(enable_timing=True)
+        count = max(_MIN_FLUSH_BYTES, _FLUSH_MULTIPLE * l2_bytes) // 4
+        self._buffer = torch.empty(count, dtype=torch.int32, device=device)
+
+    def prepare(self, run: Run, operands: Operands) -> Sampler:
+        for number in range(2):
+            run(*operands[number % len(operands)])
+        calls = self._calls(self._times_us(run, operands, 2))
+
+        def sample(number: int) -> float:
+            return statistics.median(self._times_us(run, operands, calls))
+
+        return sample
+
+    @staticmethod
+    def _calls(times_us: list[float]) -> int:
+        """Calls of one sample."""
+        return max(_MIN_COLD_CALLS, min(_MAX_COLD_CALLS, math.ceil(_COLD_SAMPLE_US / max(min(times_us), 1.0))))
+
+    def _times_us(self, run: Run, operands: Operands, calls: int) -> list[float]:
+        pairs = [(self._event(), self._event()) for _ in range(calls)]
+        for call, (begin, end) in enumerate(pairs):
+            self._buffer.zero_()
+            begin.record()
+            run(*operands[call % len(operands)])
+            end.record()
+        pairs[-1][1].synchronize()
+        return [float(begin.elapsed_time(end)) * 1e3 for begin, end in pairs]
+
+
+@lru_cache(maxsize=1)
+def cold_timer(l2_bytes: int) -> ColdTimer:
+    """The process's cold timer: it has a large buffer."""
+    return ColdTimer(l2_bytes)
 
 
 def timer_for(device_type: str, regime: str) -> Timer:

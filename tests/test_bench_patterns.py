@@ -21,7 +21,6 @@ from fuseplan.planner import bench_case, bench_compile, bench_patterns
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.bench_case import make_inputs, operand_sets, plan_case, trace_cell
 from fuseplan.planner.bench_cells import ROWS, Cell, cell, parse_sizes, sweep_cells
-from fuseplan.planner.bench_cold import ColdTimer
 from fuseplan.planner.bench_log import RowLog, pattern_frame
 from fuseplan.planner.bench_patterns import COPY, OURS_IN_PLACE, PatternBench, PatternRow, copy_of
 from fuseplan.planner.bench_verdicts import headline_table, notes, pattern_table, pattern_verdict
@@ -30,6 +29,7 @@ from fuseplan.planner.patterns import PATTERNS, activations
 from fuseplan.planner.peers import PEERS, Case, Contestant, Peer, PeerError
 from fuseplan.planner.session import Session, open_session
 from fuseplan.search.database import Database
+from fuseplan.search.timers import ColdTimer
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +283,7 @@ class _Clock:
 
 
 def test_cold_calls_meet_an_overwritten_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuseplan.planner.bench_cold._MIN_FLUSH_BYTES", 4096)
+    monkeypatch.setattr("fuseplan.search.timers._MIN_FLUSH_BYTES", 4096)
     clock = _Clock()
     timer = ColdTimer(l2_bytes=2048, device="cpu", event=clock.event)
     assert timer._buffer.numel() * 4 == 4 * 2048

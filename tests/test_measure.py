@@ -11,7 +11,7 @@ from search_fakes import CLOCK, VirtualTimer
 
 from fuseplan.search import contest as contest_module
 from fuseplan.search import measure
-from fuseplan.search.contest import Contest, contest, paired_noise, play_off
+from fuseplan.search.contest import Contest, contest, geometric_mean, paired_noise, play_off
 from fuseplan.search.measure import rotating_operands, screen, summarise
 from fuseplan.search.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
 
@@ -279,6 +279,22 @@ def test_cuda_timers_rank_by_size(regime: str) -> None:
     result = contest(timer, runs, [(torch.ones(1, device="cuda"),)] * 3, seconds=0.2)
     assert result.winner("large", ["small"]) == "small"
     assert result.gain("small", "large") > 0.3
+
+
+def test_two_conditions_count_alike() -> None:
+    hot = Contest({"a": (4.0, 6.0, 4.0, 6.0), "b": (10.0,) * 4, "unfused": (99.0,) * 4}, 0.03, "graph")
+    cold = Contest({"b": (10.0, 10.0), "a": (20.0, 45.0)}, 0.04, "cold")
+    both = geometric_mean(hot, cold)
+    # Pairs of the longer run's rounds are averaged: 5 and 5; sqrt(5 * 20) = 10, sqrt(5 * 45) = 15.
+    assert both.samples == {"a": pytest.approx((10.0, 15.0)), "b": pytest.approx((10.0, 10.0))}
+    assert both.noise == pytest.approx(0.025)  # of a square root of a product: half, added as independent errors
+    assert both.regime == "graph"
+
+
+def test_averages_cover_every_round() -> None:
+    uneven = Contest({"a": (1.0, 2.0, 3.0, 4.0, 5.0)}, 0.0, "graph")
+    other = Contest({"a": (1.0, 1.0)}, 0.0, "cold")
+    assert geometric_mean(uneven, other).samples["a"] == pytest.approx((1.5**0.5, 2.0))
 
 
 def test_a_play_off_adds_up_the_kernels_of_a_side() -> None:

@@ -114,6 +114,26 @@ def test_ranking_groups_takes_the_regimes_time_and_a_tune_measures_the_default_a
     assert (again.median_us, again.device_us) == (pytest.approx(40.0), pytest.approx(35.0))
 
 
+class ColdLosesTimer(ShortTimer):
+    """Among calls that find nothing in the cache, those that take less than 20 us otherwise take 200."""
+
+    class Cold(ShortTimer):
+        def prepare(self, run: Run, operands: Operands) -> Sampler:
+            sample = super().prepare(run, operands)
+            return lambda number: 200.0 if sample(number) < 20.0 else 50.0
+
+    def from_memory(self, l2_bytes: int) -> Timer | None:
+        return ColdLosesTimer.Cold()
+
+
+def test_a_config_has_to_be_good_with_a_cold_cache_too(db: Database) -> None:
+    record = tuner(db, timer=ColdLosesTimer()).tune(SUBJECT)
+    # The fastest has 10 us hot and 200 cold; the default 35 and 50, a smaller mean.
+    assert record.fuse and record.fused is not None
+    assert dict(record.config) != {"tile": 128, "unroll": 4}
+    assert record.fused.median_us >= 20.0
+
+
 def test_do_not_fuse_is_an_answer(db: Database) -> None:
     record = tuner(db).tune(FakeSubject(eager_us=8.0))
     assert not record.fuse

@@ -95,7 +95,7 @@ _ROWS: tuple[OpSpec, ...] = (
     OpSpec("cos", 1, torch.cos, "fp_cos({0})", "_cos({0})", flops=2.0, unit="sfu"),
     OpSpec("tanh", 1, torch.tanh, "fp_tanh({0})", "_tanh({0})", flops=3.0, unit="sfu"),
     OpSpec("sigmoid", 1, torch.sigmoid, "fp_sigmoid({0})", "_sigmoid({0})", flops=3.0, unit="sfu"),
-    OpSpec("erf", 1, torch.erf, "fp_erf({0})", "tl.erf({0})", flops=8.0, unit="sfu"),
+    OpSpec("erf", 1, torch.erf, "fp_erf({0})", "_erf({0})", flops=8.0, unit="sfu"),
     OpSpec("pow", 2, torch.pow, "fp_pow({0}, {1})", "_pow({0}, {1})", flops=3.0, unit="sfu"),
     # -- comparisons and logic ----------------------------------------------------------------------------
     OpSpec("eq", 2, torch.eq, "({0} == {1})", "({0} == {1})", result="bool"),

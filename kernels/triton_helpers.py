@@ -71,6 +71,26 @@ def _tanh(x):
     return tl.where(size < 0.625, small, tl.where(x < 0, -large, large))
 '''
 
+# Minimax fits of this project (as in the C++ back end): erf(t) / t - 1 in t^2 below 0.7, -log2(erfc(t)) / t above.
+_ERF = '''
+@triton.jit
+def _erf(x):
+    """Error function, within 3 units in the last place."""
+    if x.dtype == tl.float64:
+        result = tl.erf(x)
+    else:
+        t = tl.minimum(tl.abs(x), 3.95, propagate_nan=tl.PropagateNan.ALL)
+        z = t * t
+        p = (0.004264653194695711 * z - 0.026459477841854095) * z + 0.11276596039533615
+        small = ((p * z - 0.3761218786239624) * z + 0.12837912142276764) * t + t
+        q = (-0.0003105506475549191 * t + 0.004655268508940935) * t - 0.03308303281664848
+        q = ((q * t + 0.15196026861667633) * t + 0.9170684814453125) * t + 1.6281262636184692
+        large = 1.0 - tl.exp2(-(q * t))
+        size = tl.where(t < 0.7, small, large)
+        result = tl.where(x < 0, -size, size)
+    return result
+'''
+
 # Beyond half the mantissa every float is an integer; below, adding 1.5 * 2^23 (2^52) leaves no room for a fraction.
 _ROUND = '''
 @triton.jit
@@ -175,6 +195,7 @@ _HELPERS = {
     "_exp": _EXP,
     "_sigmoid": _SIGMOID,
     "_tanh": _TANH,
+    "_erf": _ERF,
     "_round": _ROUND,
     "_pow": _POW,
     "_sin": _SIN,

@@ -20,7 +20,7 @@ _FOLD_INSTRUCTIONS = 2.0
 _DIVISION_INSTRUCTIONS = 4.0
 #: Instructions of the polynomials, range reductions and corrections around a special function.
 _POLYNOMIALS: Mapping[str, float] = {
-    "sin": 20, "cos": 20, "tanh": 12, "erf": 30, "pow": 20, "int_floordiv": 20, "int_remainder": 20, "exp": 1,
+    "sin": 20, "cos": 20, "tanh": 12, "erf": 20, "pow": 20, "int_floordiv": 20, "int_remainder": 20, "exp": 1,
     "log": 20, "sigmoid": 3, "div": 6, "reciprocal": 6, "sqrt": 6, "rsqrt": 1,
 }  # fmt: skip
 

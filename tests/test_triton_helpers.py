@@ -12,7 +12,8 @@ from fuseplan.kernels.triton_helpers import helper_sources, plain_helper_sources
 
 TL = SimpleNamespace(
     float32=torch.float32, float64=torch.float64, where=torch.where, floor=torch.floor, sin=torch.sin, cos=torch.cos,
-    abs=torch.abs, exp=torch.exp, exp2=torch.exp2, rsqrt=torch.rsqrt,
+    abs=torch.abs, exp=torch.exp, exp2=torch.exp2, rsqrt=torch.rsqrt, erf=torch.erf,
+    minimum=lambda x, limit, propagate_nan: x.clamp(max=limit), PropagateNan=SimpleNamespace(ALL=True),
 )
 
 
@@ -67,7 +68,7 @@ def numbers() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh"])
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh", "erf"])
 def test_exponential_functions_keep_their_relative_accuracy(name: str, plain: bool) -> None:
     x = numbers()
     expected = getattr(torch, name)(x.double())
@@ -75,13 +76,14 @@ def test_exponential_functions_keep_their_relative_accuracy(name: str, plain: bo
     normal = (expected.abs() > 1e-37) & (expected.abs() < 3e38)
     relative = ((found - expected).abs() / expected.abs())[normal]
     # The argument is rounded once more, as it is scaled for exp2.
-    allowed = 8 * 2.0**-24 if name == "tanh" else 5 * 2.0**-24 + x.double().abs()[normal] * 2.0**-23
+    allowed = 8 * 2.0**-24 if name in ("tanh", "erf") else 5 * 2.0**-24 + x.double().abs()[normal] * 2.0**-23
     assert bool((relative <= allowed).all()), float((relative / allowed).max())
-    assert float(found[expected.abs() <= 1e-37].abs().amax() if name != "tanh" else 0.0) <= 1e-37
+    assert float(found[expected.abs() <= 1e-37].abs().amax() if name in ("exp", "sigmoid") else 0.0) <= 1e-37
 
 
 @pytest.mark.parametrize(
-    ("name", "limits"), [("exp", (0.0, torch.inf)), ("sigmoid", (0.0, 1.0)), ("tanh", (-1.0, 1.0))]
+    ("name", "limits"),
+    [("exp", (0.0, torch.inf)), ("sigmoid", (0.0, 1.0)), ("tanh", (-1.0, 1.0)), ("erf", (-1.0, 1.0))],
 )
 def test_exponential_functions_at_infinity(name: str, limits: tuple[float, float]) -> None:
     found = helper(f"_{name}", False)(torch.tensor([-torch.inf, torch.inf, -1e30, 1e30, torch.nan]))
@@ -89,7 +91,7 @@ def test_exponential_functions_at_infinity(name: str, limits: tuple[float, float
     assert bool(found[4].isnan())
 
 
-@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh"])
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh", "erf"])
 def test_exponential_functions_in_double_precision(name: str) -> None:
     x = torch.linspace(-40, 40, 10_001, dtype=torch.float64)
     torch.testing.assert_close(helper(f"_{name}", False)(x), getattr(torch, name)(x), rtol=2e-14, atol=0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 import report_samples as samples
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.planner.bench import EAGER, OURS
+from fuseplan.planner.bench import EAGER, INDUCTOR, OURS
 from fuseplan.planner.bench_cells import Cell, cell
+from fuseplan.planner.bench_compile import InductorPool
 from fuseplan.planner.bench_pace import PacedBench, Turns
 from fuseplan.planner.bench_tune import CellTuner
 from fuseplan.planner.session import Session, open_session
@@ -128,3 +131,29 @@ def test_nothing_is_tuned_ahead_on_a_cpu(session: Session) -> None:
     with CellTuner(session, Budget()) as tuner:
         tuner.ahead(cell("swiglu", "3x8", "float32"))
         assert tuner._ahead == {}
+
+
+def test_what_is_compiled_in_the_background_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def compile_all(self: InductorPool, cells: Sequence[Cell]) -> list[str]:
+        assert go_on.wait(_PATIENCE_S)
+        return [one.key for one in cells]
+
+    monkeypatch.setattr(InductorPool, "compile", compile_all)
+    one, other = cell("swiglu", "3x8", "float32"), cell("swiglu", "5x8", "float32")
+    with InductorPool("cpu", (INDUCTOR,), 1) as pool:
+        assert pool.finish() == []
+        pool.start([one])
+        go_on.set()
+        assert pool.finish() == [one.key]
+        pool.start([other])
+        assert pool.finish() == [other.key]
+
+
+def test_who_times_has_the_device_alone() -> None:
+    with InductorPool("cpu", (INDUCTOR,), 1) as pool:
+        with pool.device(), pool._lock.open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pool._lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -155,6 +155,32 @@ def test_a_launcher_is_found_once(backend: TritonBackend) -> None:
     assert isinstance(kernel, GpuKernel)
 
 
+def test_streams_and_outputs_come_without_python(backend: TritonBackend) -> None:
+    launcher = find_launcher()
+    assert launcher is not None and launcher.native.stream and launcher.native.allocate
+
+
+def test_outputs_come_from_the_allocator_of_pytorch(backend: TritonBackend) -> None:
+    sample = samples.swiglu(4096, 4096)
+    call, args = fused(backend, sample), inputs(sample)
+    call(*args)
+    before = torch.cuda.memory_allocated()
+    result = call(*args)
+    assert torch.cuda.memory_allocated() - before == result.nbytes
+    limit = (torch.cuda.memory_reserved() + 2**20) / torch.cuda.get_device_properties(0).total_memory
+    held = [result]
+    torch.cuda.set_per_process_memory_fraction(limit)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            while True:
+                held.append(call(*args))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    count = len(held)
+    del result, held
+    assert torch.cuda.memory_allocated() == before and count >= 1
+
+
 # -- overlapped launches --------------------------------------------------------------------------------------
 
 #: Every program lets the next launch begin at once, and then waits for the one in front before it reads.

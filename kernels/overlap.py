@@ -1,7 +1,8 @@
-"""Overlap of a kernel with those before and after it in CUDA graphs: programmatic dependent launch, from Hopper on.
+"""Overlap of a kernel with those before and after it on its stream: programmatic dependent launch, from Hopper on.
 
 A kernel launched with the attribute may start before the kernel ahead of it on the stream has ended, once each of that
-kernel's programs has let it (or is done). It saves the launch latency between the two. What makes it right:
+kernel's programs has let it (or is done). It saves the launch latency between the two; launched from Python it also
+costs the host less (measured on an H200: 3.1 us for 3.5, a whole call with its outputs given). What makes it right:
 
 * *Every* kernel launched so waits, in *every* program, before its first access to global memory. The wait ends when the
   kernel ahead has completed and its writes can be seen, not when that kernel let others start.
@@ -57,17 +58,19 @@ def is_overlapped(config: Config) -> bool:
 
 
 def can_overlap(target: Target) -> bool:
-    """Whether kernels for ``target`` will be replayed in CUDA graphs on a device that can overlap them."""
+    """Whether the device can overlap kernels."""
     arch = re.fullmatch(r"sm_(\d+)a?", target.arch)
-    return target.in_graph and arch is not None and int(arch[1]) >= _FIRST_ARCH
+    return arch is not None and int(arch[1]) >= _FIRST_ARCH
 
 
 def overlap_tunables(target: Target) -> tuple[Tunable, ...]:
     """The parameter, where ``target`` has it; its first choice is the default.
 
-    It comes ahead of other parameters: in short kernels it matters more than they do.
+    It comes ahead of other parameters: in short kernels it matters more than they do. Launched from Python, kernels
+    are too far apart for more than the first choice to matter.
     """
-    return (Tunable(OVERLAP, OVERLAP_CHOICES),) if can_overlap(target) else ()
+    choices = OVERLAP_CHOICES if target.in_graph else OVERLAP_CHOICES[:1]
+    return (Tunable(OVERLAP, choices),) if can_overlap(target) else ()
 
 
 def default_overlap(target: Target) -> Config:
@@ -76,7 +79,7 @@ def default_overlap(target: Target) -> Config:
 
 
 def plainly(config: Config) -> Config:
-    """The config without overlap, for Triton's interpreter, which runs one program after another."""
+    """The config without overlap: for Triton's interpreter, which runs one program after another, and to compare."""
     return {name: value for name, value in config.items() if name != OVERLAP}
 
 

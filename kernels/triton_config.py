@@ -38,7 +38,7 @@ def _static(size: Size, otherwise: int = _TYPICAL_SIZE) -> int:
 def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     """``block_rows``, ``block_cols``, ``num_warps``; for reductions also ``loads``; for looped ones ``num_stages``.
 
-    In a CUDA graph, on devices that can, ``overlap`` comes first.
+    On devices that can, ``overlap`` comes first.
 
     A reduction whose columns fit ``block_cols`` is persistent (its row stays in registers), else it is looped.
     """
@@ -157,7 +157,9 @@ def suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
     """What no single step from the default reaches: in pointwise kernels of many waves, larger tiles that let the next
     kernel start late gain although either alone does not.
     """
-    if not can_overlap(target) or ir.symbols or any(segment.has_reduction() for segment in ir.segments):
+    if not can_overlap(target) or not target.in_graph or ir.symbols:
+        return ()
+    if any(segment.has_reduction() for segment in ir.segments):
         return ()
     config = default_config(ir, target)
     if not has_waves(config, programs(ir, config, {}), target):

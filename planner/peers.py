@@ -10,7 +10,7 @@ raises :class:`PeerError` (or whatever went wrong inside it) with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fuseplan.kernels.backend import Backend, Target
+from fuseplan.kernels.overlap import plainly
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE
 from fuseplan.planner.errors import ConfigError, nearest
 from fuseplan.planner.executor import executable
@@ -177,7 +178,7 @@ def _default(case: Case, name: str) -> Contestant:
         ir = lower(case.traced.graph, group.ops, case.numerics, outputs).ir
         if refusal := backend.refuse(ir, case.target):
             raise PeerError(refusal)
-        config = backend.default_config(ir, replace(case.target, in_graph=False))  # overlapped with nothing
+        config = plainly(backend.default_config(ir, case.target))  # overlapped with nothing
         groups.append(GroupPlan(group.ops, backend, config, group.source, group.label))
     return fused(case, groups)
 

@@ -84,23 +84,25 @@ def test_an_unknown_value_is_refused(backend: GpuBackend) -> None:
         backend.prepare(sample.ir, config, SM90)
 
 
-def test_only_graphs_on_devices_that_can_have_it(backend: GpuBackend) -> None:
+def test_devices_that_can_have_it_and_graphs_have_a_choice(backend: GpuBackend) -> None:
     ir = samples.add_rms_norm(32, 4096, "bfloat16").ir
-    for target in (SM90, replace(IN_GRAPH, arch="sm_89"), replace(IN_GRAPH, arch="gfx942")):
+    for target in (replace(SM90, arch="sm_80"), replace(IN_GRAPH, arch="sm_89"), replace(IN_GRAPH, arch="gfx942")):
         assert not can_overlap(target)
         assert "overlap" not in backend.default_config(ir, target)
         assert "overlap" not in {tunable.name for tunable in backend.tunables(ir, target)}
     for arch in ("sm_90", "sm_90a", "sm_100"):
         assert can_overlap(replace(IN_GRAPH, arch=arch))
-    graph, eager = backend.default_config(ir, IN_GRAPH), backend.default_config(ir, SM90)
-    assert graph == {**eager, "overlap": "wait"} and plainly(graph) == eager
+    graph, older = backend.default_config(ir, IN_GRAPH), backend.default_config(ir, replace(SM90, arch="sm_89"))
+    assert graph == {**older, "overlap": "wait"} and plainly(graph) == older
+    assert backend.default_config(ir, SM90) == graph
     assert backend.tunables(ir, IN_GRAPH)[0].choices == OVERLAP_CHOICES
+    assert backend.tunables(ir, SM90)[0].choices == ("wait",)
     assert backend.infeasible(ir, graph, IN_GRAPH) is None
 
 
-def test_configs_of_the_eager_regime_build_what_they_did(backend: GpuBackend) -> None:
+def test_configs_of_older_records_build_what_they_did(backend: GpuBackend) -> None:
     ir = samples.swiglu(5, 256, "bfloat16").ir
-    config = backend.default_config(ir, SM90)
+    config = plainly(backend.default_config(ir, SM90))
     plain: Any = backend._compile(ir, config, SM90, Variant())  # type: ignore[attr-defined]
     none: Any = backend._compile(ir, {**config, "overlap": "none"}, SM90, Variant())  # type: ignore[attr-defined]
     for compiled in (plain, none):

@@ -26,7 +26,7 @@ _SAMPLER_SHARE = 0.5
 #: Fewer trials left over than this are all for descent.
 _SAMPLER_MIN = 8
 #: A combination that should be faster by less than this is not worth a compilation.
-_WORTHWHILE = 0.99
+_WORTHWHILE = 0.97
 
 
 class Strategy(ABC):

@@ -48,7 +48,7 @@ class Budget:
 
         A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
         """
-        usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.25)
+        usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.16)
         return replace(
             usual, trials=usual.trials if trials is None else trials,
             seconds=usual.seconds if seconds is None else seconds,

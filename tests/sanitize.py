@@ -11,8 +11,8 @@ PyTorch's caching allocator cuts tensors out of large blocks, where memcheck can
 end. So the slices run with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1``: each tensor is an allocation of its own. While a CUDA
 graph is captured nothing can be allocated that way, so tests whose id matches a ``--caching`` pattern keep the
 allocator (:data:`CACHING`), and a test that fails without it runs once more with it. There, only accesses outside the
-allocator's blocks are seen. Tests marked ``faulty`` fault on purpose and are left out. Errors that the CUDA API returns
-are not counted: PyTorch and the tests provoke some and handle them.
+allocator's blocks are seen. Left out are tests marked ``faulty``, which fault on purpose, and ``timed``. Errors that
+the CUDA API returns are not counted: PyTorch and the tests provoke some and handle them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 
 #: Tests that capture CUDA graphs, by id: whole files, and single tests that say so in their names.
 CACHING = ("*test_cuda_graphs_gpu.py*", "*test_bench_gpu.py*", "*test_costmodel_gpu.py*", "*test_gpu_search.py*",
-           "*test_overlap_gpu.py*", "*graph*", "*captur*")
+           "*test_overlap_gpu.py*", "*test_a_model_gives*", "*allocator*", "*graph*", "*captur*")
 #: Exit status of compute-sanitizer when it found something.
 FOUND = 86
 _RESULT = re.compile(r"^(\S+\.py::.*?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
@@ -94,8 +94,9 @@ class Slice:
 
 
 def collect(folders: Sequence[str], words: str) -> list[str]:
-    """Ids of the tests to run: all but the faulty ones."""
-    command = [*_PYTEST, "--collect-only", "-q", "-m", "not faulty", *(["-k", words] if words else []), *folders]
+    """Ids of the tests to run: all but those that fault on purpose, and those that compare times."""
+    chosen = ["-m", "not faulty and not timed", *(["-k", words] if words else [])]
+    command = [*_PYTEST, "--collect-only", "-q", *chosen, *folders]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     tests = [line.strip() for line in found.stdout.splitlines() if re.match(r"\S+\.py::", line)]
     if not tests:

@@ -11,6 +11,7 @@ from fuseplan.costmodel.probe import probe
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+@pytest.mark.timed
 def test_probe_of_this_device() -> None:
     spec = probe("cuda")
     assert spec.identity == current_identity("cuda")

@@ -85,6 +85,7 @@ def pool() -> Iterator[WorkerPool]:
 SUBJECT = CudaSubject(rows=512, cols=4096)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("regime", ["eager", "graph"])
 def test_timers_rank_by_size_and_agree_with_bandwidth(regime: str) -> None:
     small, large = (torch.zeros(n, device="cuda") for n in (1 << 10, 1 << 27))
@@ -96,12 +97,14 @@ def test_timers_rank_by_size_and_agree_with_bandwidth(regime: str) -> None:
     assert 134 < result.time("large").median_us < 1100
 
 
+@pytest.mark.timed
 def test_a_graph_hides_the_host() -> None:
     x = torch.zeros(64, device="cuda")
     times = {regime: screen(timer_for("cuda", regime), torch.neg, [(x,)], 0.1) for regime in ("eager", "graph")}
     assert times["graph"].median_us < times["eager"].median_us
 
 
+@pytest.mark.timed
 def test_cold_weights_are_slower_than_hot_ones() -> None:
     weight = torch.randn(4 << 20, device="cuda")
     timer = timer_for("cuda", "graph")

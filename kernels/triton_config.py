@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fuseplan.kernels.backend import Config, Target, Tunable
-from fuseplan.kernels.index import Size, is_static
-from fuseplan.kernels.ir import KernelIR, Load, Segment
+from fuseplan.kernels.index import Index, Size, is_static
+from fuseplan.kernels.ir import ITEMSIZE, KernelIR, Load, Segment
 from fuseplan.kernels.overlap import (
     OVERLAP,
     can_overlap,
@@ -27,6 +27,10 @@ _BASE_REGISTERS = 24
 _REGISTER_FILE = 65536
 #: A count of programs that is as good as the fewest, and columns as good as covered exactly.
 _NEARLY = 1.25
+#: Elements of a default pointwise tile at most, and the bytes that each moves; where it moves fewer, tiles are larger.
+_POINTWISE_TILE, _FULL_BYTES = 1024, 4
+#: Columns of such a larger tile: four elements for each of 128 threads.
+_NARROW_COLS = 512
 #: What a dynamic size counts as where a choice needs a number.
 _TYPICAL_SIZE = 4096
 
@@ -177,7 +181,7 @@ def _elements(segment: Segment) -> int:
 def _default_pointwise(ir: KernelIR, target: Target) -> Config:
     total = sum(_elements(segment) for segment in ir.segments)
     # Enough programs to occupy every multiprocessor a few times over before tiles grow.
-    most = 1024
+    most = _POINTWISE_TILE * _FULL_BYTES // min(_moved_bytes(ir, max(ir.segments, key=_elements)), _FULL_BYTES)
     while most > 256 and total // most < 2 * target.cores:
         most //= 2
     while most > 128 and max((live_words(segment) for segment in ir.segments), default=1) * most > 16384:
@@ -187,6 +191,32 @@ def _default_pointwise(ir: KernelIR, target: Target) -> Config:
     # Four warps, but no fewer than four elements a thread.
     warps = min(4, max(1, _largest_tile(ir, shape) // 128))
     return {**shape, "num_warps": warps}
+
+
+def _moved_bytes(ir: KernelIR, segment: Segment) -> int:
+    """Bytes that one element loads and stores for itself, at least 1: not what the rows above and below load too."""
+    last_row = segment.col_axis - 1
+
+    def own(index: Index) -> bool:
+        return {segment.col_axis, *([last_row] if last_row >= 0 else [])} <= set(index.axes())
+
+    # Which row is gathered depends on the row.
+    loads = [one for one in segment.body if isinstance(one, Load) and (one.gather is not None or own(one.index))]
+    touched = {(one.buffer, one.index) for one in loads}
+    touched |= {(store.buffer, store.index) for store in segment.stores if own(store.index)}
+    return max(1, sum(ITEMSIZE[ir.buffers[buffer].dtype] for buffer, _ in touched))
+
+
+def _width(main: Segment, most: int) -> int:
+    """Columns of a default tile of ``most`` elements.
+
+    Where tiles are larger than usual, since elements are narrow, several rows share what they load once for all, and a
+    thread holds so few columns that its loads of wider types stay close to its neighbours': a boolean mask over 64-bit
+    positions took 36.8 us on an H200 with 1024 columns and one row, 22.4 with 512, and 10.3 against 4.9 with two rows.
+    """
+    if most > _POINTWISE_TILE:
+        most = max(_NARROW_COLS, most // _static(main.num_rows))
+    return min(most, next_power_of_2(_static(main.cols)))
 
 
 def _largest_tile(ir: KernelIR, shape: Config) -> int:
@@ -206,7 +236,7 @@ def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
     def count(rows: int, cols: int) -> int:
         return programs(ir, {"block_rows": rows, "block_cols": cols}, typical)
 
-    width = min(most, next_power_of_2(_static(main.cols)))
+    width = _width(main, most)
     cols = next((one for one in all_cols if one >= width), all_cols[-1])
     rows = min(max(most // width, 1), next_power_of_2(_static(main.num_rows)), 128)
     fits = _largest_tile(ir, {"block_rows": rows, "block_cols": cols}) <= most

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import ir_samples as samples
 import pytest
 
 from fuseplan.kernels.backend import SM90
 from fuseplan.kernels.index import Coord, Index
-from fuseplan.kernels.ir import Buffer, KernelIR, Load, Segment, Store
+from fuseplan.kernels.ir import Apply, Buffer, KernelIR, Load, Segment, Store
 from fuseplan.kernels.overlap import plainly
 from fuseplan.kernels.triton_config import default_config, infeasible, tunables
 from fuseplan.kernels.triton_tile import programs, tile_of
@@ -65,3 +66,35 @@ def test_one_shape_keeps_the_widest_block() -> None:
     }
     # 1024 columns at a time would leave nearly half of the lanes idle.
     assert default_config(copies((4096, 1100)), SM90)["block_cols"] == 256
+
+
+def position_compare(rows: int, cols: int) -> KernelIR:
+    """``out[r, c] = k[c] <= q[r]``: one byte for each element, positions of eight bytes that rows share."""
+    buffers = (
+        Buffer("k", "int64", (cols,), (1,)), Buffer("q", "int64", (rows,), (1,)),
+        Buffer("out", "bool", (rows, cols), (cols, 1), is_output=True),
+    )
+    body = (
+        Load("int64", 0, Index.build(0, ((Coord(1, cols), 1),))),
+        Load("int64", 1, Index.build(0, ((Coord(0, rows), 1),))),
+        Apply("bool", "le", (0, 1)),
+    )
+    at = Index.build(0, ((Coord(0, rows), cols), (Coord(1, cols), 1)))
+    return KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 2),)),))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(8192, 2048), (2048, 2048), (4097, 4097), (127, 4097), (3, 127), (1, 1)])
+def test_rows_of_narrow_elements_share_what_they_load(rows: int, cols: int) -> None:
+    ir = position_compare(rows, cols)
+    config = default_config(ir, SM90)
+    assert infeasible(ir, config, SM90) is None
+    assert all(config[tunable.name] in tunable.choices for tunable in tunables(ir, SM90))
+    tile = tile_of(ir.segments[0], config)
+    assert tile.elements <= 4096
+    if rows * cols >= 2048 * 2048:
+        assert tile.cols <= 512 and tile.rows >= 4 and programs(ir, config, {}) >= 2 * SM90.cores
+
+
+def test_gathered_rows_are_not_shared() -> None:
+    config = default_config(samples.picked(2048, 4096, 4096, "bfloat16").ir, SM90)
+    assert int(config["block_rows"]) * int(config["block_cols"]) <= 1024

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import ir_samples as samples
 import pytest
 
 from fuseplan.kernels.backend import SM90
 from fuseplan.kernels.index import Coord, Index
-from fuseplan.kernels.ir import Apply, Buffer, KernelIR, Load, Segment, Store
+from fuseplan.kernels.ir import Apply, Buffer, Const, Gather, KernelIR, Load, Segment, Store
 from fuseplan.kernels.overlap import plainly
 from fuseplan.kernels.triton_config import default_config, infeasible, tunables
 from fuseplan.kernels.triton_tile import programs, tile_of
@@ -96,5 +95,16 @@ def test_rows_of_narrow_elements_share_what_they_load(rows: int, cols: int) -> N
 
 
 def test_gathered_rows_are_not_shared() -> None:
-    config = default_config(samples.picked(2048, 4096, 4096, "bfloat16").ir, SM90)
-    assert int(config["block_rows"]) * int(config["block_cols"]) <= 1024
+    rows, cols = 2048, 4096
+    buffers = (
+        Buffer("ids", "int64", (rows,), (1,)), Buffer("table", "bfloat16", (32, cols), (cols, 1)),
+        Buffer("out", "bfloat16", (rows, cols), (cols, 1), is_output=True),
+    )
+    column = Index.build(0, ((Coord(1, cols), 1),))
+    body = (
+        Load("int64", 0, Index.build(0, ((Coord(0, rows), 1),))), Const("int64", 32), Apply("bool", "lt", (0, 1)),
+        Load("float32", 1, column, mask=2, gather=Gather(0, cols, 32)),
+    )
+    at = Index.build(0, ((Coord(0, rows), cols), (Coord(1, cols), 1)))
+    ir = KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 3),)),))
+    assert tile_of(ir.segments[0], default_config(ir, SM90)).elements == 1024

@@ -16,7 +16,8 @@ the probe measured:
 * the instructions that follow one another before the first result (``steps``), in units of a tenth of the time that an
   elementwise kernel takes beyond an empty one;
 * results, which are written no faster than memory takes them, even where a cache has room for them;
-* a row that one multiprocessor has to move alone, at its share of the best bandwidth;
+* a row too long to be held, which one multiprocessor has to move alone, at its share of the best bandwidth (what is
+  held is loaded all at once: such rows take no longer the longer they are);
 * instructions besides the arithmetic, at the measured fp32 rate.
 """
 
@@ -198,7 +199,7 @@ def _with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode, cold
     rate = spec.peaks["fp32"].per_s / 2 if "fp32" in spec.peaks else math.inf
     return replace(
         terms,
-        memory_us=max(terms.memory_us, _us(work.row_bytes, share_gbps)),
+        memory_us=max(terms.memory_us, _us(work.row_bytes, share_gbps) if work.row_bytes > _HELD_BYTES else 0.0),
         compute_us=terms.compute_us + work.instructions / rate * 1e6,
         latency_us=step_us * (work.steps + (_COLD_STEPS if cold_bytes else 0.0)),
         write_us=_us(work.written_bytes, spec.bandwidth.memory_gbps),

@@ -17,6 +17,8 @@ from fuseplan.planner.graph import DataflowGraph, OpNode
 #: Dependent instructions, beyond those of a contiguous elementwise kernel, of the other kinds.
 _STRIDED_STEPS, _STEPS_EACH_DIM, _CONVERTING_STEPS = 8.0, 6.0, 8.0
 _JOIN_STEPS, _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 32.0, 20.0, 20.0, 60.0
+#: Those of a function that takes a division, a range reduction or a polynomial.
+_FUNCTION_STEPS = 8.0
 #: Instructions for each element.
 _VECTOR_INSTRUCTIONS, _FOLD_INSTRUCTIONS, _JOIN_INSTRUCTIONS, _GATHER_INSTRUCTIONS = 8.0, 4.0, 90.0, 20.0
 _STRIDED_INSTRUCTIONS, _OPERAND_INSTRUCTIONS, _DIM_INSTRUCTIONS, _CONVERTING_INSTRUCTIONS = 20.0, 8.0, 4.0, 20.0
@@ -30,6 +32,7 @@ _BLOCK, _WARP, _VECTOR = 512, 32, 4
 _FOLDS = frozenset({"mean", "sum", "amax", "amin", "max", "min", "prod", "any", "all"})
 _WHOLE_ROWS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "softmax", "_softmax", "log_softmax"})
 _JOINS = frozenset({"cat", "stack"})
+_FUNCTIONS = frozenset({"silu", "sigmoid", "sin", "cos", "tan", "tanh", "gelu", "erf", "log", "mish", "softplus"})
 _GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
 
 
@@ -63,11 +66,12 @@ def aten_effort(graph: DataflowGraph, node: OpNode) -> AtenEffort:
 
 def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> AtenEffort:
     converting = _converts(graph, node)
+    function_steps = _FUNCTION_STEPS if node.op.split(".")[1] in _FUNCTIONS else 0.0
     if not converting and _same_layout(graph, node):
-        return AtenEffort(_VECTOR_INSTRUCTIONS * elements)
+        return AtenEffort(_VECTOR_INSTRUCTIONS * elements, function_steps)
     tensors, dims = len(node.inputs) + 1, _dims(graph, node)
     each = _STRIDED_INSTRUCTIONS + tensors * (_OPERAND_INSTRUCTIONS + _DIM_INSTRUCTIONS * dims)
-    steps = _STRIDED_STEPS + _STEPS_EACH_DIM * dims
+    steps = _STRIDED_STEPS + _STEPS_EACH_DIM * dims + function_steps
     if converting:
         each, steps = each + _CONVERTING_INSTRUCTIONS, steps + _CONVERTING_STEPS
     return AtenEffort(each * elements, steps)

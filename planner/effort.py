@@ -14,6 +14,8 @@ from fuseplan.kernels.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, R
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
 _FOLD_STEPS = 3.0
+#: The same where an address is data, which is loaded before what lies there: a way to memory and back.
+_GATHER_STEPS = 8.0
 #: Instructions for each element of a fold.
 _FOLD_INSTRUCTIONS = 2.0
 #: Instructions of a division or remainder by a constant, in an address that changes from column to column.
@@ -73,8 +75,7 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
         row_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
     levels = reduction_levels(segment)
     gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
-    # An address that is data waits for a load first, which takes about as long as a fold.
-    return Effort(row_bytes if levels else 0.0, instructions, steps + _FOLD_STEPS * (levels + gathers))
+    return Effort(row_bytes if levels else 0.0, instructions, steps + _FOLD_STEPS * levels + _GATHER_STEPS * gathers)
 
 
 def _instructions(instr: Instr, column: int) -> float:

@@ -69,8 +69,9 @@ def _extents(segment: Segment) -> tuple[int, ...]:
 
 
 def _passes(segment: Segment) -> int:
-    """Sweeps over the columns of a row: one per level of reductions that feed each other, plus the stores'."""
-    return reduction_levels(segment) + 1
+    """Sweeps over the columns of a row: one per level of reductions that feed each other, plus that of stores there."""
+    levels = reduction_levels(segment)
+    return levels + (not levels or any(not segment.store_per_row(store) for store in segment.stores))
 
 
 def _footprint(index: Index, sizes: tuple[int, ...]) -> int:

@@ -135,8 +135,9 @@ def test_what_short_cuda_kernels_wait_for() -> None:
     # Results go to memory at 50 GB/s, though the cache would take them faster.
     assert time_us(written_bytes=1e6) == pytest.approx(1 + 20)
     assert time_us(written_bytes=1e5) == pytest.approx(6)
-    # One of 100 multiprocessors moves 200 GB/s / 100.
-    assert time_us(row_bytes=1e5) == pytest.approx(1 + 50)
+    # A row that is held is loaded at once; of a longer one, one of 100 multiprocessors moves 200 GB/s / 100.
+    assert time_us(row_bytes=1e5) == pytest.approx(6)
+    assert time_us(row_bytes=2e5) == pytest.approx(1 + 100)
     # 1e11 flops a second are 5e10 instructions.
     assert time_us(instructions=1e6) == pytest.approx(1 + 20)
     # A row in registers is not read again; one that is too long for them is, at 200 GB/s.

@@ -40,6 +40,14 @@ def test_a_fold_is_bound_to_its_row() -> None:
     assert effort.row_bytes == 2 * COLS * 2
 
 
+def test_a_row_is_swept_again_only_to_store_elements_of_it() -> None:
+    at, row = Index.coord(0, ROWS) * COLS + Index.coord(1, COLS), Index.coord(0, ROWS)
+    buffers = (Buffer("x", "bfloat16", (ROWS, COLS), (COLS, 1)), Buffer("y", "float32", (ROWS,), (1,), is_output=True))
+    body = (Load("float32", 0, at), Reduce("float32", "sum", 0))
+    assert kernel_work(KernelIR(buffers, (Segment((ROWS,), COLS, body, (Store(1, row, 1),)),))).l2_bytes == 0
+    assert kernel_work(kernel(fold=True)).l2_bytes == ROWS * COLS * 2
+
+
 def test_work_tells_results_and_weights_apart() -> None:
     work = kernel_work(kernel(fold=False), hot=(False,))
     assert (work.dram_bytes, work.written_bytes, work.cold_bytes) == (96, 48, 48)

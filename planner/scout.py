@@ -5,6 +5,7 @@ Measuring waits for the device, not for this process, so the enumeration costs n
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.partition import Choice, GuidedResult, Prices, RegionProblem, predicted_partition
 from fuseplan.planner.prices import GroupBook, ModelPrices
 from fuseplan.search.tuner import Tuner
+
+_log = logging.getLogger("fuseplan")
 
 #: How long the thread may keep the interpreter while the tune wants it.
 _INTERVAL_S = 0.0002
@@ -58,6 +61,8 @@ class Scout:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        for problem in self._problems.values():
+            problem.cancel()  # nobody waits for what will not come
         sys.setswitchinterval(self._interval_s)
 
     def book(self, graph: DataflowGraph) -> GroupBook:
@@ -68,28 +73,40 @@ class Scout:
         """Prepare these regions, after those that were sent before; each key once."""
         for region in regions:
             if region.key not in self._problems:
-                self._problems[region.key] = self._pool.submit(self._prepare, graph, region)
+                self._problems[region.key] = Future()
+                self._pool.submit(self._prepare, graph, region, self._problems[region.key])
 
     def problem(self, region: Region) -> RegionProblem | None:
         """The prepared problem; waits for one under way. None for a region that was never sent.
 
+        Its kernels may still be on their way to the compilers: the tune times the region's ops first.
+
         Raises:
-            Exception: What the preparation raised.
+            Exception: What the enumeration raised.
         """
         future = self._problems.get(region.key)
         return future.result() if future is not None else None
 
-    def _prepare(self, graph: DataflowGraph, region: Region) -> RegionProblem:
-        book = self.book(graph)
-        problem = self._make_problem(graph, region, book)
+    def _prepare(self, graph: DataflowGraph, region: Region, result: Future[RegionProblem]) -> None:
+        try:
+            problem = self._make_problem(graph, region, self.book(graph))
+        except BaseException as error:
+            result.set_exception(error)
+            return
+        result.set_result(problem)
+        try:
+            self._compile_ahead(problem, self.book(graph))
+        except Exception as error:  # a tune without it is only slower
+            _log.warning("the kernels of a region are not compiled ahead: %s: %s", type(error).__name__, error)
+
+    def _compile_ahead(self, problem: RegionProblem, book: GroupBook) -> None:
         prices = self._make_prices(book)
         cover = predicted_partition(problem, prices.nominal_s)
         if not self._stop.is_set():
-            self._tuner.prefetch(book.subject(choice.group) for choice in _fused(cover))
             rehearsal = _Rehearsal(prices)
             self._search(problem, rehearsal)
+            self._tuner.prefetch(book.subject(choice.group) for choice in _fused(cover))
             self._tuner.prefetch_default(book.subject(choice.group) for choice in rehearsal.asked)
-        return problem
 
 
 class _Rehearsal:

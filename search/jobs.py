@@ -105,11 +105,17 @@ class _Desk:
     def oracle(self) -> Oracle:
         return make_oracle(self.subject, self.bench.seed, self.device)
 
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        """The oracle's inputs; where nothing was checked yet, the same made without an oracle."""
+        made = "oracle" in self.__dict__
+        return self.oracle.inputs if made else self.subject.make_inputs(self.bench.seed, self.device)
+
     @cached_property
     def operands(self) -> Operands:
         limit = self.bench.operand_bytes or free_bytes(self.device) // 4
         llc = cache_bytes(self.bench.target.l2_bytes)
-        return rotating_operands(self.oracle.inputs, self.subject.hot_inputs, llc, limit)
+        return rotating_operands(self.inputs, self.subject.hot_inputs, llc, limit)
 
 
 _desks: dict[tuple[str, int], _Desk] = {}
@@ -137,8 +143,14 @@ def resource_facts(resources: Resources) -> dict[str, int]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def open_subject(bench: Bench, subject: Subject) -> Measurement:
-    """Make a subject's inputs and oracle, and screen its unfused chain."""
+def open_subject(bench: Bench, subject: Subject) -> None:
+    """Make a subject's inputs and oracle."""
+    with torch.no_grad():
+        _ = _desk(bench, subject).oracle
+
+
+def time_unfused(bench: Bench, subject: Subject) -> Measurement:
+    """Screen a subject's unfused chain; nothing is checked, so there is no oracle to make."""
     with torch.no_grad():
         desk = _desk(bench, subject)
         return screen(bench.timer, desk.subject.eager, desk.operands, bench.screen_s)

@@ -6,6 +6,7 @@ times. It never asks for the same position twice.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -27,6 +28,8 @@ _SAMPLER_SHARE = 0.5
 _SAMPLER_MIN = 8
 #: A combination that should be faster by less than this is not worth a compilation.
 _WORTHWHILE = 0.97
+#: Combinations at most that are worth compiling before it is known which one will be wanted.
+_PROSPECTS = 12
 
 
 class Strategy(ABC):
@@ -60,6 +63,10 @@ class Strategy(ABC):
         self._asked.setdefault(position, None)
         self.times[position] = math.inf if median_us is None else median_us
         self._learn(position)
+
+    def prospects(self) -> list[int]:
+        """Positions that may be asked for once the outstanding times are in, likely ones first; not all of them."""
+        return []
 
     @abstractmethod
     def _propose(self) -> int | None:
@@ -166,6 +173,24 @@ class GuidedStrategy(Strategy):
             return None
         together = self.space.find({**self.space.default, **{name: choice for name, (_, choice) in gains.items()}})
         return None if together in self._asked else together
+
+    def prospects(self) -> list[int]:
+        """What :meth:`_crossing` may come to: any steps from the default that were asked for, taken together."""
+        if not self._keeps_one or len(self._asked) != self.limit - 1:
+            return []
+        choices: dict[str, list[int | str]] = {}
+        for position in self._asked:
+            changed = self._changed(position)
+            if len(changed) == 1:
+                (name,) = changed
+                choices.setdefault(name, []).append(changed[name])
+        options: list[list[tuple[str, int | str] | None]] = [
+            [None, *((name, choice) for choice in listed)] for name, listed in choices.items()
+        ]
+        taken = [dict(filter(None, steps)) for steps in itertools.product(*options)]
+        crossings = [steps for steps in sorted(taken, key=len) if len(steps) > 1]
+        found = (self.space.find({**self.space.default, **steps}) for steps in crossings)
+        return [position for position in found if position is not None and position not in self._asked][:_PROSPECTS]
 
     def _changed(self, position: int) -> dict[str, int | str]:
         """What a configuration has otherwise than the default."""

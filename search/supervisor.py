@@ -36,12 +36,16 @@ BACKGROUND = -1
 
 @dataclass(frozen=True)
 class Request:
-    """A job for one lane: a pickled ``(function, args)``, at most ``limit_s`` seconds long."""
+    """A job for one lane: a pickled ``(function, args)``, at most ``limit_s`` seconds long.
+
+    A ``spare`` one of the background waits until no others do.
+    """
 
     lane: int
     job: int
     limit_s: float
     payload: bytes
+    spare: bool = False
 
 
 @dataclass
@@ -73,6 +77,7 @@ class Supervisor:
         self._threads = threads
         self._background = range(-1, -1 - background, -1)
         self._backlog: deque[Request] = deque()
+        self._spare: deque[Request] = deque()
         self._cores = tuple(cores)
         self._lanes: dict[int, _Lane] = {}
 
@@ -100,7 +105,7 @@ class Supervisor:
         if self._parent in ready:
             request = self._parent.recv()
             if request.lane == BACKGROUND:
-                self._backlog.append(request)
+                (self._spare if request.spare else self._backlog).append(request)
             else:
                 self._start(request)
         self._feed()
@@ -109,8 +114,9 @@ class Supervisor:
         """Hand waiting background jobs to idle background workers."""
         for number in self._background:
             lane = self._lanes.get(number)
-            if self._backlog and (lane is None or not lane.busy):
-                self._start(replace(self._backlog.popleft(), lane=number))
+            waiting = self._backlog or self._spare
+            if waiting and (lane is None or not lane.busy):
+                self._start(replace(waiting.popleft(), lane=number))
 
     def _reply(self, number: int, answer: tuple[int, str, Any]) -> None:
         if number not in self._background:

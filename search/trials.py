@@ -4,66 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from fuseplan.kernels.backend import Backend, Config, Target, config_key
+from fuseplan.kernels.backend import Backend, Config, config_key
 from fuseplan.search import jobs
-from fuseplan.search.database import Database
 from fuseplan.search.decision import Choice, Verdicts, decide
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
-from fuseplan.search.space import Space, enumerate_space
+from fuseplan.search.record import Evidence, RecordKey, Trial, TuningRecord, now
+from fuseplan.search.space import Space
 from fuseplan.search.strategy import Strategy, make_strategy
 from fuseplan.search.subject import Subject
-from fuseplan.search.worker import Executor, Outcome
-
-Phase = Literal["open", "compile", "screen", "decide", "done"]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What one subject may cost. The first batch and the decision are always run.
-
-    Attributes:
-        trials: Configurations, over all back ends.
-        seconds: Wall time of proposing, compiling and screening.
-        screen_s: Seconds of samples for one screening.
-        decide_s: Seconds of interleaved rounds for the decision.
-        finalists: Challengers in the decision, beside the default and the unfused chain.
-        job_limit_s: After how long a job in a worker counts as hanging.
-    """
-
-    trials: int = 12
-    seconds: float = 6.0
-    screen_s: float = 0.08
-    decide_s: float = 0.5
-    finalists: int = 3
-    job_limit_s: float = 60.0
-
-    @staticmethod
-    def on(device_type: str, trials: int | None = None, seconds: float | None = None) -> Budget:
-        """The usual budget on a device, where not said otherwise.
-
-        A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
-        """
-        usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.16)
-        return replace(
-            usual, trials=usual.trials if trials is None else trials,
-            seconds=usual.seconds if seconds is None else seconds,
-        )
-
-
-@dataclass(frozen=True)
-class ProgressEvent:
-    """One step of a tune, for a progress bar. ``best_us`` is the best time so far, the unfused chain included."""
-
-    label: str
-    trial: int
-    of: int
-    best_us: float
-    phase: Phase
+from fuseplan.search.worker import Outcome
+from fuseplan.search.workshop import DECIDING, OPENING, SCREENING, Compilation, Phase, ProgressEvent, Workshop
 
 
 @dataclass
@@ -76,33 +29,6 @@ class _Entry:
     strategy: Strategy
 
 
-@dataclass(frozen=True)
-class Workshop:
-    """What every tune of a tuner works with."""
-
-    database: Database
-    backends: tuple[Backend, ...]
-    bench: jobs.Bench
-    executor: Executor
-    budget: Budget
-    versions: Versions
-    progress: Callable[[ProgressEvent], None] | None = None
-
-    @property
-    def target(self) -> Target:
-        return self.bench.target
-
-    def refusal(self, backend: Backend, subject: Subject) -> str | None:
-        """Why a back end cannot take part, or None."""
-        if backend.device_type != self.target.device_type:
-            return f"is for {backend.device_type}, not {self.target.device_type}"
-        return backend.unavailable() or backend.refuse(subject.ir, self.target)
-
-    def call(self, function: Callable[..., object], *args: object) -> Outcome:
-        """Run a job in the measuring process."""
-        return self.executor.call(function, *args, limit_s=self.budget.job_limit_s)
-
-
 class SubjectRun:
     """One subject's tune.
 
@@ -111,9 +37,12 @@ class SubjectRun:
         subject: The fusion group.
         key: Its record key.
         neighbours: Records of similar groups.
+        whole: False for the default configurations alone, which need no enumeration.
     """
 
-    def __init__(self, shop: Workshop, subject: Subject, key: RecordKey, neighbours: Sequence[TuningRecord]) -> None:
+    def __init__(
+        self, shop: Workshop, subject: Subject, key: RecordKey, neighbours: Sequence[TuningRecord], whole: bool = True
+    ) -> None:
         self._shop = shop
         self._subject = subject
         self._key = key
@@ -121,7 +50,7 @@ class SubjectRun:
         self._trials: dict[tuple[str, str], Trial] = {}
         self._runs: dict[tuple[str, str], Trial] = {}
         self._default_spills: dict[str, int] = {}
-        self._entries = self._take_part(neighbours)
+        self._entries = self._take_part(neighbours) if whole else self._defaults()
         self._best_us = float("inf")
         #: Configurations are compared by what they take on the device, where that is not the regime's time.
         self._has_device_timer = shop.bench.timer.of_device() is not None
@@ -140,21 +69,31 @@ class SubjectRun:
         )
         self._event("decide")
         evidence = Evidence(now(), self._shop.versions, self._shop.bench.seed, 0.0)
-        record = decide(
-            self._shop.executor, self._shop.bench, self._subject, self._key, self._choices(), verdicts, evidence,
-            self._shop.budget.job_limit_s,
-        )
+        with self._shop.account.spend(DECIDING):
+            record = decide(
+                self._shop.executor, self._shop.bench, self._subject, self._key, self._choices(), verdicts, evidence,
+                self._shop.budget.job_limit_s,
+            )
         self._best_us = record.best_us
         self._event("done")
         elapsed_s = round(time.monotonic() - start, 3)
         return replace(record, evidence=replace(record.evidence, elapsed_s=elapsed_s))
 
-    def first_batch(self) -> list[tuple[Backend, Config]]:
+    def first_batch(self) -> list[Compilation]:
         """What :meth:`execute` would compile first."""
-        return [(entry.backend, entry.space.configs[position]) for entry, position in self._next_batch(0.0)]
+        return self._compilations(self._next_batch(0.0))
+
+    def prospects(self) -> list[Compilation]:
+        """What it may want to compile after that."""
+        return self._compilations(
+            (entry, position) for entry in self._entries for position in entry.strategy.prospects()
+        )
 
     def screen_defaults(self) -> Trial:
-        """The trials of the default configurations, one back end after the other until one works."""
+        """The trials of the default configurations, one back end after the other until one works.
+
+        For a run that is not ``whole``.
+        """
         self._resume(only_open=False)
         found: Trial | None = None
         for entry in self._entries:
@@ -175,13 +114,7 @@ class SubjectRun:
 
     def _take_part(self, neighbours: Sequence[TuningRecord]) -> list[_Entry]:
         shop, ir = self._shop, self._subject.ir
-        willing: list[tuple[int, Backend, Space]] = []
-        for order, backend in enumerate(shop.backends):
-            reason = shop.refusal(backend, self._subject)
-            if reason is None:
-                willing.append((order, backend, enumerate_space(backend, ir, shop.target)))
-            else:
-                self._refusals[backend.name] = reason
+        willing = [(order, backend, shop.spaces.space(backend, ir)) for order, backend in self._willing()]
         shares = _shares(shop.budget.trials, len(willing))
         entries = []
         for (order, backend, space), share in zip(willing, shares, strict=True):
@@ -191,13 +124,26 @@ class SubjectRun:
             entries.append(_Entry(order, backend, space, make_strategy(space, share, shop.bench.seed, first)))
         return entries
 
+    def _defaults(self) -> list[_Entry]:
+        entries = []
+        for order, backend in self._willing():
+            default = dict(backend.default_config(self._subject.ir, self._shop.target))
+            space = Space((), (default,), {}, 1)
+            entries.append(_Entry(order, backend, space, make_strategy(space, 1, self._shop.bench.seed)))
+        return entries
+
+    def _willing(self) -> list[tuple[int, Backend]]:
+        """The back ends that take part, with their order of preference; the others' reasons are kept."""
+        reasons = [self._shop.refusal(backend, self._subject) for backend in self._shop.backends]
+        pairs = list(zip(self._shop.backends, reasons, strict=True))
+        self._refusals |= {backend.name: reason for backend, reason in pairs if reason is not None}
+        return [(order, backend) for order, (backend, reason) in enumerate(pairs) if reason is None]
+
     def _open(self) -> None:
         self._event("open")
-        outcome = self._shop.call(jobs.open_subject, self._shop.bench, self._subject)
+        outcome = self._shop.call(OPENING, jobs.open_subject, self._shop.bench, self._subject)
         if not outcome.ok:
             raise SubjectError(f"{self._subject.label}: cannot be tuned: {outcome.failure}")
-        unfused: Measurement = outcome.value
-        self._best_us = unfused.median_us
 
     def _resume(self, only_open: bool = True) -> None:
         """Take over the trials of a tune that was cut short (or of any tune)."""
@@ -221,16 +167,16 @@ class SubjectRun:
 
     def _try(self, batch: Sequence[tuple[_Entry, int]]) -> None:
         self._event("compile")
-        arguments = [
-            (entry.backend, self._subject.ir, entry.space.configs[position], self._shop.target)
-            for entry, position in batch
-        ]
-        compiled = self._shop.executor.map(jobs.prepare, arguments, limit_s=self._shop.budget.job_limit_s)
+        compiled = self._shop.compile(self._compilations(batch))
         for (entry, position), outcome in zip(batch, compiled, strict=True):
             trial = self._screen(entry, position, outcome)
-            self._shop.database.log_trial(trial, self._shop.versions)
+            self._shop.log(trial)
             self._note(entry, position, trial)
             self._event("screen")
+
+    def _compilations(self, batch: Iterable[tuple[_Entry, int]]) -> list[Compilation]:
+        ir, target = self._subject.ir, self._shop.target
+        return [(entry.backend, ir, entry.space.configs[position], target) for entry, position in batch]
 
     def _screen(self, entry: _Entry, position: int, compiled: Outcome) -> Trial:
         config = entry.space.configs[position]
@@ -257,7 +203,7 @@ class SubjectRun:
 
     def _measure(self, entry: _Entry, config: Config, blank: Trial) -> Trial:
         outcome = self._shop.call(
-            jobs.screen_config, self._shop.bench, self._subject, entry.backend, config, self._on_device
+            SCREENING, jobs.screen_config, self._shop.bench, self._subject, entry.backend, config, self._on_device
         )
         if not outcome.ok:
             return replace(blank, reason=outcome.failure)

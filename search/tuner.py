@@ -11,14 +11,26 @@ from typing import TypeVar
 
 from fuseplan.kernels.backend import Backend, Target
 from fuseplan.search import jobs
+from fuseplan.search.account import TimeAccount
 from fuseplan.search.contest import Contest
 from fuseplan.search.database import Database
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.subject import Subject
 from fuseplan.search.timers import Timer, timer_for
-from fuseplan.search.trials import Budget, ProgressEvent, SubjectRun, Workshop
+from fuseplan.search.trials import SubjectRun
 from fuseplan.search.worker import Executor, WorkerPool
+from fuseplan.search.workshop import (
+    OPENING,
+    PLAYING_OFF,
+    STORING,
+    TIMING_OPS,
+    Budget,
+    Compilation,
+    ProgressEvent,
+    SpaceBook,
+    Workshop,
+)
 
 __all__ = ["Budget", "ProgressEvent", "Tuner"]
 
@@ -26,6 +38,12 @@ T = TypeVar("T")
 
 #: What compiling for a GPU imports.
 _COMPILERS = ("fuseplan.kernels.gpu_build:warm_up", "ninetoothed")
+
+
+def make_pool(device_type: str) -> WorkerPool:
+    """Worker processes for tuning on a device; nothing is started yet."""
+    on_cpu = device_type == "cpu"
+    return WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS)
 
 
 class Tuner:
@@ -43,6 +61,7 @@ class Tuner:
         executor: Where jobs run; a :class:`WorkerPool` of its own by default.
         timer: How calls are timed; the one for the target and regime by default.
         progress: Told about every step.
+        account: Where the time of every step is booked.
     """
 
     def __init__(
@@ -58,6 +77,7 @@ class Tuner:
         executor: Executor | None = None,
         timer: Timer | None = None,
         progress: Callable[[ProgressEvent], None] | None = None,
+        account: TimeAccount | None = None,
     ) -> None:
         self.database = database
         self.target = target
@@ -69,14 +89,12 @@ class Tuner:
         self.numerics = numerics
         self.versions = Versions.current(target.device_type)
         timer = timer if timer is not None else timer_for(target.device_type, regime)
-        on_cpu = target.device_type == "cpu"
-        self._executor: Executor = (
-            executor if executor is not None else WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS)
-        )
+        self.account = account if account is not None else TimeAccount()
+        self._executor: Executor = executor if executor is not None else make_pool(target.device_type)
         self._owns_executor = executor is None
         self._shop = Workshop(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
-            self._executor, budget, self.versions, progress,
+            self._executor, budget, self.versions, SpaceBook(target), self.account, progress,
         )
 
     def __enter__(self) -> Tuner:
@@ -114,7 +132,8 @@ class Tuner:
             return stored
         hints = [*([stored] if stored is not None else []), *neighbours]
         record = self._released(SubjectRun(self._shop, subject, key, hints).execute)
-        self.database.put_record(record)
+        with self.account.spend(STORING):
+            self.database.put_record(record)
         return record
 
     def tune_all(self, subjects: Iterable[Subject]) -> list[TuningRecord]:
@@ -134,11 +153,11 @@ class Tuner:
         for trial in self.database.trials(key, self.versions):
             if not trial.backend and trial.median_us is not None:
                 return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
-        outcome = self._shop.call(jobs.open_subject, self._shop.bench, subject)
+        outcome = self._shop.call(TIMING_OPS, jobs.time_unfused, self._shop.bench, subject)
         if not outcome.ok:
             raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
         time_us: Measurement = outcome.value
-        self.database.log_trial(Trial(key, "", {}, time_us.median_us, created=now()), self.versions)
+        self._shop.log(Trial(key, "", {}, time_us.median_us, created=now()))
         return time_us
 
     def screen(self, subject: Subject) -> Trial:
@@ -151,7 +170,7 @@ class Tuner:
         Raises:
             SubjectError: The unfused chain or its reference fails, or no back end takes part.
         """
-        return self._released(SubjectRun(self._shop, subject, self.key(subject), ()).screen_defaults)
+        return self._released(SubjectRun(self._shop, subject, self.key(subject), (), whole=False).screen_defaults)
 
     def play_off(self, parts: Mapping[str, jobs.Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
         """Whole sequences of kernels against each other in one interleaved run; None when that run fails.
@@ -160,7 +179,7 @@ class Tuner:
             parts: Kernels that have been tuned, by name.
             sides: Names of the parts that each side runs; the incumbent first.
         """
-        outcome = self._shop.call(jobs.decide_sides, self._shop.bench, dict(parts), dict(sides))
+        outcome = self._shop.call(PLAYING_OFF, jobs.decide_sides, self._shop.bench, dict(parts), dict(sides))
         found: Contest | None = outcome.value if outcome.ok else None
         return found
 
@@ -174,41 +193,43 @@ class Tuner:
             key = self.key(subject)
             if self.database.get_record(key).record is not None or self.database.trials(key, self.versions):
                 continue
-            backend = next((b for b in self.backends if self._shop.refusal(b, subject) is None), None)
-            if backend is not None:
-                config = backend.default_config(subject.ir, self.target)
-                pending.append((backend, subject.ir, config, self.target))
-        self._executor.map(jobs.prepare, pending, limit_s=self.budget.job_limit_s)
+            pending += self._default_of(subject)
+        self._shop.compile(pending)
 
     def prefetch(self, subjects: Iterable[Subject]) -> None:
         """Compile what tunes of these subjects will try first, beside whatever else goes on. Safe from any thread.
 
-        On a CPU nothing happens: compilers would take the cores away from what is measured.
+        What they may try next is compiled when nothing else is left to do. On a CPU nothing happens: compilers would
+        take the cores away from what is measured.
         """
         if self.target.device_type == "cpu":
             return
         for subject in subjects:
-            batch = SubjectRun(self._shop, subject, self.key(subject), ()).first_batch()
-            arguments = [(backend, subject.ir, config, self.target) for backend, config in batch]
-            self._executor.prefetch(jobs.prepare, arguments, limit_s=self.budget.job_limit_s)
+            default = self._default_of(subject)
+            self._shop.compile_ahead(default)  # at once: to enumerate the others takes a while
+            run = SubjectRun(self._shop, subject, self.key(subject), ())
+            self._shop.compile_ahead([one for one in run.first_batch() if one not in default])
+            self._shop.compile_ahead(run.prospects(), spare=True)
 
     def prefetch_default(self, subjects: Iterable[Subject]) -> None:
         """Compile what :meth:`screen` will want of these subjects, as :meth:`prefetch` does."""
-        if self.target.device_type == "cpu":
-            return
         for subject in subjects:
-            backend = next((b for b in self.backends if self._shop.refusal(b, subject) is None), None)
-            if backend is not None:
-                arguments = (backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)
-                self._executor.prefetch(jobs.prepare, [arguments], limit_s=self.budget.job_limit_s)
+            self._shop.compile_ahead(self._default_of(subject))
+
+    def _default_of(self, subject: Subject) -> list[Compilation]:
+        """The default configuration of the first back end that takes part, if there is one."""
+        backend = self._shop.preferred(subject)
+        if backend is None:
+            return []
+        return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
 
     def _released(self, run: Callable[[], T]) -> T:
         """Run, then let the measuring process forget the subject."""
         try:
             result = run()
         except Exception:
-            self._shop.call(jobs.release)
+            self._shop.call(OPENING, jobs.release)
             raise
         # An interrupt is not caught: it has ended the workers already.
-        self._shop.call(jobs.release)
+        self._shop.call(OPENING, jobs.release)
         return result

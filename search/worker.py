@@ -58,8 +58,13 @@ class Executor(Protocol):
         """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
         ...
 
-    def prefetch(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> None:
-        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns."""
+    def prefetch(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
+    ) -> None:
+        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns.
+
+        ``spare`` jobs wait until no others of this kind do.
+        """
         ...
 
     def close(self) -> None:
@@ -84,7 +89,9 @@ class InlineExecutor:
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
         return [self.call(function, *args, limit_s=limit_s) for args in arguments]
 
-    def prefetch(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> None:
+    def prefetch(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
+    ) -> None:
         """Nothing: there is only this process, and it is not idle."""
 
     def close(self) -> None:
@@ -129,7 +136,9 @@ class WorkerPool:
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
         return self._run(function, arguments, limit_s, lanes=list(range(1, self.compilers + 1)))
 
-    def prefetch(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> None:
+    def prefetch(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
+    ) -> None:
         if not arguments:
             return
         with self._sending:
@@ -137,7 +146,7 @@ class WorkerPool:
             # A pool that has just lost its supervisor has lost nothing that matters here.
             with contextlib.suppress(OSError):
                 for args in arguments:
-                    pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args))))
+                    pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args)), spare))
 
     def close(self) -> None:
         """End every process of the pool; a later job starts a new one."""

@@ -492,7 +492,7 @@ def test_the_unfused_chain_is_timed_once(db: Database) -> None:
     shared = tuner(db, executor=Counting())
     assert shared.time_unfused(SUBJECT).median_us == pytest.approx(100.0)
     assert shared.time_unfused(SUBJECT).median_us == pytest.approx(100.0)
-    assert calls.count("open_subject") == 1
+    assert calls.count("time_unfused") == 1
     tuned = FakeSubject(key="tuned", eager_us=70.0)
     shared.tune(tuned)
     before = len(calls)

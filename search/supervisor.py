@@ -50,16 +50,16 @@ class Request:
 
 @dataclass
 class _Lane:
-    """A worker process and the job it is at."""
+    """A worker process and the request it is at."""
 
     pid: int
     pipe: Connection
-    job: int = -1
+    request: Request | None = None
     deadline: float = 0.0
 
     @property
     def busy(self) -> bool:
-        return self.job >= 0
+        return self.request is not None
 
 
 class Supervisor:
@@ -78,6 +78,8 @@ class Supervisor:
         self._background = range(-1, -1 - background, -1)
         self._backlog: deque[Request] = deque()
         self._spare: deque[Request] = deque()
+        #: Requests that wait for the same job of a background worker.
+        self._held: dict[int, list[Request]] = {}
         self._cores = tuple(cores)
         self._lanes: dict[int, _Lane] = {}
 
@@ -99,16 +101,28 @@ class Supervisor:
             if lane.pipe in ready:
                 self._collect(number, lane)
             elif lane.busy and time.monotonic() >= lane.deadline:
-                job = lane.job
                 self._end(number)
-                self._reply(number, (job, TIMED_OUT, ""))
+                self._finish(number, lane.request, TIMED_OUT, "")
         if self._parent in ready:
             request = self._parent.recv()
             if request.lane == BACKGROUND:
                 (self._spare if request.spare else self._backlog).append(request)
             else:
-                self._start(request)
+                self._take(request)
         self._feed()
+
+    def _take(self, request: Request) -> None:
+        """Start a job, unless a background worker is at it already: then its result will do."""
+        if request.lane > 0:
+            for number in self._background:
+                lane = self._lanes.get(number)
+                if lane is not None and lane.request is not None and lane.request.payload == request.payload:
+                    self._held.setdefault(number, []).append(request)
+                    return
+            for queue in (self._backlog, self._spare):
+                for waiting in [one for one in queue if one.payload == request.payload]:
+                    queue.remove(waiting)
+        self._start(request)
 
     def _feed(self) -> None:
         """Hand waiting background jobs to idle background workers."""
@@ -118,9 +132,15 @@ class Supervisor:
             if waiting and (lane is None or not lane.busy):
                 self._start(replace(waiting.popleft(), lane=number))
 
-    def _reply(self, number: int, answer: tuple[int, str, Any]) -> None:
-        if number not in self._background:
-            self._parent.send(answer)
+    def _finish(self, number: int, request: Request | None, state: str, payload: Any) -> None:
+        """Tell who waits for what a lane has done."""
+        if request is not None and number not in self._background:
+            self._parent.send((request.job, state, payload))
+        for held in self._held.pop(number, ()):
+            if state == OK:
+                self._parent.send((held.job, state, payload))
+            else:
+                self._start(held)
 
     def _start(self, request: Request) -> None:
         lane = self._lanes.get(request.lane)
@@ -130,25 +150,25 @@ class Supervisor:
             lane = None
         if lane is None:
             lane = self._lanes[request.lane] = self._fork(request.lane)
-        lane.job = request.job
+        lane.request = request
         lane.deadline = time.monotonic() + request.limit_s
         # A worker that dies right now shows when its pipe is read.
         with contextlib.suppress(OSError):
             lane.pipe.send_bytes(request.payload)
 
     def _collect(self, number: int, lane: _Lane) -> None:
-        job = lane.job
+        request = lane.request
         try:
             state, payload, fatal = lane.pipe.recv()
         except (EOFError, OSError):
             cause = self._end(number)
-            if job >= 0:
-                self._reply(number, (job, CRASHED, cause))
+            if request is not None:
+                self._finish(number, request, CRASHED, cause)
             return
-        lane.job = -1
+        lane.request = None
         if fatal:
             self._end(number)
-        self._reply(number, (job, state, payload))
+        self._finish(number, request, state, payload)
 
     def _end(self, number: int) -> str:
         """Kill a lane's worker with everything it started; the cause of its death in words."""

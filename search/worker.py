@@ -33,6 +33,8 @@ _BOOT = (
     "json.loads(sys.argv[6]))"
 )
 _CLOSE_S = 5.0
+#: Cores that background jobs leave to this process and to what is measured.
+_SPARED = 2
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class WorkerPool:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._used = False
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -144,14 +147,24 @@ class WorkerPool:
         with self._sending:
             pipe = self._pipe if self._pipe is not None else self._start()
             # A pool that has just lost its supervisor has lost nothing that matters here.
+            self._used = True
             with contextlib.suppress(OSError):
                 for args in arguments:
                     pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args)), spare))
+
+    def start(self) -> None:
+        """Have the processes import what they need, while there is no job yet; at once returns."""
+        with self._sending:
+            if self._pipe is None:
+                self._start()
 
     def close(self) -> None:
         """End every process of the pool; a later job starts a new one."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
+        if process is not None and not self._used:
+            process.kill()  # it has no workers yet, and would finish its imports first
+        self._used = False
         if pipe is not None:
             pipe.close()
         if process is None:
@@ -172,7 +185,7 @@ class WorkerPool:
             self._process = subprocess.Popen(
                 [
                     sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads), json.dumps(binding),
-                    str(self.compilers), json.dumps(self._preload),
+                    str(max(1, self.compilers - _SPARED)), json.dumps(self._preload),
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -193,6 +206,7 @@ class WorkerPool:
             if self._process is None or self._process.poll() is not None:
                 self.close()
             pipe = self._pipe if self._pipe is not None else self._start()
+            self._used = True
         payloads = [pickle.dumps((function, args)) for args in arguments]
         first = self._jobs
         self._jobs += len(arguments)

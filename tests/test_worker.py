@@ -286,9 +286,10 @@ class Supervised:
         self.thread.start()
 
     def ask(
-        self, job: int, function: Callable[..., object], *args: object, lane: int = 0, limit_s: float = 20.0
+        self, job: int, function: Callable[..., object], *args: object, lane: int = 0, limit_s: float = 20.0,
+        spare: bool = False,
     ) -> None:
-        self.pipe.send(Request(lane, job, limit_s, pickle.dumps((function, args))))
+        self.pipe.send(Request(lane, job, limit_s, pickle.dumps((function, args)), spare))
 
     def answer(self) -> tuple[int, str, object]:
         assert self.pipe.poll(20)
@@ -359,6 +360,72 @@ def test_background_jobs_answer_nobody_and_hold_up_nobody(supervised: Supervised
         wait_for(lambda number=number: (tmp_path / str(number)).exists())
     supervised.ask(3, add, 2, 2)
     assert supervised.answer() == (3, OK, 4)
+
+
+def journal(folder: str, name: str, gate: str = "") -> str:
+    """Note that this ran, once ``gate`` is open."""
+    while gate and not Path(folder, gate).exists():
+        time.sleep(0.005)
+    with Path(folder, "journal").open("a") as file:
+        file.write(f"{name}\n")
+    return name
+
+
+def test_a_busy_background_worker_gets_no_second_job_and_spare_jobs_wait(
+    supervised: Supervised, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    supervised.ask(-1, journal, folder, "first", "gate", lane=BACKGROUND)
+    supervised.ask(-1, journal, folder, "spare", lane=BACKGROUND, spare=True)
+    supervised.ask(-1, journal, folder, "second", lane=BACKGROUND)
+    supervised.ask(2, add, 1, 1)
+    assert supervised.answer() == (2, OK, 2)
+    assert [len(queue) for queue in (supervised.supervisor._backlog, supervised.supervisor._spare)] == [1, 1]
+    (tmp_path / "gate").touch()
+    ran = tmp_path / "journal"
+    wait_for(lambda: ran.exists() and ran.read_text().splitlines() == ["first", "second", "spare"])
+
+
+def test_a_background_job_that_hangs_is_ended_in_time(supervised: Supervised, tmp_path: Path) -> None:
+    supervised.ask(-1, hang, lane=BACKGROUND, limit_s=0.3)
+    supervised.ask(-1, touch, str(tmp_path / "after"), lane=BACKGROUND)
+    wait_for((tmp_path / "after").exists)
+
+
+def test_who_wants_what_the_background_is_at_gets_that_result(supervised: Supervised, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    supervised.ask(-1, journal, folder, "once", "gate", lane=BACKGROUND)
+    supervised.ask(-1, journal, folder, "queued", lane=BACKGROUND)
+    for job in (4, 5):
+        supervised.ask(job, journal, folder, "once", "gate", lane=job - 3)
+    supervised.ask(6, journal, folder, "queued", lane=3)  # nobody is at it yet: it runs now, and not again
+    assert supervised.answer() == (6, OK, "queued")
+    (tmp_path / "gate").touch()
+    assert supervised.answer() == (4, OK, "once")
+    assert supervised.answer() == (5, OK, "once")
+    supervised.ask(7, add, 1, 1)
+    assert supervised.answer() == (7, OK, 2)
+    assert (tmp_path / "journal").read_text().splitlines() == ["queued", "once"]
+
+
+def test_a_job_that_the_background_fails_at_is_tried_again(supervised: Supervised) -> None:
+    supervised.ask(-1, hang, lane=BACKGROUND, limit_s=0.5)
+    supervised.ask(4, hang, lane=1, limit_s=0.5)
+    assert supervised.answer() == (4, TIMED_OUT, "")
+    supervised.ask(5, crash, lane=1)
+    assert supervised.answer() == (5, CRASHED, "killed by SIGSEGV")
+
+
+def test_a_pool_that_was_started_and_not_used_ends_at_once() -> None:
+    idle = WorkerPool(compilers=1, preload=["test_worker:hang"])
+    idle.start()
+    process = idle._process
+    assert process is not None
+    idle.close()
+    assert process.returncode == -signal.SIGKILL
+    with WorkerPool(compilers=1) as used:
+        used.start()
+        assert used.call(add, 1, 2, limit_s=LIMIT).value == 3
 
 
 def test_a_pool_prefetches_beside_its_jobs(pool: WorkerPool, tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ _FOLDS = 5
 _LIMIT = float(np.log(20.0))
 #: Residuals beyond 10 % count linearly, so that a few odd kernels do not bend the fit.
 _OUTLIER = 0.1
-#: Weight of staying at 1: decides only factors that no sample depends on.
-_PRIOR = 0.03
-#: Factors, in the order in which the solver sees them: launch, memory, compute, latency, write.
-_FACTORS = 5
+#: Weight of staying at 1, against that of one sample, by factor: launch, memory, compute, latency, write. Bandwidth was
+#: measured, and does not depend on who moves the bytes: few samples that hardly move any must not bend that factor.
+_PRIORS = (0.2, 1.0, 0.2, 0.2, 0.2)
+_FACTORS = len(_PRIORS)
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,11 @@ class _Table:
         """The factors that suit the chosen samples best."""
         from scipy.optimize import least_squares  # slow to import, and only a tune calibrates
 
-        terms, log_measured = self.terms[chosen], np.log(self.measured_us[chosen])
+        terms, log_measured, priors = self.terms[chosen], np.log(self.measured_us[chosen]), np.array(_PRIORS)
 
         def residuals(log_factors: _Array) -> _Array:
             times = np.maximum(_times(terms, np.exp(log_factors)), 1e-9)
-            return np.concatenate([np.log(times) - log_measured, _PRIOR * log_factors])
+            return np.concatenate([np.log(times) - log_measured, priors * log_factors])
 
         start = np.zeros(_FACTORS)
         solution = least_squares(residuals, start, bounds=(-_LIMIT, _LIMIT), loss="soft_l1", f_scale=_OUTLIER)

@@ -10,11 +10,12 @@ An eager CUDA launch is queued by the host while the device still works, so ther
 
     time = max(launches * t0_host, launches * t0_graph + max(bytes / BW(bytes), flops / peak))
 
-On CUDA, four more things that a short kernel waits for are in a prediction (never in the bound), each in terms of what
+On CUDA, five more things that a short kernel waits for are in a prediction (never in the bound), each in terms of what
 the probe measured:
 
 * the instructions that follow one another before the first result (``steps``), in units of a tenth of the time that an
   elementwise kernel takes beyond an empty one;
+* what it asks the cache for, operands that rows share again and again, at the best bandwidth of any size and pattern;
 * results, which are written no faster than memory takes them, even where a cache has room for them;
 * a row too long to be held, which one multiprocessor has to move alone, at its share of the best bandwidth (what is
   held is loaded all at once: such rows take no longer the longer they are);
@@ -195,11 +196,13 @@ def _with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode, cold
     launch = spec.launch.get(mode if mode in _REPLAYED else "graph", spec.launch.get("graph"))
     step_us = (launch.us - launch.best_us) / _ELEMENTWISE_STEPS if launch is not None else 0.0
     share_gbps = max(point.gbps for point in spec.bandwidth.points) / spec.identity.cores
+    cache_gbps = max(point.best_gbps for point in spec.bandwidth.points)
+    row_us = _us(work.row_bytes, share_gbps) if work.row_bytes > _HELD_BYTES else 0.0
     # A fused multiply-add counts as two operations, and is one instruction.
     rate = spec.peaks["fp32"].per_s / 2 if "fp32" in spec.peaks else math.inf
     return replace(
         terms,
-        memory_us=max(terms.memory_us, _us(work.row_bytes, share_gbps) if work.row_bytes > _HELD_BYTES else 0.0),
+        memory_us=max(terms.memory_us, row_us, _us(work.requested_bytes, cache_gbps)),
         compute_us=terms.compute_us + work.instructions / rate * 1e6,
         latency_us=step_us * (work.steps + (_COLD_STEPS if cold_bytes else 0.0)),
         write_us=_us(work.written_bytes, spec.bandwidth.memory_gbps),

@@ -27,6 +27,8 @@ class Work:
         launches: Kernel launches.
         written_bytes: How many of ``dram_bytes`` are written.
         cold_bytes: How many of ``dram_bytes`` nothing has touched recently (weights).
+        requested_bytes: Bytes that the kernel asks the last-level cache for: operands that rows share again for each
+            block of rows.
         row_bytes: Bytes of the largest part that one multiprocessor has to move by itself (a reduced row).
         instructions: Instructions besides ``flops``: loads, stores, conversions, addresses, polynomials.
         steps: Instructions that wait for one another before the first result is stored.
@@ -39,6 +41,7 @@ class Work:
     launches: int = 0
     written_bytes: float = 0.0
     cold_bytes: float = 0.0
+    requested_bytes: float = 0.0
     row_bytes: float = 0.0
     instructions: float = 0.0
     steps: float = 0.0

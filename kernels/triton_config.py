@@ -181,7 +181,7 @@ def _elements(segment: Segment) -> int:
 def _default_pointwise(ir: KernelIR, target: Target) -> Config:
     total = sum(_elements(segment) for segment in ir.segments)
     # Enough programs to occupy every multiprocessor a few times over before tiles grow.
-    most = _POINTWISE_TILE * _FULL_BYTES // min(_moved_bytes(ir, max(ir.segments, key=_elements)), _FULL_BYTES)
+    most = _most_elements(ir, max(ir.segments, key=_elements))
     while most > 256 and total // most < 2 * target.cores:
         most //= 2
     while most > 128 and max((live_words(segment) for segment in ir.segments), default=1) * most > 16384:
@@ -191,6 +191,18 @@ def _default_pointwise(ir: KernelIR, target: Target) -> Config:
     # Four warps, but no fewer than four elements a thread.
     warps = min(4, max(1, _largest_tile(ir, shape) // 128))
     return {**shape, "num_warps": warps}
+
+
+def full_tile(ir: KernelIR, segment: Segment) -> tuple[int, int]:
+    """Rows and columns of a default block of ``segment`` where there is enough work for every multiprocessor."""
+    most = _POINTWISE_TILE if segment.has_reduction() else _most_elements(ir, segment)
+    cols = _width(segment, most)
+    return max(1, min(most // cols, _static(segment.num_rows))), cols
+
+
+def _most_elements(ir: KernelIR, segment: Segment) -> int:
+    """Elements of a pointwise tile at most: more where each moves few bytes."""
+    return _POINTWISE_TILE * _FULL_BYTES // min(_moved_bytes(ir, segment), _FULL_BYTES)
 
 
 def _moved_bytes(ir: KernelIR, segment: Segment) -> int:

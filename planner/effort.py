@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.index import Coord, Index, evaluate
 from fuseplan.kernels.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
+from fuseplan.kernels.triton_config import full_tile
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
 _FOLD_STEPS = 3.0
@@ -31,6 +32,7 @@ _POLYNOMIALS: Mapping[str, float] = {
 class Effort:
     """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names."""
 
+    requested_bytes: float = 0.0
     row_bytes: float = 0.0
     instructions: float = 0.0
     steps: float = 0.0
@@ -40,6 +42,7 @@ def kernel_effort(ir: KernelIR) -> Effort:
     """The effort of one launch of a static kernel."""
     segments = [_segment_effort(ir, segment) for segment in ir.segments]
     return Effort(
+        requested_bytes=sum(_requested_bytes(ir, segment) for segment in ir.segments),
         row_bytes=max((one.row_bytes for one in segments), default=0.0),
         instructions=sum(one.instructions for one in segments),
         steps=max((one.steps for one in segments), default=0.0),
@@ -75,7 +78,31 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
         row_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
     levels = reduction_levels(segment)
     gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
-    return Effort(row_bytes if levels else 0.0, instructions, steps + _FOLD_STEPS * levels + _GATHER_STEPS * gathers)
+    waiting = _FOLD_STEPS * levels + _GATHER_STEPS * gathers
+    return Effort(0.0, row_bytes if levels else 0.0, instructions, steps + waiting)
+
+
+def _requested_bytes(ir: KernelIR, segment: Segment) -> float:
+    """Bytes that the blocks of a segment load and store, each for itself; within a block, rows share what they can."""
+    sizes = tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
+    block_rows = full_tile(ir, segment)[0]
+    loads = {(one.buffer, one.index, one.gather is not None) for one in segment.body if isinstance(one, Load)}
+    total = 0.0
+    for buffer, index, gathered in loads | {(store.buffer, store.index, False) for store in segment.stores}:
+        if segment.col_axis in index.axes():
+            shared = 1 if gathered else min(block_rows, _shared_rows(index, sizes))
+            total += math.prod(sizes) / shared * ITEMSIZE[ir.buffers[buffer].dtype]
+    return total
+
+
+def _shared_rows(index: Index, sizes: tuple[int, ...]) -> int:
+    """Neighbouring rows for which an index is the same."""
+    rows, axes = 1, index.axes()
+    for axis in range(len(sizes) - 2, -1, -1):
+        if axis in axes and sizes[axis] > 1:
+            break
+        rows *= sizes[axis]
+    return rows
 
 
 def _instructions(instr: Instr, column: int) -> float:

@@ -58,6 +58,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         launches=1,
         written_bytes=float(sum(nbytes for number, nbytes in moved.items() if ir.buffers[number].is_output)),
         cold_bytes=float(sum(moved.get(number, 0) for number in cold)),
+        requested_bytes=effort.requested_bytes,
         row_bytes=effort.row_bytes,
         instructions=effort.instructions,
         steps=effort.steps,
@@ -126,7 +127,8 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     fused = kernel_work(lowered.ir.bind(graph.symbols), hot_inputs(graph, lowered.inputs))
     effort = aten_effort(graph, node)
     return replace(
-        fused, row_bytes=0.0, instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps
+        fused, requested_bytes=0.0, row_bytes=0.0, instructions=effort.instructions, steps=effort.steps,
+        serial_steps=effort.serial_steps,
     )
 
 

@@ -40,6 +40,27 @@ def test_a_fold_is_bound_to_its_row() -> None:
     assert effort.row_bytes == 2 * COLS * 2
 
 
+def test_rows_of_a_block_share_what_does_not_depend_on_them() -> None:
+    """``y[g, r, c] = x[g, r, c] + w[g, c]``: 64 columns, so blocks of 16 rows of bfloat16 in and out."""
+    groups, rows, cols = 3, 40, 64
+    at = (Index.coord(0, groups) * rows + Index.coord(1, rows)) * cols + Index.coord(2, cols)
+
+    def requested(weight: Index) -> float:
+        body = (Load("float32", 0, at), Load("float32", 1, weight), Apply("float32", "add", (0, 1)))
+        buffers = (
+            Buffer("x", "bfloat16", (groups, rows, cols), (rows * cols, cols, 1)),
+            Buffer("w", "float32", (groups, cols), (cols, 1)),
+            Buffer("y", "bfloat16", (groups, rows, cols), (rows * cols, cols, 1), is_output=True),
+        )
+        segment = Segment((groups, rows), cols, body, (Store(2, at, 2),))
+        return kernel_effort(KernelIR(buffers, (segment,))).requested_bytes
+
+    elements, column = groups * rows * cols, Index.coord(2, cols)
+    assert requested(Index.coord(0, groups) * cols + column) == elements * (2 + 2 + 4 / 16)
+    assert requested(Index.coord(1, rows) * cols + column) == elements * (2 + 2 + 4)  # the next row needs another
+    assert requested(Index.coord(0, groups)) == elements * (2 + 2)  # a number for each row is no matter
+
+
 def test_a_row_is_swept_again_only_to_store_elements_of_it() -> None:
     at, row = Index.coord(0, ROWS) * COLS + Index.coord(1, COLS), Index.coord(0, ROWS)
     buffers = (Buffer("x", "bfloat16", (ROWS, COLS), (COLS, 1)), Buffer("y", "float32", (ROWS,), (1,), is_output=True))

@@ -28,12 +28,14 @@ from fuseplan.planner.cli_source import (
     named_graphs,
     regime_name,
 )
+from fuseplan.search.account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph import DataflowGraph
     from fuseplan.planner.session import Session
     from fuseplan.planner.tune import TuneResult
     from fuseplan.search.tuner import Budget
+    from fuseplan.search.worker import Executor
 
 T = TypeVar("T")
 
@@ -67,49 +69,63 @@ def tune(
     """Plan a model's fusion, tune it on this device, and store the result.
 
     What is stored already is not measured again. Without options, tunes the llama preset. Ctrl-C loses nothing that
-    was finished: the same command goes on.
+    was finished: the same command goes on. The last line says where the time went.
     """
     from fuseplan.planner.plan import PlanSettings
     from fuseplan.planner.session import open_session
-    from fuseplan.search.tuner import Budget
+    from fuseplan.search.tuner import Budget, make_pool
 
+    account = TimeAccount(process_age_s())
     kind = device_type(device)
     settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
+
     def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:
         return named_graphs(
             kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
         )
 
-    if kind == "cuda" and pattern is None:
-        session, (name, graphs) = probe_beside(open_session(kind, db, settings), capture)
-    else:
-        name, graphs = capture()
-        session = ready(open_session(kind, db, settings))
-    session = replace(session, shipped=shipped)
-    result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed)
-    say(result, name)
+    with make_pool(kind) as pool:
+        if kind == "cuda" and pattern is None:
+            session = open_session(kind, db, settings)
+            if session.spec is None:  # then hardly anything is stored, and the workers will be needed
+                pool.start()
+            session, (name, graphs) = probe_beside(session, capture, account)
+        else:
+            with account.spend("capturing"):
+                name, graphs = capture()
+            session = ready(open_session(kind, db, settings), account)
+        session = replace(session, shipped=shipped)
+        result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed, account, pool)
+    with account.spend("reporting"):
+        say(result, name)
+    typer.echo(account.line())
 
 
-def probe_beside(session: Session, work: Callable[[], T]) -> tuple[Session, T]:
+def probe_beside(session: Session, work: Callable[[], T], account: TimeAccount | None = None) -> tuple[Session, T]:
     """The session with a measured GPU, probed while ``work`` waits for processes that capture, and its result."""
+    account = account if account is not None else TimeAccount()
     with ThreadPoolExecutor(1) as beside:
         probed = beside.submit(lambda: session if session.spec is not None else session.probed())
-        done = work()
-        return probed.result(), done
+        with account.spend("capturing"):
+            done = work()
+        with account.spend("probing"):
+            return probed.result(), done
 
 
-def ready(session: Session) -> Session:
+def ready(session: Session, account: TimeAccount | None = None) -> Session:
     """The session with a measured device: the stored one, else probed now."""
     if session.spec is not None:
         return session
-    with console(stderr=True).status("probing") as status:
+    account = account if account is not None else TimeAccount()
+    with account.spend("probing"), console(stderr=True).status("probing") as status:
         return session.probed(
             progress=lambda fraction, step: status.update(f"probing this device once: {step}, {fraction:.0%}")
         )
 
 
 def run(
-    session: Session, name: str, graphs: list[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0
+    session: Session, name: str, graphs: list[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
+    account: TimeAccount | None = None, executor: Executor | None = None,
 ) -> TuneResult:
     """Tune with a progress bar, and keep a summary of each workload for the reports."""
     from fuseplan.planner import summary
@@ -117,7 +133,9 @@ def run(
     from fuseplan.planner.cli_progress import TuneProgress, regions_to_tune
 
     with TuneProgress(regions_to_tune(session, graphs)) as progress:
-        result = offline.tune(session, graphs, budget, seed, progress.on_region, progress.on_trial)
+        result = offline.tune(
+            session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor
+        )
     for (workload, graph), planned in zip(graphs, result.plans, strict=True):
         pairs = [(one.region, one.record) for one in planned.plan.regions]
         if pairs:

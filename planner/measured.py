@@ -111,6 +111,7 @@ class MeasuredRegion:
     def _tune(self, choices: Iterable[Choice]) -> bool:
         """Tune the fused groups that are not; True when there were any."""
         groups = [choice.group for choice in choices if choice.fused and choice.group.ops not in self.prices.records]
+        self.prices.tuner.prefetch(self.prices.book.subject(group) for group in groups[1:])
         for group in groups:
             self.prices.tuned(group)
         return bool(groups)

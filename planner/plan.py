@@ -206,7 +206,8 @@ class Planner:
         if problem is None:
             problem = self._problem(graph, region, book)
         record = self._by_measurement(graph, region, book, self.tuner, problem)
-        self.tuner.database.put_plan(record)
+        with self.tuner.account.spend("storing"):
+            self.tuner.database.put_plan(record)
         return record, "tuned"
 
     def _by_model(self, graph: DataflowGraph, region: Region, book: GroupBook) -> PlanRecord:
@@ -228,7 +229,8 @@ class Planner:
         found = region_samples(
             record.key, record.label, graph, region, record.enumerated, prices.samples.items()
         )
-        store_samples(tuner.database, found)
+        with tuner.account.spend("storing"):
+            store_samples(tuner.database, found)
         return record
 
     def _book(self, graph: DataflowGraph) -> GroupBook:

@@ -20,10 +20,12 @@ from fuseplan.planner.errors import CompilerMissingError, DeviceError
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.planner.prices import fused_mode
+from fuseplan.search.account import TimeAccount
 from fuseplan.search.database import Database
 from fuseplan.search.layered import LayeredDatabase, shipped_files
 from fuseplan.search.record import TuningRecord, Versions
 from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
+from fuseplan.search.worker import Executor
 
 if TYPE_CHECKING:
     import torch
@@ -76,9 +78,17 @@ class Session:
         )
 
     def tuner(
-        self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None
+        self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None,
+        account: TimeAccount | None = None, executor: Executor | None = None,
     ) -> Tuner:
         """A tuner for this device; close it when done.
+
+        Args:
+            budget: What one subject may cost.
+            seed: Seed of the search.
+            progress: Told about every step.
+            account: Where its time is booked.
+            executor: Where its jobs run, left open; worker processes of its own by default.
 
         Raises:
             CompilerMissingError: No kernel back end can be used here.
@@ -90,7 +100,7 @@ class Session:
         usable = [backend for backend in self.backends if reasons[backend.name] is None]
         return Tuner(
             self.database, self.target, usable, self.device, budget, seed, self.settings.regime,
-            self.settings.numerics, progress=progress,
+            self.settings.numerics, executor, progress=progress, account=account,
         )
 
     def recalibrated(self) -> Session:

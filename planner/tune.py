@@ -11,7 +11,9 @@ from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import GraphPlan, RegionPlan
 from fuseplan.planner.session import Session
+from fuseplan.search.account import TimeAccount
 from fuseplan.search.tuner import Budget, ProgressEvent
+from fuseplan.search.worker import Executor
 
 #: Told about each distinct region: workload, region label, number, how many.
 OnRegion = Callable[[str, str, int, int], None]
@@ -65,6 +67,8 @@ def tune(
     seed: int = 0,
     on_region: OnRegion | None = None,
     on_trial: Callable[[ProgressEvent], None] | None = None,
+    account: TimeAccount | None = None,
+    executor: Executor | None = None,
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each region and each group is stored as soon as it is done.
 
@@ -75,15 +79,20 @@ def tune(
         seed: Seed of the search.
         on_region: Told about each distinct region of each workload.
         on_trial: Told about every trial.
+        account: Where the time is booked; what the tuner does not book is planning: enumerating, pricing, solving.
+        executor: Where jobs run; worker processes of its own by default.
 
     Raises:
         CompilerMissingError: No kernel back end can be used here.
     """
     start = time.monotonic()
+    account = account if account is not None else TimeAccount()
+    budget = budget or Budget.on(session.target.device_type)
     plans: list[WorkloadPlan] = []
     learner = Learner(session.spec)
     with ExitStack() as stack:
-        tuner = stack.enter_context(session.tuner(budget or Budget.on(session.target.device_type), seed, on_trial))
+        stack.enter_context(account.spend("planning"))
+        tuner = stack.enter_context(session.tuner(budget, seed, on_trial, account, executor))
         listed = list(graphs)
         scout = session.planner(tuner).scout()
         if scout is not None:
@@ -98,8 +107,9 @@ def tune(
     result = TuneResult(tuple(plans), session, elapsed_s)
     if not result.measured:
         return result
-    learner.update(final=True)
-    return TuneResult(result.plans, replace(session, spec=learner.spec).recalibrated(), elapsed_s)
+    with account.spend("calibrating"):
+        learner.update(final=True)
+        return TuneResult(result.plans, replace(session, spec=learner.spec).recalibrated(), elapsed_s)
 
 
 def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, int, int], None] | None:

@@ -11,6 +11,7 @@ from graphs import Builder
 from fuseplan.kernels.backend import Target
 from fuseplan.planner.graph import DataflowGraph, OpNode
 from fuseplan.planner.subject import GroupSubject
+from fuseplan.search.account import TimeAccount
 from fuseplan.search.contest import Contest
 from fuseplan.search.database import Database
 from fuseplan.search.jobs import Part
@@ -44,6 +45,7 @@ class ScriptedTuner:
     tuned: list[str] = field(default_factory=list)
     play_offs: list[tuple[int, ...]] = field(default_factory=list)
     prefetched: list[str] = field(default_factory=list)
+    account: TimeAccount = field(default_factory=TimeAccount)
 
     def time_unfused(self, subject: GroupSubject) -> Measurement:
         return measured(self.unfused_us * self.noisy())

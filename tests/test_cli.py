@@ -271,6 +271,8 @@ def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) ->
     status, out, err = plan(*command)
     assert status == 0, err
     assert "silu+mul 3x24 float32" in out and "measured" in out and str(db) in out
+    account = out.strip().splitlines()[-1]
+    assert account.startswith("where the time went: ") and "capturing" in account and "deciding" in account
     status, out, err = plan(*command)
     assert status == 0, err
     assert "nothing was measured: all 1 distinct regions came from the database" in out

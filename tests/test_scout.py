@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,12 +64,60 @@ def test_plans_are_the_same_with_and_without(tmp_path: Path) -> None:
 
 
 def test_a_region_that_was_not_sent_is_planned_all_the_same(tmp_path: Path) -> None:
+    ahead, _ = planner(tmp_path, "a.db")
+    scout = ahead.scout()
+    assert scout is not None
+    graph = chain(3)
+    with scout:
+        assert ahead.plan_graph(graph, scout).regions[0].source == "tuned"
+        assert scout.problem(find_regions(graph)[0]) is None
+
+
+def test_a_tune_does_not_wait_for_what_is_sent_to_the_compilers(tmp_path: Path) -> None:
     ahead, tuner = planner(tmp_path, "a.db")
+    gate = threading.Event()
+    tuner.prefetch_default = lambda subjects: gate.wait(20)  # type: ignore[assignment, method-assign, return-value]
+    graph = two_regions()
     scout = ahead.scout()
     assert scout is not None
     with scout:
-        assert ahead.plan_graph(chain(3), scout).regions[0].source == "tuned"
-    assert not tuner.prefetched
+        scout.send(graph, find_regions(graph))
+        assert scout.problem(find_regions(graph)[0]) is not None
+        assert not gate.is_set()
+        gate.set()
+
+
+def test_a_failure_to_compile_ahead_costs_no_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ahead, tuner = planner(tmp_path, "a.db")
+
+    def broken(subjects: object) -> None:
+        raise RuntimeError("the pool is gone")
+
+    tuner.prefetch_default = broken  # type: ignore[method-assign]
+    graph = two_regions()
+    scout = ahead.scout()
+    assert scout is not None
+    with scout:
+        scout.send(graph, find_regions(graph))
+        found = ahead.plan_graph(graph, scout)
+    assert [plan.source for plan in found.regions] == ["tuned", "tuned"]
+    assert "RuntimeError: the pool is gone" in caplog.text
+
+
+def test_leaving_tells_who_waits_for_a_region_that_was_never_prepared(tmp_path: Path) -> None:
+    ahead, tuner = planner(tmp_path, "a.db")
+    gate = threading.Event()
+    tuner.prefetch_default = lambda subjects: gate.wait(20)  # type: ignore[assignment, method-assign, return-value]
+    graph = two_regions()
+    regions = find_regions(graph)
+    scout = ahead.scout()
+    assert scout is not None
+    with scout:
+        scout.send(graph, regions)
+        assert scout.problem(regions[0]) is not None
+        threading.Timer(0.05, gate.set).start()
+    with pytest.raises(CancelledError):
+        scout.problem(regions[1])
 
 
 def test_cpus_and_planning_without_measurement_do_not_look_ahead(tmp_path: Path) -> None:

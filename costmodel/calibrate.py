@@ -22,10 +22,12 @@ _FOLDS = 5
 _LIMIT = float(np.log(20.0))
 #: Residuals beyond 10 % count linearly, so that a few odd kernels do not bend the fit.
 _OUTLIER = 0.1
-#: Weight of staying at 1, against that of one sample, by factor: launch, memory, compute, latency, write. Bandwidth was
-#: measured, and does not depend on who moves the bytes: few samples that hardly move any must not bend that factor.
-_PRIORS = (0.2, 1.0, 0.2, 0.2, 0.2)
-_FACTORS = len(_PRIORS)
+#: Factors, in the order in which the solver sees them: launch, memory, compute, latency, write.
+_FACTORS = 5
+#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs the
+#: bandwidth was measured and does not depend on who moves the bytes, and the other terms too are in units of what was
+#: measured: many short kernels, which hardly tell the factors apart, must not trade one for another.
+_PRIOR, _GPU_PRIORS = (0.03,) * _FACTORS, (0.2, 1.0, 0.2, 0.2, 0.2)
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,12 @@ def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
 
 @dataclass(frozen=True)
 class _Table:
-    """The terms of all samples (a row of ``terms`` each, see :func:`_row`), their bounds and their times."""
+    """The terms of all samples (a row of ``terms`` each, see :func:`_row`), bounds and times; the priors by factor."""
 
     terms: _Array
     floor_us: _Array
     measured_us: _Array
+    priors: _Array
 
     @staticmethod
     def of(samples: Sequence[Sample], spec: DeviceSpec) -> _Table:
@@ -141,17 +144,18 @@ class _Table:
             for one in samples
         ]
         times = [sample.measured_us for sample in samples]
-        return _Table(np.array(rows).reshape(-1, 7), np.array(floors), np.array(times, dtype=np.float64))
+        priors = np.array(_GPU_PRIORS if spec.identity.device_type == "cuda" else _PRIOR)
+        return _Table(np.array(rows).reshape(-1, 7), np.array(floors), np.array(times, dtype=np.float64), priors)
 
     def fit(self, chosen: npt.NDArray[np.intp]) -> _Array:
         """The factors that suit the chosen samples best."""
         from scipy.optimize import least_squares  # slow to import, and only a tune calibrates
 
-        terms, log_measured, priors = self.terms[chosen], np.log(self.measured_us[chosen]), np.array(_PRIORS)
+        terms, log_measured = self.terms[chosen], np.log(self.measured_us[chosen])
 
         def residuals(log_factors: _Array) -> _Array:
             times = np.maximum(_times(terms, np.exp(log_factors)), 1e-9)
-            return np.concatenate([np.log(times) - log_measured, priors * log_factors])
+            return np.concatenate([np.log(times) - log_measured, self.priors * log_factors])
 
         start = np.zeros(_FACTORS)
         solution = least_squares(residuals, start, bounds=(-_LIMIT, _LIMIT), loss="soft_l1", f_scale=_OUTLIER)

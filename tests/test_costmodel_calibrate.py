@@ -38,8 +38,8 @@ def factors(calibration: Calibration) -> tuple[float, float, float]:
 @pytest.mark.parametrize("count", [6, 30])
 def test_planted_factors_come_back(count: int) -> None:
     fitted = calibrate(samples(count), CPU)
-    # The pull toward 1, which weighs as much as one sample at most, costs some percent when samples are few.
-    assert factors(fitted) == pytest.approx(factors(PLANTED), rel=0.3 / count)
+    # The weak pull toward 1 costs a few tenths of a percent when samples are few.
+    assert factors(fitted) == pytest.approx(factors(PLANTED), rel=0.01)
     assert fitted.samples == count
     assert fitted.error is not None and fitted.error < 0.01
     assert fitted.held_out_error is not None and fitted.held_out_error < 0.03
@@ -64,7 +64,7 @@ def test_held_out_error_shows_what_the_fit_hides() -> None:
     # loners are predicted with a factor of 1 instead of 1.3 and 2, so half of the held-out errors are near 1/4 and 1/2.
     fitted = calibrate(samples(4), CPU)
     assert fitted.error is not None and fitted.held_out_error is not None
-    assert fitted.error < 0.02
+    assert fitted.error < 0.01
     assert 0.05 < fitted.held_out_error < 0.25
 
 
@@ -73,7 +73,7 @@ def test_factors_that_no_sample_depends_on_stay_one() -> None:
         Sample(Work(dram_bytes=size), "kernel", 2 * roofline_terms(Work(dram_bytes=size), CPU, "kernel").time_us)
         for size in (1e6, 2e6, 4e6, 8e6, 1.6e7)
     ]
-    assert factors(calibrate(streaming, CPU)) == pytest.approx((1.0, 2.0, 1.0), rel=0.05)
+    assert factors(calibrate(streaming, CPU)) == pytest.approx((1.0, 2.0, 1.0), rel=0.01)
 
 
 @pytest.mark.parametrize("count", range(MIN_SAMPLES))
@@ -88,6 +88,17 @@ def test_too_few_samples_change_nothing(count: int) -> None:
 def test_small_error_of_an_uncalibrated_sample_is_exact() -> None:
     work = Work(dram_bytes=1e6, launches=1)  # 1 + 1e6 / 200 GB/s = 6 us
     assert calibrate([Sample(work, "kernel", 8.0)], CPU).error == pytest.approx(0.25)
+
+
+def test_short_kernels_do_not_bend_the_bandwidth_of_gpus() -> None:
+    """Twenty kernels of little but launching, each a tenth off, and one factor that only they could suggest."""
+    rng = random.Random(1)
+    works = [Work(dram_bytes=rng.uniform(1e3, 4e4), launches=1) for _ in range(20)]
+    short = [
+        Sample(work, "graph", (1.0 + 0.25 * roofline_terms(work, GPU, "graph").memory_us) * rng.uniform(0.9, 1.1))
+        for work in works
+    ]
+    assert calibrate(short, GPU).memory_scale == pytest.approx(1.0, abs=0.2)
 
 
 def test_cuda_graphs_and_cold_bytes() -> None:

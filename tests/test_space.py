@@ -233,6 +233,32 @@ def test_few_trials_end_at_the_best_steps_together(batch: int) -> None:
     assert strategy.best is not None and strategy.best == min(times, key=times.__getitem__)
 
 
+def test_prospects_hold_whatever_steps_together_come_next() -> None:
+    space = tiles_and_modes()
+    strategy = make_strategy(space, 6, seed=0)
+    assert strategy.prospects() == []  # nothing was asked for yet
+    asked = strategy.ask(8)
+    prospects = strategy.prospects()
+    changed = [{k for k, v in space.configs[n].items() if v != space.default[k]} for n in prospects]
+    assert changed and all(len(names) > 1 for names in changed)
+    assert not set(prospects) & set(asked) and len(set(prospects)) == len(prospects)
+    # Whatever times come back, the kept trial is one of them.
+    wanted = set()
+    for gains in itertools.product((0.8, 1.2), repeat=len(asked) - 1):
+        again = make_strategy(space, 6, seed=0)
+        assert again.ask(8) == asked
+        for position, gain in zip(asked, (1.0, *gains), strict=True):
+            again.tell(position, 10.0 * gain)
+        wanted |= set(again.ask(8))
+    assert wanted and wanted <= set(prospects)
+
+
+def test_strategies_that_keep_no_trial_have_no_prospects() -> None:
+    for strategy in (make_strategy(space_of((3, 2)), 20, seed=0), make_strategy(space_of((9, 9, 9)), 30, seed=0)):
+        strategy.ask(8)
+        assert strategy.prospects() == []
+
+
 @pytest.mark.parametrize(
     ("mode", "tile", "hint"),
     [

@@ -12,13 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer
+from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer, VirtualClock
 
-from fuseplan.kernels.backend import Backend, config_key
+from fuseplan.kernels.backend import Backend, Config, Target, config_key
+from fuseplan.kernels.ir import KernelIR
 from fuseplan.search import maintenance
+from fuseplan.search.account import TimeAccount
 from fuseplan.search.database import Database
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.jobs import Part
@@ -500,6 +502,98 @@ def test_the_unfused_chain_is_timed_once(db: Database) -> None:
     assert len(calls) == before
     with pytest.raises(SubjectError, match="cannot be timed"):
         shared.time_unfused(FakeSubject(key="broken", broken="eager"))
+
+
+def test_an_unfused_chain_is_timed_without_a_reference(db: Database) -> None:
+    # Its reference gives NaN, which only matters to what is checked against it.
+    subject = FakeSubject(key="nan", broken="nan")
+    assert tuner(db).time_unfused(subject).median_us == pytest.approx(100.0)
+    with pytest.raises(SubjectError, match="NaN"):
+        tuner(db).tune(subject)
+
+
+class CountingBackend(FakeBackend):
+    """Counts what it is asked about, beside the configurations that it is asked to make."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        self.asked["refuse"] += 1
+        return None
+
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        self.asked["infeasible"] += 1
+        return super().infeasible(ir, config, target)
+
+
+def test_a_kernels_space_is_enumerated_once_and_not_to_rank_it(db: Database) -> None:
+    CountingBackend.asked.clear()
+    shared = tuner(db, CountingBackend())
+    shared.precompile([SUBJECT])
+    shared.screen(SUBJECT)
+    assert dict(CountingBackend.asked) == {"refuse": 1}
+    shared.tune(SUBJECT)
+    shared.tune(SUBJECT, force=True)
+    assert dict(CountingBackend.asked) == {"refuse": 1, "infeasible": 20}
+    shared.tune(FakeSubject(key="larger", cols=4097))
+    assert dict(CountingBackend.asked) == {"refuse": 2, "infeasible": 40}
+
+
+class GpuBackend(FakeBackend):
+    device_type = "cuda"
+
+
+class Recording(InlineExecutor):
+    """Keeps what is to be compiled ahead."""
+
+    def __init__(self) -> None:
+        self.ahead: list[tuple[str, bool]] = []
+
+    def prefetch(self, function: Any, arguments: Any, limit_s: float, spare: bool = False) -> None:
+        self.ahead += [(config_key(config), spare) for _, _, config, _ in arguments]
+
+
+def test_looking_ahead_compiles_the_default_first_and_everything_once(db: Database) -> None:
+    executor = Recording()
+    ahead = Tuner(db, replace(CPU, device_type="cuda"), (GpuBackend(),), "gpu-test", BUDGET, executor=executor,
+                  timer=ShortTimer())
+    ahead.prefetch_default([SUBJECT])
+    assert executor.ahead == [("tile=16,unroll=1", False)]
+    ahead.prefetch([SUBJECT])
+    listed = executor.ahead[1:]
+    assert listed[0] == ("tile=16,unroll=1", False)
+    assert len({key for key, _ in listed}) == len(listed) >= 1
+    on_cpu = Recording()
+    alone = tuner(db, executor=on_cpu)
+    alone.prefetch([SUBJECT])
+    alone.prefetch_default([SUBJECT])
+    assert not on_cpu.ahead
+
+
+def test_the_time_of_a_tune_is_accounted_for(db: Database) -> None:
+    clock = VirtualClock()
+
+    class Costly(InlineExecutor):
+        """Every job takes a second of the account's clock."""
+
+        def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
+            clock.now += 1.0
+            return super().call(function, *args, limit_s=limit_s)
+
+    account = TimeAccount(clock=lambda: clock.now)
+    booked = tuner(db, executor=Costly(), account=account, budget=replace(BUDGET, trials=5))
+    with account.spend("planning"):
+        clock.now += 2.0
+        booked.time_unfused(FakeSubject(key="other"))
+        record = booked.tune(SUBJECT)
+        booked.play_off({"a": Part(SUBJECT)}, {"a": ["a"]})
+    spent = {name: (one.seconds, one.times) for name, one in account.spent().items()}
+    assert record.measured == 5
+    assert spent == {
+        "planning": (2.0, 1), "timing unfused ops": (1.0, 1), "making references": (2.0, 2),
+        "waiting for compilers": (5.0, 5), "screening": (5.0, 5), "deciding": (1.0, 1), "playing off": (1.0, 1),
+        "storing": (0.0, 7), "other": (0.0, 0),
+    }
 
 
 def test_screening_tries_the_default_once_and_a_tune_starts_from_it(db: Database, tmp_path: Path) -> None:

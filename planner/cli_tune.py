@@ -71,12 +71,13 @@ def tune(
     What is stored already is not measured again. Without options, tunes the llama preset. Ctrl-C loses nothing that
     was finished: the same command goes on. The last line says where the time went.
     """
-    from fuseplan.planner.plan import PlanSettings
-    from fuseplan.planner.session import open_session
-    from fuseplan.search.tuner import Budget, make_pool
-
     account = TimeAccount(process_age_s())
-    kind = device_type(device)
+    with account.spend("starting"):
+        from fuseplan.planner.plan import PlanSettings
+        from fuseplan.planner.session import open_session
+        from fuseplan.search.tuner import Budget, make_pool
+
+        kind = device_type(device)
     settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
 
     def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:

@@ -39,7 +39,7 @@ class TimeAccount:
         self._open = [OTHER]
         self._since = clock()
         self._seconds: dict[str, float] = {"starting": before_s} if before_s > 0 else {}
-        self._times: dict[str, int] = dict.fromkeys(self._seconds, 1)
+        self._times: dict[str, int] = {}
 
     @contextmanager
     def spend(self, category: str) -> Iterator[None]:

@@ -30,7 +30,7 @@ def test_nested_categories_add_up() -> None:
     clock.now += 0.125
     spent = account.spent()
     assert spent == {
-        "starting": Spent(4.0, 1), "planning": Spent(1.25, 1), "screening": Spent(6.0, 2), "other": Spent(0.625, 0)
+        "starting": Spent(4.0, 0), "planning": Spent(1.25, 1), "screening": Spent(6.0, 2), "other": Spent(0.625, 0)
     }
     assert list(spent)[-1] == "other"
     assert sum(one.seconds for one in spent.values()) == 4.0 + clock.now - 100.0

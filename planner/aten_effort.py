@@ -16,11 +16,11 @@ from fuseplan.planner.graph import DataflowGraph, OpNode
 
 #: Dependent instructions, beyond those of a contiguous elementwise kernel, of the other kinds.
 _STRIDED_STEPS, _STEPS_EACH_DIM, _CONVERTING_STEPS = 8.0, 6.0, 8.0
-_JOIN_STEPS, _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 32.0, 20.0, 20.0, 60.0
+_JOIN_STEPS, _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 24.0, 8.0, 20.0, 60.0
 #: Those of a function that takes a division, a range reduction or a polynomial.
 _FUNCTION_STEPS = 8.0
 #: Instructions for each element.
-_VECTOR_INSTRUCTIONS, _FOLD_INSTRUCTIONS, _JOIN_INSTRUCTIONS, _GATHER_INSTRUCTIONS = 8.0, 4.0, 90.0, 20.0
+_VECTOR_INSTRUCTIONS, _FOLD_INSTRUCTIONS, _JOIN_INSTRUCTIONS, _GATHER_INSTRUCTIONS = 8.0, 4.0, 110.0, 20.0
 _STRIDED_INSTRUCTIONS, _OPERAND_INSTRUCTIONS, _DIM_INSTRUCTIONS, _CONVERTING_INSTRUCTIONS = 20.0, 8.0, 4.0, 20.0
 #: Dependent instructions of one turn of a reduction's loop, and of one row of a small gather, which takes them in turn.
 _TURN_STEPS, _ROW_STEPS = 4.0, 10.0

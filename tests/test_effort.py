@@ -114,6 +114,17 @@ def test_aten_loads_vectors_of_contiguous_tensors_only() -> None:
     assert aten_effort(graph, graph.op("y")).steps == 8 + 6 * 2
 
 
+@pytest.mark.parametrize("name", ["silu", "sin"])
+def test_aten_waits_longer_for_functions_than_for_signs(name: str) -> None:
+    strided = TensorSpec((4, 8), "float32", (16, 1))
+    for spec, least in ((contiguous(4, 8), 0), (strided, 8 + 6 * 2)):
+        steps = [
+            aten_effort(graph, graph.op("y")).steps
+            for graph in (graph_of(f"aten.{op}.default", {"x": spec}, contiguous(4, 8)) for op in (name, "neg"))
+        ]
+        assert steps[0] > steps[1] == least
+
+
 def test_aten_looks_types_up_when_it_widens() -> None:
     def steps(given: str, result: str) -> float:
         wide = contiguous(64, dtype=result)

@@ -49,10 +49,12 @@ def size_text(size: Size) -> str:
 class Coordinates:
     """Renders the indices of one segment and remembers which row coordinates they need.
 
-    ``row`` is the flattened row and ``col`` the column, in whatever shape the tile gives them.
+    ``row`` is the flattened row and ``col`` the column, in whatever shape the tile gives them. Where blocks of
+    ``block_rows`` rows never straddle two values of a coordinate, it is computed from ``first_row`` alone.
     """
 
     segment: Segment
+    block_rows: int = 1
     #: Run of row axes ``(first, last)`` -> (name, defining expression), in order of first use.
     used: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
 
@@ -108,7 +110,9 @@ class Coordinates:
         if (first, last) == (0, len(rows) - 1):
             return "row"
         inner = product(rows[last + 1 :])
-        expression = "row" if inner == 1 else f"row // {size_text(inner)}"
+        whole = self.block_rows > 1 and isinstance(inner, int) and inner % self.block_rows == 0
+        row = "first_row" if whole else "row"
+        expression = "row" if inner == 1 else f"{row} // {size_text(inner)}"
         if first > 0:
             expression = f"{expression} % {size_text(product(rows[first : last + 1]))}"
         name = f"row{first}" if first == last else f"row{first}_{last}"

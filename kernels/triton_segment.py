@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from fuseplan.kernels.backend import Config
 from fuseplan.kernels.index import Index, divides
-from fuseplan.kernels.ir import Buffer, Gather, Load, Segment, Store
+from fuseplan.kernels.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
 from fuseplan.kernels.ops import REDUCTIONS
 from fuseplan.kernels.overlap import overlapped
 from fuseplan.kernels.schedule import Phase, schedule
@@ -20,6 +20,8 @@ from fuseplan.kernels.triton_index import Coordinates, size_text
 from fuseplan.kernels.triton_values import ValueEmitter, fold_identity, index_extent, literal, tl_type
 
 _INDENT = "    "
+#: How many times wider a loaded type is than a stored one where its lanes lie far apart.
+_FAR_APART = 4
 
 
 class SegmentEmitter(ValueEmitter):
@@ -28,8 +30,21 @@ class SegmentEmitter(ValueEmitter):
     def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
         super().__init__(buffers, segment, config)
         self.names = names
-        self.coordinates = Coordinates(segment)
         self.masks_rows = not self.tile.flat and divides(self.tile.rows, segment.num_rows) is None
+        self.coordinates = Coordinates(segment, self.tile.rows if self._loads_rows_once() else 1)
+
+    def _loads_rows_once(self) -> bool:
+        """Whether a row that all of a block share is loaded by itself, with the lanes that suit its own type.
+
+        In a tile of the results' shape each thread would load as many elements as it stores in 16 bytes, so that lanes
+        of a much wider type lie far apart. Worth an exchange between threads only there; plain pointwise tiles only.
+        """
+        loads = [one for one in self.segment.body if isinstance(one, Load)]
+        if self.masks_rows or self.segment.has_reduction() or any(one.mask is not None for one in loads):
+            return False
+        widest = max((ITEMSIZE[self.buffers[one.buffer].dtype] for one in loads), default=0)
+        narrowest = min((ITEMSIZE[self.buffers[one.buffer].dtype] for one in self.segment.stores), default=8)
+        return widest >= _FAR_APART * narrowest
 
     def lines(self) -> list[str]:
         """The statements; ``pid``, the buffers and the dynamic sizes are in scope."""
@@ -50,6 +65,8 @@ class SegmentEmitter(ValueEmitter):
                 if tile.flat
                 else f"row = ({_atom(row_block)} * {tile.rows} + tl.arange(0, {tile.rows}))[:, None]"
             )
+        if re.search(r"\bfirst_row\b", body):
+            lines.append(f"first_row = ({_atom(row_block)} * {tile.rows} + tl.arange(0, 1))[:, None]")
         if re.search(r"\bin_rows\b", body):
             lines.append(f"in_rows = row < {size_text(self.segment.num_rows)}")
         if not tile.looped and re.search(r"\b(col|in_cols)\b", body):

@@ -412,6 +412,16 @@ def position_mask(rows: int, cols: int) -> Sample:
     return Sample("position_mask", _kernel(buffers, b))
 
 
+def pair_mask(groups: int, rows: int, cols: int) -> Sample:
+    """A boolean mask over pairs of int64 ids of one group: rows of a group share the ids of its columns."""
+    buffers = [contiguous("q", "int64", (groups, rows)), contiguous("k", "int64", (groups, cols)),
+               contiguous("y", "bool", (groups, rows, cols), True)]
+    b = Body(buffers, (groups, rows), cols)
+    g, r, c = b.at
+    b.store("y", (g, r, c), b("le", b.load("k", (g, c)), b.load("q", (g, r))))
+    return Sample("pair_mask", _kernel(buffers, b))
+
+
 def quantised(rows: int, cols: int, dtype: str = "float32") -> Sample:
     """A row quantised to float8 and to int8 by its own largest magnitude, with both scales and what is left of it."""
     buffers = [contiguous("x", dtype, (rows, cols)), contiguous("y", "float8_e4m3fn", (rows, cols), True),
@@ -531,7 +541,8 @@ def static_samples() -> list[Sample]:
         transposed_copy(4, 20, "bfloat16"), integer_maths(3, 53), cast_chain(2, 75), pointwise_chain(3, 67),
         pointwise_chain(2, 19, "float64"), row_statistics(4, 33), row_statistics(3, 1, "bfloat16"),
         row_statistics(2, 40, "float64"), split_view(6, 10), repeat_heads(2, 2, 3, 24), cat_rows(2, 3, 37),
-        data_mask(3, 45), position_mask(4, 29), early_store(3, 70), early_store(2, 48, "bfloat16"),
+        data_mask(3, 45), position_mask(4, 29), pair_mask(3, 8, 37), pair_mask(2, 3, 64), early_store(3, 70),
+        early_store(2, 48, "bfloat16"),
         embedded(5, 11, 127), embedded(1, 3, 64, "bfloat16"), picked(3, 8, 19), picked(2, 37, 5, "bfloat16"),
         quantised(3, 127), quantised(2, 64, "bfloat16"), dequantised(3, 72), dequantised(2, 37),
     ]

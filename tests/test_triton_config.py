@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ir_samples as samples
 import pytest
 
 from fuseplan.kernels.backend import SM90
@@ -11,6 +12,7 @@ from fuseplan.kernels.index import Coord, Index
 from fuseplan.kernels.ir import Apply, Buffer, Const, Gather, KernelIR, Load, Segment, Store
 from fuseplan.kernels.overlap import plainly
 from fuseplan.kernels.triton_config import default_config, infeasible, tunables
+from fuseplan.kernels.triton_emitter import emit_triton
 from fuseplan.kernels.triton_tile import programs, tile_of
 
 
@@ -108,3 +110,10 @@ def test_gathered_rows_are_not_shared() -> None:
     at = Index.build(0, ((Coord(0, rows), cols), (Coord(1, cols), 1)))
     ir = KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 3),)),))
     assert tile_of(ir.segments[0], default_config(ir, SM90)).elements == 1024
+
+
+@pytest.mark.parametrize(("rows", "block_rows", "shared"), [(8, 8, True), (8, 4, True), (12, 8, False), (8, 1, False)])
+def test_a_row_that_a_block_shares_is_loaded_once(rows: int, block_rows: int, shared: bool) -> None:
+    ir = samples.pair_mask(3, rows, 64).ir
+    source = emit_triton(ir, {"block_rows": block_rows, "block_cols": 64, "num_warps": 1})
+    assert ("first_row // " in source) == shared

@@ -134,6 +134,7 @@ def _fill(
 ) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
     from fuseplan.planner.bench_compile import InductorPool
+    from fuseplan.planner.bench_libraries import LibraryBuilds
     from fuseplan.planner.bench_pace import PacedBench
     from fuseplan.search.worker import usable_cores
 
@@ -146,8 +147,10 @@ def _fill(
     with (
         tuner as tuning,
         InductorPool(kind, bench.peers, processes) as pool,
+        LibraryBuilds(kind, bench.peers, processes) as libraries,
         console(stderr=True).status("measuring") as status,
     ):
+        libraries.start(cells)
         if tuning is not None:
             tuning.look_ahead(cells)
             bench = PacedBench(bench.session, bench.peers, bench.modes, bench.seconds, turns=tuning.turns)
@@ -161,6 +164,8 @@ def _fill(
                 said += [f"compiling beforehand failed: {failure}" for failure in pool.finish()]
                 if number + 1 < len(batches):
                     pool.start(batches[number + 1])
+            status.update(f"{batch[0].pattern}: waiting for libraries that build their kernels")
+            libraries.wait(batch[0].pattern)
             with pool.device():
                 for cell, following in zip_longest(batch, batch[1:]):
                     if time.monotonic() >= deadline:

@@ -6,10 +6,9 @@ without a device and without tracing the model again.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import Mode
@@ -18,9 +17,9 @@ from fuseplan.planner.candidates import region_dependencies
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.partition import Choice
+from fuseplan.planner.stored import stored
 from fuseplan.search import codec
 from fuseplan.search.database import Database
-from fuseplan.search.errors import RecordError
 from fuseplan.search.record import RecordKey
 
 _PREFIX = "samples"
@@ -76,11 +75,6 @@ class RegionSamples:
     enumerated: int
     samples: tuple[ChoiceSample, ...]
 
-    @property
-    def exhaustive(self) -> bool:
-        """Whether every choice was measured, so that the best of them is the best there is."""
-        return len(self.samples) >= self.enumerated
-
 
 def region_samples(
     key: RecordKey,
@@ -111,15 +105,6 @@ def store(database: Database, samples: RegionSamples) -> None:
 
 def load(database: Database, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
     """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
-    found = []
-    for data in database.captures(f"{_PREFIX}/").values():
-        try:
-            found.append(_decode(data))
-        except RecordError:
-            continue
+    found = stored(database, RegionSamples, _PREFIX)
     wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]
     return tuple(sorted(wanted, key=lambda one: (one.label, one.key.regime, one.key.workload)))
-
-
-def _decode(data: Mapping[str, Any]) -> RegionSamples:
-    return codec.loads(RegionSamples, json.dumps(data))

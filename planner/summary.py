@@ -6,15 +6,14 @@ their ops hang together.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fuseplan.planner.stored import stored
 from fuseplan.search import codec
-from fuseplan.search.errors import RecordError
 from fuseplan.search.record import PlanRecord, RecordKey
 
 if TYPE_CHECKING:
@@ -157,12 +156,7 @@ def _name(summary: WorkloadSummary) -> str:
 
 def load(database: Database, device: str | None = None, model: str | None = None) -> tuple[WorkloadSummary, ...]:
     """Stored summaries of a device and a model (None for any) in natural order; unreadable ones are left out."""
-    found = []
-    for data in database.captures(f"{_PREFIX}/").values():
-        try:
-            found.append(_decode(data))
-        except RecordError:
-            continue
+    found = stored(database, WorkloadSummary, _PREFIX)
     wanted = [one for one in found if device in (None, one.device) and _matches(one.model, model)]
     return tuple(sorted(wanted, key=lambda one: (one.model, _natural(one.workload), one.regime, one.numerics)))
 
@@ -175,7 +169,3 @@ def _matches(model: str, wanted: str | None) -> bool:
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sort key by which ``b8`` comes before ``b16``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _decode(data: Mapping[str, Any]) -> WorkloadSummary:
-    return codec.loads(WorkloadSummary, json.dumps(data))

@@ -9,26 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count, product
 
-from fuseplan.kernels.index import Coord, FloorDiv, Index
+from index_oracle import value_of
+
 from fuseplan.kernels.ir import Iota, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.schedule import Phase, schedule
 
 #: Numbers of reads; of a value, those that it was computed from.
 Reads = frozenset[int]
-
-
-def offset(index: Index, at: Sequence[int]) -> int:
-    """An index at one position."""
-    total = int(index.const)
-    for atom, factor in index.terms:
-        if isinstance(atom, Coord):
-            value = at[atom.axis]
-        elif isinstance(atom, FloorDiv):
-            value = offset(atom.base, at) // atom.divisor
-        else:
-            value = offset(atom.base, at) % atom.divisor
-        total += int(factor) * value
-    return total
 
 
 class Trace:
@@ -81,7 +68,7 @@ class Trace:
         found = frozenset[int]().union(*(known[arg][column] for arg in operands(instr) if arg in known))
         if isinstance(instr, Load):
             number = next(self._numbers)
-            where = range(10_000) if instr.gather is not None else (offset(instr.index, at),)
+            where = range(10_000) if instr.gather is not None else (value_of(instr.index, at),)
             for element in where:
                 self.reads.setdefault((instr.buffer, element), set()).add(number)
             return found | {number}
@@ -92,5 +79,5 @@ class Trace:
         store = segment.stores[number]
         columns = [0] if segment.store_per_row(store) else range(segment.cols)
         for column in columns:
-            values = self.stores.setdefault((store.buffer, offset(store.index, (*row, column))), [])
+            values = self.stores.setdefault((store.buffer, value_of(store.index, (*row, column))), [])
             values.append(known[store.value][column] if store.value in known else frozenset())

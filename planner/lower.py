@@ -99,7 +99,7 @@ class _Lowering:
 
     def run(self, wanted: tuple[str, ...]) -> Lowered:
         self.outputs = list(wanted)
-        planned = [(value, self._plan_space(value)) for value in wanted]
+        planned = self._plan_spaces(wanted)
         spaces: dict[tuple[tuple[Size, ...], Size], list[tuple[str, _Plan]]] = {}
         for value, plan in planned:
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
@@ -116,10 +116,20 @@ class _Lowering:
 
     # -- iteration spaces ---------------------------------------------------------------------------------
 
-    def _plan_space(self, value: str) -> _Plan:
-        return _without_unit_rows(self._ordered_space(value))
+    def _plan_spaces(self, wanted: Sequence[str]) -> list[tuple[str, _Plan]]:
+        plans = {value: _without_unit_rows(self._space(value)) for value in wanted}
+        folding = [value for value in wanted if self._reduced_size(value) is not None]
+        # The rows of reductions are walked as the largest result lies in memory: positions before heads where they do.
+        # One order for all that walk the same rows, so that they keep sharing a segment.
+        for rows in dict.fromkeys(plans[value].rows for value in folding):
+            sharing = [value for value in folding if plans[value].rows == rows]
+            largest = max(sharing, key=lambda value: _static_size(self.graph.specs[value]))
+            order = _row_order(plans[largest], self.graph.specs[largest])
+            for value in sharing:
+                plans[value] = _reordered(plans[value], order)
+        return list(plans.items())
 
-    def _ordered_space(self, value: str) -> _Plan:
+    def _space(self, value: str) -> _Plan:
         spec = self.graph.specs[value]
         reduced = self._reduced_size(value)
         rank = len(spec.shape)
@@ -246,6 +256,22 @@ def _memory_order(spec: TensorSpec) -> list[int]:
     if not spec.is_static:
         return dims
     return sorted(dims, key=lambda dim: (-spec.strides[dim] if spec.shape[dim] != 1 else -(2**62), dim))
+
+
+def _row_order(plan: _Plan, spec: TensorSpec) -> list[int]:
+    """The row axes of ``plan`` from slowest to fastest in the memory of its value."""
+    axes = [plan.axes[dim] for dim in _memory_order(spec)]
+    return [axis for axis in axes if axis is not None and axis < len(plan.rows)]
+
+
+def _reordered(plan: _Plan, order: Sequence[int]) -> _Plan:
+    """The same space with its row axes in another order."""
+    places: dict[int | None, int] = {axis: place for place, axis in enumerate((*order, len(plan.rows)))}
+    return _Plan(tuple(plan.rows[axis] for axis in order), plan.cols, tuple(places.get(axis) for axis in plan.axes))
+
+
+def _static_size(spec: TensorSpec) -> int:
+    return math.prod(size for size in spec.shape if isinstance(size, int))
 
 
 def _equal_pieces(boundaries: set[int], cols: Size) -> int:

@@ -1,16 +1,17 @@
 """Passes over a row: which values a segment's reductions force into which loop over the columns.
 
 A row-wise kernel that cannot hold its row in registers walks the columns once for every level of reductions (softmax:
-maximum, then sum, then the result). Pass ``k`` may use the reductions folded by passes ``< k`` only. A value that
+maximum, then sum, then the result; one pass fewer where the sum is folded beside the maximum, see
+:func:`rescaled_sums`). Pass ``k`` may use the reductions folded by passes ``< k`` only. A value that
 two passes need is evaluated in both, unless the emitter keeps it in a staging buffer (``stage=True``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.kernels.ir import Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, operands
+from fuseplan.kernels.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, operands
 
 
 @dataclass(frozen=True)
@@ -42,26 +43,31 @@ class Phase:
         return bool(self.reductions or self.stores)
 
 
-def schedule(segment: Segment, stage: bool = False) -> tuple[Phase, ...]:
+def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tuple[Phase, ...]:
     """Split a segment into passes; dead values are dropped.
 
     Args:
         segment: The segment.
         stage: Keep values that several passes need in a staging buffer (``reads`` and ``stages``) where that saves
             arithmetic; otherwise every pass evaluates all it needs, from the loads up.
+        rescale: Fold :func:`rescaled_sums` in the pass of their maximum.
 
     Returns:
         One phase for each level of reductions, and a last one. A store is in the first pass that evaluates its value
         for a reduction anyway, else in the earliest pass that can take all such stores together.
     """
-    depths = reduction_depths(segment)
+    beside = rescaled_sums(segment) if rescale else {}
+    depths = reduction_depths(segment, beside)
     per_row = segment.per_row()
     live = _reachable(segment.body, (store.value for store in segment.stores))
     reductions = [value for value in live if isinstance(segment.body[value], Reduce)]
     last = max((depths[value] for value in reductions), default=0)
 
     folded = [tuple(value for value in reductions if depths[value] == number + 1) for number in range(last + 1)]
-    roots = [{operands(segment.body[value])[0] for value in folded[number]} for number in range(last + 1)]
+    # A rescaled sum needs what its maximum folds.
+    roots = [
+        {operands(segment.body[beside.get(value, value)])[0] for value in folded[number]} for number in range(last + 1)
+    ]
     elements = [_elements(segment.body, per_row, roots[number]) for number in range(last + 1)]
     stores = _place_stores(segment, depths, per_row, elements)
     row_stores = tuple(n for n, store in enumerate(segment.stores) if segment.store_per_row(store))
@@ -91,13 +97,46 @@ def schedule(segment: Segment, stage: bool = False) -> tuple[Phase, ...]:
     return _with_stages(phases)
 
 
-def reduction_depths(segment: Segment) -> tuple[int, ...]:
-    """For each value, the longest chain of reductions below it: a pass ``k`` can evaluate depths ``<= k``."""
+def reduction_depths(segment: Segment, beside: Mapping[int, int] | None = None) -> tuple[int, ...]:
+    """For each value, the longest chain of reductions below it: a pass ``k`` can evaluate depths ``<= k``.
+
+    Args:
+        segment: The segment.
+        beside: Reductions that are folded in the pass of another one (``rescaled_sums``).
+    """
     depths: list[int] = []
-    for instr in segment.body:
+    for value, instr in enumerate(segment.body):
         below = max((depths[arg] for arg in operands(instr)), default=0)
-        depths.append(below + 1 if isinstance(instr, Reduce) else below)
+        if beside and value in beside:
+            depths.append(depths[beside[value]])
+        else:
+            depths.append(below + 1 if isinstance(instr, Reduce) else below)
     return tuple(depths)
+
+
+def rescaled_sums(segment: Segment) -> dict[int, int]:
+    """Sums over ``exp(x - max(x))``, each with the ``max(x)`` in whose pass it can be folded.
+
+    While the largest element so far rises from ``old`` to ``new``, the sum so far is multiplied by ``exp(old - new)``
+    (Milakov and Gimelshein, *Online normalizer calculation for softmax*, 2018): a softmax then reads its row twice
+    instead of three times.
+    """
+    body, per_row = segment.body, segment.per_row()
+    found: dict[int, int] = {}
+    for value, total in enumerate(body):
+        if not isinstance(total, Reduce) or total.kind != "sum":
+            continue
+        power = body[total.arg]
+        difference = body[power.args[0]] if isinstance(power, Apply) and power.op == "exp" else None
+        if not isinstance(difference, Apply) or difference.op != "sub":
+            continue
+        element, top = difference.args
+        largest = body[top]
+        if not isinstance(largest, Reduce) or largest.kind != "max" or largest.arg != element or per_row[element]:
+            continue
+        if {one.dtype for one in (total, power, difference, largest, body[element])} == {total.dtype}:
+            found[value] = top
+    return found
 
 
 def _place_stores(

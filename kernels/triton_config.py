@@ -111,7 +111,7 @@ def _infeasible_tile(segment: Segment, tile: Tile, threads: int, target: Target)
 def estimated_registers(segment: Segment, tile: Tile, threads: int) -> int:
     """Registers of one thread if everything live is held at once, at least one element of each value."""
     per_thread = max(1.0, tile.elements / threads)
-    return _BASE_REGISTERS + round(per_thread * live_words(segment))
+    return _BASE_REGISTERS + round(per_thread * live_words(segment, in_place=True))
 
 
 def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from fuseplan.kernels.backend import Config
 from fuseplan.kernels.index import Index, divides
 from fuseplan.kernels.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
-from fuseplan.kernels.ops import REDUCTIONS
+from fuseplan.kernels.ops import REDUCTIONS, op_spec
 from fuseplan.kernels.overlap import overlapped
-from fuseplan.kernels.schedule import Phase, schedule
+from fuseplan.kernels.schedule import Phase, rescaled_sums, schedule
 from fuseplan.kernels.triton_index import Coordinates, size_text
 from fuseplan.kernels.triton_values import ValueEmitter, fold_identity, index_extent, literal, tl_type
 
@@ -30,6 +30,7 @@ class SegmentEmitter(ValueEmitter):
     def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
         super().__init__(buffers, segment, config)
         self.names = names
+        self.rescaled = rescaled_sums(segment)
         self.masks_rows = not self.tile.flat and divides(self.tile.rows, segment.num_rows) is None
         self.coordinates = Coordinates(segment, self.tile.rows if self._loads_rows_once() else 1)
 
@@ -131,7 +132,7 @@ class SegmentEmitter(ValueEmitter):
 
     def _looped(self) -> list[str]:
         lines: list[str] = []
-        for phase in schedule(self.segment):
+        for phase in schedule(self.segment, rescale=True):
             folds, row_folds = self.split_reductions(phase)
             lines += self.values(phase.rows)
             lines += self.stores(phase.row_stores)
@@ -139,7 +140,7 @@ class SegmentEmitter(ValueEmitter):
             if folds or phase.stores:
                 lines += self._loop(phase, folds)
             for value in folds:
-                lines += self.fold(value, f"acc{value}")
+                lines += self.fold(value, self._folded(value))
             lines += [self.fold_per_row(value) for value in row_folds]
         return lines
 
@@ -149,14 +150,41 @@ class SegmentEmitter(ValueEmitter):
         shape = f"({self.tile.cols},)" if self.tile.flat else f"({self.tile.rows}, {self.tile.cols})"
         return f"acc{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
 
+    def _accumulate(self, value: int) -> list[str]:
+        """Take the loop's columns into a reduction's accumulator, which has an element for each lane."""
+        top = self.rescaled.get(value)
+        if top is None:
+            combine = REDUCTIONS[self.reduction(value).kind].triton_combine
+            return [f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}"]
+        # Of exp(x - top) and exp(top - x) one is needed and the other is 1, so one exponential does. Equal infinities
+        # count as equal, and what they add up to is dropped, or becomes NaN, when the lanes are folded.
+        element = f"n{value}"
+        return [
+            f"{element} = {self.masked_operand(top)}",
+            f"d{value} = tl.where({element} == acc{top}, 0.0, {element} - acc{top})",
+            f"e{value} = {self._exponential(f'-tl.abs(d{value})')}",
+            f"acc{value} = tl.where(d{value} > 0, acc{value} * e{value} + 1.0, acc{value} + e{value})",
+        ]
+
+    def _folded(self, value: int) -> str:
+        """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time a rescaled sum is."""
+        top = self.rescaled.get(value)
+        if top is None:
+            return f"acc{value}"
+        return f"acc{value} * {self._exponential(f'acc{top} - {self.name(top)}')}"
+
+    @staticmethod
+    def _exponential(text: str) -> str:
+        return op_spec("exp").triton.format(text)
+
     def _loop(self, phase: Phase, folds: Iterable[int]) -> list[str]:
         self.done.difference_update(phase.elements)
         self.loaded.difference_update(phase.elements)
         body = self._columns("start + ")
         body += self.values(phase.elements)
-        for value in folds:
-            combine = REDUCTIONS[self.reduction(value).kind].triton_combine
-            body.append(f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}")
+        # Sums that a new maximum rescales still need the old one.
+        for value in sorted(folds, key=lambda value: value not in self.rescaled):
+            body += self._accumulate(value)
         body += self.stores(phase.stores)
         bounds = f"0, {size_text(self.segment.cols)}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"

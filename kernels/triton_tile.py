@@ -111,10 +111,11 @@ def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
     )
 
 
-def live_words(segment: Segment) -> int:
+def live_words(segment: Segment, in_place: bool = False) -> int:
     """Most 32-bit register words per element that are live at once when the body runs in order.
 
-    Positions and constants are recomputed at no cost and do not count.
+    Positions and constants are recomputed at no cost and do not count. With ``in_place`` a result takes over the
+    registers of operands that are needed no more, as it does in compiled code; without, it lies beside them.
     """
     body = segment.body
     per_row = segment.per_row()
@@ -131,5 +132,6 @@ def live_words(segment: Segment) -> int:
 
     peak = 0
     for now in range(len(body)):
-        peak = max(peak, sum(words(value) for value in range(now + 1) if last_use.get(value, -1) >= now))
+        first = now + 1 if in_place else now
+        peak = max(peak, sum(words(value) for value in range(now + 1) if last_use.get(value, -1) >= first))
     return peak

@@ -12,7 +12,7 @@ from itertools import count, product
 from index_oracle import value_of
 
 from fuseplan.kernels.ir import Iota, KernelIR, Load, Reduce, Segment, operands
-from fuseplan.kernels.schedule import Phase, schedule
+from fuseplan.kernels.schedule import Phase, rescaled_sums, schedule
 
 #: Numbers of reads; of a value, those that it was computed from.
 Reads = frozenset[int]
@@ -32,7 +32,7 @@ class Trace:
         self.stores: dict[tuple[int, int], list[Reads]] = {}
         self._numbers = count()
         for segment in ir.segments:
-            phases = schedule(segment)
+            phases = schedule(segment, rescale=looped)
             for row in product(*(range(extent) for extent in segment.rows)):
                 self._row(segment, phases, row, looped and segment.has_reduction())
 
@@ -57,7 +57,9 @@ class Trace:
             for value in phase.reductions:
                 instr = segment.body[value]
                 assert isinstance(instr, Reduce)
-                known[value] = [frozenset().union(*known[instr.arg])] * segment.cols
+                # A rescaled sum reads what its maximum does; without a loop its own operand is there.
+                operand = instr.arg if instr.arg in known else operands(segment.body[rescaled_sums(segment)[value]])[0]
+                known[value] = [frozenset().union(*known[operand])] * segment.cols
             for number in (*phase.stores, *phase.row_stores):
                 self._store(segment, number, row, known)
 

@@ -211,6 +211,21 @@ def softmax(rows: Size, cols: Size, dtype: str = "float32", causal: bool = False
     return Sample("causal_softmax" if causal else "softmax", _kernel(buffers, b), symbols or {}, scale=3.0)
 
 
+def extreme_softmax(cols: int, dtype: str = "float32") -> Sample:
+    """A softmax over rows with infinities and NaN at their ends and in between, and of nothing but -inf."""
+    plain = softmax(8, cols, dtype)
+
+    def extreme(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Rows: hidden start, hidden end, hidden all, +inf last, NaN first, huge, rising by steps, plain."""
+        tensor[0, : cols // 2] = tensor[1, cols // 2 :] = tensor[2] = -math.inf
+        tensor[3, -1], tensor[4, 0] = math.inf, math.nan
+        tensor[5] = tensor[5].sign() * 3e38
+        tensor[6] = torch.arange(cols, dtype=torch.float32) * 40
+        return tensor
+
+    return Sample("extreme_softmax", plain.ir, scale=3.0, overrides=extreme)
+
+
 def swiglu(rows: Size, cols: Size, dtype: str = "float32", symbols: dict[str, int] | None = None) -> Sample:
     """``silu(g) * u`` where ``g`` and ``u`` are the halves of one row (a chunk: loads with a row stride of 2 cols)."""
     buffers = [contiguous("gu", dtype, (rows, 2 * cols)), contiguous("y", dtype, (rows, cols), True)]
@@ -533,6 +548,7 @@ def static_samples() -> list[Sample]:
         add_rms_norm(3, 129), add_rms_norm(5, 96, "bfloat16"), add_rms_norm(2, 40, "bfloat16", eager=True),
         layer_norm(4, 100), layer_norm(3, 257, "bfloat16"), layer_norm(2, 31, "float64"),
         softmax(3, 50), softmax(2, 1000, "bfloat16"), softmax(17, 17, causal=True), softmax(2, 7, "float64"),
+        extreme_softmax(100), extreme_softmax(64, "bfloat16"),
         swiglu(3, 127), swiglu(1, 256, "bfloat16"), swiglu(2, 65, "float16"),
         geglu(3, 50), geglu(2, 128, "bfloat16"), geglu(3, 50, approximate="erf"),
         geglu(2, 33, "float64", approximate="erf"), geglu(3, 70, "bfloat16", approximate="erf"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import ir_samples as samples
 import pytest
 
 from fuseplan.kernels.ir import Apply, Reduce, Segment, operands
-from fuseplan.kernels.schedule import Phase, schedule
+from fuseplan.kernels.schedule import Phase, rescaled_sums, schedule
 
 SEGMENTS = [
     pytest.param(segment, id=f"{samples.label(sample)}-{number}")
@@ -15,8 +17,11 @@ SEGMENTS = [
 ]
 
 
-def simulate(segment: Segment, phases: tuple[Phase, ...]) -> set[int]:
-    """Walk the phases as an emitter does; returns the stores done. Fails when a value is used before it exists."""
+def simulate(segment: Segment, phases: tuple[Phase, ...], beside: Mapping[int, int] | None = None) -> set[int]:
+    """Walk the phases as an emitter does; returns the stores done. Fails when a value is used before it exists.
+
+    Reductions in ``beside`` read what the one they map to reads.
+    """
     per_row = segment.per_row()
     row_values: set[int] = set()
     staged: set[int] = set()
@@ -35,7 +40,7 @@ def simulate(segment: Segment, phases: tuple[Phase, ...]) -> set[int]:
             here.add(value)
         assert here.issuperset(segment.stores[n].value for n in phase.stores)
         for value in phase.reductions:
-            assert operands(segment.body[value])[0] in here
+            assert operands(segment.body[(beside or {}).get(value, value)])[0] in here
         staged.update(phase.stages)
         assert set(phase.stages) <= set(phase.elements)
         row_values.update(phase.reductions)
@@ -64,6 +69,33 @@ def test_softmax_takes_three_passes_and_stages_the_exponential() -> None:
     staged = schedule(segment, stage=True)
     assert staged[1].stages == (exponential,) == staged[2].reads
     assert exponential not in staged[2].elements
+
+
+def test_softmax_takes_two_passes_where_its_sum_is_rescaled() -> None:
+    segment = samples.softmax(2, 8, causal=True).ir.segments[0]
+    top, total = (value for value, instr in enumerate(segment.body) if isinstance(instr, Reduce))
+    assert rescaled_sums(segment) == {total: top}
+    first, last = schedule(segment, rescale=True)
+    assert first.reductions == (top, total)
+    applied = [segment.body[value] for value in first.elements]
+    assert all(instr.op != "exp" for instr in applied if isinstance(instr, Apply))
+    assert simulate(segment, (first, last), {total: top}) == {0}
+
+
+@pytest.mark.parametrize("change", ["other element", "minimum", "no exponential", "rounded"])
+def test_only_a_sum_of_what_its_own_maximum_shifts_is_rescaled(change: str) -> None:
+    buffers = [samples.contiguous("x", "float32", (2, 8)), samples.contiguous("y", "float32", (2, 8), True)]
+    b = samples.Body(buffers, (2,), 8)
+    r, c = b.at
+    x = b.load("x", (r, c))
+    top = b.reduce("min" if change == "minimum" else "max", b("neg", x) if change == "other element" else x)
+    shifted = b("sub", x, top)
+    power = shifted if change == "no exponential" else b("exp", shifted)
+    power = b.round(power, "bfloat16") if change == "rounded" else power
+    b.store("y", (r, c), b("div", power, b.reduce("sum", power)))
+    segment = b.segment()
+    assert rescaled_sums(segment) == {}
+    assert schedule(segment, rescale=True) == schedule(segment)
 
 
 def test_a_plain_load_is_never_staged() -> None:

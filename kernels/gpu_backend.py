@@ -14,7 +14,7 @@ from fuseplan.kernels.gpu_direct import Layout
 from fuseplan.kernels.gpu_launch import GpuKernel, Layouts, allocating
 from fuseplan.kernels.in_place import Execution, Reuse, WritesInPlace
 from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.triton_tile import tile_of
+from fuseplan.kernels.triton_tile import chunk_width, tile_of
 
 _WARP = 32
 
@@ -37,8 +37,11 @@ class GpuBackend(Backend, WritesInPlace):
     def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
         """How each segment is computed: a tile with fewer elements than threads is held by several alike."""
         threads = _WARP * int(config["num_warps"])
-        tiles = [tile_of(segment, config) for segment in ir.segments]
-        return tuple(Execution(tile.looped, tile.elements < threads) for tile in tiles)
+        found = []
+        for segment in ir.segments:
+            tile = tile_of(segment, config)
+            found.append(Execution(tile.looped, tile.elements < threads, chunk_width(ir.buffers, segment, config) > 0))
+        return tuple(found)
 
     def call(
         self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse

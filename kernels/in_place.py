@@ -40,10 +40,12 @@ class Execution:
         looped: A program walks its rows in blocks, once for each phase of the schedule; else it holds its tile, and
             evaluates each value once.
         replicated: Several threads of a program hold the same element.
+        rescaled: Sums of a looped segment are folded in the pass of their maximum (``schedule``'s ``rescale``).
     """
 
     looped: bool
     replicated: bool
+    rescaled: bool = False
 
 
 class WritesInPlace(ABC):
@@ -159,7 +161,7 @@ def _segment_allows(segment: Segment, execution: Execution, position: int, sourc
         return False
     if execution.replicated and (execution.looped or len(segment.stores) > 1):
         return False
-    phases = schedule(segment, rescale=execution.looped)
+    phases = schedule(segment, rescale=execution.rescaled)
     stored_in = next((number for number, phase in enumerate(phases) if position in phase.stores), None)
     if stored_in is None:
         return False

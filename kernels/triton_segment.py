@@ -17,6 +17,7 @@ from fuseplan.kernels.ops import REDUCTIONS, op_spec
 from fuseplan.kernels.overlap import overlapped
 from fuseplan.kernels.schedule import Phase, rescaled_sums, schedule
 from fuseplan.kernels.triton_index import Coordinates, size_text
+from fuseplan.kernels.triton_tile import chunk_width
 from fuseplan.kernels.triton_values import ValueEmitter, fold_identity, index_extent, literal, tl_type
 
 _INDENT = "    "
@@ -30,7 +31,8 @@ class SegmentEmitter(ValueEmitter):
     def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
         super().__init__(buffers, segment, config)
         self.names = names
-        self.rescaled = rescaled_sums(segment)
+        self.chunk = chunk_width(buffers, segment, config)
+        self.rescaled = rescaled_sums(segment) if self.chunk else {}
         self.masks_rows = not self.tile.flat and divides(self.tile.rows, segment.num_rows) is None
         self.coordinates = Coordinates(segment, self.tile.rows if self._loads_rows_once() else 1)
 
@@ -132,63 +134,82 @@ class SegmentEmitter(ValueEmitter):
 
     def _looped(self) -> list[str]:
         lines: list[str] = []
-        for phase in schedule(self.segment, rescale=True):
+        for phase in schedule(self.segment, rescale=self.chunk > 0):
             folds, row_folds = self.split_reductions(phase)
+            width = self.chunk if any(value in self.rescaled for value in folds) else 1
             lines += self.values(phase.rows)
             lines += self.stores(phase.row_stores)
-            lines += [self._accumulator(value) for value in folds]
+            lines += [self._accumulator(value, width) for value in folds]
             if folds or phase.stores:
-                lines += self._loop(phase, folds)
+                lines += self._loop(phase, folds, width)
             for value in folds:
-                lines += self.fold(value, self._folded(value))
+                lines += self.fold(value, self._folded(value, width))
             lines += [self.fold_per_row(value) for value in row_folds]
         return lines
 
-    def _accumulator(self, value: int) -> str:
+    def _accumulator(self, value: int, width: int) -> str:
         dtype = self.fold_type(value)
         identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
-        shape = f"({self.tile.cols},)" if self.tile.flat else f"({self.tile.rows}, {self.tile.cols})"
+        cols = self.tile.cols // width
+        shape = f"({cols},)" if self.tile.flat else f"({self.tile.rows}, {cols})"
         return f"acc{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
 
-    def _accumulate(self, value: int) -> list[str]:
-        """Take the loop's columns into a reduction's accumulator, which has an element for each lane."""
-        top = self.rescaled.get(value)
-        if top is None:
-            combine = REDUCTIONS[self.reduction(value).kind].triton_combine
-            return [f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}"]
-        # Of exp(x - top) and exp(top - x) one is needed and the other is 1, so one exponential does. Equal infinities
-        # count as equal, and what they add up to is dropped, or becomes NaN, when the lanes are folded.
-        element = f"n{value}"
-        return [
-            f"{element} = {self.masked_operand(top)}",
-            f"d{value} = tl.where({element} == acc{top}, 0.0, {element} - acc{top})",
-            f"e{value} = {self._exponential(f'-tl.abs(d{value})')}",
-            f"acc{value} = tl.where(d{value} > 0, acc{value} * e{value} + 1.0, acc{value} + e{value})",
-        ]
-
-    def _folded(self, value: int) -> str:
-        """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time a rescaled sum is."""
-        top = self.rescaled.get(value)
-        if top is None:
-            return f"acc{value}"
-        return f"acc{value} * {self._exponential(f'acc{top} - {self.name(top)}')}"
-
-    @staticmethod
-    def _exponential(text: str) -> str:
-        return op_spec("exp").triton.format(text)
-
-    def _loop(self, phase: Phase, folds: Iterable[int]) -> list[str]:
+    def _loop(self, phase: Phase, folds: Sequence[int], width: int) -> list[str]:
+        """One pass; its columns are taken in chunks of ``width`` where that is more than one."""
         self.done.difference_update(phase.elements)
         self.loaded.difference_update(phase.elements)
-        body = self._columns("start + ")
+        body = self._columns("start + ") if width == 1 else self._chunked_columns(width)
         body += self.values(phase.elements)
-        # Sums that a new maximum rescales still need the old one.
-        for value in sorted(folds, key=lambda value: value not in self.rescaled):
-            body += self._accumulate(value)
+        body += self._rescaling(folds) if width > 1 else [self._accumulate(value) for value in folds]
         body += self.stores(phase.stores)
         bounds = f"0, {size_text(self.segment.cols)}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"
         return [head, *(_INDENT + line for line in body)]
+
+    def _accumulate(self, value: int) -> str:
+        """Take the loop's columns into a reduction's accumulator, which has an element for each lane."""
+        combine = REDUCTIONS[self.reduction(value).kind].triton_combine
+        return f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}"
+
+    # -- sums that follow a maximum -----------------------------------------------------------------------
+
+    def _chunked_columns(self, width: int) -> list[str]:
+        chunks = self.tile.cols // width
+        lines = [f"col = start + (tl.arange(0, {chunks}) * {width})[:, None] + tl.arange(0, {width})[None, :]"]
+        return [*lines, f"in_cols = col < {size_text(self.segment.cols)}"] if self.masks_cols else lines
+
+    def _rescaling(self, folds: Sequence[int]) -> list[str]:
+        """Take chunks into the accumulators of maxima and of the sums below them, which have an element a chunk.
+
+        A chunk of nothing but -inf adds exp(-inf - 0), not exp(-inf + inf).
+        """
+        fold_max, fold_sum = REDUCTIONS["max"].triton_reduce, REDUCTIONS["sum"].triton_reduce
+        larger = REDUCTIONS["max"].triton_combine
+        lines: list[str] = []
+        for top in [value for value in folds if value not in self.rescaled]:
+            lines += [
+                f"n{top} = {self.masked_operand(top)}",
+                f"top{top} = {larger.format(f'acc{top}', f'{fold_max}(n{top}, 1)')}",
+                f"base{top} = tl.where(top{top} == float('-inf'), 0.0, top{top})",
+            ]
+            for total in [value for value in folds if self.rescaled.get(value) == top]:
+                kept = f"acc{total} * {_exponential(f'acc{top} - base{top}')}"
+                lines.append(
+                    f"acc{total} = {kept} + {fold_sum}({_exponential(f'n{top} - base{top}[:, None]')}, 1)"
+                )
+            lines.append(f"acc{top} = top{top}")
+        return lines
+
+    def _folded(self, value: int, width: int) -> str:
+        """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time its sum does."""
+        top = self.rescaled.get(value)
+        if top is None or width == 1:
+            return f"acc{value}"
+        return f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
+
+
+def _exponential(text: str) -> str:
+    return op_spec("exp").triton.format(text)
 
 
 def _statements(lines: Iterable[str]) -> list[str]:

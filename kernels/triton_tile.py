@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.backend import Config
 from fuseplan.kernels.index import Size, evaluate, is_static, product
-from fuseplan.kernels.ir import ITEMSIZE, Const, Iota, KernelIR, Segment, operands
+from fuseplan.kernels.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Load, Segment, operands
+from fuseplan.kernels.schedule import rescaled_sums, schedule
 
 #: Largest number of elements in one Triton tensor.
 MAX_TILE = 2**20
@@ -55,6 +56,28 @@ def tile_of(segment: Segment, config: Config) -> Tile:
         looped = not is_static(segment.cols) or cols < segment.cols
         return Tile(rows, cols, looped, 1)
     return Tile(rows, cols, False, ceil_div(segment.cols, cols))
+
+
+def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
+    """Neighbouring columns that each thread takes together where sums are rescaled to a rising maximum.
+
+    One exponential rescales a thread's sum for the whole chunk, which is what it loads in 16 bytes.
+
+    Returns:
+        0 where no sum is rescaled: in a tile of several rows or fewer than two columns a thread, or beside reductions
+        that a chunk would have to fold too.
+    """
+    tile = tile_of(segment, config)
+    beside = rescaled_sums(segment) if tile.looped and tile.flat else {}
+    if not beside:
+        return 0
+    chunked = {*beside, *beside.values()}
+    for phase in schedule(segment, rescale=True):
+        if not chunked.isdisjoint(phase.reductions) and not chunked.issuperset(phase.reductions):
+            return 0
+    widest = max((ITEMSIZE[buffers[one.buffer].dtype] for one in segment.body if isinstance(one, Load)), default=4)
+    width = min(16 // widest, tile.cols // (32 * int(config["num_warps"])))
+    return width if width > 1 else 0
 
 
 def ceil_div(size: Size, block: int) -> Size:

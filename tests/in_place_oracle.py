@@ -24,15 +24,16 @@ class Trace:
     Args:
         ir: The kernel.
         looped: Reductions walk their rows once for each phase.
+        rescaled: Sums are folded in the phase of the maximum below them.
     """
 
-    def __init__(self, ir: KernelIR, looped: bool) -> None:
+    def __init__(self, ir: KernelIR, looped: bool, rescaled: bool = False) -> None:
         self.ir = ir
         self.reads: dict[tuple[int, int], set[int]] = {}
         self.stores: dict[tuple[int, int], list[Reads]] = {}
         self._numbers = count()
         for segment in ir.segments:
-            phases = schedule(segment, rescale=looped)
+            phases = schedule(segment, rescale=rescaled)
             for row in product(*(range(extent) for extent in segment.rows)):
                 self._row(segment, phases, row, looped and segment.has_reduction())
 
@@ -57,7 +58,7 @@ class Trace:
             for value in phase.reductions:
                 instr = segment.body[value]
                 assert isinstance(instr, Reduce)
-                # A rescaled sum reads what its maximum does; without a loop its own operand is there.
+                # A rescaled sum reads what its maximum does.
                 operand = instr.arg if instr.arg in known else operands(segment.body[rescaled_sums(segment)[value]])[0]
                 known[value] = [frozenset().union(*known[operand])] * segment.cols
             for number in (*phase.stores, *phase.row_stores):

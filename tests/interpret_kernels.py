@@ -48,12 +48,13 @@ def worst_error(ir: KernelIR, outputs: list[torch.Tensor], reference: list[torch
 
 
 def configs(backend: Backend, ir: KernelIR) -> Iterator[Config]:
-    """The default, and corners: one narrow row, several narrow rows, everything at once."""
+    """The default, and corners: one narrow row, several narrow rows, a row in chunks, everything at once."""
     default = backend.default_config(ir, SM90)
     yield default
     if backend.name == "triton":
         yield {"block_rows": 1, "block_cols": 32, "num_warps": 1, "num_stages": 1, "loads": "early"}
         yield {"block_rows": 4, "block_cols": 16, "num_warps": 1, "num_stages": 2}
+        yield {"block_rows": 1, "block_cols": 128, "num_warps": 1, "num_stages": 1}
         yield {"block_rows": 2, "block_cols": 8192, "num_warps": 1, "loads": "early"}
     else:
         yield {tunable.name: tunable.choices[0] for tunable in backend.tunables(ir, SM90)}

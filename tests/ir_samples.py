@@ -548,7 +548,7 @@ def static_samples() -> list[Sample]:
         add_rms_norm(3, 129), add_rms_norm(5, 96, "bfloat16"), add_rms_norm(2, 40, "bfloat16", eager=True),
         layer_norm(4, 100), layer_norm(3, 257, "bfloat16"), layer_norm(2, 31, "float64"),
         softmax(3, 50), softmax(2, 1000, "bfloat16"), softmax(17, 17, causal=True), softmax(2, 7, "float64"),
-        extreme_softmax(100), extreme_softmax(64, "bfloat16"),
+        extreme_softmax(300), extreme_softmax(260, "bfloat16"),
         swiglu(3, 127), swiglu(1, 256, "bfloat16"), swiglu(2, 65, "float16"),
         geglu(3, 50), geglu(2, 128, "bfloat16"), geglu(3, 50, approximate="erf"),
         geglu(2, 33, "float64", approximate="erf"), geglu(3, 70, "bfloat16", approximate="erf"),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,15 +174,15 @@ def test_the_rule_allows_nothing_that_brute_force_forbids(
 
 
 
-@pytest.mark.parametrize("looped", [False, True])
-def test_the_rule_and_brute_force_agree_on_the_samples(looped: bool) -> None:
+@pytest.mark.parametrize(("looped", "rescaled"), [(False, False), (True, False), (True, True)])
+def test_the_rule_and_brute_force_agree_on_the_samples(looped: bool, rescaled: bool) -> None:
     agreed = 0
     for sample in samples.static_samples():
         ir = sample.ir
         if sum(buffer.numel for buffer in ir.buffers) > 2000 or 0 in ir.outputs[0].shape:
             continue
-        trace = Trace(ir, looped)
-        executions = [Execution(looped and segment.has_reduction(), False) for segment in ir.segments]
+        trace = Trace(ir, looped, rescaled)
+        executions = [Execution(looped and segment.has_reduction(), False, rescaled) for segment in ir.segments]
         found = reuse_options(ir, executions)
         for target in range(len(ir.outputs)):
             for source in range(len(ir.inputs)):
@@ -213,6 +214,11 @@ def test_executions_follow_the_tile() -> None:
     assert backend.executions(ir, config) == (HELD,)
     assert backend.executions(ir, {**config, "block_cols": 1024}) == (LOOPED,)
     assert backend.executions(ir, {**config, "block_rows": 1, "num_warps": 32}) == (HELD,)
+    softmax = samples.softmax(4, 4096, "bfloat16").ir
+    looped = {**backend.default_config(softmax, SM90), "block_rows": 1, "block_cols": 1024, "num_warps": 4}
+    assert backend.executions(softmax, looped) == (replace(LOOPED, rescaled=True),)
+    assert backend.executions(softmax, {**looped, "block_rows": 2}) == (LOOPED,)
+    assert backend.executions(softmax, {**looped, "num_warps": 32}) == (LOOPED,)
     small = samples.add_rms_norm(1, 96).ir
     assert backend.executions(small, {"block_rows": 1, "block_cols": 128, "num_warps": 8}) == (SMALL,)
     assert backend.reuse_options(small, {"block_rows": 1, "block_cols": 128, "num_warps": 8}) == {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from fuseplan.kernels.triton_backend import TritonBackend
 from fuseplan.search.contest import contest
 from fuseplan.search.database import Database
 from fuseplan.search.measure import rotating_operands, screen
+from fuseplan.search.record import TuningRecord
 from fuseplan.search.timers import timer_for
 from fuseplan.search.tuner import Budget, Tuner
 from fuseplan.search.worker import WorkerPool
@@ -114,18 +114,26 @@ def test_cold_weights_are_slower_than_hot_ones() -> None:
     assert cold_us > hot_us
 
 
-@pytest.mark.parametrize("regime", ["eager", "graph"])
-def test_triton_kernels_are_tuned(pool: WorkerPool, tmp_path: Path, regime: str) -> None:
-    backend = TritonBackend(tmp_path)
-    budget = Budget(trials=16, seconds=30.0)
-    database = Database("sqlite://")
-    tuner = Tuner(database, local_target("cuda"), (backend,), "gpu-test", budget, regime=regime, executor=pool)
-    record = tuner.tune(replace(SUBJECT, key=regime))
-    print(record)
-    assert record.fuse
-    assert record.measured > 4
+@pytest.fixture(scope="module", params=["eager", "graph"])
+def record(request: pytest.FixtureRequest, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> TuningRecord:
+    """A tune with Triton."""
+    backend = TritonBackend(tmp_path_factory.mktemp("gpu"))
+    tuner = Tuner(
+        Database("sqlite://"), local_target("cuda"), (backend,), "gpu-test", Budget(trials=16, seconds=30.0),
+        regime=request.param, executor=pool,
+    )
+    return tuner.tune(replace(SUBJECT, key=request.param))
+
+
+@pytest.mark.timed
+def test_a_tuned_kernel_is_faster_than_the_chain(record: TuningRecord) -> None:
+    assert record.fuse, record
+
+
+def test_triton_kernels_are_tuned(record: TuningRecord) -> None:
+    assert record.measured > 4, record
     assert record.fused is not None
-    assert record.fused.regime == regime
+    assert record.fused.regime == record.key.regime
     assert record.evidence.versions.triton
     assert record.resources["registers"] > 0
 

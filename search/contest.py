@@ -17,6 +17,8 @@ from fuseplan.search.timers import Operands, Run, Sampler, Timer
 
 #: A gain below this is never worth a change of plan.
 MIN_GAIN = 0.01
+#: What a change of plan may lose under one of several conditions for a gain in their mean.
+MAX_LOSS = 0.02
 _MIN_ROUNDS = 7
 _MAX_ROUNDS = 61
 #: How many times longer than planned to wait for undisturbed rounds.
@@ -38,11 +40,13 @@ class Contest:
         samples: Paired samples by contestant.
         noise: Relative A/A noise.
         regime: ``"eager"`` or ``"graph"``.
+        conditions: The runs that this one is the mean of; empty when it was timed itself.
     """
 
     samples: Mapping[str, tuple[float, ...]]
     noise: float
     regime: str
+    conditions: tuple[Contest, ...] = ()
 
     @property
     def threshold(self) -> float:
@@ -62,10 +66,19 @@ class Contest:
         return [a - b for a, b in zip(self.samples[incumbent], self.samples[challenger], strict=True)]
 
     def accepts(self, challenger: str, incumbent: str) -> bool:
-        """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie."""
-        differences = self._differences(challenger, incumbent)
-        doubt = 2 * _standard_error(differences) / statistics.median(self.samples[incumbent])
-        return self.gain(challenger, incumbent) > max(self.threshold, doubt)
+        """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie.
+
+        A mean hides that one condition got worse: under none may the incumbent be better by more than ``MAX_LOSS``.
+        """
+        if not self._is_faster(challenger, incumbent, self.threshold):
+            return False
+        return not any(
+            one._is_faster(incumbent, challenger, max(one.threshold, MAX_LOSS)) for one in self.conditions
+        )
+
+    def _is_faster(self, one: str, other: str, threshold: float) -> bool:
+        doubt = 2 * _standard_error(self._differences(one, other)) / statistics.median(self.samples[other])
+        return self.gain(one, other) > max(threshold, doubt)
 
     def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
         """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them."""
@@ -130,8 +143,8 @@ def play_off(
 def geometric_mean(first: Contest, second: Contest) -> Contest:
     """Two runs of the same contestants under different conditions as one: who wins is best in both together.
 
-    A gain in it is about the mean of the gains in both. The longer run's rounds are averaged to as many as the other
-    has. Contestants of one run only are left out.
+    A gain in it is about the mean of the gains in both, and no winner loses much in either. The longer run's rounds
+    are averaged to as many as the other has. Contestants of one run only are left out.
     """
     names = [name for name in first.samples if name in second.samples]
     rounds = min(len(one.samples[name]) for one in (first, second) for name in names)
@@ -143,7 +156,7 @@ def geometric_mean(first: Contest, second: Contest) -> Contest:
         )
         for name in names
     }
-    return Contest(samples, math.hypot(first.noise, second.noise) / 2, first.regime)
+    return Contest(samples, math.hypot(first.noise, second.noise) / 2, first.regime, (first, second))
 
 
 def _averaged(values: Sequence[float], count: int) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -289,6 +290,18 @@ def test_two_conditions_count_alike() -> None:
     assert both.samples == {"a": pytest.approx((10.0, 15.0)), "b": pytest.approx((10.0, 10.0))}
     assert both.noise == pytest.approx(0.025)  # of a square root of a product: half, added as independent errors
     assert both.regime == "graph"
+
+
+@pytest.mark.parametrize(("cold_us", "wins"), [(10.1, True), (10.19, True), (10.3, False), (12.0, False)])
+def test_a_mean_does_not_hide_a_loss_under_one_condition(cold_us: float, wins: bool) -> None:
+    hot = Contest({"default": (10.0,) * 9, "tuned": (5.0,) * 9}, 0.0, "graph")
+    cold = Contest({"default": (10.0,) * 9, "tuned": (cold_us,) * 9}, 0.0, "cold")
+    both = geometric_mean(hot, cold)
+    assert both.gain("tuned", "default") > 0.2
+    assert both.accepts("tuned", "default") is wins
+    assert both.winner("default", ["tuned"]) == ("tuned" if wins else "default")
+    noisy = geometric_mean(hot, replace(cold, noise=0.3))
+    assert noisy.accepts("tuned", "default")
 
 
 def test_averages_cover_every_round() -> None:

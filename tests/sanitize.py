@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--warm", nargs="*", default=list(WARM), help="ids of tests to run without the tool before")
     parser.add_argument("--no-control", action="store_true", help="do not try whether memcheck sees a wrong kernel")
     parser.add_argument("--out", type=Path, help="write a report there, as Markdown")
+    parser.add_argument("--keep", type=Path, help="copy what processes and memcheck wrote into this folder")
     parser.add_argument("-k", default="", dest="words", help="as pytest takes it")
     args = parser.parse_args()
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
@@ -71,10 +72,19 @@ def main() -> None:
         run = sanitize_report.Run(cases, {mark: some for mark, some in left_out.items() if some})
         work(run, settings, Queue(cases, start + 60 * args.minutes), args.slices, not args.no_control)
         run.seconds = time.monotonic() - start
+        if args.keep:
+            keep(settings.folder, args.keep)
         print(sanitize_report.text(run))
         if args.out:
             args.out.write_text(sanitize_report.markdown(run, tool))
     sys.exit(0 if run.clean else 1)
+
+
+def keep(folder: Path, kept: Path) -> None:
+    for path in (*folder.glob("*/output.txt"), *folder.glob("*/logs/*.log"), *folder.glob("control-*/*.log")):
+        target = kept / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
 
 
 def work(run: sanitize_report.Run, settings: Settings, queue: Queue, slices: int, controls: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if COLLECT in os.environ:
         config.pluginmanager.register(Collector(Path(os.environ[COLLECT])))
     elif SOCKET in os.environ:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a test that hangs is ended by an abort
         # Processes that the tests start are not asked to serve.
         connection = Client(os.environ.pop(SOCKET), family="AF_UNIX")
         config.pluginmanager.register(Server(connection, float(os.environ.get(TEST_SECONDS, "120"))))

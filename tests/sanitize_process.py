@@ -21,6 +21,8 @@ from sanitize_work import PLAIN, Attempt, Case, Queue
 #: Seconds: for imports and collection, beyond the limits, for exit handlers, and for what memcheck has to say.
 _READY_S, _EXIT_S, _WORDS_S = 240.0, 60.0, 10.0
 _GRACE_S = float(os.environ.get("SANITIZE_GRACE_S", "15"))
+#: After these errors a CUDA context is of no further use, and after an error that memcheck found.
+_FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
 _SHOWN = 30
 
 
@@ -63,6 +65,7 @@ class Process:
     _since: float = 0.0
     _taking: bool = True
     _asked: bool = False
+    _spoilt: bool = False
 
     @property
     def silent(self) -> bool:
@@ -153,13 +156,14 @@ class Process:
         elif what == "next":
             self._asked = True
             case = None
-            if self._taking and self._since > start + self.settings.retire_s:
+            if self._taking and (self._spoilt or self._since > start + self.settings.retire_s):
                 self._leave()
             elif self._taking:
                 case = self.queue.take(self.kind)
                 self._taking = case is not None
             if case is not None:
                 self._handed.append(case)
+                self._spoilt = self._spoilt or case.has_failed
             connection.send(case and case.id)
         elif what == "start":
             self._current = self.queue.case(rest[0])
@@ -172,6 +176,7 @@ class Process:
             new = read_logs(self._own / "logs").errors - sum(self.seen.values()) if self.kind != PLAIN else 0
             if new > 0:
                 self.seen[name] = new
+            self._spoilt = self._spoilt or new > 0 or any(sign in text for sign in _FATAL)
             if self.kind == PLAIN:  # nothing can be lost with this process any more
                 self.queue.settle([self.results[-1]])
 

@@ -57,7 +57,7 @@ class Settings:
     def environment(self, kind: str) -> dict[str, str]:
         """Caches are shared by all processes (each of them is safe to share), and empty at first."""
         made = {
-            **os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            **os.environ, "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "MAX_JOBS": "4",
             "OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads), "OMP_WAIT_POLICY": "PASSIVE",
             TEST_SECONDS: f"{self.limit_s(kind)}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])),

@@ -77,7 +77,13 @@ class Case:
 
     @property
     def estimate_s(self) -> float:
-        return next(seconds for pattern, seconds in ESTIMATES_S if fnmatchcase(self.id, pattern))
+        known_s = next(seconds for pattern, seconds in ESTIMATES_S if fnmatchcase(self.id, pattern))
+        return known_s + (START_S if self.has_failed else 0.0)
+
+    @property
+    def has_failed(self) -> bool:
+        """It may leave its process unusable: another attempt has one for itself."""
+        return any(attempt.outcome == "failed" for attempt in self.attempts)
 
     @property
     def checked(self) -> list[Attempt]:

@@ -87,14 +87,16 @@ def test_all_is_well(sanitize: Callable[..., tuple[int, str, str]], tmp_path: Pa
     assert notes == ["fine False True", *["fine True False"] * 3, "fine True True"]
 
 
-def test_failures_keep_their_messages_and_are_looked_at_again(sanitize: Callable[..., tuple[int, str, str]]) -> None:
+def test_failures_keep_their_messages_and_are_looked_at_again(
+    sanitize: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     status, said, page = sanitize("""
 def test_never(): assert 1 == 2, "never right"
 def test_checked(): assert not ERRORS, "slow"
 def test_counts(): assert CACHING, "counts blocks"
 def test_beyond():
     with open(ERRORS, "a") as file: file.write("Invalid __global__ read of size 2 bytes\\n")
-""")
+""", "--keep", str(tmp_path / "kept"))
     assert status == 1
     assert "NOT CLEAN: 7 of 10 tests passed under memcheck, 2 failed" in said and "1 memcheck errors" in said
     for words in (
@@ -103,6 +105,19 @@ def test_beyond():
         "Invalid __global__ read of size 2 bytes",
     ):
         assert words in said and words in page, words
+    assert list((tmp_path / "kept").glob("n1/logs/*.log")) and (tmp_path / "kept" / "n1" / "output.txt").exists()
+
+
+def test_a_process_with_a_broken_device_takes_no_more_tests(sanitize: Callable[..., tuple[int, str, str]]) -> None:
+    tests = """
+def test_breaks(): open(os.environ["NOTES"] + str(os.getpid()), "w").close(); assert False, "CUDA error: unspecified"
+def broken(): return os.path.exists(os.environ["NOTES"] + str(os.getpid()))
+@pytest.mark.parametrize("number", range(5))
+def test_uses(number): assert not broken()
+"""
+    _, said, _ = sanitize(tests, "--slices", "1")
+    # The next test was handed out already.
+    assert "1 failed" in said and said.count("-- failed and passed") == 1
 
 
 @pytest.mark.parametrize("dying_words", [True, False], ids=["summary", "no summary"])

@@ -16,10 +16,15 @@ the probe measured:
 * the instructions that follow one another before the first result (``steps``), in units of a tenth of the time that an
   elementwise kernel takes beyond an empty one;
 * what it asks the cache for, operands that rows share again and again, at the best bandwidth of any size and pattern;
+  where a kernel has parts whose blocks follow one another, in each part by itself: one that waits for the cache does
+  not overlap with another that waits for memory;
 * results, which are written no faster than memory takes them, even where a cache has room for them;
 * a row too long to be held, which one multiprocessor has to move alone, at its share of the best bandwidth (what is
   held is loaded all at once: such rows take no longer the longer they are);
 * instructions besides the arithmetic, at the measured fp32 rate.
+
+Rows gathered from a table are hot on CUDA too (popular ones come back), but not at the next call: those of another call
+take room in the cache meanwhile, and count in the footprint that the bandwidth is read at.
 """
 
 from __future__ import annotations
@@ -179,10 +184,11 @@ def roofline_terms(
     threads = threads or spec.identity.cores
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
     cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
-    memory_us = _us(work.dram_bytes - cold_bytes, _gbps(spec, work.dram_bytes, threads)) + _us(
+    on_gpu = spec.identity.device_type == "cuda"
+    footprint_bytes = work.dram_bytes + (work.gathered_bytes if on_gpu else 0.0)
+    memory_us = _us(work.dram_bytes - cold_bytes, _gbps(spec, footprint_bytes, threads)) + _us(
         cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads)
     )
-    on_gpu = spec.identity.device_type == "cuda"
     if not (on_gpu and 0 < work.row_bytes <= _HELD_BYTES):
         memory_us += _us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
     # Units share issue slots, so their times add; only the lower bound lets them overlap.
@@ -202,12 +208,23 @@ def _with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode, cold
     rate = spec.peaks["fp32"].per_s / 2 if "fp32" in spec.peaks else math.inf
     return replace(
         terms,
-        memory_us=max(terms.memory_us, row_us, _us(work.requested_bytes, cache_gbps)),
+        memory_us=max(_traffic_us(work, terms.memory_us, cache_gbps), row_us),
         compute_us=terms.compute_us + work.instructions / rate * 1e6,
         latency_us=step_us * (work.steps + (_COLD_STEPS if cold_bytes else 0.0)),
         write_us=_us(work.written_bytes, spec.bandwidth.memory_gbps),
         serial_us=step_us * work.serial_steps,
     )
+
+
+def _traffic_us(work: Work, memory_us: float, cache_gbps: float) -> float:
+    """The longer of moving and requesting; where there are parts, of each with its share of ``memory_us``."""
+    moved_bytes = sum(part.moved_bytes for part in work.traffic)
+    us_per_byte = memory_us / max(work.dram_bytes, moved_bytes, 1.0)
+    parts_us = sum(
+        max(part.moved_bytes * us_per_byte, _us(part.requested_bytes, cache_gbps)) for part in work.traffic
+    )
+    rest_us = max(work.dram_bytes - moved_bytes, 0.0) * us_per_byte
+    return max(parts_us + rest_us, _us(work.requested_bytes, cache_gbps))
 
 
 def _cold_bytes(work: Work, spec: DeviceSpec) -> float:

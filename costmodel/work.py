@@ -16,6 +16,19 @@ FLOP_UNITS = ("fp32", "fp64", "sfu", "bf16_matmul", "fp16_matmul", "fp32_matmul"
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What one part of a kernel moves, where parts follow one another.
+
+    Attributes:
+        moved_bytes: Distinct bytes of this part, of ``Work.dram_bytes``; what two parts read counts in both.
+        requested_bytes: What it asks the last-level cache for, as in :class:`Work`.
+    """
+
+    moved_bytes: float
+    requested_bytes: float
+
+
+@dataclass(frozen=True)
 class Work:
     """Flops, bytes and launches of one kernel, or of a sequence of kernels.
 
@@ -29,6 +42,8 @@ class Work:
         cold_bytes: How many of ``dram_bytes`` nothing has touched recently (weights).
         requested_bytes: Bytes that the kernel asks the last-level cache for: operands that rows share again for each
             block of rows.
+        gathered_bytes: How many of ``dram_bytes`` are rows of a table that data chooses: the next call chooses others.
+        traffic: The parts of a kernel whose blocks run one after the other; empty where there is one.
         row_bytes: Bytes of the largest part that one multiprocessor has to move by itself (a reduced row).
         instructions: Instructions besides ``flops``: loads, stores, conversions, addresses, polynomials.
         steps: Instructions that wait for one another before the first result is stored.
@@ -46,6 +61,8 @@ class Work:
     instructions: float = 0.0
     steps: float = 0.0
     serial_steps: float = 0.0
+    gathered_bytes: float = 0.0
+    traffic: tuple[Traffic, ...] = ()
 
     def __post_init__(self) -> None:
         unknown = set(self.flops) - set(FLOP_UNITS)

@@ -6,9 +6,10 @@ The counts are those of a straightforward GPU kernel that holds what it loaded i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from fuseplan.kernels.gathers import value_axes
 from fuseplan.kernels.index import Coord, Index, evaluate
 from fuseplan.kernels.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.triton_config import full_tile
@@ -21,6 +22,11 @@ _GATHER_STEPS = 8.0
 _FOLD_INSTRUCTIONS = 2.0
 #: Instructions of a division or remainder by a constant, in an address that changes from column to column.
 _DIVISION_INSTRUCTIONS = 4.0
+#: Integers, comparisons and logic have half the units that fp32 arithmetic has: 64 results a cycle and multiprocessor
+#: against 128 (compute capability 9.0; CUDA C++ Programming Guide, "Arithmetic Instructions").
+_HALF_RATE, _HALF_RATE_SLOTS = frozenset({"int64", "int32", "bool"}), 2.0
+#: Instructions for an element of one byte, beyond that of wider types: a permutation and a selection, at half the rate.
+_BYTE_INSTRUCTIONS = 3.0
 #: Instructions of the polynomials, range reductions and corrections around a special function.
 _POLYNOMIALS: Mapping[str, float] = {
     "sin": 20, "cos": 20, "tanh": 12, "erf": 20, "pow": 20, "int_floordiv": 20, "int_remainder": 20, "exp": 1,
@@ -30,19 +36,23 @@ _POLYNOMIALS: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names."""
+    """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names; ``requests`` are by segment."""
 
-    requested_bytes: float = 0.0
+    requests: tuple[float, ...] = ()
     row_bytes: float = 0.0
     instructions: float = 0.0
     steps: float = 0.0
+
+    @property
+    def requested_bytes(self) -> float:
+        return sum(self.requests)
 
 
 def kernel_effort(ir: KernelIR) -> Effort:
     """The effort of one launch of a static kernel."""
     segments = [_segment_effort(ir, segment) for segment in ir.segments]
     return Effort(
-        requested_bytes=sum(_requested_bytes(ir, segment) for segment in ir.segments),
+        requests=tuple(one.requested_bytes for one in segments),
         row_bytes=max((one.row_bytes for one in segments), default=0.0),
         instructions=sum(one.instructions for one in segments),
         steps=max((one.steps for one in segments), default=0.0),
@@ -59,14 +69,17 @@ def reduction_levels(segment: Segment) -> int:
 
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
-    cols = evaluate(segment.cols, {})
-    rows = math.prod(evaluate(extent, {}) for extent in segment.rows)
-    column = segment.col_axis
+    sizes = tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
+    rows, cols, column = math.prod(sizes[:-1]), sizes[-1], segment.col_axis
+    block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row()
     row_bytes = steps = instructions = 0.0
-    for instr, once in zip(segment.body, per_row, strict=True):
-        count = rows if once else rows * cols
-        instructions += count * _instructions(instr, column)
+    for instr, once, axes, words in zip(segment.body, per_row, value_axes(segment), _words(segment), strict=True):
+        # The rows of a block that have a value in common compute it once.
+        count = rows if once else rows * cols / min(block_rows, _shared_rows(axes, sizes))
+        instructions += count * _instructions(instr, column, words, _slots(segment, instr))
+        if isinstance(instr, Load):
+            instructions += count * _packing(ir, instr.buffer)
         if isinstance(instr, Reduce):
             instructions += rows * cols * _FOLD_INSTRUCTIONS
         if not once:
@@ -74,49 +87,72 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
             row_bytes += cols * ITEMSIZE[ir.buffers[instr.buffer].dtype] if isinstance(instr, Load) else 0
     for store in segment.stores:
         once = segment.store_per_row(store)
-        instructions += (rows if once else rows * cols) * (1.0 + _division_instructions(store.index, column))
+        each = 1.0 + _packing(ir, store.buffer) + _division_instructions(store.index, column)
+        instructions += each * (rows if once else rows * cols)
         row_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
     levels = reduction_levels(segment)
     gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
     waiting = _FOLD_STEPS * levels + _GATHER_STEPS * gathers
-    return Effort(0.0, row_bytes if levels else 0.0, instructions, steps + waiting)
+    requested_bytes = _requested_bytes(ir, segment, sizes, block_rows)
+    return Effort((requested_bytes,), row_bytes if levels else 0.0, instructions, steps + waiting)
 
 
-def _requested_bytes(ir: KernelIR, segment: Segment) -> float:
+def _requested_bytes(ir: KernelIR, segment: Segment, sizes: tuple[int, ...], block_rows: int) -> float:
     """Bytes that the blocks of a segment load and store, each for itself; within a block, rows share what they can."""
-    sizes = tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
-    block_rows = full_tile(ir, segment)[0]
     loads = {(one.buffer, one.index, one.gather is not None) for one in segment.body if isinstance(one, Load)}
     total = 0.0
     for buffer, index, gathered in loads | {(store.buffer, store.index, False) for store in segment.stores}:
         if segment.col_axis in index.axes():
-            shared = 1 if gathered else min(block_rows, _shared_rows(index, sizes))
+            shared = 1 if gathered else min(block_rows, _shared_rows(index.axes(), sizes))
             total += math.prod(sizes) / shared * ITEMSIZE[ir.buffers[buffer].dtype]
     return total
 
 
-def _shared_rows(index: Index, sizes: tuple[int, ...]) -> int:
-    """Neighbouring rows for which an index is the same."""
-    rows, axes = 1, index.axes()
+def _shared_rows(axes: Set[int], sizes: tuple[int, ...]) -> int:
+    """Neighbouring rows for which something that depends on the coordinates ``axes`` is the same."""
+    rows = 1
     for axis in range(len(sizes) - 2, -1, -1):
         if axis in axes and sizes[axis] > 1:
             break
         rows *= sizes[axis]
-    return rows
+    return max(rows, 1)
 
 
-def _instructions(instr: Instr, column: int) -> float:
-    """Instructions for one element, besides what the op table counts."""
+def _instructions(instr: Instr, column: int, words: float, slots: float) -> float:
+    """Instructions for one element, besides what the op table counts: in units of one of fp32 arithmetic."""
     if isinstance(instr, Const | Reduce):
         return 0.0
     if isinstance(instr, Load):
         return 1.0 + _division_instructions(instr.index, column) + (4.0 if instr.gather is not None else 0.0)
-    # 64-bit integers and floats take two registers.
-    words = 2.0 if instr.dtype in ("int64", "float64") else 1.0
     if isinstance(instr, Apply):
-        return words + _POLYNOMIALS.get(instr.op, 0.0)
+        return words * slots + _POLYNOMIALS.get(instr.op, 0.0)
     index = getattr(instr, "index", None)
-    return words * (1.0 + (_division_instructions(index, column) if index is not None else 0.0))
+    return words * slots * (1.0 + (_division_instructions(index, column) if index is not None else 0.0))
+
+
+def _packing(ir: KernelIR, buffer: int) -> float:
+    """Instructions that take an element out of the word that it shares with others, or put it there, beyond one."""
+    return _BYTE_INSTRUCTIONS if ITEMSIZE[ir.buffers[buffer].dtype] == 1 else 0.0
+
+
+def _slots(segment: Segment, instr: Instr) -> float:
+    """Instructions of fp32 arithmetic in whose place one of ``instr`` is issued."""
+    dtypes = {instr.dtype, *(segment.body[arg].dtype for arg in operands(instr))}
+    return 1.0 if dtypes.isdisjoint(_HALF_RATE) else _HALF_RATE_SLOTS
+
+
+def _words(segment: Segment) -> list[float]:
+    """For each value, the registers of the widest of it and its operands: 64-bit integers take two unless they are
+    positions, whose range is known.
+    """
+    loaded: list[bool] = []
+    words: list[float] = []
+    for instr in segment.body:
+        loaded.append(isinstance(instr, Load) or any(loaded[arg] for arg in operands(instr)))
+        words.append(2.0 if instr.dtype == "float64" or (instr.dtype == "int64" and loaded[-1]) else 1.0)
+    return [
+        max([own, *(words[arg] for arg in operands(instr))]) for instr, own in zip(segment.body, words, strict=True)
+    ]
 
 
 def _division_instructions(index: Index, column: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from fuseplan.costmodel.work import Work
+from fuseplan.costmodel.work import Traffic, Work
 from fuseplan.kernels.gathers import gathered_elements
 from fuseplan.kernels.index import Coord, Index, evaluate
 from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Load, Reduce, Segment
@@ -51,6 +51,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
     }
     cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number not in gathered]
     effort = kernel_effort(ir)
+    tables = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number in gathered]
     return Work(
         flops=flops,
         dram_bytes=float(sum(moved.values())),
@@ -62,7 +63,25 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         row_bytes=effort.row_bytes,
         instructions=effort.instructions,
         steps=effort.steps,
+        gathered_bytes=float(
+            sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
+        ),
+        traffic=_traffic(ir, effort.requests) if len(ir.segments) > 1 else (),
     )
+
+
+def _traffic(ir: KernelIR, requests: Sequence[float]) -> tuple[Traffic, ...]:
+    """What each segment moves: their blocks follow one another."""
+    found = []
+    for segment, requested_bytes in zip(ir.segments, requests, strict=True):
+        sizes = _extents(segment)
+        loads = {(one.buffer, one.index) for one in segment.body if isinstance(one, Load) and one.gather is None}
+        moved_bytes = sum(
+            _footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype]
+            for buffer, index in loads | {(store.buffer, store.index) for store in segment.stores}
+        )
+        found.append(Traffic(float(moved_bytes), requested_bytes))
+    return tuple(found)
 
 
 def _extents(segment: Segment) -> tuple[int, ...]:
@@ -127,7 +146,7 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     fused = kernel_work(lowered.ir.bind(graph.symbols), hot_inputs(graph, lowered.inputs))
     effort = aten_effort(graph, node)
     return replace(
-        fused, requested_bytes=0.0, row_bytes=0.0, instructions=effort.instructions, steps=effort.steps,
+        fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, instructions=effort.instructions, steps=effort.steps,
         serial_steps=effort.serial_steps,
     )
 

@@ -77,12 +77,13 @@ def _terms(sample: ChoiceSample, spec: DeviceSpec) -> dict[str, float]:
     return {f"term_{name}": value for name, value in asdict(terms).items()}
 
 
-def _work(sample: ChoiceSample) -> dict[str, float]:
+def _work(sample: ChoiceSample) -> dict[str, float | str]:
     work = asdict(sample.work)
-    flops = work.pop("flops")
+    flops, parts = work.pop("flops"), work.pop("traffic")
     return {
         **{f"work_{name}": value for name, value in work.items()},
         "work_flops": " ".join(f"{unit}={count:g}" for unit, count in sorted(flops.items())),
+        "work_traffic": " ".join(f"{part['moved_bytes']:g}/{part['requested_bytes']:g}" for part in parts),
     }
 
 

@@ -28,7 +28,7 @@ from fuseplan.costmodel.device import (
     current_versions,
 )
 from fuseplan.costmodel.identity import parse_cache_bytes, parse_cpu_name
-from fuseplan.costmodel.work import Work
+from fuseplan.costmodel.work import Traffic, Work
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", 132, 60 * 2**20, 140 * 2**30)
 
@@ -54,6 +54,8 @@ def test_work_adds_field_by_field() -> None:
     b = Work({"fp32": 2.0, "fp64": 3.0}, dram_bytes=11.0, launches=2)
     total = a + b
     assert total == Work({"fp32": 12.0, "fp64": 3.0, "sfu": 1.0}, dram_bytes=111.0, l2_bytes=5.0, launches=3)
+    parts = tuple(Work(traffic=(Traffic(number, 0.0),)) for number in (1.0, 2.0))
+    assert (parts[0] + Work() + parts[1]).traffic == (Traffic(1.0, 0.0), Traffic(2.0, 0.0))
     assert total.total_flops == 16.0  # 12 + 3 + 1
 
 

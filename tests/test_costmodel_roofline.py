@@ -21,7 +21,7 @@ from fuseplan.costmodel.device import (
     Peak,
 )
 from fuseplan.costmodel.roofline import lower_bound, predict, predict_sequence
-from fuseplan.costmodel.work import FLOP_UNITS, Work
+from fuseplan.costmodel.work import FLOP_UNITS, Traffic, Work
 
 
 def test_an_overlapped_launch_is_shorter_where_it_was_measured() -> None:
@@ -148,6 +148,30 @@ def test_what_short_cuda_kernels_wait_for() -> None:
     assert time_us(row_bytes=2e5, l2_bytes=1e6, dram_bytes=8e7) == pytest.approx(1 + 8e4 / 50 + 5)
 
 
+def test_parts_of_a_kernel_that_follow_one_another_wait_each_for_its_own() -> None:
+    plain = Work(dram_bytes=1e6, launches=1, requested_bytes=1.4e6)  # 5 us of memory, 5.6 of the cache
+
+    def time_us(*parts: tuple[float, float], work: Work = plain) -> float:
+        traffic = tuple(Traffic(*part) for part in parts)
+        return predict(dataclasses.replace(work, traffic=traffic), GPU, "graph").time_us
+
+    assert time_us() == pytest.approx(1 + 5.6)
+    # 4 us of the first part's memory, then 1.2e6 bytes from the cache at 250 GB/s.
+    assert time_us((8e5, 2e5), (2e5, 1.2e6)) == pytest.approx(1 + 4 + 4.8)
+    # What both read is moved once: each has its share of the 5 us.
+    assert time_us((8e5, 0.0), (8e5, 0.0), work=Work(dram_bytes=1e6, launches=1)) == pytest.approx(6)
+    # What no part accounts for is moved all the same.
+    assert time_us((2e5, 1e6)) == pytest.approx(1 + 4 + 4)
+
+
+def test_rows_gathered_before_take_room_in_the_cache() -> None:
+    work = Work(dram_bytes=2e6, launches=1)
+    gathered = dataclasses.replace(work, gathered_bytes=2e6)
+    # Between 1e6 bytes at 200 GB/s and 4e6 at 50.
+    assert predict(work, GPU, "graph").time_us == pytest.approx(1 + 20)
+    assert predict(gathered, GPU, "graph").time_us == pytest.approx(1 + 40)
+
+
 def test_cold_weights_wait_for_memory() -> None:
     work = Work(dram_bytes=1e6, cold_bytes=1e5, launches=1)
     # 9e5 / 200 GB/s + 1e5 / 50 GB/s, and ten steps more.
@@ -162,7 +186,7 @@ def test_what_only_predicts_changes_no_bound_and_no_cpu() -> None:
     plain = Work({"fp32": 1e5}, dram_bytes=1e6, launches=1)
     more = dataclasses.replace(
         plain, written_bytes=5e5, cold_bytes=5e5, requested_bytes=2e6, row_bytes=1e5, instructions=1e7,
-        steps=50.0, serial_steps=500.0,
+        steps=50.0, serial_steps=500.0, gathered_bytes=5e5, traffic=(Traffic(5e5, 3e6), Traffic(5e5, 1e5)),
     )
     assert lower_bound(more, GPU, "graph") == lower_bound(plain, GPU, "graph")
     assert predict(more, GPU, "graph").time_us > predict(plain, GPU, "graph").time_us
@@ -255,6 +279,8 @@ works = st.builds(
     instructions=st.floats(0.0, 1e12),
     steps=st.floats(0.0, 1e3),
     serial_steps=st.floats(0.0, 1e5),
+    gathered_bytes=st.floats(0.0, 1e10),
+    traffic=st.lists(st.builds(Traffic, st.floats(0.0, 1e10), st.floats(0.0, 1e10)), max_size=3).map(tuple),
 )
 
 

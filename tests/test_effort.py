@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from ir_samples import Sample, dynamic_samples, label, static_samples, total_elements
 
+from fuseplan.costmodel.work import Traffic
 from fuseplan.kernels.index import Index
-from fuseplan.kernels.ir import Apply, Buffer, KernelIR, Load, Reduce, Segment, Store
+from fuseplan.kernels.ir import Apply, Buffer, Const, Iota, KernelIR, Load, Reduce, Segment, Store
 from fuseplan.planner.aten_effort import aten_effort
 from fuseplan.planner.effort import kernel_effort, reduction_levels
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
@@ -59,6 +60,57 @@ def test_rows_of_a_block_share_what_does_not_depend_on_them() -> None:
     assert requested(Index.coord(0, groups) * cols + column) == elements * (2 + 2 + 4 / 16)
     assert requested(Index.coord(1, rows) * cols + column) == elements * (2 + 2 + 4)  # the next row needs another
     assert requested(Index.coord(0, groups)) == elements * (2 + 2)  # a number for each row is no matter
+
+
+def test_rows_of_a_block_compute_what_they_share_once() -> None:
+    """``y[r, c] = x[r, c] + -w[c]``: 64 columns, so blocks of 16 rows of bfloat16 in and out."""
+    rows, cols = 40, 64
+    at = Index.coord(0, rows) * cols + Index.coord(1, cols)
+    body = (
+        Load("float32", 0, at), Load("float32", 1, Index.coord(1, cols)), Apply("float32", "neg", (1,)),
+        Apply("float32", "add", (0, 2)),
+    )
+    buffers = (
+        Buffer("x", "bfloat16", (rows, cols), (cols, 1)), Buffer("w", "float32", (cols,), (1,)),
+        Buffer("y", "bfloat16", (rows, cols), (cols, 1), is_output=True),
+    )
+    effort = kernel_effort(KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 3),)),)))
+    assert effort.instructions == rows * cols * (3 + 2 / 16)
+
+
+def mask(left: Load | Iota, dtype: str) -> float:
+    """Instructions for each element of ``y[r, c] = left[c] <= 7``, all rows by themselves."""
+    cols = 4096
+    at = Index.coord(0, 2) * cols + Index.coord(1, cols)
+    body = (left, Const(left.dtype, 7), Apply("bool", "le", (0, 1)))
+    buffers = (Buffer("x", dtype, (2, cols), (cols, 1)), Buffer("y", "bool", (2, cols), (cols, 1), is_output=True))
+    segment = Segment((2,), cols, body, (Store(1, at, 2),))
+    return kernel_effort(KernelIR(buffers, (segment,))).instructions / (2 * cols)
+
+
+def test_integers_and_bytes_take_more_than_floats() -> None:
+    at = Index.coord(0, 2) * 4096 + Index.coord(1, 4096)
+    # A load, a comparison at half the rate of an addition, and a byte that is put into a word.
+    assert mask(Load("float32", 0, at), "float32") == 1 + 2 + 4
+    assert mask(Load("int32", 0, at), "int32") == 1 + 2 + 4
+    # Two registers each.
+    assert mask(Load("int64", 0, at), "int64") == 1 + 4 + 4
+    # A position is narrow, whatever its type.
+    assert mask(Iota("int64", at), "int64") == mask(Iota("int32", at), "int32") == 2 + 2 + 4
+
+
+def test_segments_are_priced_one_after_the_other() -> None:
+    """``y = x + x`` for 3 rows, and ``z = x`` for each of 2 groups: both read x."""
+    pointwise = kernel(fold=False)
+    at = Index.coord(1, ROWS) * COLS + Index.coord(2, COLS)
+    store = Store(2, at + Index.coord(0, 2) * (ROWS * COLS), 0)
+    copies = Segment((2, ROWS), COLS, (Load("float32", 0, at),), (store,))
+    copied = Buffer("z", "float32", (2, ROWS, COLS), (ROWS * COLS, COLS, 1), is_output=True)
+    work = kernel_work(KernelIR((*pointwise.buffers, copied), (*pointwise.segments, copies)))
+    elements = ROWS * COLS
+    assert work.traffic == (Traffic(elements * 4, elements * 4), Traffic(elements * (2 + 8), elements * (4 + 8)))
+    assert work.requested_bytes == sum(part.requested_bytes for part in work.traffic)
+    assert kernel_work(pointwise).traffic == ()
 
 
 def test_a_row_is_swept_again_only_to_store_elements_of_it() -> None:

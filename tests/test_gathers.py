@@ -126,7 +126,10 @@ def test_only_what_can_be_looked_up_counts_as_work() -> None:
     assert set(index_limits(subject.ir).values()) == {100000}
     # 5 ids, 5 rows of the table, one weight; two results.
     assert subject.work.dram_bytes == 5 * 8 + (5 + 1 + 5 + 5) * 64 * ITEMSIZE["bfloat16"]
+    assert subject.work.gathered_bytes == 5 * 64 * ITEMSIZE["bfloat16"]
     assert kernel_work(subject.ir, subject.hot_inputs) == subject.work
+    # A table that was just produced is in the cache as a whole.
+    assert kernel_work(subject.ir).gathered_bytes == 0
 
 
 def test_axes_follow_operands_and_stop_at_folds() -> None:

@@ -75,7 +75,8 @@ def cheaper_arithmetic(segment: Segment) -> Segment:
 
     * ``1 + tanh(u)`` becomes ``2 sigmoid(2u)``: one exponential without a polynomial beside it, and nothing cancels
       where the sum is small. Gelu's tanh form is often spelled out in separate ops.
-    * A division by a constant becomes a product with its reciprocal, as in ATen's CUDA kernels.
+    * A division by a constant becomes a product with its reciprocal, as in ATen's CUDA kernels; so does one by a
+      number of the whole row that is known to be ordinary, such as the scale of a quantised row: one division a row.
 
     Results differ by rounding: not for kernels that are to round as ATen does.
     """
@@ -84,6 +85,10 @@ def cheaper_arithmetic(segment: Segment) -> Segment:
         maker.add(instr)
     stores = tuple(replace(store, value=maker.places[store.value]) for store in segment.stores)
     return _without_unused(replace(segment, body=tuple(maker.body), stores=stores))
+
+
+#: Between these, reciprocals of float32 numbers are normal numbers; and the largest float32.
+_SMALL, _LARGE, _LARGEST = 2.0**-120, 2.0**120, 2.0**128
 
 
 class _Maker:
@@ -96,6 +101,7 @@ class _Maker:
         self.places: list[int] = []
         self._known: dict[Instr, int] = {}
         self._users = _users(segment)
+        self._per_row = segment.per_row()
 
     def add(self, instr: Instr) -> None:
         made = self._cheaper(instr)
@@ -118,12 +124,41 @@ class _Maker:
                 if isinstance(tanh, Apply) and tanh.op == "tanh":
                     return self._one_plus_tanh(tanh)
         if instr.op == "div":
-            divisor = self._number(instr.args[1])
-            # The reciprocal of a very small or very large number is no normal number of a float32.
-            if divisor is not None and 2.0**-100 < abs(divisor) < 2.0**100:
-                inverse = self._emit(Const(instr.dtype, 1.0 / divisor))
-                return self._emit(Apply(instr.dtype, "mul", (self.places[instr.args[0]], inverse)))
+            return self._product(instr, *instr.args)
         return None
+
+    def _product(self, instr: Apply, dividend: int, divisor: int) -> int | None:
+        """The division as a product with a reciprocal, where that is a normal number of a float32 and saves work."""
+        least, most = self._magnitude(divisor)
+        if not _SMALL < least <= most < _LARGE:
+            return None
+        number = self._number(divisor)
+        if number is not None:
+            inverse = self._emit(Const(instr.dtype, 1.0 / number))
+        elif self._per_row[divisor] and not self._per_row[dividend]:
+            inverse = self._emit(Apply(instr.dtype, "reciprocal", (self.places[divisor],)))
+        else:
+            return None
+        return self._emit(Apply(instr.dtype, "mul", (self.places[dividend], inverse)))
+
+    def _magnitude(self, value: int) -> tuple[float, float]:
+        """Bounds of the absolute value, should it be a finite number."""
+        number, instr = self._number(value), self.old[value]
+        if number is not None:
+            return abs(number), abs(number)
+        if isinstance(instr, Apply) and instr.op in ("maximum", "mul", "div"):
+            for one, other in (instr.args, instr.args[::-1]):
+                constant = self._number(other)
+                if constant is None or (instr.op == "div" and one != instr.args[0]):
+                    continue
+                least, most = self._magnitude(one)
+                if instr.op == "maximum" and constant > 0:
+                    return constant, max(constant, most)
+                if instr.op == "mul":
+                    return least * abs(constant), most * abs(constant)
+                if instr.op == "div" and constant != 0:
+                    return least / abs(constant), most / abs(constant)
+        return 0.0, _LARGEST
 
     def _number(self, value: int) -> float | None:
         instr = self.old[value]

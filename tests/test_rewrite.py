@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ir_samples as samples
 import pytest
 import torch
@@ -203,3 +205,38 @@ def test_a_division_by_an_ordinary_constant_becomes_a_product(divisor: float, ke
     b.store("y", b.at, b("div", b.load("x", b.at), b.const(divisor)))
     found = cheaper_arithmetic(b.segment())
     assert ops_of(found) == (["div"] if kept else ["mul"])
+
+
+@pytest.mark.parametrize(("least", "by", "kept"), [
+    (1e-6, 1 / 448, False), (1e-6, 0.5, True), (1e-38, 1 / 448, True), (0.0, 1 / 448, True), (None, 1 / 448, True),
+])
+def test_a_division_by_an_ordinary_number_of_the_row_becomes_a_product(
+    least: float | None, by: float, kept: bool
+) -> None:
+    """As in quantisation: the largest magnitude times a constant, and no less than another."""
+    buffers = [samples.contiguous("x", "float32", (3, 127)), samples.contiguous("y", "float32", (3, 127), True)]
+    b = samples.Body(buffers, (3,), 127)
+    x = b.load("x", b.at)
+    scale = b("mul", b.reduce("max", b("abs", x)), b.const(by))
+    scale = scale if least is None else b("maximum", scale, b.const(least))
+    b.store("y", b.at, b("div", x, scale))
+    segment = b.segment()
+    found = cheaper_arithmetic(segment)
+    assert ("div" in ops_of(found)) is kept
+    assert ("reciprocal" in ops_of(found)) is not kept
+    for extreme in (3.4028235e38, 1e-45, math.inf, 0.0, math.nan):
+        tensor = torch.randn(3, 127, generator=torch.Generator().manual_seed(0))
+        tensor[1] = tensor[1].sign() * extreme
+        one, other = (
+            run_reference(KernelIR(tuple(buffers), (each,)), [tensor])[0].float() for each in (segment, found)
+        )
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_a_division_of_the_row_itself_stays() -> None:
+    """Nothing is saved, and one rounding more is lost, where both are numbers of the row."""
+    buffers = [samples.contiguous("x", "float32", (3, 127)), samples.contiguous("y", "float32", (3,), True)]
+    b = samples.Body(buffers, (3,), 127)
+    top = b.reduce("max", b.load("x", b.at))
+    b.store("y", b.at[:1], b("div", top, b("maximum", b("mul", top, b.const(0.1)), b.const(1e-6))))
+    assert ops_of(cheaper_arithmetic(b.segment())).count("div") == 1

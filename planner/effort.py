@@ -74,10 +74,10 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row()
     row_bytes = steps = instructions = 0.0
-    for instr, once, axes, words in zip(segment.body, per_row, value_axes(segment), _words(segment), strict=True):
+    for instr, once, axes, slots in zip(segment.body, per_row, value_axes(segment), _slots(segment), strict=True):
         # The rows of a block that have a value in common compute it once.
         count = rows if once else rows * cols / min(block_rows, _shared_rows(axes, sizes))
-        instructions += count * _instructions(instr, column, words, _slots(segment, instr))
+        instructions += count * _instructions(instr, column, slots)
         if isinstance(instr, Load):
             instructions += count * _packing(ir, instr.buffer)
         if isinstance(instr, Reduce):
@@ -86,7 +86,7 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
             steps += not isinstance(instr, Const)
             row_bytes += cols * ITEMSIZE[ir.buffers[instr.buffer].dtype] if isinstance(instr, Load) else 0
     for store in segment.stores:
-        once = segment.store_per_row(store)
+        once = per_row[store.value] and column not in store.index.axes()
         each = 1.0 + _packing(ir, store.buffer) + _division_instructions(store.index, column)
         instructions += each * (rows if once else rows * cols)
         row_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
@@ -118,16 +118,16 @@ def _shared_rows(axes: Set[int], sizes: tuple[int, ...]) -> int:
     return max(rows, 1)
 
 
-def _instructions(instr: Instr, column: int, words: float, slots: float) -> float:
-    """Instructions for one element, besides what the op table counts: in units of one of fp32 arithmetic."""
+def _instructions(instr: Instr, column: int, slots: float) -> float:
+    """Instructions for one element besides what the op table counts, in units of one of fp32 arithmetic."""
     if isinstance(instr, Const | Reduce):
         return 0.0
     if isinstance(instr, Load):
         return 1.0 + _division_instructions(instr.index, column) + (4.0 if instr.gather is not None else 0.0)
     if isinstance(instr, Apply):
-        return words * slots + _POLYNOMIALS.get(instr.op, 0.0)
+        return slots + _POLYNOMIALS.get(instr.op, 0.0)
     index = getattr(instr, "index", None)
-    return words * slots * (1.0 + (_division_instructions(index, column) if index is not None else 0.0))
+    return slots * (1.0 + (_division_instructions(index, column) if index is not None else 0.0))
 
 
 def _packing(ir: KernelIR, buffer: int) -> float:
@@ -135,24 +135,23 @@ def _packing(ir: KernelIR, buffer: int) -> float:
     return _BYTE_INSTRUCTIONS if ITEMSIZE[ir.buffers[buffer].dtype] == 1 else 0.0
 
 
-def _slots(segment: Segment, instr: Instr) -> float:
-    """Instructions of fp32 arithmetic in whose place one of ``instr`` is issued."""
-    dtypes = {instr.dtype, *(segment.body[arg].dtype for arg in operands(instr))}
-    return 1.0 if dtypes.isdisjoint(_HALF_RATE) else _HALF_RATE_SLOTS
+def _slots(segment: Segment) -> list[float]:
+    """For each value, the instructions of fp32 arithmetic in whose place those that compute it are issued.
 
-
-def _words(segment: Segment) -> list[float]:
-    """For each value, the registers of the widest of it and its operands: 64-bit integers take two unless they are
-    positions, whose range is known.
+    What takes or gives two registers is done twice: 64-bit floats, and 64-bit integers unless they are positions, whose
+    range is known.
     """
     loaded: list[bool] = []
-    words: list[float] = []
+    wide: list[bool] = []
+    found: list[float] = []
     for instr in segment.body:
-        loaded.append(isinstance(instr, Load) or any(loaded[arg] for arg in operands(instr)))
-        words.append(2.0 if instr.dtype == "float64" or (instr.dtype == "int64" and loaded[-1]) else 1.0)
-    return [
-        max([own, *(words[arg] for arg in operands(instr))]) for instr, own in zip(segment.body, words, strict=True)
-    ]
+        args, dtype = operands(instr), instr.dtype
+        loaded.append(isinstance(instr, Load) or any(loaded[arg] for arg in args))
+        wide.append(dtype == "float64" or (dtype == "int64" and loaded[-1]))
+        half = dtype in _HALF_RATE or any(segment.body[arg].dtype in _HALF_RATE for arg in args)
+        slots = _HALF_RATE_SLOTS if half else 1.0
+        found.append(2.0 * slots if wide[-1] or any(wide[arg] for arg in args) else slots)
+    return found
 
 
 def _division_instructions(index: Index, column: int) -> float:

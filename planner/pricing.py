@@ -32,7 +32,8 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
     flops: dict[str, float] = {}
     for segment in ir.segments:
         sizes = _extents(segment)
-        passes = _passes(segment)
+        per_row = segment.per_row()
+        passes = _passes(segment, per_row)
         for instr in segment.body:
             if isinstance(instr, Load) and instr.gather is None:
                 elements = _footprint(instr.index, sizes)
@@ -41,9 +42,10 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
                     repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[instr.buffer].dtype]
         for store in segment.stores:
             touched.setdefault(store.buffer, {})[store.index] = _footprint(store.index, sizes)
-        _count_flops(segment, sizes, flops)
+        _count_flops(segment, sizes, per_row, flops)
     plain = {number: sum(indices.values()) for number, indices in touched.items()}
-    gathered = gathered_elements(ir)
+    gathers = any(isinstance(one, Load) and one.gather is not None for part in ir.segments for one in part.body)
+    gathered = gathered_elements(ir) if gathers else {}
     moved = {
         number: ITEMSIZE[ir.buffers[number].dtype]
         * min(plain.get(number, 0) + gathered.get(number, 0), _distinct(ir, number))
@@ -88,10 +90,13 @@ def _extents(segment: Segment) -> tuple[int, ...]:
     return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
 
 
-def _passes(segment: Segment) -> int:
+def _passes(segment: Segment, per_row: Sequence[bool]) -> int:
     """Sweeps over the columns of a row: one per level of reductions that feed each other, plus that of stores there."""
     levels = reduction_levels(segment)
-    return levels + (not levels or any(not segment.store_per_row(store) for store in segment.stores))
+    column = segment.col_axis
+    return levels + (
+        not levels or any(not per_row[store.value] or column in store.index.axes() for store in segment.stores)
+    )
 
 
 def _footprint(index: Index, sizes: tuple[int, ...]) -> int:
@@ -109,12 +114,14 @@ def _distinct(ir: KernelIR, number: int) -> int:
     return buffer.distinct_bytes() // ITEMSIZE[buffer.dtype]
 
 
-def _count_flops(segment: Segment, sizes: tuple[int, ...], flops: dict[str, float]) -> None:
+def _count_flops(
+    segment: Segment, sizes: tuple[int, ...], per_row: Sequence[bool], flops: dict[str, float]
+) -> None:
     rows = 1
     for extent in sizes[:-1]:
         rows *= extent
     elements = rows * sizes[-1]
-    for instr, once_per_row in zip(segment.body, segment.per_row(), strict=True):
+    for instr, once_per_row in zip(segment.body, per_row, strict=True):
         if isinstance(instr, Reduce):
             unit, cost, count = "fp32", 1.0, elements
         elif isinstance(instr, Apply):

@@ -24,9 +24,10 @@ from fuseplan.kernels.gpu_direct import find_launcher
 from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.overlap import is_overlapped, plainly
-from fuseplan.kernels.triton_config import default_config, infeasible, suggestions, tunables
+from fuseplan.kernels.triton_config import default_config, infeasible, tunables
 from fuseplan.kernels.triton_emitter import KERNEL_NAME, buffer_names, emit_triton
 from fuseplan.kernels.triton_index import symbol_argument
+from fuseplan.kernels.triton_suggestions import suggestions
 from fuseplan.kernels.triton_tile import needs_int64, programs
 
 

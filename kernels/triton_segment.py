@@ -33,6 +33,8 @@ class SegmentEmitter(ValueEmitter):
         self.names = names
         self.chunk = chunk_width(buffers, segment, config)
         self.rescaled = rescaled_sums(segment) if self.chunk else {}
+        #: Which loads of the current pass the cache is to keep, or to let go.
+        self.policies: dict[Load, str] = {}
         self.masks_rows = not self.tile.flat and divides(self.tile.rows, segment.num_rows) is None
         self.coordinates = Coordinates(segment, self.tile.rows if self._loads_rows_once() else 1)
 
@@ -118,13 +120,15 @@ class SegmentEmitter(ValueEmitter):
 
     def load(self, instr: Load) -> str:
         on_rows, on_cols = index_extent(self.segment, instr.index)
+        policy = f', eviction_policy="{self.policies[instr]}"' if instr in self.policies else ""
         if instr.mask is None:
-            return f"tl.load({self._pointer(instr.buffer, instr.index)}{_mask(self._bounds(on_rows, on_cols))})"
+            mask = _mask(self._bounds(on_rows, on_cols))
+            return f"tl.load({self._pointer(instr.buffer, instr.index)}{mask}{policy})"
         widen = self.extent[instr.mask]
         conditions = [*self._bounds(on_rows or widen[0], on_cols or widen[1]), self.operand(instr.mask)]
         other = literal(instr.other, "float32" if instr.dtype.startswith("float") else "int32")
         pointer = self._pointer(instr.buffer, instr.index, widen, instr.gather)
-        return f"tl.load({pointer}{_mask(conditions)}, other={other})"
+        return f"tl.load({pointer}{_mask(conditions)}, other={other}{policy})"
 
     def store(self, store: Store, value: str) -> str:
         bounds = self._bounds(*index_extent(self.segment, store.index))
@@ -134,7 +138,9 @@ class SegmentEmitter(ValueEmitter):
 
     def _looped(self) -> list[str]:
         lines: list[str] = []
-        for phase in schedule(self.segment, rescale=self.chunk > 0):
+        phases = schedule(self.segment, rescale=self.chunk > 0)
+        for number, phase in enumerate(phases):
+            self.policies = self._policies(phases, number)
             folds, row_folds = self.split_reductions(phase)
             width = self.chunk if any(value in self.rescaled for value in folds) else 1
             lines += self.values(phase.rows)
@@ -146,6 +152,23 @@ class SegmentEmitter(ValueEmitter):
                 lines += self.fold(value, self._folded(value, width))
             lines += [self.fold_per_row(value) for value in row_folds]
         return lines
+
+    def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
+        """What is read again by the next pass is to stay in the cache until then, and to make room afterwards.
+
+        Rows of all programs together may fill half of the cache, and results pass through it meanwhile. What every row
+        reads is left alone.
+        """
+        found: dict[Load, str] = {}
+        for value in phases[number].elements:
+            instr = self.segment.body[value]
+            if not isinstance(instr, Load) or index_extent(self.segment, instr.index) != (True, True):
+                continue
+            if any(value in later.elements for later in phases[number + 1 :]):
+                found[instr] = "evict_last"
+            elif any(value in earlier.elements for earlier in phases[:number]):
+                found[instr] = "evict_first"
+        return found
 
     def _accumulator(self, value: int, width: int) -> str:
         dtype = self.fold_type(value)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import ir_samples as samples
 import pytest
 
-from fuseplan.kernels.backend import SM90
+from fuseplan.kernels.backend import SM90, Config, Target
 from fuseplan.kernels.index import Coord, Index
 from fuseplan.kernels.ir import Apply, Buffer, Const, Gather, KernelIR, Load, Segment, Store
 from fuseplan.kernels.overlap import plainly
+from fuseplan.kernels.triton_backend import TritonBackend
 from fuseplan.kernels.triton_config import default_config, infeasible, tunables
 from fuseplan.kernels.triton_emitter import emit_triton
-from fuseplan.kernels.triton_tile import programs, tile_of
+from fuseplan.kernels.triton_tile import live_words, programs, tile_of
+from fuseplan.search.space import enumerate_space
 
 
 def copies(*shapes: tuple[int, int]) -> KernelIR:
@@ -117,3 +120,55 @@ def test_a_row_that_a_block_shares_is_loaded_once(rows: int, block_rows: int, sh
     ir = samples.pair_mask(3, rows, 64).ir
     source = emit_triton(ir, {"block_rows": block_rows, "block_cols": 64, "num_warps": 1})
     assert ("first_row // " in source) == shared
+
+
+# -- rows walked in blocks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [SM90, replace(SM90, in_graph=True)])
+def test_many_wide_rows_that_are_read_twice_are_suggested_in_halves(target: Target) -> None:
+    backend = TritonBackend()
+    for many in (samples.rms_norm(16384, 8192, "bfloat16").ir, samples.softmax(4096, 8192, "bfloat16").ir):
+        (halves,) = backend.suggestions(many, target)
+        assert halves == {**default_config(many, target), "block_cols": 4096, "num_warps": 16}
+        (tile,) = (tile_of(segment, halves) for segment in many.segments)
+        assert tile.looped and infeasible(many, halves, target) is None
+        assert enumerate_space(backend, many, target).find(halves) is not None
+    for other in (
+        samples.rms_norm(512, 8192, "bfloat16"), samples.rms_norm(16384, 2048, "bfloat16"),
+        samples.layer_norm(16384, 8192, "bfloat16"), samples.softmax(4096, 32768, "bfloat16"),
+        samples.softmax(9, 9, symbols={"n": 9}),
+    ):
+        assert backend.suggestions(other.ir, target) == ()
+
+
+def test_a_softmax_in_blocks_runs_few_large_programs() -> None:
+    """So that the rows of all of them stay in the cache for their second pass."""
+    assert default_config(samples.softmax(4096, 32768, "bfloat16").ir, SM90)["num_warps"] == 32
+    assert default_config(samples.rms_norm(4096, 32768, "bfloat16").ir, SM90)["num_warps"] == 16
+
+
+def test_the_cache_is_told_which_loads_come_again() -> None:
+    softmax = samples.softmax(3, 4096, "bfloat16").ir
+    looped = {**default_config(softmax, SM90), "block_rows": 1, "block_cols": 1024, "num_warps": 4}
+
+    def loads(ir: KernelIR, config: Config) -> list[str]:
+        return [line.strip() for line in emit_triton(ir, config).splitlines() if "tl.load(" in line]
+
+    first, last = loads(softmax, looped)
+    assert 'eviction_policy="evict_last"' in first and 'eviction_policy="evict_first"' in last
+    two_rows = loads(softmax, {**looped, "block_rows": 2})
+    assert [("evict_last" in line, "evict_first" in line) for line in two_rows] == [(True, False)] * 2 + [(False, True)]
+    assert not any("evict" in line for line in loads(softmax, {**looped, "block_cols": 4096}))
+    norm = samples.rms_norm(3, 4096, "bfloat16").ir
+    policies = ["evict" in line for line in loads(norm, {**looped, "num_stages": 1})]
+    assert sorted(policies) == [False, True, True]  # the weight belongs to every row
+
+
+def test_a_softmax_held_in_registers_needs_one_word_an_element() -> None:
+    ir = samples.softmax(4096, 32768, "bfloat16").ir
+    (segment,) = ir.segments
+    assert live_words(segment) == 2 and live_words(segment, in_place=True) == 1
+    held = {**default_config(ir, SM90), "block_cols": 32768, "num_warps": 32}
+    assert infeasible(ir, held, SM90) is None
+    assert infeasible(ir, {**held, "num_warps": 4}, SM90) is not None

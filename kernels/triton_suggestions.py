@@ -1,0 +1,53 @@
+"""Triton configurations that a search tries beside the default: good ones that no single step from it reaches."""
+
+from __future__ import annotations
+
+from fuseplan.kernels.backend import Config, Target
+from fuseplan.kernels.ir import KernelIR, Segment
+from fuseplan.kernels.overlap import OVERLAP, can_overlap, has_waves
+from fuseplan.kernels.schedule import schedule
+from fuseplan.kernels.triton_config import default_config, infeasible
+from fuseplan.kernels.triton_tile import programs, tile_of
+
+#: Columns from which a row is worth walking in halves, and rows for each multiprocessor.
+_WIDE, _MANY_ROWS = 4096, 8
+
+
+def suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+    """What no single step from the default reaches: see the two kinds below."""
+    if ir.symbols:
+        return ()
+    reduces = any(segment.has_reduction() for segment in ir.segments)
+    found = _looped_suggestion(ir, target) if reduces else _late_suggestions(ir, target)
+    return tuple(one for one in found if infeasible(ir, one, target) is None)[:1]
+
+
+def _late_suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+    """Larger tiles that let the next kernel start late: in pointwise kernels of many waves that gains, though either
+    alone does not.
+    """
+    config = default_config(ir, target)
+    if not can_overlap(target) or not target.in_graph or not has_waves(config, programs(ir, config, {}), target):
+        return ()
+    return tuple({**config, name: 2 * int(config[name]), OVERLAP: "late"} for name in ("block_cols", "block_rows"))
+
+
+def _looped_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+    """Half a wide row at a time, where a row is read twice: what the second pass needs is still in the cache, and twice
+    the programs fit a multiprocessor. Worth it where there are many rows for each.
+    """
+    config = default_config(ir, target)
+    tiles = [tile_of(segment, config) for segment in ir.segments]
+    cols = max(tile.cols for tile in tiles)
+    if cols < _WIDE or any(tile.looped for tile in tiles):
+        return ()
+    if max(_rows(segment) for segment in ir.segments) <= _MANY_ROWS * target.cores:
+        return ()
+    if max(sum(phase.has_loop for phase in schedule(segment, rescale=True)) for segment in ir.segments) > 2:
+        return ()
+    cols //= 2
+    return ({**config, "block_rows": 1, "block_cols": cols, "num_warps": min(16, cols // 256)},)
+
+
+def _rows(segment: Segment) -> int:
+    return segment.num_rows if isinstance(segment.num_rows, int) else 0

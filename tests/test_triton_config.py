@@ -129,7 +129,7 @@ def test_a_row_that_a_block_shares_is_loaded_once(rows: int, block_rows: int, sh
 def test_many_wide_rows_that_are_read_twice_are_suggested_in_halves(target: Target) -> None:
     backend = TritonBackend()
     for many in (samples.rms_norm(16384, 8192, "bfloat16").ir, samples.softmax(4096, 8192, "bfloat16").ir):
-        (halves,) = backend.suggestions(many, target)
+        halves, *_ = backend.suggestions(many, target)
         assert halves == {**default_config(many, target), "block_cols": 4096, "num_warps": 16}
         (tile,) = (tile_of(segment, halves) for segment in many.segments)
         assert tile.looped and infeasible(many, halves, target) is None
@@ -140,6 +140,17 @@ def test_many_wide_rows_that_are_read_twice_are_suggested_in_halves(target: Targ
         samples.softmax(9, 9, symbols={"n": 9}),
     ):
         assert backend.suggestions(other.ir, target) == ()
+
+
+@pytest.mark.parametrize(("cols", "warps"), [(5120, 4), (8192, None), (2560, 2), (3000, None), (14336, 8)])
+def test_a_padded_row_is_suggested_the_warps_that_end_with_it(cols: int, warps: int | None) -> None:
+    backend, ir = TritonBackend(), samples.rms_norm(600, cols, "bfloat16").ir
+    default = default_config(ir, SM90)
+    found = [one["num_warps"] for one in backend.suggestions(ir, SM90)]
+    assert found == ([] if warps is None else [warps])
+    assert warps is None or int(default["num_warps"]) > warps
+    for one in backend.suggestions(ir, SM90):
+        assert one["loads"] == "late" and enumerate_space(backend, ir, SM90).find(one) is not None
 
 
 def test_a_softmax_in_blocks_runs_few_large_programs() -> None:

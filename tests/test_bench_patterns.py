@@ -387,6 +387,20 @@ def frame() -> pd.DataFrame:
     ])
 
 
+def test_large_cells_in_a_graph_are_held_against_the_faster_copy() -> None:
+    large = {"bytes": 400e6}
+    rows = [
+        row("9x8", OURS, 100.0, "graph", **large), row("9x8", COPY, 150.0, "graph", **large),
+        row("9x8", OURS, 104.0, **large), row("9x8", COPY, 95.0, **large),
+    ]
+    shares = pattern_table(pattern_frame(rows)).set_index("mode")["copy_share"]
+    assert shares["graph"] == 0.95 and shares["cold"] == pytest.approx(95 / 104)
+    slower = [*rows[:3], row("9x8", COPY, 160.0, **large)]
+    assert pattern_table(pattern_frame(slower)).set_index("mode")["copy_share"].to_dict() == {
+        "graph": 1.5, "cold": pytest.approx(160 / 104)
+    }
+
+
 def test_each_cell_is_held_against_its_best_peer() -> None:
     table = pattern_table(frame()).set_index(["mode", "shape"])
     small = table.loc[("cold", "1x8")]

@@ -40,6 +40,7 @@ def run_reference(
     for buffer in bound.outputs:
         dtype = torch_dtype(buffer.dtype)
         span = 1 + sum((extent - 1) * stride for extent, stride in zip(buffer.shape, buffer.strides, strict=True))
+        span = max(span, 0)  # below zero where several extents are zero
         if dtype.is_floating_point:
             flats.append(torch.full((span,), torch.nan, dtype=float_dtype))
         else:

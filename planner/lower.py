@@ -118,16 +118,20 @@ class _Lowering:
 
     def _plan_spaces(self, wanted: Sequence[str]) -> list[tuple[str, _Plan]]:
         plans = {value: _without_unit_rows(self._space(value)) for value in wanted}
-        folding = [value for value in wanted if self._reduced_size(value) is not None]
+        folding: dict[tuple[tuple[Size, ...], Size], list[str]] = {}
+        for value in wanted:
+            if self._reduced_size(value) is not None:
+                folding.setdefault((plans[value].rows, plans[value].cols), []).append(value)
         # The rows of reductions are walked as the largest result lies in memory: positions before heads where they do.
-        # One order for all that walk the same rows, so that they keep sharing a segment.
-        for rows in dict.fromkeys(plans[value].rows for value in folding):
-            sharing = [value for value in folding if plans[value].rows == rows]
+        # One order for all that walk the same rows, so that they keep sharing a segment; each group's is found from
+        # what was planned first, since another's new order may look like it.
+        ordered: dict[str, _Plan] = {}
+        for sharing in folding.values():
             largest = max(sharing, key=lambda value: _static_size(self.graph.specs[value]))
             order = _row_order(plans[largest], self.graph.specs[largest])
-            for value in sharing:
-                plans[value] = _reordered(plans[value], order)
-        return list(plans.items())
+            beside = [value for value in wanted if plans[value] == plans[largest]]
+            ordered |= {value: _reordered(plans[value], order) for value in (*sharing, *beside)}
+        return list((plans | ordered).items())
 
     def _space(self, value: str) -> _Plan:
         spec = self.graph.specs[value]

@@ -81,12 +81,16 @@ class Contest:
         return self.gain(one, other) > max(threshold, doubt)
 
     def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
-        """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them."""
+        """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them.
+
+        Under single conditions challengers are held against the incumbent alone: among themselves the mean decides.
+        Otherwise the first of several that beat it would win, however little it gains, by a small loss of the best.
+        """
         better = [name for name in challengers if self.accepts(name, incumbent)]
         if not better:
             return incumbent
         best = max(better, key=lambda name: self.gain(name, incumbent))
-        return next(name for name in better if name == best or not self.accepts(best, name))
+        return next(name for name in better if name == best or not self._is_faster(best, name, self.threshold))
 
 
 def contest(

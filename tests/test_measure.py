@@ -304,6 +304,17 @@ def test_a_mean_does_not_hide_a_loss_under_one_condition(cold_us: float, wins: b
     assert noisy.accepts("tuned", "default")
 
 
+@pytest.mark.parametrize("order", [("modest", "best"), ("best", "modest")])
+def test_of_two_that_lose_nowhere_the_better_mean_wins(order: tuple[str, str]) -> None:
+    """The best loses to a modest one under one condition, but not to the incumbent: it is no tie."""
+    hot = Contest({"default": (10.0,) * 9, "modest": (10.0,) * 9, "best": (6.0,) * 9}, 0.0, "graph")
+    cold = Contest({"default": (10.0,) * 9, "modest": (9.6,) * 9, "best": (10.0,) * 9}, 0.0, "cold")
+    both = geometric_mean(hot, cold)
+    assert both.accepts("modest", "default") and both.accepts("best", "default")
+    assert not both.accepts("best", "modest")
+    assert both.winner("default", order) == "best"
+
+
 def test_averages_cover_every_round() -> None:
     uneven = Contest({"a": (1.0, 2.0, 3.0, 4.0, 5.0)}, 0.0, "graph")
     other = Contest({"a": (1.0, 1.0)}, 0.0, "cold")

@@ -124,6 +124,7 @@ _STEP = st.one_of(
     st.tuples(st.just("load"), st.sampled_from("ab"), st.sampled_from(_WHERE)),
     st.tuples(st.sampled_from(("add", "mul")), st.integers(0, 9), st.integers(0, 9)),
     st.tuples(st.just("fold"), st.integers(0, 9), st.just(0)),
+    st.tuples(st.just("softmax"), st.integers(0, 9), st.just(0)),
 )
 _STORE = st.tuples(st.sampled_from("yz"), st.integers(0, 9))
 _STORES = st.lists(_STORE, min_size=1, max_size=2, unique_by=lambda store: store[0])
@@ -143,6 +144,10 @@ def _body(buffers: list[Buffer], size: int, steps: list[Any], stores: list[tuple
             values.append(b.load(first, places[second]))
         elif kind == "fold":
             values.append(b.reduce("sum", values[first % len(values)]))
+        elif kind == "softmax":
+            x = values[first % len(values)]
+            power = b("exp", b("sub", x, b.reduce("max", x)))
+            values += [power, b.reduce("sum", power)]
         else:
             values.append(b(kind, values[first % len(values)], values[second % len(values)]))
     for name, value in stores:
@@ -153,10 +158,10 @@ def _body(buffers: list[Buffer], size: int, steps: list[Any], stores: list[tuple
 @settings(max_examples=250, deadline=None)
 @given(
     st.integers(1, 4), st.lists(st.lists(_STEP, min_size=1, max_size=8), min_size=1, max_size=2), _STORES,
-    st.booleans(),
+    st.booleans(), st.booleans(),
 )
 def test_the_rule_allows_nothing_that_brute_force_forbids(
-    size: int, bodies: list[list[Any]], stores: list[tuple[str, int]], looped: bool
+    size: int, bodies: list[list[Any]], stores: list[tuple[str, int]], looped: bool, rescaled: bool
 ) -> None:
     names = "ab" + "".join(sorted({name for name, _ in stores}))
     buffers = [contiguous(name, "float32", (size, size), name in "yz") for name in names]
@@ -166,12 +171,15 @@ def test_the_rule_allows_nothing_that_brute_force_forbids(
         made = [_body(buffers, size, bodies[0], stores)]
     ir = KernelIR(tuple(buffers), tuple(body.segment() for body in made))
     validate(ir)
-    trace = Trace(ir, looped)
-    executions = [Execution(looped and segment.has_reduction(), False) for segment in ir.segments]
+    rescaled = rescaled and looped
+    trace = Trace(ir, looped, rescaled)
+    executions = [
+        Execution(looped and segment.has_reduction(), False, rescaled and segment.has_reduction())
+        for segment in ir.segments
+    ]
     for target, sources in reuse_options(ir, executions).items():
         for source in sources:
             assert trace.allows(len(ir.inputs) + target, source)
-
 
 
 @pytest.mark.parametrize(("looped", "rescaled"), [(False, False), (True, False), (True, True)])

@@ -12,8 +12,8 @@ from fuseplan.kernels.overlap import (
     overlap_tunables,
     pointless_overlap,
 )
-from fuseplan.kernels.schedule import reduction_depths, rescaled_sums, schedule
-from fuseplan.kernels.triton_tile import Tile, live_words, next_power_of_2, programs, tile_of
+from fuseplan.kernels.schedule import reduction_depths, schedule
+from fuseplan.kernels.triton_tile import Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
 
 #: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
 DEFAULT_PERSISTENT_COLS = 16384
@@ -28,6 +28,8 @@ _NEARLY = 1.25
 _POINTWISE_TILE, _FULL_BYTES = 1024, 4
 #: Columns of such a larger tile: four elements for each of 128 threads.
 _NARROW_COLS = 512
+#: The default block and warps of a looped reduction that rescales sums.
+_RESCALING: Config = {"block_rows": 1, "block_cols": 8192, "num_warps": 32}
 #: What a dynamic size counts as where a choice needs a number.
 _TYPICAL_SIZE = 4096
 
@@ -249,7 +251,7 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     widest = max(next_power_of_2(_static(segment.cols)) for segment in reducing)
     looped = widest > DEFAULT_PERSISTENT_COLS or not all(is_static(segment.cols) for segment in reducing)
     num_rows = max(_static(segment.num_rows) for segment in reducing)
-    rescales = looped and any(rescaled_sums(segment) for segment in reducing)
+    rescales = looped and any(chunk_width(ir.buffers, segment, _RESCALING) for segment in reducing)
     block = 4096 if num_rows > target.cores and not rescales else 8192
     cols = min(widest, block) if looped else widest
     rows = 1

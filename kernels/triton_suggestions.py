@@ -7,7 +7,7 @@ from fuseplan.kernels.ir import ITEMSIZE, KernelIR, Load, Segment
 from fuseplan.kernels.overlap import OVERLAP, can_overlap, has_waves
 from fuseplan.kernels.schedule import schedule
 from fuseplan.kernels.triton_config import default_config, infeasible
-from fuseplan.kernels.triton_tile import programs, tile_of
+from fuseplan.kernels.triton_tile import chunk_width, programs, tile_of
 
 #: Columns from which a row is worth walking in halves, and rows for each multiprocessor.
 _WIDE, _MANY_ROWS = 4096, 8
@@ -45,10 +45,16 @@ def _looped_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:
         return ()
     if max(_rows(segment) for segment in ir.segments) <= _MANY_ROWS * target.cores:
         return ()
-    if max(sum(phase.has_loop for phase in schedule(segment, rescale=True)) for segment in ir.segments) > 2:
-        return ()
-    cols //= 2
-    return ({**config, "block_rows": 1, "block_cols": cols, "num_warps": min(16, cols // 256)},)
+    halves: Config = {**config, "block_rows": 1, "block_cols": cols // 2, "num_warps": min(16, cols // 512)}
+    return (halves,) if max(_passes(ir, segment, halves) for segment in ir.segments) <= 2 else ()
+
+
+def _passes(ir: KernelIR, segment: Segment, config: Config) -> int:
+    """How often a program reads its rows."""
+    if not tile_of(segment, config).looped:
+        return 1
+    rescale = chunk_width(ir.buffers, segment, config) > 0
+    return sum(phase.has_loop for phase in schedule(segment, rescale=rescale))
 
 
 def _fitting_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:

@@ -159,6 +159,26 @@ def test_a_softmax_in_blocks_runs_few_large_programs() -> None:
     assert default_config(samples.rms_norm(4096, 32768, "bfloat16").ir, SM90)["num_warps"] == 16
 
 
+def softmax_beside_a_sum(rows: int, cols: int) -> KernelIR:
+    """A pass folds the maximum and a sum of something else: there is no chunk to rescale."""
+    buffers = (*samples.softmax(rows, cols, "bfloat16").ir.buffers, samples.contiguous("t", "float32", (rows,), True))
+    b = samples.Body(buffers, (rows,), cols)
+    x = b.load("x", b.at)
+    power = b("exp", b("sub", x, b.reduce("max", x)))
+    b.store("y", b.at, b("div", power, b.reduce("sum", power)))
+    b.store("t", b.at[:1], b.reduce("sum", x))
+    return KernelIR(buffers, (b.segment(),))
+
+
+def test_what_rescales_no_sum_is_not_chosen_for_as_if_it_did() -> None:
+    norm = samples.rms_norm(4096, 32768, "bfloat16").ir
+    default = default_config(norm, SM90)
+    assert default_config(softmax_beside_a_sum(4096, 32768), SM90)["num_warps"] == default["num_warps"] == 16
+    backend = TritonBackend()
+    assert backend.suggestions(softmax_beside_a_sum(4096, 8192), SM90) == ()  # three passes
+    assert backend.suggestions(samples.softmax(4096, 8192, "bfloat16").ir, SM90)
+
+
 def test_the_cache_is_told_which_loads_come_again() -> None:
     softmax = samples.softmax(3, 4096, "bfloat16").ir
     looped = {**default_config(softmax, SM90), "block_rows": 1, "block_cols": 1024, "num_warps": 4}

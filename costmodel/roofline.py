@@ -10,18 +10,22 @@ An eager CUDA launch is queued by the host while the device still works, so ther
 
     time = max(launches * t0_host, launches * t0_graph + max(bytes / BW(bytes), flops / peak))
 
-On CUDA, five more things that a short kernel waits for are in a prediction (never in the bound), each in terms of what
+On CUDA, six more things that a short kernel waits for are in a prediction (never in the bound), each in terms of what
 the probe measured:
 
 * the instructions that follow one another before the first result (``steps``), in units of a tenth of the time that an
   elementwise kernel takes beyond an empty one;
+* the slowest of many ways to the cache: a kernel on every multiprocessor waits longer than one on a few;
 * what it asks the cache for, operands that rows share again and again, at the best bandwidth of any size and pattern;
   where a kernel has parts whose blocks follow one another, in each part by itself: one that waits for the cache does
   not overlap with another that waits for memory;
 * results, which are written no faster than memory takes them, even where a cache has room for them;
 * a row too long to be held, which one multiprocessor has to move alone, at its share of the best bandwidth (what is
   held is loaded all at once: such rows take no longer the longer they are);
-* instructions besides the arithmetic, at the measured fp32 rate.
+* instructions besides the arithmetic, at the measured fp32 rate. Special functions have a unit of their own, which
+  works beside the others; issuing one takes an instruction's time.
+
+A kernel that reads nothing does not wait for a load, which the measured launch latency contains.
 
 Rows gathered from a table are hot on CUDA too (popular ones come back), but not at the next call: those of another call
 take room in the cache meanwhile, and count in the footprint that the bandwidth is read at.
@@ -45,6 +49,11 @@ _REPLAYED: tuple[Mode, ...] = ("graph", "overlapped")
 _ELEMENTWISE_STEPS = 10.0
 #: What the first use of cold data adds, in the same unit: a walk through every cache to memory.
 _COLD_STEPS = 10.0
+#: Of an elementwise kernel's dependent instructions, those of waiting for what it loads.
+_LOAD_STEPS = 4.0
+#: What it adds, in the same unit, that a kernel keeps every multiprocessor busy, and the bytes for each from which on
+#: it does: those of the smallest tiles.
+_SPREAD_STEPS, _SPREAD_BYTES = 2.0, 1024.0
 #: Bytes of a row that one multiprocessor keeps in registers between two passes.
 _HELD_BYTES = 128 * 2**10
 #: Uses of a weight between which other copies are used when a kernel is timed; so many fitting the cache are not cold.
@@ -206,14 +215,25 @@ def _with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode, cold
     row_us = _us(work.row_bytes, share_gbps) if work.row_bytes > _HELD_BYTES else 0.0
     # A fused multiply-add counts as two operations, and is one instruction.
     rate = spec.peaks["fp32"].per_s / 2 if "fp32" in spec.peaks else math.inf
+    reads = work.dram_bytes > work.written_bytes or not work.written_bytes
+    spread = min(1.0, work.dram_bytes / (spec.identity.cores * _SPREAD_BYTES))
+    steps = work.steps + _SPREAD_STEPS * spread + (_COLD_STEPS if cold_bytes else 0.0)
     return replace(
         terms,
+        launch_us=terms.launch_us - (0.0 if reads else _LOAD_STEPS * step_us * work.launches),
         memory_us=max(_traffic_us(work, terms.memory_us, cache_gbps), row_us),
-        compute_us=terms.compute_us + work.instructions / rate * 1e6,
-        latency_us=step_us * (work.steps + (_COLD_STEPS if cold_bytes else 0.0)),
+        compute_us=_issued_us(work, spec, terms.compute_us, rate),
+        latency_us=step_us * steps,
         write_us=_us(work.written_bytes, spec.bandwidth.memory_gbps),
         serial_us=step_us * work.serial_steps,
     )
+
+
+def _issued_us(work: Work, spec: DeviceSpec, compute_us: float, rate: float) -> float:
+    """The longer of the special functions and of issuing everything, those included; ``rate`` is per second."""
+    special = work.flops.get("sfu", 0.0)
+    special_us = special / spec.peak("sfu").per_s * 1e6 if special else 0.0
+    return max(special_us, compute_us - special_us + (work.instructions + special) / rate * 1e6)
 
 
 def _traffic_us(work: Work, memory_us: float, cache_gbps: float) -> float:

@@ -23,12 +23,16 @@ from fuseplan.costmodel.device import (
 from fuseplan.costmodel.roofline import lower_bound, predict, predict_sequence
 from fuseplan.costmodel.work import FLOP_UNITS, Traffic, Work
 
+#: What a kernel on every multiprocessor of ``GPU`` (100, a kilobyte each) waits beyond one on a few: two of an
+#: elementwise kernel's ten steps, which take 1 - 0.75 us.
+SPREAD_US = 0.05
+
 
 def test_an_overlapped_launch_is_shorter_where_it_was_measured() -> None:
     work = Work(dram_bytes=1e6, launches=1, steps=10.0)
     # 1e6 bytes / 200 GB/s = 5 us; ten steps take what an elementwise kernel does beyond an empty one.
-    assert predict(work, OVERLAPPING, "graph").time_us == pytest.approx(1.0 + 0.25 + 5.0)
-    assert predict(work, OVERLAPPING, "overlapped").time_us == pytest.approx(0.7 + 0.2 + 5.0)
+    assert predict(work, OVERLAPPING, "graph").time_us == pytest.approx(1.0 + 0.25 + 5.0 + SPREAD_US)
+    assert predict(work, OVERLAPPING, "overlapped").time_us == pytest.approx(0.7 + 1.2 * 0.2 + 5.0)
     assert lower_bound(work, OVERLAPPING, "overlapped") == pytest.approx(0.5 + 4.0)
     # Without the measurement it is a node like any other, and CPUs have none.
     assert predict(work, GPU, "overlapped") == predict(work, GPU, "graph")
@@ -117,23 +121,23 @@ def test_queued_cuda_launches_hide_behind_the_device() -> None:
     assert prediction.bound_by == "launch"
     large = Work(dram_bytes=8e6, launches=1)
     # The device needs 1 + 160 us, in which the host's 6 us vanish.
-    assert predict(large, GPU, "eager").time_us == pytest.approx(161.0)
+    assert predict(large, GPU, "eager").time_us == pytest.approx(161.0 + SPREAD_US)
     assert predict(large, GPU, "kernel").time_us == predict(large, GPU, "graph").time_us
     # Lower bound: max(5, 0.75 + 8e6 / 60 GB/s).
     assert lower_bound(large, GPU, "eager") == pytest.approx(0.75 + 8e3 / 60)
 
 
 def test_what_short_cuda_kernels_wait_for() -> None:
-    plain = Work(dram_bytes=1e6, launches=1)  # 1 + 1e6 / 200 GB/s = 6 us
+    plain = Work(dram_bytes=1e6, launches=1)  # 1 + 1e6 / 200 GB/s = 6 us, and spreading it
 
     def time_us(**more: float) -> float:
-        return predict(dataclasses.replace(plain, **more), GPU, "graph").time_us
+        return predict(dataclasses.replace(plain, **more), GPU, "graph").time_us - SPREAD_US
 
     # An elementwise kernel's ten steps take what it takes beyond an empty kernel, 1 - 0.75 us.
     assert time_us(steps=20.0) == pytest.approx(6.5)
     assert time_us(serial_steps=400.0) == pytest.approx(1 + 10)  # beside the 5 us of memory
     # Results go to memory at 50 GB/s, though the cache would take them faster.
-    assert time_us(written_bytes=1e6) == pytest.approx(1 + 20)
+    assert time_us(written_bytes=1e6, dram_bytes=1.1e6) == pytest.approx(1 + 20)
     assert time_us(written_bytes=1e5) == pytest.approx(6)
     # Asked again and again, the cache gives 250 GB/s, the most it ever has.
     assert time_us(requested_bytes=5e6) == pytest.approx(1 + 20)
@@ -153,7 +157,7 @@ def test_parts_of_a_kernel_that_follow_one_another_wait_each_for_its_own() -> No
 
     def time_us(*parts: tuple[float, float], work: Work = plain) -> float:
         traffic = tuple(Traffic(*part) for part in parts)
-        return predict(dataclasses.replace(work, traffic=traffic), GPU, "graph").time_us
+        return predict(dataclasses.replace(work, traffic=traffic), GPU, "graph").time_us - SPREAD_US
 
     assert time_us() == pytest.approx(1 + 5.6)
     # 4 us of the first part's memory, then 1.2e6 bytes from the cache at 250 GB/s.
@@ -168,18 +172,47 @@ def test_rows_gathered_before_take_room_in_the_cache() -> None:
     work = Work(dram_bytes=2e6, launches=1)
     gathered = dataclasses.replace(work, gathered_bytes=2e6)
     # Between 1e6 bytes at 200 GB/s and 4e6 at 50.
-    assert predict(work, GPU, "graph").time_us == pytest.approx(1 + 20)
-    assert predict(gathered, GPU, "graph").time_us == pytest.approx(1 + 40)
+    assert predict(work, GPU, "graph").time_us == pytest.approx(1 + 20 + SPREAD_US)
+    assert predict(gathered, GPU, "graph").time_us == pytest.approx(1 + 40 + SPREAD_US)
 
 
 def test_cold_weights_wait_for_memory() -> None:
     work = Work(dram_bytes=1e6, cold_bytes=1e5, launches=1)
     # 9e5 / 200 GB/s + 1e5 / 50 GB/s, and ten steps more.
-    assert predict(work, GPU, "graph").time_us == pytest.approx(1 + 4.5 + 2 + 0.25)
+    assert predict(work, GPU, "graph").time_us == pytest.approx(1 + 4.5 + 2 + 0.25 + SPREAD_US)
     # 256 copies of 1000 bytes fit the cache of 1e6.
-    assert predict(dataclasses.replace(work, cold_bytes=1e3), GPU, "graph").time_us == pytest.approx(6)
+    assert predict(dataclasses.replace(work, cold_bytes=1e3), GPU, "graph").time_us == pytest.approx(6 + SPREAD_US)
     # The caller may know better.
-    assert predict(work, GPU, "graph", cold_bytes=0.0).time_us == pytest.approx(6)
+    assert predict(work, GPU, "graph", cold_bytes=0.0).time_us == pytest.approx(6 + SPREAD_US)
+
+
+def test_a_kernel_on_many_multiprocessors_waits_for_the_slowest() -> None:
+    def latency_us(dram_bytes: float) -> float:
+        return predict(Work(dram_bytes=dram_bytes, launches=1), GPU, "graph").parts.latency_us
+
+    assert latency_us(1024 * 100) == latency_us(1e7) == pytest.approx(SPREAD_US)
+    assert latency_us(1024 * 25) == pytest.approx(SPREAD_US / 4)
+    assert latency_us(0.0) == 0.0
+
+
+def test_a_kernel_that_reads_nothing_waits_for_no_load() -> None:
+    writes = Work(dram_bytes=1e3, written_bytes=1e3, launches=1)
+    reads = dataclasses.replace(writes, written_bytes=999.0)
+    # Four of the ten steps in which an elementwise kernel's 1 us and an empty one's 0.75 differ.
+    assert predict(writes, GPU, "graph").parts.launch_us == pytest.approx(1 - 0.4 * 0.25)
+    assert predict(reads, GPU, "graph").parts.launch_us == 1.0
+    assert predict(writes, CPU, "kernel").parts.launch_us == predict(reads, CPU, "kernel").parts.launch_us
+    assert predict(Work(launches=1), GPU, "graph").parts.launch_us == 1.0  # who knows
+
+
+def test_special_functions_have_a_unit_of_their_own_on_gpus() -> None:
+    def compute_us(instructions: float, sfu: float) -> float:
+        work = Work({"sfu": sfu}, dram_bytes=1e3, launches=1, instructions=instructions)
+        return predict(work, GPU, "graph").parts.compute_us
+
+    # 1e5 of them at 1e10 a second; issuing them is part of issuing 1e5 or 1e6 instructions at 5e10.
+    assert compute_us(1e5, 1e5) == pytest.approx(10)
+    assert compute_us(1e6, 1e5) == pytest.approx(1.1e6 / 5e10 * 1e6)
 
 
 def test_what_only_predicts_changes_no_bound_and_no_cpu() -> None:

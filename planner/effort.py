@@ -6,7 +6,7 @@ The counts are those of a straightforward GPU kernel that holds what it loaded i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from fuseplan.kernels.gathers import value_axes
@@ -15,9 +15,20 @@ from fuseplan.kernels.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, R
 from fuseplan.kernels.triton_config import full_tile
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
-_FOLD_STEPS = 3.0
+_FOLD_STEPS = 4.0
 #: The same where an address is data, which is loaded before what lies there: a way to memory and back.
-_GATHER_STEPS = 8.0
+_GATHER_STEPS = 5.0
+#: Instructions that a warp issues, one a cycle, in a step: a tenth of what an elementwise kernel takes, 0.026 us or 50
+#: cycles.
+_STEP_INSTRUCTIONS = 50.0
+#: Elements that one thread has to do: those of a small pointwise tile, and of a row at most that is held in registers.
+_TILE_SHARE, _ROW_SHARE = 4.0, 32.0
+#: Dependent instructions of one round in which the threads of a block exchange 16 bytes each by way of shared memory: a
+#: store, a barrier and a load.
+_EXCHANGE_STEPS, _ROUND_BYTES = 1.0, 16.0
+#: Instructions, for each element, of moving bytes to the threads that hold the wider operand beside them: 16 bits of
+#: shared memory at a time, stored and loaded at a quarter of the rate.
+_EXCHANGE_INSTRUCTIONS = 6.0
 #: Instructions for each element of a fold.
 _FOLD_INSTRUCTIONS = 2.0
 #: Instructions of a division or remainder by a constant, in an address that changes from column to column.
@@ -25,11 +36,16 @@ _DIVISION_INSTRUCTIONS = 4.0
 #: Integers, comparisons and logic have half the units that fp32 arithmetic has: 64 results a cycle and multiprocessor
 #: against 128 (compute capability 9.0; CUDA C++ Programming Guide, "Arithmetic Instructions").
 _HALF_RATE, _HALF_RATE_SLOTS = frozenset({"int64", "int32", "bool"}), 2.0
+#: Operations that are nothing beside a constant.
+_LOGIC = frozenset({"logical_and", "logical_or"})
 #: Instructions for an element of one byte, beyond that of wider types: a permutation and a selection, at half the rate.
 _BYTE_INSTRUCTIONS = 3.0
+#: Instructions of a sine or cosine as the kernels have it, from their machine code: seven of double precision, five
+#: conversions and roundings, 16 of a polynomial and its selections.
+_SINE = 28
 #: Instructions of the polynomials, range reductions and corrections around a special function.
 _POLYNOMIALS: Mapping[str, float] = {
-    "sin": 20, "cos": 20, "tanh": 12, "erf": 20, "pow": 20, "int_floordiv": 20, "int_remainder": 20, "exp": 1,
+    "sin": _SINE, "cos": _SINE, "tanh": 12, "erf": 20, "pow": 20, "int_floordiv": 20, "int_remainder": 20, "exp": 1,
     "log": 20, "sigmoid": 3, "div": 6, "reciprocal": 6, "sqrt": 6, "rsqrt": 1,
 }  # fmt: skip
 
@@ -75,11 +91,11 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
     per_row = segment.per_row()
     row_bytes = steps = instructions = 0.0
     for instr, once, axes, slots in zip(segment.body, per_row, value_axes(segment), _slots(segment), strict=True):
-        # The rows of a block that have a value in common compute it once.
-        count = rows if once else rows * cols / min(block_rows, _shared_rows(axes, sizes))
-        instructions += count * _instructions(instr, column, slots)
+        # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them.
+        count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
+        instructions += count * (0.0 if _decided(segment, instr) else _instructions(instr, column, slots))
         if isinstance(instr, Load):
-            instructions += count * _packing(ir, instr.buffer)
+            instructions += count * (_packing(ir, instr.buffer) + _moving(ir, segment, instr))
         if isinstance(instr, Reduce):
             instructions += rows * cols * _FOLD_INSTRUCTIONS
         if not once:
@@ -93,8 +109,27 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
     levels = reduction_levels(segment)
     gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
     waiting = _FOLD_STEPS * levels + _GATHER_STEPS * gathers
+    if levels:
+        waiting += _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols)
+    waiting += _share(cols, levels) * instructions / max(rows * cols, 1) / _STEP_INSTRUCTIONS
     requested_bytes = _requested_bytes(ir, segment, sizes, block_rows)
     return Effort((requested_bytes,), row_bytes if levels else 0.0, instructions, steps + waiting)
+
+
+def _share(cols: int, levels: int) -> float:
+    """Elements that one thread does, one after the other, where there are few rows."""
+    return min(_ROW_SHARE, cols / 32) if levels else _TILE_SHARE
+
+
+def _rounds(ir: KernelIR, segment: Segment, per_row: Sequence[bool], cols: int) -> float:
+    """Rounds of exchange between the threads of a row, where results are of another width than what was loaded.
+
+    A thread loads and stores 16 bytes at once, so that it holds other elements of one type than it stores of another.
+    """
+    bodies = zip(segment.body, per_row, strict=True)
+    loaded = {ITEMSIZE[ir.buffers[one.buffer].dtype] for one, once in bodies if isinstance(one, Load) and not once}
+    stored = {ITEMSIZE[ir.buffers[store.buffer].dtype] for store in segment.stores if not per_row[store.value]}
+    return sum(width * _share(cols, 1) / _ROUND_BYTES for width in stored - loaded) if loaded else 0.0
 
 
 def _requested_bytes(ir: KernelIR, segment: Segment, sizes: tuple[int, ...], block_rows: int) -> float:
@@ -128,6 +163,24 @@ def _instructions(instr: Instr, column: int, slots: float) -> float:
         return slots + _POLYNOMIALS.get(instr.op, 0.0)
     index = getattr(instr, "index", None)
     return slots * (1.0 + (_division_instructions(index, column) if index is not None else 0.0))
+
+
+def _decided(segment: Segment, instr: Instr) -> bool:
+    """Whether the compiler leaves an instruction out: logic with a constant."""
+    if not (isinstance(instr, Apply) and instr.op in _LOGIC):
+        return False
+    return any(isinstance(segment.body[arg], Const) for arg in instr.args)
+
+
+def _moving(ir: KernelIR, segment: Segment, load: Load) -> float:
+    """Instructions that take a loaded byte to the thread that holds what a wider load of the same column gave."""
+    def width(one: Load) -> int:
+        return ITEMSIZE[ir.buffers[one.buffer].dtype] if segment.col_axis in one.index.axes() else 0
+
+    if width(load) != 1:
+        return 0.0
+    wider = any(isinstance(one, Load) and width(one) > 1 for one in segment.body)
+    return _EXCHANGE_INSTRUCTIONS if wider else 0.0
 
 
 def _packing(ir: KernelIR, buffer: int) -> float:

@@ -30,14 +30,14 @@ def kernel(fold: bool) -> KernelIR:
 def test_a_pointwise_kernel() -> None:
     effort = kernel_effort(kernel(fold=False))
     assert effort.instructions == 3 * ROWS * COLS  # a load, an addition, a store
-    assert effort.steps == 2
+    assert effort.steps == 2 + 4 * 3 / 50  # and what four elements take to issue
     assert effort.row_bytes == 0  # any part of it can go anywhere
 
 
 def test_a_fold_is_bound_to_its_row() -> None:
     effort = kernel_effort(kernel(fold=True))
     assert effort.instructions == (3 + 2) * ROWS * COLS
-    assert effort.steps == 2 + 3
+    assert effort.steps == pytest.approx(2 + 4 + 8 / 32 * 5 / 50)
     assert effort.row_bytes == 2 * COLS * 2
 
 
@@ -76,6 +76,64 @@ def test_rows_of_a_block_compute_what_they_share_once() -> None:
     )
     effort = kernel_effort(KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 3),)),)))
     assert effort.instructions == rows * cols * (3 + 2 / 16)
+
+
+def test_rows_of_a_block_share_no_work_that_some_coordinate_of_a_row_tells_apart() -> None:
+    """``y[g, r, c] = -w[g, c]``: the rows of a group have all in common, but the kernel's tile does not tell."""
+    at = (Index.coord(0, 3) * 40 + Index.coord(1, 40)) * 64 + Index.coord(2, 64)
+
+    def instructions(weight: Index) -> float:
+        body = (Load("float32", 0, weight), Apply("float32", "neg", (0,)))
+        buffers = (
+            Buffer("w", "float32", (3, 64), (64, 1)),
+            Buffer("y", "bfloat16", (3, 40, 64), (40 * 64, 64, 1), is_output=True),
+        )
+        return kernel_effort(KernelIR(buffers, (Segment((3, 40), 64, body, (Store(1, at, 1),)),))).instructions
+
+    elements = 3 * 40 * 64
+    assert instructions(Index.coord(0, 3) * 64 + Index.coord(2, 64)) == elements * 3
+    assert instructions(Index.coord(2, 64)) < elements * 2
+
+
+def test_a_row_of_another_width_changes_threads_before_it_is_stored() -> None:
+    def steps(stored: str, cols: int) -> float:
+        at = Index.coord(0, ROWS) * cols + Index.coord(1, cols)
+        body = (Load("float32", 0, at), Reduce("float32", "sum", 0), Apply("float32", "add", (0, 1)))
+        buffers = (
+            Buffer("x", "bfloat16", (ROWS, cols), (cols, 1)),
+            Buffer("y", stored, (ROWS, cols), (cols, 1), is_output=True),
+        )
+        return kernel_effort(KernelIR(buffers, (Segment((ROWS,), cols, body, (Store(1, at, 2),)),))).steps
+
+    # 32 elements of four bytes a thread are 8 rounds of 16 bytes; rows of 128 columns have one.
+    assert steps("float32", 4096) - steps("bfloat16", 4096) == pytest.approx(8)
+    assert steps("float32", 128) - steps("bfloat16", 128) == pytest.approx(1)
+
+
+def bytes_beside(wider: str | None, *, constant: bool = False) -> float:
+    """Instructions for each element of ``y[r, c] = m[r, c] & (k[c] == 7)``, or of ``m & m``, or ``m & True``."""
+    cols = 4096
+    at, column = Index.coord(0, 2) * cols + Index.coord(1, cols), Index.coord(1, cols)
+    body: tuple[Load | Const | Apply, ...] = (Load("bool", 0, at),)
+    if wider is not None:
+        body += (Load(wider, 1, column), Const(wider, 7), Apply("bool", "eq", (1, 2)))
+    elif constant:
+        body += (Const("bool", 1),)
+    body += (Apply("bool", "logical_and", (0, len(body) - 1)),)
+    buffers = (
+        Buffer("m", "bool", (2, cols), (cols, 1)), Buffer("k", wider or "bool", (cols,), (1,)),
+        Buffer("y", "bool", (2, cols), (cols, 1), is_output=True),
+    )
+    ir = KernelIR(buffers, (Segment((2,), cols, body, (Store(2, at, len(body) - 1),)),))
+    return kernel_effort(ir).instructions / (2 * cols)
+
+
+def test_bytes_change_threads_beside_wider_operands() -> None:
+    # A load, a byte out of a word, logic at half the rate, and a byte into a word; logic with a constant is no work.
+    assert bytes_beside(None) == 1 + 3 + 2 + 4
+    assert bytes_beside(None, constant=True) == 1 + 3 + 4
+    # Moving the bytes, and a load and a comparison of the other operand, once for the rows of a block.
+    assert 6 < bytes_beside("float32") - bytes_beside(None) <= 6 + 1 + 2
 
 
 def mask(left: Load | Iota, dtype: str) -> float:

@@ -12,11 +12,16 @@ import math
 from dataclasses import dataclass
 
 from fuseplan.kernels.index import evaluate
+from fuseplan.kernels.ir import ITEMSIZE
 from fuseplan.planner.graph import DataflowGraph, OpNode
 
 #: Dependent instructions, beyond those of a contiguous elementwise kernel, of the other kinds.
-_STRIDED_STEPS, _STEPS_EACH_DIM, _CONVERTING_STEPS = 8.0, 6.0, 8.0
-_JOIN_STEPS, _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 24.0, 8.0, 20.0, 60.0
+_JOIN_STEPS, _CONTIGUOUS_JOIN_STEPS, _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 24.0, 3.0, 8.0, 20.0, 60.0
+#: Those of one element in a thread of a strided kernel, which divides its address, loads, computes and stores before it
+#: goes on to the next; and of converting it between types that are only known at run time.
+_ELEMENT_STEPS, _CONVERTING_STEPS = 5.0, 2.0
+#: Elements of such a thread: half as many where a result has four bytes or more. Threads of its block.
+_THREAD_ELEMENTS, _STRIDED_BLOCK = 4, 128
 #: Those of a function that takes a division, a range reduction or a polynomial.
 _FUNCTION_STEPS = 8.0
 #: Instructions for each element.
@@ -55,6 +60,8 @@ def aten_effort(graph: DataflowGraph, node: OpNode) -> AtenEffort:
         return AtenEffort(_FOLD_INSTRUCTIONS * read, _FOLD_STEPS, _TURN_STEPS * turns)
     if name in _WHOLE_ROWS:
         return AtenEffort(_FOLD_INSTRUCTIONS * elements, _WHOLE_ROW_STEPS)
+    if name in _JOINS and all(_contiguous(graph, value) for value in node.inputs):
+        return AtenEffort(_VECTOR_INSTRUCTIONS * elements, _CONTIGUOUS_JOIN_STEPS)
     if name in _JOINS:
         return AtenEffort(_JOIN_INSTRUCTIONS * elements, _JOIN_STEPS)
     if name in _GATHERS and len(node.inputs) > 1:
@@ -71,10 +78,17 @@ def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> AtenEffor
         return AtenEffort(_VECTOR_INSTRUCTIONS * elements, function_steps)
     tensors, dims = len(node.inputs) + 1, _dims(graph, node)
     each = _STRIDED_INSTRUCTIONS + tensors * (_OPERAND_INSTRUCTIONS + _DIM_INSTRUCTIONS * dims)
-    steps = _STRIDED_STEPS + _STEPS_EACH_DIM * dims + function_steps
+    turn_steps = _ELEMENT_STEPS
     if converting:
-        each, steps = each + _CONVERTING_INSTRUCTIONS, steps + _CONVERTING_STEPS
-    return AtenEffort(each * elements, steps)
+        each, turn_steps = each + _CONVERTING_INSTRUCTIONS, turn_steps + _CONVERTING_STEPS
+    turns = _strided_turns(graph.specs[node.outputs[0]].dtype, elements, converting)
+    return AtenEffort(each * elements, turn_steps * turns + function_steps)
+
+
+def _strided_turns(dtype: str, elements: int, converting: bool) -> int:
+    """Elements that a thread does one after the other, as ``gpu_kernel_impl`` in ATen's ``CUDALoops.cuh`` has it."""
+    most = _THREAD_ELEMENTS if converting or ITEMSIZE[dtype] < 4 else _THREAD_ELEMENTS // 2
+    return min(most, math.ceil(elements / _STRIDED_BLOCK))
 
 
 def _converts(graph: DataflowGraph, node: OpNode) -> bool:
@@ -88,6 +102,17 @@ def _converts(graph: DataflowGraph, node: OpNode) -> bool:
 def _same_layout(graph: DataflowGraph, node: OpNode) -> bool:
     """Whether every operand has the result's shape and strides, sizes of one aside."""
     return all(len(set(strides)) == 1 for _, strides in _layout(graph, node))
+
+
+def _contiguous(graph: DataflowGraph, value: str) -> bool:
+    """Whether a value's elements lie one after the other in memory, in order."""
+    expected = 1
+    strides = graph.specs[value].strides
+    for extent, stride in zip(reversed(_shape(graph, value)), reversed(strides), strict=True):
+        if extent > 1 and evaluate(stride, graph.symbols) != expected:
+            return False
+        expected *= extent
+    return True
 
 
 def _dims(graph: DataflowGraph, node: OpNode) -> int:

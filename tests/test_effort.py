@@ -8,7 +8,7 @@ from ir_samples import Sample, dynamic_samples, label, static_samples, total_ele
 from fuseplan.costmodel.work import Traffic
 from fuseplan.kernels.index import Index
 from fuseplan.kernels.ir import Apply, Buffer, Const, Iota, KernelIR, Load, Reduce, Segment, Store
-from fuseplan.planner.aten_effort import aten_effort
+from fuseplan.planner.aten_effort import AtenEffort, aten_effort
 from fuseplan.planner.effort import kernel_effort, reduction_levels
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.pricing import kernel_work, op_work
@@ -218,16 +218,25 @@ def test_aten_loads_vectors_of_contiguous_tensors_only() -> None:
         graph = graph_of("aten.add.Tensor", {"a": contiguous(4, 8), "b": other}, contiguous(4, 8))
         slow = aten_effort(graph, graph.op("y"))
         assert slow.steps > 0 and slow.instructions > 4 * fast.instructions
-    # The last of those is a slice: its two dimensions are walked apart. A transposed pair of them is no harder.
-    sliced = {"a": TensorSpec((2, 4, 8), "float32", (64, 16, 1))}
-    graph = graph_of("aten.neg.default", sliced, contiguous(2, 4, 8))
-    assert aten_effort(graph, graph.op("y")).steps == 8 + 6 * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "turns"),
+    [("float32", 2, 1), ("float32", 64, 2), ("int64", 64, 2), ("bfloat16", 2, 1), ("bfloat16", 64, 4), ("bool", 64, 4)],
+)
+def test_aten_divides_addresses_one_element_after_the_other(dtype: str, rows: int, turns: int) -> None:
+    sliced = {"a": TensorSpec((rows, 8), dtype, (16, 1))}
+    op = "aten.logical_not.default" if dtype == "bool" else "aten.neg.default"
+    graph = graph_of(op, sliced, contiguous(rows, 8, dtype=dtype))
+    # 128 threads to a block, of two elements each, or four of less than four bytes.
+    effort = aten_effort(graph, graph.op("y"))
+    assert effort.steps == 5 * turns
 
 
 @pytest.mark.parametrize("name", ["silu", "sin"])
 def test_aten_waits_longer_for_functions_than_for_signs(name: str) -> None:
     strided = TensorSpec((4, 8), "float32", (16, 1))
-    for spec, least in ((contiguous(4, 8), 0), (strided, 8 + 6 * 2)):
+    for spec, least in ((contiguous(4, 8), 0), (strided, 5)):
         steps = [
             aten_effort(graph, graph.op("y")).steps
             for graph in (graph_of(f"aten.{op}.default", {"x": spec}, contiguous(4, 8)) for op in (name, "neg"))
@@ -244,6 +253,16 @@ def test_aten_looks_types_up_when_it_widens() -> None:
     assert steps("float32", "bfloat16") == 0
     assert steps("bfloat16", "float32") > 0
     assert steps("int64", "float32") > 0
+
+
+def test_aten_joins_contiguous_tensors_without_dividing_addresses() -> None:
+    def effort(stride: int) -> AtenEffort:
+        halves = {name: TensorSpec((4, 8), "float32", (stride, 1)) for name in "ab"}
+        graph = graph_of("aten.cat.default", halves, contiguous(4, 16), dim=-1)
+        return aten_effort(graph, graph.op("y"))
+
+    assert effort(8).steps < effort(16).steps
+    assert effort(8).instructions < effort(16).instructions
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -107,23 +107,29 @@ def _large(mode: str, part: pd.DataFrame) -> list[str]:
 
 
 def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """Every lost cell with what explains it."""
-    ours = frame[frame["contestant"] == OURS]
-    facts = {(row["subject"], row["workload"], row["mode"]): row for row in ours.to_dict("records")}
+    """Every lost cell with what explains it; times with their 20th and 80th percentile."""
+    timed = frame[frame["median_us"].notna()].assign(in_place=frame["in_place"].eq(True)).to_dict("records")
+    facts = {(row["subject"], row["workload"], row["mode"], row["contestant"]): row for row in timed}
     lines = []
     for row in table[table["vs_best"] < LOST].to_dict("records"):
-        own = facts[row["pattern"], row["shape"], row["mode"]]
+        cell = (row["pattern"], row["shape"], row["mode"])
+        own, peer = facts[*cell, OURS], facts[*cell, row["best_peer"]]
+        overwriting = facts.get((*cell, OURS_IN_PLACE))
+        same_kind = overwriting if peer["in_place"] and overwriting is not None else own
         words = [
             f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels",
             *([f"{own['registers']} registers"] if own["registers"] else []), *filter(None, [own["config"]]),
         ]
-        best = row["best_peer"]
-        ours_us = row[f"{best}_us"] / row["vs_best"]
         lines.append(
-            f"lost: {row['mode']}, {row['pattern']} {row['shape']}: {row['vs_best']:.2f}x {best} ("
-            f"{ours_us:.2f} against {row[f'{best}_us']:.2f} us, noise {own['noise']:.1%}); {', '.join(words)}"
+            f"lost: {row['mode']}, {row['pattern']} {row['shape']}: {row['vs_best']:.2f}x {row['best_peer']} ("
+            f"{_spread(same_kind)} against {_spread(peer)} us, noise {own['noise']:.1%}); {', '.join(words)}"
         )
     return lines
+
+
+def _spread(row: Mapping[Hashable, Any]) -> str:
+    known = pd.notna(row["p20_us"]) and pd.notna(row["p80_us"])
+    return f"{row['median_us']:.2f}" + (f" [{row['p20_us']:.2f} to {row['p80_us']:.2f}]" if known else "")
 
 
 def notes(frame: pd.DataFrame) -> list[str]:

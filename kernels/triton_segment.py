@@ -149,7 +149,7 @@ class SegmentEmitter(ValueEmitter):
             if folds or phase.stores:
                 lines += self._loop(phase, folds, width)
             for value in folds:
-                lines += self.fold(value, self._folded(value, width))
+                lines += self.fold(value, self._folded(value))
             lines += [self.fold_per_row(value) for value in row_folds]
         return lines
 
@@ -223,10 +223,10 @@ class SegmentEmitter(ValueEmitter):
             lines.append(f"acc{top} = top{top}")
         return lines
 
-    def _folded(self, value: int, width: int) -> str:
+    def _folded(self, value: int) -> str:
         """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time its sum does."""
         top = self.rescaled.get(value)
-        if top is None or width == 1:
+        if top is None:
             return f"acc{value}"
         return f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from fuseplan.kernels.backend import Config, Target
-from fuseplan.kernels.ir import ITEMSIZE, KernelIR, Load, Segment
+from fuseplan.kernels.ir import KernelIR, Segment
 from fuseplan.kernels.overlap import OVERLAP, can_overlap, has_waves
 from fuseplan.kernels.schedule import schedule
 from fuseplan.kernels.triton_config import default_config, infeasible
-from fuseplan.kernels.triton_tile import chunk_width, programs, tile_of
+from fuseplan.kernels.triton_tile import access_width, chunk_width, programs, tile_of
 
 #: Columns from which a row is worth walking in halves, and rows for each multiprocessor.
 _WIDE, _MANY_ROWS = 4096, 8
-_ACCESS_BYTES = 16
 
 
 def suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
@@ -69,8 +68,7 @@ def _fitting_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:
     if len(padded) != 1:
         return ()
     warps, cols = int(config["num_warps"]), padded.pop()
-    loads = [one for s in held for one in s.body if isinstance(one, Load)]
-    vector = _ACCESS_BYTES // max((ITEMSIZE[ir.buffers[one.buffer].dtype] for one in loads), default=4)
+    vector = min(access_width(ir.buffers, segment) for segment in held)
     fitting = [w for w in (warps, warps // 2, warps // 4) if w > 0 and cols % (32 * w * vector) == 0]
     if not fitting or fitting[0] == warps:
         return ()

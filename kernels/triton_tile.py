@@ -10,6 +10,8 @@ from fuseplan.kernels.index import Size, evaluate, is_static, product
 from fuseplan.kernels.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Load, Segment, operands
 from fuseplan.kernels.schedule import rescaled_sums, schedule
 
+#: What a thread loads or stores at once.
+_ACCESS_BYTES = 16
 #: Largest number of elements in one Triton tensor.
 MAX_TILE = 2**20
 _INT32_MAX = 2**31 - 1
@@ -75,9 +77,14 @@ def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> 
     for phase in schedule(segment, rescale=True):
         if not chunked.isdisjoint(phase.reductions) and not chunked.issuperset(phase.reductions):
             return 0
-    widest = max((ITEMSIZE[buffers[one.buffer].dtype] for one in segment.body if isinstance(one, Load)), default=4)
-    width = min(16 // widest, tile.cols // (32 * int(config["num_warps"])))
+    width = min(access_width(buffers, segment), tile.cols // (32 * int(config["num_warps"])))
     return width if width > 1 else 0
+
+
+def access_width(buffers: Sequence[Buffer], segment: Segment) -> int:
+    """Elements of the widest loaded type that one access of a thread takes."""
+    loads = [one for one in segment.body if isinstance(one, Load)]
+    return _ACCESS_BYTES // max((ITEMSIZE[buffers[one.buffer].dtype] for one in loads), default=4)
 
 
 def ceil_div(size: Size, block: int) -> Size:

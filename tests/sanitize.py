@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="no test is begun after")
     parser.add_argument("--test-seconds", type=float, default=120.0, help="limit of one test")
     parser.add_argument("--retire-seconds", type=float, default=100.0, help="a process takes no more tests after")
+    parser.add_argument("--grace-seconds", type=float, default=15.0, help="beyond a limit, before a process is stopped")
     parser.add_argument("--caching", nargs="*", default=list(CACHED), help="ids of tests that keep the allocator")
     parser.add_argument("--warm", nargs="*", default=list(WARM), help="ids of tests to run without the tool before")
     parser.add_argument("--no-control", action="store_true", help="do not try whether memcheck sees a wrong kernel")
@@ -64,7 +65,8 @@ def main() -> None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sanitize-", ignore_cleanup_errors=True) as folder:
         threads = max(1, (os.cpu_count() or 1) // args.slices)
-        settings = Settings(tool, Path(folder), args.tests, args.test_seconds, args.retire_seconds, threads)
+        limits = args.test_seconds, args.retire_seconds, args.grace_seconds
+        settings = Settings(tool, Path(folder), args.tests, *limits, threads)
         found = collect(settings, args.words)
         left_out = {mark: [name for name, marks in found if mark in marks] for mark in LEFT_OUT}
         names = [name for name, marks in found if not set(marks) & set(LEFT_OUT)]

@@ -20,7 +20,6 @@ from sanitize_work import PLAIN, Attempt, Case, Queue
 
 #: Seconds: for imports and collection, beyond the limits, for exit handlers, and for what memcheck has to say.
 _READY_S, _EXIT_S, _WORDS_S = 240.0, 60.0, 10.0
-_GRACE_S = float(os.environ.get("SANITIZE_GRACE_S", "15"))
 #: After these errors a CUDA context is of no further use, and after an error that memcheck found.
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
 _SHOWN = 30
@@ -123,7 +122,7 @@ class Process:
             try:
                 return Connection(listener.accept()[0].detach())
             except TimeoutError:
-                if time.monotonic() > min(start + _READY_S, self.queue.end + _GRACE_S):
+                if time.monotonic() > min(start + _READY_S, self.queue.end + self.settings.grace_s):
                     self._stop(process, "did not start")
                     return None
         return None
@@ -140,13 +139,18 @@ class Process:
             if process.poll() is not None:
                 return
             now, busy = time.monotonic(), self._taking or self._handed
-            limit_s = self.settings.limit_s(self.kind) + _GRACE_S if self._current else _READY_S if busy else _EXIT_S
-            if now > self._since + limit_s:
+            if now > self._since + self._patience_s(bool(busy)):
                 self._stop(process, "hung" if busy else "did not exit")
                 return
-            if busy and now > self.queue.end + _GRACE_S:
+            if busy and now > self.queue.end + self.settings.grace_s:
                 self._stop(process, "time limit")
                 return
+
+    def _patience_s(self, busy: bool) -> float:
+        """How long it may say nothing."""
+        if self._current is not None:
+            return self.settings.limit_s(self.kind) + self.settings.grace_s
+        return _READY_S if busy else _EXIT_S
 
     def _answer(self, connection: Connection, message: Sequence[Any], start: float) -> None:
         what, *rest = message

@@ -134,7 +134,7 @@ def markdown(run: Run, tool: str) -> str:
     lines = [
         "# GPU tests under compute-sanitizer", "",
         f"{'; '.join(facts(tool))}.", "",
-        f"`{shlex.join(['python', *sys.argv])}`: memcheck, in every process that the tests start. {single} processes"
+        f"`{_command()}`: memcheck, in every process that the tests start. {single} processes"
         f" with an allocation for each tensor, {len(run.processes) - single - plain} with PyTorch's allocator, {plain}"
         " without the tool (builds, and second looks at failures). A write one element behind a tensor, which memcheck"
         f" has to see: {controls or 'not tried'}.",
@@ -144,6 +144,11 @@ def markdown(run: Run, tool: str) -> str:
         if body:
             lines += ["", f"## {title[0].upper()}{title[1:]}", "", "```", *body, "```"]
     return "\n".join(lines) + "\n"
+
+
+def _command() -> str:
+    """Published evidence names files, not where they lie on one machine."""
+    return shlex.join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv)])
 
 
 def facts(tool: str) -> list[str]:

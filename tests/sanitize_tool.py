@@ -40,6 +40,7 @@ class Settings:
         tests: Files and folders with the tests.
         test_s: Limit of one test.
         retire_s: A process takes no more tests after this long: what is lost with one stays small.
+        grace_s: For a test to fail by itself, and for running ones to end, beyond a limit.
         threads: For PyTorch's operations on the CPU.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     tests: Sequence[str]
     test_s: float
     retire_s: float
+    grace_s: float
     threads: int
 
     def limit_s(self, kind: str) -> float:

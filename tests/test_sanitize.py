@@ -122,7 +122,7 @@ def test_uses(number): assert not broken()
 
 @pytest.mark.parametrize("dying_words", [True, False], ids=["summary", "no summary"])
 def test_hangs_and_crashes_cost_themselves(
-    sanitize: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, dying_words: bool, tmp_path: Path
+    sanitize: Callable[..., tuple[int, str, str]], dying_words: bool, tmp_path: Path
 ) -> None:
     tests = """
 def test_slow():
@@ -134,8 +134,8 @@ def test_stuck():
 def test_crash(): os.kill(os.getpid(), signal.SIGSEGV)
 def test_last(): note("last")
 """
-    monkeypatch.setenv("SANITIZE_GRACE_S", "1")
-    status, said, _ = sanitize(tests, "--test-seconds", "1", "--caching", "*", dying_words=dying_words)
+    limits = ("--test-seconds", "1", "--grace-seconds", "1")
+    status, said, _ = sanitize(tests, *limits, "--caching", "*", dying_words=dying_words)
     assert status == 1
     assert "6 of 10 tests passed under memcheck, 3 failed, 1 skipped, 0 not reached, 0 memcheck errors" in said, said
     for words in ("no result within 1 s", "the process hung", "time.sleep(100)", "test_crash", "Segmentation fault"):
@@ -143,12 +143,9 @@ def test_last(): note("last")
     assert "last True True" in (tmp_path / "notes").read_text()
 
 
-def test_the_time_limit_leaves_summaries(
-    sanitize: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SANITIZE_GRACE_S", "0.5")
+def test_the_time_limit_leaves_summaries(sanitize: Callable[..., tuple[int, str, str]]) -> None:
     tests = "@pytest.mark.parametrize('n', range(40))\ndef test_long(n): time.sleep(0.4)\n"
-    status, said, _ = sanitize(tests, "--minutes", "0.1")
+    status, said, _ = sanitize(tests, "--minutes", "0.1", "--grace-seconds", "0.5")
     assert status == 1 and "-- not reached" in said and "0 memcheck errors" in said
     assert "none read" not in said and "without a summary" not in said
 
@@ -218,7 +215,7 @@ def test_a_blind_tool_is_not_clean() -> None:
 
 def test_a_test_without_a_summary_is_not_clean(tmp_path: Path) -> None:
     queue = Queue([], 1.0)
-    settings = Settings("tool", tmp_path, ["tests"], 1.0, 1.0, 1)
+    settings = Settings("tool", tmp_path, ["tests"], 1.0, 1.0, 1.0, 1)
     process = Process("n1", SINGLE, settings, queue)
     case = Case("x", SINGLE, attempts=[Attempt(SINGLE, "n1", "passed", 1.0)])
     process.results = [(case, case.attempts[0])]

@@ -89,7 +89,7 @@ class Wanted:
     modes: str | None = None
     dtype: str | None = None
     without: tuple[str, ...] = ()
-    seconds: float = 0.05
+    seconds: float = 0.3
     tune: bool = True
     trials: int = 12
     tune_seconds: float = 6.0

@@ -1,0 +1,86 @@
+"""The user's records over the shipped ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from database_files import export_sample
+from search_records import HERE, evidence, plan, tuning
+
+from fuseplan.search import layered as layered_module
+from fuseplan.search import transfer
+from fuseplan.search.database import Database
+from fuseplan.search.layered import LayeredDatabase
+from fuseplan.search.record import RecordKey
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    return export_sample(Database(tmp_path / "exported.db", versions=HERE), tmp_path / "records.jsonl")
+
+
+def test_the_users_layer_lies_over_the_shipped_one(exported: Path, tmp_path: Path) -> None:
+    mine = Database(tmp_path / "mine.db", versions=HERE)
+    mine.put_record(tuning("w1", us=2.0))
+    layered = LayeredDatabase(mine, [exported])
+    assert layered.get_record(tuning("w1").key).hit == tuning("w1", us=2.0)
+    assert layered.get_record(tuning("w0").key).hit == tuning("w0")
+    assert layered.get_plan(plan().key).hit == plan()
+    assert layered.get_record(tuning("w77").key).status == "miss"
+    mine.put_plan(plan(label="mine"))
+    assert layered.get_plan(plan().key).hit == plan(label="mine")
+    assert layered.log_miss(RecordKey("w77", "d"))
+    assert len(mine.misses()) == 1
+
+
+def test_staleness_across_layers(exported: Path, tmp_path: Path) -> None:
+    old = dataclasses.replace(HERE, torch="2.0")
+    mine = Database(tmp_path / "mine.db", versions=HERE)
+    mine.put_record(tuning("w1", us=2.0, evidence=evidence(versions=old)))
+    mine.put_record(tuning("w8", us=2.0, evidence=evidence(versions=old)))
+    layered = LayeredDatabase(mine, [exported])
+    assert layered.get_record(tuning("w1").key).hit == tuning("w1")
+    assert layered.get_record(tuning("w8").key).status == "stale"
+    nothing = Database(tmp_path / "none.db", mode="read")
+    newer = LayeredDatabase(nothing, [exported], dataclasses.replace(HERE, torch="3"))
+    assert newer.get_record(tuning("w1").key).status == "stale"
+
+
+def test_a_damaged_shipped_file_is_skipped(exported: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("hello")
+    layered = LayeredDatabase(Database("sqlite://"), [broken, exported])
+    with pytest.warns(UserWarning, match="shipped records skipped"):
+        assert layered.get_record(tuning("w0").key).hit
+
+
+def test_shipped_files_are_read_once_and_decoded_where_asked(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    decoded: list[str] = []
+    check, decode = transfer.checked_lines, layered_module._decode
+
+    def checked(path: Path) -> list[str]:
+        read.append(path)
+        return check(path)
+
+    def counted(cls: Any, kind: str, line: str) -> Any:
+        decoded.append(line)
+        return decode(cls, kind, line)
+
+    monkeypatch.setattr(layered_module, "checked_lines", checked)
+    monkeypatch.setattr(layered_module, "_decode", counted)
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(exported.read_bytes())
+    for _ in range(3):
+        layered = LayeredDatabase(Database("sqlite://"), [copy])
+        assert layered.get_record(tuning("w0").key).hit == tuning("w0")
+        assert layered.get_record(dataclasses.replace(tuning("w0").key, regime="graph")).status == "miss"
+        assert layered.get_record(dataclasses.replace(tuning("w0").key, workload="w")).status == "miss"
+    assert read == [copy] and len(decoded) == 6  # a part of a name decodes nothing; another regime does, and is refused
+    transfer.export(Database(tmp_path / "empty.db"), copy)
+    assert LayeredDatabase(Database("sqlite://"), [copy]).get_record(tuning("w0").key).status == "miss"

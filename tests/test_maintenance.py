@@ -1,0 +1,85 @@
+"""Listing, verifying and pruning a tuning database."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+from database_files import damage_pages
+from search_records import HERE, evidence, plan, tuning
+
+from fuseplan.search import codec, maintenance
+from fuseplan.search.database import Database
+from fuseplan.search.record import RecordKey, Trial
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "nested" / "tuning.db"
+
+
+@pytest.fixture
+def db(path: Path) -> Database:
+    return Database(path, versions=HERE)
+
+
+def test_listing_shows_answers_and_staleness(db: Database) -> None:
+    db.put_record(tuning("w1"))
+    db.put_record(tuning("w2", fuse=False))
+    db.put_plan(plan())
+    frame = maintenance.ls(db, dataclasses.replace(HERE, triton="4"))
+    assert list(frame.columns) == list(maintenance.LS_COLUMNS)
+    assert list(frame["answer"]) == ["fuse", "do not fuse", "1 fused of 2 groups"]
+    assert list(frame["best_us"]) == [5.0, 10.0, 35.0]
+    assert set(frame["stale"]) == {"triton"}
+    assert set(maintenance.ls(db)["stale"]) == {""}
+    assert len(maintenance.ls(Database("sqlite://"))) == 0
+    assert [item.key.workload for item in maintenance.show(db, "w")] == ["w1", "w2"]
+    assert maintenance.show(db, "layer") == [plan()]
+
+
+def test_verify_finds_nothing_in_a_sound_database(db: Database, path: Path) -> None:
+    db.put_record(tuning())
+    db.put_plan(plan())
+    db.put_device("a", {"x": 1})
+    assert maintenance.verify(db) == []
+    assert maintenance.verify(Database(path.parent / "absent.db", mode="read")) == []
+
+
+def test_verify_names_damage(db: Database, path: Path) -> None:
+    db.put_record(tuning())
+    db.put_device("a", {"x": 1})
+    foreign = json.dumps({"a": 1})
+    with contextlib.closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute("update tuning_records set payload = ?, checksum = ?", (foreign, codec.checksum(foreign)))
+        raw.execute("update devices set payload = '{}'")
+    found = {problem.table: problem.what for problem in maintenance.verify(db)}
+    assert "missing fields" in found["tuning_records"]
+    assert found["devices"] == "checksum does not match"
+    for n in range(20):
+        db.put_record(tuning(f"w{n}"))
+    db.close()
+    damage_pages(path)
+    assert any(problem.table == "file" for problem in maintenance.verify(db))
+
+
+def test_prune_deletes_only_what_is_asked(db: Database) -> None:
+    old = evidence(versions=dataclasses.replace(HERE, torch="2.0"))
+    db.put_record(tuning("old", evidence=old))
+    db.put_record(tuning("here"))
+    db.put_record(tuning("there", device="gpu-b"))
+    db.put_plan(plan())
+    db.log_trial(Trial(tuning("open").key, "cpp", {"tile": 1}, 1.0), HERE)
+    db.log_trial(Trial(tuning("old").key, "cpp", {"tile": 1}, 1.0), HERE)
+    db.forget_trials(tuning("old").key)
+    db.log_miss(RecordKey("m", "d"))
+    assert maintenance.prune(db, trials=False) == {"tuning_records": 0, "plan_records": 0}
+    assert maintenance.prune(db, keep_versions=HERE) == {"tuning_records": 1, "plan_records": 0, "trials": 1}
+    assert maintenance.prune(db, device="gpu-b", misses=True)["misses"] == 1
+    assert [record.key.workload for record in db.records()] == ["here"]
+    assert len(db.trials(tuning("open").key)) == 1
+    assert len(list(db.plans())) == 1

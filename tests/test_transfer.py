@@ -1,0 +1,121 @@
+"""Export files: whole or refused, and what an import keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from database_files import export_sample
+from search_records import HERE, evidence, tuning
+
+from fuseplan.search import transfer
+from fuseplan.search.database import Database
+from fuseplan.search.errors import ImportRefusedError, RecordError, SchemaVersionError
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Database:
+    return Database(tmp_path / "tuning.db", versions=HERE)
+
+
+@pytest.fixture
+def exported(db: Database, tmp_path: Path) -> Path:
+    return export_sample(db, tmp_path / "records.jsonl")
+
+
+def test_an_export_imports_into_an_equal_database(db: Database, exported: Path, tmp_path: Path) -> None:
+    other = Database(tmp_path / "other.db")
+    assert transfer.import_bundle(other, exported) == 6
+    assert list(other.records()) == list(db.records())
+    assert list(other.plans()) == list(db.plans())
+    assert other.devices() == db.devices()
+    again = tmp_path / "again.jsonl"
+    transfer.export(other, again)
+    # Only the header's time may differ, and with it the checksum.
+    assert again.read_text().splitlines()[1:-1] == exported.read_text().splitlines()[1:-1]
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_export_of_one_device(db: Database, exported: Path, tmp_path: Path) -> None:
+    assert transfer.export(db, tmp_path / "b.jsonl", device="gpu-b") == 1
+    assert [r.key.device for r in transfer.read_bundle(tmp_path / "b.jsonl").records] == ["gpu-b"]
+    assert len(transfer.read_bundle(exported)) == 6
+
+
+def test_import_keeps_the_newer_record(db: Database, exported: Path) -> None:
+    newer = tuning("w1", us=1.0, evidence=evidence("2027-01-01T00:00:00+00:00"))
+    db.put_record(newer)
+    older = tuning("w2", us=1.0, evidence=evidence("2020-01-01T00:00:00+00:00"))
+    db.put_record(older)
+    transfer.import_bundle(db, exported)
+    assert db.get_record(newer.key).hit == newer
+    assert db.get_record(older.key).hit == tuning("w2")
+
+
+def edited(path: Path, change: str) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    text = {
+        "no trailer": "".join(lines[:-1]),
+        "cut mid-line": "".join(lines)[:-700],
+        "a record less": "".join(lines[:2] + lines[3:]),
+        "altered": "".join(lines).replace("swiglu", "swigly"),
+        "foreign": "hello\n",
+        "foreign json": '{"format": "other"}\n',
+        "a list": "[1]\n",
+        "empty": "",
+        "schema": "".join(lines).replace('"schema_version":1', '"schema_version":2'),
+    }[change]
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("no trailer", "truncated"),
+        ("cut mid-line", "truncated"),
+        ("a record less", "truncated: 5 of 6"),
+        ("altered", "altered: its checksum"),
+        ("foreign", "not JSON"),
+        ("foreign json", "not a fuseplan export"),
+        ("a list", "not a JSON object"),
+        ("empty", "not a fuseplan export"),
+        ("schema", "schema version 2, this fuseplan reads 1"),
+    ],
+)
+def test_a_damaged_export_changes_nothing(exported: Path, tmp_path: Path, change: str, message: str) -> None:
+    other = Database(tmp_path / "other.db")
+    other.put_record(tuning("mine"))
+    edited(exported, change)
+    with pytest.raises((ImportRefusedError, SchemaVersionError), match=message):
+        transfer.import_bundle(other, exported)
+    assert [record.key.workload for record in other.records()] == ["mine"]
+
+
+def reseal(path: Path, replacement: dict[str, object]) -> None:
+    """Replace the first data line and make the trailer right again."""
+    import hashlib
+
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = json.dumps(replacement) + "\n"
+    digest = hashlib.sha256("".join(lines[:-1]).encode()).hexdigest()
+    lines[-1] = json.dumps({"trailer": {"count": len(lines) - 2, "sha256": digest}}) + "\n"
+    path.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    "line", [{"tuning_record": {"fuse": True}}, {"plan_record": 3}, {"device": 1, "spec": {}}, {"pickle": "gASV"}]
+)
+def test_a_sealed_but_foreign_line_changes_nothing(exported: Path, tmp_path: Path, line: dict[str, object]) -> None:
+    reseal(exported, line)
+    other = Database(tmp_path / "other.db")
+    with pytest.raises(ImportRefusedError, match="line 2"):
+        transfer.import_bundle(other, exported)
+    assert list(other.records()) == []
+
+
+def test_missing_files_are_named(db: Database, tmp_path: Path) -> None:
+    with pytest.raises(ImportRefusedError, match=r"cannot read export file .*absent\.jsonl"):
+        transfer.import_bundle(db, tmp_path / "absent.jsonl")
+    with pytest.raises(RecordError, match="cannot write export file"):
+        transfer.export(db, tmp_path / "no" / "folder.jsonl")

@@ -1,0 +1,228 @@
+"""Outputs of direct launches: their layouts, inputs whose place they take, what is made without Python."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import Machine, aligned, both_ways, needs_compiler, pretend_cuda
+
+from fuseplan.kernels import extension, gpu_direct
+from fuseplan.kernels.gpu_direct import Native
+from fuseplan.kernels.gpu_launch import Geometry
+
+
+@pytest.fixture(autouse=True)
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+
+
+@needs_compiler
+@both_ways
+@pytest.mark.parametrize("count", [1, 2])
+def test_fused_allocates_what_the_layout_says(count: int, native: bool) -> None:
+    machine = Machine(addresses=1 + count, sizes=1, native=native)
+    kernel = machine.kernel(tuple((n, 0) for n in range(1 + count)), 1 + count)
+    asked: list[tuple[int, ...]] = []
+
+    def layout(sizes: tuple[int, ...]) -> tuple[gpu_direct.Layout, ...]:
+        asked.append(sizes)
+        return tuple(((sizes[0], 3), (1, sizes[0] + n), torch.bfloat16) for n in range(count))
+
+    call, x = kernel.fused(1, layout), aligned(4)
+    for n in (4, 4, 9, 4):
+        made = call(x, n)
+        made = (made,) if count == 1 else made
+        assert isinstance(made, tuple) and len(made) == count
+        assert [(tuple(t.shape), t.stride(), t.dtype) for t in made] == list(layout((n,)))
+    direct = [one[5] for one in machine.direct]
+    assert len(machine.slow) == 2 and [values[1 + count] for values in direct] == [4, 4]
+    assert direct[-1][: 1 + count] == tuple(t.data_ptr() for t in (x, *made))
+
+
+@needs_compiler
+@both_ways
+@pytest.mark.parametrize("reuse", [{0: 1}, {1: 0}, {2: 2, 0: 0}, {0: 0, 1: 2, 2: 1}], ids=str)
+def test_fused_returns_the_inputs_whose_place_outputs_take(reuse: dict[int, int], native: bool) -> None:
+    machine = Machine(addresses=6, sizes=1, native=native)
+    kernel = machine.kernel(tuple((n, 0) for n in range(6)), 6)
+    rest = [number for number in range(3) if number not in reuse]
+    call = kernel.fused(3, lambda sizes: tuple(((*sizes, 1 + n), (1, 1), torch.int16) for n in rest), reuse)
+    inputs = [aligned(4), aligned(8), aligned(12)]
+    held = [sys.getrefcount(one) for one in inputs]
+    for _ in range(3):
+        made = call(*inputs, 5)
+        assert all(made[number] is inputs[place] for number, place in reuse.items())
+        assert [tuple(made[number].shape) for number in rest] == [(5, 1 + number) for number in rest]
+        passed = tuple(one.data_ptr() for one in (*inputs, *made))
+        assert (machine.direct[-1][5] if machine.direct else machine.slow[-1][2])[:6] == passed
+        del made
+    assert len(machine.slow) == 1 and len(machine.direct) == 2
+    assert [sys.getrefcount(one) for one in inputs] == held
+    machine.error = 1
+    with pytest.raises(RuntimeError):
+        call(*inputs, 5)
+    assert [sys.getrefcount(one) for one in inputs] == held
+
+
+@needs_compiler
+def test_places_that_are_none_are_errors() -> None:
+    launcher = Machine(addresses=2).launcher()
+    for reuse in ({0: 1}, {0: -2}):
+        with pytest.raises(ValueError, match="an output takes the place of an input that the kernel does not have"):
+            launcher.bind((1, 1, 0), [(0, 0), (1, 0)], print, print, reuse)
+
+
+@needs_compiler
+@both_ways
+def test_fused_with_a_new_alignment_keeps_its_outputs(native: bool) -> None:
+    machine = Machine(addresses=2, native=native)
+    call = machine.kernel(((0, 0), (1, 0)), 2).fused(1, lambda _: (((4,), (1,), torch.float32),))
+    even, odd = aligned(8), aligned(8, shift=1)
+    results = [call(x) for x in (even, odd, odd)]
+    assert machine.slow[1][2] == (odd.data_ptr(), results[1].data_ptr())
+    assert machine.direct[0][5][:2] == (odd.data_ptr(), results[2].data_ptr())
+    assert len(machine.slow) == 2 and len(machine.direct) == 1
+
+
+@needs_compiler
+@both_ways
+def test_empty_outputs_are_made_and_nothing_is_launched(native: bool) -> None:
+    machine = Machine(addresses=2, native=native)
+    kernel = machine.kernel(((0, 0), (1, 0)), 2, lambda _: Geometry(0, False))
+    call = kernel.fused(1, lambda _: (((0, 4), (4, 1), torch.float32),))
+    for _ in range(3):
+        assert call(torch.zeros(0, 4)).shape == (0, 4)
+    assert machine.slow == machine.direct == []
+
+
+@needs_compiler
+def test_mistakes_are_errors_and_lose_no_memory() -> None:
+    def allocate(shape: Any, strides: Any, dtype: Any) -> torch.Tensor:
+        if fail:
+            raise MemoryError("out of memory")
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    fail = False
+    machine = Machine(addresses=3)
+    kernel = machine.kernel(((0, 0), (1, 0), (2, 0)), 3, allocate=allocate)
+    one: gpu_direct.Layout = ((4,), (1,), torch.float32)
+    call, x = kernel.fused(1, lambda _: (one, one)), aligned(4)
+    call(x)
+    held = sys.getrefcount(x)
+    for _ in range(50):
+        fail = True
+        with pytest.raises(MemoryError, match="out of memory"):
+            call(x)
+        fail, machine.error = False, 1
+        with pytest.raises(RuntimeError, match="CUDA error 1"):
+            call(x)
+        machine.error = 0
+        with pytest.raises(TypeError, match="takes 1 tensors and 0 sizes, got 2 arguments"):
+            call(x, x)
+        with pytest.raises((TypeError, AttributeError)):
+            call("a string")
+    assert sys.getrefcount(x) == held
+
+
+# -- outputs made without Python --------------------------------------------------------------------------
+
+
+def _native_kernel(machine: Machine, *layouts: gpu_direct.Layout, allocate: Any = None) -> Callable[..., Any]:
+    """A call whose outputs have the layouts, known to its direct path already."""
+    count = len(layouts)
+    kernel = machine.kernel(tuple((n, 0) for n in range(1 + count)), 1 + count, allocate=allocate)
+    call = kernel.fused(1, lambda _: layouts)
+    call(aligned(4))
+    return call
+
+
+def _refuse(*_: Any) -> Any:
+    raise MemoryError("asked in Python")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((), ()), ((1,), (1,)), ((3, 127), (127, 1)), ((4097,), (2,)), ((2, 3, 5), (1, 2, 6)), ((0, 4), (4, 1)),
+     ((3, 4), (0, 1))],
+)  # fmt: skip
+def test_native_outputs_are_what_empty_strided_makes(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    machine = Machine(addresses=2, native=True)
+    call = _native_kernel(machine, (shape, strides, dtype), allocate=_refuse)
+    made, expected = call(aligned(4)), torch.empty_strided(shape, strides, dtype=dtype)
+    assert type(made) is torch.Tensor and not made.requires_grad and made.device == expected.device
+    assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), dtype)
+    assert made.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+    assert made.is_contiguous() == expected.is_contiguous()
+    made.zero_()
+    assert machine.direct[-1][5][1] == made.data_ptr()
+    with torch.inference_mode():
+        assert call(aligned(4)).is_inference()
+
+
+@needs_compiler
+def test_native_outputs_are_freed() -> None:
+    layout: gpu_direct.Layout = ((2**18,), (1,), torch.float32)
+    call, x = _native_kernel(Machine(addresses=3, native=True), layout, layout), aligned(4)
+    held = sys.getrefcount(x)
+    for _ in range(3):
+        first, second = call(x)
+        gone = [weakref.ref(first), weakref.ref(second)]
+        del first, second
+        assert [one() for one in gone] == [None, None]
+    assert sys.getrefcount(x) == held
+
+
+@needs_compiler
+def test_what_native_allocation_cannot_make_is_asked_in_python() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def allocate(*layout: Any) -> torch.Tensor:
+        asked.append(layout)
+        if len(asked) > 1:
+            raise MemoryError("asked in Python")
+        return torch.empty(4)
+
+    machine = Machine(addresses=3, native=True)
+    small: gpu_direct.Layout = ((4,), (1,), torch.float32)
+    vast: gpu_direct.Layout = ((2**60,), (1,), torch.float32)
+    kernel = machine.kernel(((0, 0), (1, 0), (2, 0)), 3, allocate=allocate)
+    layouts = [(small, small), (small, vast)]
+    call, x = kernel.fused(1, lambda _: layouts.pop(0)), aligned(4)
+    call(x)  # through Triton's launcher, with outputs that can be made
+    held = sys.getrefcount(x)
+    assert [one.numel() for one in call(x)] == [4, 4] and asked == [vast]
+    for _ in range(20):
+        with pytest.raises(MemoryError, match="asked in Python"):
+            call(x)
+    assert sys.getrefcount(x) == held
+
+
+@needs_compiler
+def test_layouts_that_are_none_are_errors() -> None:
+    prepare = gpu_direct.find_native("cpu").prepare
+    assert prepare is not None
+    wrong: Any
+    for wrong in ((((4,), (1,), "float32"),), (([4], (1,), torch.float32),), ((("4",), (1,), torch.float32),), None):
+        with pytest.raises(TypeError):
+            prepare(wrong)
+    with pytest.raises(ValueError, match="no allocator for 'tpu'"):
+        gpu_direct.load_allocator().prepare("tpu", ())
+
+
+@needs_compiler
+def test_without_pytorch_headers_outputs_are_made_in_python(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="fuseplan")
+    monkeypatch.setattr(extension.torch, "__file__", "/nowhere/torch/__init__.py")
+    assert gpu_direct.find_native("cpu") == Native()
+    assert "PyTorch's headers are missing (/nowhere/torch/include)" in caplog.messages[0]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch_samples import compiled, llama
 from fake_recorder import FakeRecorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_backend import ReferenceBackend, use
-from test_dispatch import compiled, llama
 
 import fuseplan.planner
 from fuseplan.planner import cuda_graphs

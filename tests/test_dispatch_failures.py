@@ -1,0 +1,173 @@
+"""What fails in the torch.compile back end costs one group; what is not fused at all says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dispatch_samples import Block, compiled, fresh_start, store_plans, swiglu
+from reference_backend import ReferenceBackend, use
+
+import fuseplan.planner
+from fuseplan.kernels.backend import BuildError
+from fuseplan.planner.dispatch import fuseplan as backend
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield from fresh_start()
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    return tmp_path / "tuning.db"
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ReferenceBackend:
+    """Interpreted kernels in place of compiled ones."""
+    made = ReferenceBackend()
+    use(monkeypatch, made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"build_failure": "ld: no space left"}, "BuildError: ld: no space left"),
+        ({"fails_in_call": True}, "first call failed: RuntimeError: illegal instruction"),
+        ({"refusal": "no bfloat16"}, "cpp: no bfloat16"),
+        ({"missing": "no C++ compiler found"}, "cpp: no C++ compiler found"),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_failing_back_end_costs_only_the_group(
+    fault: dict[str, Any], reason: str, dynamic: bool, db: Path, monkeypatch: Any
+) -> None:
+    use(monkeypatch, ReferenceBackend())
+    model = Block()
+    inputs = torch.randn(4, 33), torch.randn(4, 33)
+    if dynamic:
+        for tensor in inputs:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    sizes = {"s0": 4} if dynamic else {}
+    store_plans(model, inputs, db, (sizes,))
+    broken = ReferenceBackend(**fault)
+    use(monkeypatch, broken)
+    fast = compiled(model, db)
+    for _ in range(2):
+        for one, other in zip(fast(*inputs), model(*inputs), strict=True):
+            torch.testing.assert_close(one, other)
+    done = fuseplan.planner.stats()
+    assert done.fallbacks == {reason: 2}
+    assert (done.groups_fused, done.unfused) == (0, 2)
+    assert len(broken.calls) == (2 if broken.fails_in_call else 0)  # tried once each, never again
+
+
+def test_one_failing_group_leaves_the_others_fused(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
+    load = ReferenceBackend.load
+
+    def picky(self: ReferenceBackend, ir: Any, config: Any, target: Any) -> Any:
+        if any(type(instr).__name__ == "Reduce" for segment in ir.segments for instr in segment.body):
+            raise BuildError("reductions are out of order")
+        return load(self, ir, config, target)
+
+    monkeypatch.setattr(ReferenceBackend, "load", picky)
+    model = Block()
+    inputs = torch.randn(4, 33), torch.randn(4, 33)
+    for one, other in zip(compiled(model, db)(*inputs), model(*inputs), strict=True):
+        torch.testing.assert_close(one, other)
+    done = fuseplan.planner.stats()
+    assert done.groups_fused == 1 and done.fallbacks == {"BuildError: reductions are out of order": 1}
+
+
+def test_a_corrupt_database_is_no_obstacle(db: Path, kernels: ReferenceBackend) -> None:
+    db.write_bytes(b"SQLite format 3\0" + b"\xff" * 4000)
+    x = torch.randn(3, 8)
+    with pytest.warns(UserWarning, match="tuning.db"):
+        result = compiled(swiglu, db)(x, x)
+    torch.testing.assert_close(result, swiglu(x, x))
+    assert fuseplan.planner.stats().from_model == 1
+
+
+def test_a_planner_that_fails_is_counted(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
+    def fails(self: Any, graph: Any) -> Any:
+        raise ZeroDivisionError("no groups")
+
+    monkeypatch.setattr("fuseplan.planner.plan.Planner.plan_graph", fails)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(compiled(swiglu, db)(x, x), swiglu(x, x))
+    assert fuseplan.planner.stats().fallbacks == {"planning failed: ZeroDivisionError: no groups": 1}
+
+
+def test_a_kernel_never_reads_through_strides_it_was_not_built_for(db: Path, kernels: ReferenceBackend) -> None:
+    x = torch.randn(4, 6)
+    made: list[Any] = []
+
+    def deferred(gm: Any, inputs: Any) -> Any:
+        made.append(backend(gm, inputs, options={"db": str(db)}))
+        return lambda *args: made[0](*(arg.t().contiguous().t() for arg in args))
+
+    result = torch.compile(swiglu, backend=deferred)(x, x)
+    torch.testing.assert_close(result, swiglu(x, x))
+    (reason,) = fuseplan.planner.stats().fallbacks
+    assert reason.startswith("first call failed: input is torch.float32 ((4, 6), (1, 4)), the kernel expects float32")
+
+
+# -- what is not fused at all -----------------------------------------------------------------------------
+
+
+def refusals() -> list[str]:
+    assert fuseplan.planner.stats().groups_fused == 0
+    return list(fuseplan.planner.stats().fallbacks)
+
+
+def test_gradients_flow_and_nothing_is_fused(db: Path, kernels: ReferenceBackend) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.enable_grad():
+        compiled(swiglu, db)(x, x).sum().backward()
+    (expected,) = torch.autograd.grad(_with_grad(x), x)
+    torch.testing.assert_close(x.grad, expected)
+    assert refusals() == ["gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()"]
+
+
+def _with_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return swiglu(x, x).sum()
+
+
+def test_parameters_that_require_grad_are_fine_under_no_grad(db: Path, kernels: ReferenceBackend) -> None:
+    model = Block()
+    assert model.weight.requires_grad
+    result, _ = compiled(model, db)(torch.randn(4, 33), torch.randn(4, 33))
+    assert not result.requires_grad and fuseplan.planner.stats().groups_fused == 2
+
+
+def test_inference_mode_is_fused(db: Path, kernels: ReferenceBackend) -> None:
+    with torch.inference_mode():
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(compiled(swiglu, db)(x, x), swiglu(x, x))
+    assert fuseplan.planner.stats().groups_fused == 1
+
+
+def test_autocast_is_left_alone(db: Path, kernels: ReferenceBackend) -> None:
+    model, inputs = Block(), (torch.randn(4, 33), torch.randn(4, 33))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result, expected = compiled(model, db)(*inputs), model(*inputs)
+    assert result[0].dtype == expected[0].dtype == torch.bfloat16
+    torch.testing.assert_close(result, expected)
+    assert "autocast" in refusals()[0]
+
+
+def test_inputs_that_share_memory_and_are_written_stay_unfused(db: Path, kernels: ReferenceBackend) -> None:
+    def overlapping(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        part.add_(1.0)
+        return (x + 1.0) * x
+
+    mine, theirs = torch.ones(4, 3), torch.ones(4, 3)
+    result = compiled(overlapping, db)(mine, mine[1:])
+    torch.testing.assert_close(result, overlapping(theirs, theirs[1:]))
+    assert refusals() == ["inputs share memory and the graph writes in place"]

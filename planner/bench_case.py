@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.backend import config_key
-from fuseplan.kernels.ir import KernelIR
 from fuseplan.planner.bench_cells import Cell
+from fuseplan.planner.bench_prediction import PlannedKernel, predicted_us
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import TensorSpec
-from fuseplan.planner.lower import lower
+from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.patterns import activations, fresh_inputs, pattern
 from fuseplan.planner.peers import Case
 from fuseplan.planner.placement import Traced
@@ -44,6 +45,7 @@ class PlanFacts:
         config: Back end and configuration of each fused group, in words.
         registers: Registers of a thread of each fused group; empty where the back end does not know.
         note: Misses and fallbacks, so that they cannot pass for a result of the plan.
+        predicted_us: The cost model's time of the plan in the session's regime; None on a device that was not probed.
     """
 
     bytes: float
@@ -51,6 +53,7 @@ class PlanFacts:
     config: str = ""
     registers: str = ""
     note: str = ""
+    predicted_us: float | None = None
 
 
 def trace_cell(cell: Cell, device_type: str) -> tuple[Traced, dict[str, TensorSpec]]:
@@ -95,33 +98,39 @@ def plan_case(
         cell.pattern, cell.shape, cell.dtype, traced, tuple(names), inputs, groups, session.target, session.backends,
         session.settings.numerics,
     )
-    return case, plan_facts(case, tally.snapshot())
+    return case, plan_facts(case, tally.snapshot(), session.spec, session.settings.regime)
 
 
-def plan_facts(case: Case, seen: CompileStats) -> PlanFacts:
-    """Bytes, launches and compiled facts of a case's plan."""
+def plan_facts(
+    case: Case, seen: CompileStats, spec: DeviceSpec | None = None, regime: str = "eager"
+) -> PlanFacts:
+    """Bytes, launches, price in a regime (by ``spec``) and compiled facts of a case's plan."""
     graph = case.traced.graph
-    irs = [_group_ir(case, group.ops) for group in case.groups]
+    kernels = [
+        PlannedKernel(_group_kernel(case, group.ops), group.backend.name, group.config) for group in case.groups
+    ]
     computes = [node.name for node in graph if kind_of(node, graph.specs) != "view"]
     fused_ops = {op for group in case.groups for op in group.ops}
-    whole = len(irs) == 1 and fused_ops >= set(computes)
+    unfused = [name for name in computes if name not in fused_ops]
     registers = [
-        group.backend.prepare(ir, group.config, case.target).registers
-        for group, ir in zip(case.groups, irs, strict=True)
+        group.backend.prepare(one.lowered.ir, group.config, case.target).registers
+        for group, one in zip(case.groups, kernels, strict=True)
     ]
+    whole = len(kernels) == 1 and not unfused
     return PlanFacts(
-        bytes=kernel_work(irs[0]).dram_bytes if whole else _compulsory_bytes(case),
-        kernels=len(irs) + sum(name not in fused_ops for name in computes),
+        bytes=kernel_work(kernels[0].lowered.ir).dram_bytes if whole else _compulsory_bytes(case),
+        kernels=len(kernels) + len(unfused),
         config="; ".join(f"{group.backend.name} {config_key(group.config)}" for group in case.groups),
         registers="; ".join(str(count) for count in registers if count is not None),
-        note=_plan_note(seen, bool(irs)),
+        note=_plan_note(seen, bool(kernels)),
+        predicted_us=predicted_us(graph, kernels, unfused, spec, regime),
     )
 
 
-def _group_ir(case: Case, ops: Sequence[str]) -> KernelIR:
+def _group_kernel(case: Case, ops: Sequence[str]) -> Lowered:
     flow = flow_of(case.traced.graph)
     outputs = flow.needed_outside(flow.position[op] for op in ops)
-    return lower(case.traced.graph, ops, case.numerics, outputs).ir
+    return lower(case.traced.graph, ops, case.numerics, outputs)
 
 
 def _compulsory_bytes(case: Case) -> float:

@@ -55,6 +55,7 @@ class PatternRow(BenchRow):
         registers: Registers of a thread of its kernels.
         measured_at: When, UTC.
         in_place: The contestant writes results over operands.
+        predicted_us: Of ours, in the mode that its plans are made for: what the cost model says of the plan.
     """
 
     dtype: str = ""
@@ -64,6 +65,7 @@ class PatternRow(BenchRow):
     registers: str = ""
     measured_at: str = ""
     in_place: bool = False
+    predicted_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,10 @@ class PatternBench:
                 rows = mode_rows(timer, entered.runs, sets, self.seconds, entered.facts, operands, **common)
                 for row in rows:
                     in_place = entered.contestants[row.contestant].in_place
-                    yield PatternRow(**asdict(row), **own, in_place=in_place)
+                    priced = row.contestant == OURS and mode == self.session.settings.regime
+                    yield PatternRow(
+                        **asdict(row), **own, in_place=in_place, predicted_us=plan.predicted_us if priced else None
+                    )
 
     def _contestants(self, case: Case, plan: PlanFacts) -> _Field:
         """Everyone who computes the pattern, checked."""

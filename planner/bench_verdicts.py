@@ -9,6 +9,7 @@ import pandas as pd
 
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.bench_patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
+from fuseplan.planner.bench_prediction import prediction_verdict
 from fuseplan.planner.report import geometric_mean
 
 #: A cell this far behind the best peer is listed.
@@ -23,7 +24,7 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
     Like is compared with like: a peer that writes over its operands with ours that does (with ours that does not, where
     the pattern allows it no more), every other peer with ours that allocates. ``vs_best`` is the best peer's time over
     ours, and the worse of the two where both kinds took part: above 1, ours is faster. ``vs_in_place`` is the second
-    kind alone. ``copy_share`` is ours over what a copy of
+    kind alone. ``predicted_us`` is the cost model's time for ours. ``copy_share`` is ours over what a copy of
     as many bytes reaches in the same run; only large cells have one. In a CUDA graph a copy of another mode
     counts where it is faster: graphs copy some sizes at two thirds of the speed.
     """
@@ -37,9 +38,15 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
             times[COPY] = copies[subject, workload, key]
         row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode}
         row |= {f"{name}_us": times.get(name) for name in names}
+        row["predicted_us"] = _predicted(part)
         in_place = set(part.loc[part["in_place"].eq(True), "contestant"])
         rows.append(row | _standing(times, in_place, float(part["bytes"].max())))
     return pd.DataFrame(rows)
+
+
+def _predicted(part: pd.DataFrame) -> float | None:
+    known = part.loc[part["contestant"] == OURS, "predicted_us"].dropna()
+    return None if known.empty else float(known.iloc[0])
 
 
 def _standing(times: dict[str, float], in_place: set[str], moved_bytes: float) -> dict[str, Any]:
@@ -85,8 +92,7 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
         )
         lines += [_pattern_line(str(mode), str(name), one) for name, one in judged.groupby("pattern", sort=False)]
         lines += _large(str(mode), judged)
-    lines += _losses(frame, table)
-    return lines
+    return lines + prediction_verdict(frame) + _losses(frame, table)
 
 
 def _pattern_line(mode: str, name: str, part: pd.DataFrame) -> str:

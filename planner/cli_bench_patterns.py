@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import groupby, zip_longest
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -142,6 +143,7 @@ def _fill(
     kind = session.target.device_type
     processes = wanted.processes if wanted.processes is not None else usable_cores() if kind == "cuda" else 0
     session, tuner = _tuner(session, wanted)
+    bench = replace(bench, session=session)
     batches = [list(group) for _, group in groupby(cells, lambda cell: cell.pattern)]
     done = 0
     with (

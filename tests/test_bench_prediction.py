@@ -1,0 +1,93 @@
+"""The cost model beside the times of the pattern bench."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import report_samples as samples
+
+from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.roofline import lower_bound
+from fuseplan.planner.bench import EAGER, OURS
+from fuseplan.planner.bench_case import make_inputs, plan_case, trace_cell
+from fuseplan.planner.bench_cells import cell
+from fuseplan.planner.bench_log import pattern_frame
+from fuseplan.planner.bench_patterns import PatternBench, PatternRow
+from fuseplan.planner.bench_prediction import prediction_verdict
+from fuseplan.planner.bench_verdicts import pattern_table
+from fuseplan.planner.pricing import op_work
+from fuseplan.planner.recipes import kind_of
+from fuseplan.planner.session import Session, open_session
+from fuseplan.search.database import Database
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    path = tmp_path_factory.mktemp("prediction") / "tuning.db"
+    identity = current_identity("cpu")
+    with Database(path) as database:
+        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    return open_session("cpu", path)
+
+
+def predicted(session: Session, pattern: str, shape: str) -> float | None:
+    one = cell(pattern, shape, "float32")
+    traced, specs = trace_cell(one, "cpu")
+    return plan_case(session, one, traced, tuple(specs), make_inputs(traced, specs, "cpu"))[1].predicted_us
+
+
+def test_a_plan_is_priced_between_its_bound_and_the_unfused_chain(session: Session) -> None:
+    found = predicted(session, "swiglu", "64x4097")
+    traced, _ = trace_cell(cell("swiglu", "64x4097", "float32"), "cpu")
+    chain = [op_work(traced.graph, one.name) for one in traced.graph if kind_of(one, traced.graph.specs) != "view"]
+    assert session.spec is not None and found is not None
+    # Gate and up are read and the product written, whoever does it.
+    moved = replace(chain[-1], flops={}, dram_bytes=3.0 * 4 * 64 * 4097, written_bytes=4.0 * 64 * 4097)
+    assert lower_bound(moved, session.spec, "kernel") <= found
+    assert found < sum(lower_bound(work, session.spec, "eager") for work in chain) * 2
+    larger = predicted(session, "swiglu", "640x4097")
+    assert larger is not None and larger > 2 * found
+
+
+def test_only_ours_is_predicted_and_only_as_its_plan_is_meant(session: Session) -> None:
+    rows = PatternBench(session, (EAGER,), ("eager",), 0.0).rows(cell("rms_norm", "3x127", "float32"))
+    by_name = {row.contestant: row.predicted_us for row in rows}
+    assert by_name[EAGER] is None
+    assert by_name[OURS] == pytest.approx(predicted(session, "rms_norm", "3x127"))
+
+
+def test_a_device_that_was_not_probed_predicts_nothing(tmp_path: Path) -> None:
+    assert predicted(open_session("cpu", tmp_path / "empty.db"), "swiglu", "3x8") is None
+
+
+def row(shape: str, median_us: float | None, predicted_us: float | None, mode: str = "graph") -> PatternRow:
+    more: dict[str, Any] = {"key": f"swiglu {shape}", "bytes": 2e6, "noise": 0.01}
+    return PatternRow(shape, "swiglu", OURS, mode, median_us, predicted_us=predicted_us, **more)
+
+
+def test_the_verdict_says_how_far_predictions_are(session: Session) -> None:
+    measured = [1.0, 2.0, 4.0, 8.0, 16.0]
+    factors = [1.0, 1.1, 0.9, 1.1, 0.5]  # the last is predicted at the time of the one before, and a little less
+    rows = [row(f"{n}x8", us, us * factor) for n, (us, factor) in enumerate(zip(measured, factors, strict=True))]
+    rows += [row("9x8", None, 3.0), row("8x8", 3.0, None), row("0x8", 5.0, None, "cold")]
+    (line,) = prediction_verdict(pattern_frame(rows))
+    assert line.startswith("graph: ") and "(5 cells)" in line
+    assert "median error 10.0%" in line and "within 34.0%" in line
+    assert "rank correlation 0.900" in line  # 1 - 6 * (1 + 1) / (5 * 24)
+
+
+def test_few_cells_have_no_rank_correlation() -> None:
+    (line,) = prediction_verdict(pattern_frame([row("1x8", 2.0, 1.0), row("2x8", 4.0, 2.0)]))
+    assert "median error 50.0%" in line and "correlation" not in line
+    assert prediction_verdict(pattern_frame([row("1x8", 2.0, None)])) == []
+
+
+def test_the_table_has_the_prediction_beside_the_time() -> None:
+    table = pattern_table(pattern_frame([row("1x8", 2.0, 1.5), row("1x8", 3.0, None, "cold")]))
+    by_mode = dict(zip(table["mode"], table["predicted_us"], strict=True))
+    assert by_mode["graph"] == 1.5 and pd.isna(by_mode["cold"])

@@ -1,0 +1,215 @@
+"""Failures during a tune of fakes cost one config; a tune that is killed resumes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_tuner import BUDGET, SUBJECT, tuner
+from search_fakes import FakeBackend, FakeSubject
+
+from fuseplan.kernels.backend import config_key
+from fuseplan.search import maintenance
+from fuseplan.search.database import Database
+from fuseplan.search.errors import SubjectError
+from fuseplan.search.record import TuningRecord
+from fuseplan.search.worker import InlineExecutor, Outcome, WorkerPool
+
+
+@pytest.fixture
+def db() -> Database:
+    return Database("sqlite://")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(compilers=2) as pool:
+        yield pool
+
+
+def test_every_finished_trial_is_checked_and_failures_cost_only_themselves(db: Database) -> None:
+    faults = {
+        "tile=128,unroll=4": "nan",
+        "tile=128,unroll=2": "wrong",
+        "tile=64,unroll=4": "raise",
+        "tile=256,unroll=4": "build",
+        "tile=64,unroll=2": "spill",
+        "tile=16,unroll=8": "after",
+    }
+    record = tuner(db, FakeBackend(faults=faults)).tune(SUBJECT)
+    assert record.fuse
+    assert record.fused is not None
+    assert record.fused.median_us == pytest.approx(15.0)
+    assert dict(record.config) == {"tile": 128, "unroll": 8}
+    reasons = {config_key(r.config): r.reason for r in record.rejected}
+    assert set(reasons) == set(faults)
+    assert "NaN" in reasons["tile=128,unroll=4"]
+    assert "wrong result: output 0" in reasons["tile=128,unroll=2"]
+    assert reasons["tile=64,unroll=4"] == "RuntimeError: launch failed"
+    assert "does not compile: BuildError: fake: syntax error" in reasons["tile=256,unroll=4"]
+    assert reasons["tile=64,unroll=2"] == "spills 64 bytes of registers"
+    assert "written outside" in reasons["tile=16,unroll=8"]
+    assert record.compiled == 18
+    assert record.measured == 13
+
+
+def test_spilling_no_more_than_the_default_is_no_reason(db: Database) -> None:
+    faults = {"tile=16,unroll=1": "spill", "tile=128,unroll=4": "spill"}
+    record = tuner(db, FakeBackend(faults=faults)).tune(SUBJECT)
+    assert dict(record.config) == {"tile": 128, "unroll": 4}
+    assert record.rejected == ()
+
+
+def test_a_failing_default_leaves_the_challengers(db: Database) -> None:
+    record = tuner(db, FakeBackend(faults={"tile=16,unroll=1": "wrong"})).tune(SUBJECT)
+    assert dict(record.config) == {"tile": 128, "unroll": 4}
+    assert "default" not in [finalist.name for finalist in record.finalists]
+    assert record.default_gain == 0.0
+
+
+def test_no_working_kernel_means_do_not_fuse(db: Database) -> None:
+    tiles = {"tiles": (16,), "unrolls": (1, 2)}
+    record = tuner(db, FakeBackend(faults={"tile=16,unroll=1": "nan", "tile=16,unroll=2": "nan"}, best=(0, 0), **tiles)
+                   ).tune(SUBJECT)
+    assert not record.fuse
+    assert (record.backend, record.fused, record.gain) == ("", None, 0.0)
+    assert record.unfused.median_us == pytest.approx(100.0)
+    assert "no kernel works: wrong result" in record.evidence.reason
+
+
+def test_a_subject_whose_chain_fails_is_an_error(db: Database) -> None:
+    with pytest.raises(SubjectError, match=r"muladd 3x127: cannot be tuned: .*the chain does not run"):
+        tuner(db).tune(FakeSubject(broken="eager"))
+
+
+def test_a_decisive_run_that_fails_is_repeated_with_less(db: Database) -> None:
+    class Fragile(InlineExecutor):
+        """Fails to decide between more than ``most`` kernels."""
+
+        def __init__(self, most: int) -> None:
+            self.most = most
+
+        def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
+            if function.__name__ == "decide" and len(args[2]) > self.most:
+                return Outcome(failure="crashed: killed by SIGSEGV")
+            return super().call(function, *args, limit_s=limit_s)
+
+    record = tuner(db, executor=Fragile(1)).tune(SUBJECT)
+    assert record.fuse
+    assert dict(record.config) == {"tile": 16, "unroll": 1}
+    assert "the decisive run failed: crashed" in record.rejected[0].reason
+    record = tuner(db, executor=Fragile(0)).tune(FakeSubject(key="b"))
+    assert not record.fuse
+    assert len(record.finalists) == 1
+    with pytest.raises(SubjectError, match="cannot be timed"):
+        tuner(db, executor=Fragile(-1)).tune(FakeSubject(key="c"))
+
+
+def test_a_kernel_that_is_wrong_on_fresh_inputs_loses_its_place(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuseplan.search import jobs
+    from fuseplan.search.verify import Verdict, verify
+
+    def only_first_seed(kernel: Any, subject: Any, oracle: Any, device: str) -> Verdict:
+        verdict = verify(kernel, subject, oracle, device)
+        fresh = oracle.inputs[0][0, 0] != subject.make_inputs(0, device)[0][0, 0]
+        return replace(verdict, ok=False, reason="differs") if fresh and kernel._us == 10.0 else verdict
+
+    monkeypatch.setattr(jobs, "verify", only_first_seed)
+    record = tuner(db).tune(SUBJECT)
+    assert record.fused is not None
+    assert record.fused.median_us == pytest.approx(15.0)
+    assert [r.reason for r in record.rejected] == ["differs"]
+
+
+# -- in worker processes ----------------------------------------------------------------------------------
+
+
+def test_hanging_and_crashing_kernels_cost_only_their_config(db: Database, pool: WorkerPool) -> None:
+    faults = {"tile=16,unroll=1": "hang", "tile=32,unroll=1": "crash", "tile=32,unroll=2": "exit"}
+    backend = FakeBackend(faults=faults, tiles=(16, 32, 64), unrolls=(1, 2), best=(2, 1))
+    record = tuner(db, backend, executor=pool, budget=replace(BUDGET, job_limit_s=3.0)).tune(SUBJECT)
+    assert dict(record.config) == {"tile": 64, "unroll": 2}
+    reasons = {config_key(r.config): r.reason for r in record.rejected}
+    assert reasons["tile=16,unroll=1"] == "no result within 3 s"
+    assert "SIGSEGV" in reasons["tile=32,unroll=1"]
+    assert "status 3" in reasons["tile=32,unroll=2"]
+    assert record.measured == 3
+
+
+def test_one_pool_serves_many_subjects(db: Database, pool: WorkerPool) -> None:
+    backend = FakeBackend(tiles=(16, 32), unrolls=(1, 2), best=(1, 1))
+    with tuner(db, backend, executor=pool) as shared:
+        records = shared.tune_all([FakeSubject(key=f"s{n}", cols=n) for n in (1, 3, 4097)])
+    assert [record.fuse for record in records] == [True] * 3
+    assert pool.call(os.getpid, limit_s=20).ok
+
+
+TUNE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from search_fakes import CPU, FakeBackend, FakeSubject, ShortTimer
+from fuseplan.search.database import Database
+from fuseplan.search.tuner import Budget, Tuner
+from fuseplan.search.worker import InlineExecutor
+backend = FakeBackend(journal=sys.argv[3], pause_s=0.02)
+budget = Budget(trials=30, seconds=600, decide_s=0.002)
+tuner = Tuner(Database(sys.argv[2]), CPU, (backend,), "cpu-test", budget, executor=InlineExecutor(), timer=ShortTimer())
+print("ready", flush=True)
+for number in range(3):
+    tuner.tune(FakeSubject(key=f"subject-{number}"))
+print("done", flush=True)
+"""
+
+
+def start_tune(path: Path, journal: Path) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", TUNE, str(Path(__file__).parent), str(path), str(journal)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def compiles(journal: Path) -> int:
+    return journal.read_text().count("compile ") if journal.exists() else 0
+
+
+def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path) -> None:
+    path, journal = tmp_path / "tuning.db", tmp_path / "journal"
+    chance = random.Random(5)
+    seen: list[TuningRecord] = []
+    # Of 57 compilations and those that are repeated: in the first tune, where it ends, in the second, in the third.
+    kills = (4, 20, 30, 45)
+    for number in kills:
+        process = start_tune(path, journal)
+        while compiles(journal) < number:
+            assert process.poll() is None
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0.0, 0.03))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        database = Database(path)
+        assert maintenance.verify(database) == []
+        records = list(database.records())
+        assert [record for record in seen if record not in records] == []
+        seen = records
+    assert len(seen) >= 2
+    process = start_tune(path, journal)
+    assert process.wait(60) == 0
+    database = Database(path)
+    records = list(database.records())
+    assert [record for record in seen if record not in records] == []
+    assert [dict(record.config) for record in records] == [{"tile": 128, "unroll": 4}] * 3
+    assert maintenance.verify(database) == []
+    assert all(len(database.trials(record.key)) == 19 for record in records)
+    # At most one compile per kill was under way and had to be repeated.
+    assert 3 * 19 <= compiles(journal) <= 3 * 19 + len(kills)

@@ -1,0 +1,244 @@
+"""Which trials a tune makes on fakes: seeds, budgets, and nothing twice; what is ranked and compiled ahead of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from fake_tuner import BUDGET, SUBJECT, tuner
+from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer
+
+from fuseplan.kernels.backend import Config, Target, config_key
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.search.database import Database
+from fuseplan.search.errors import SubjectError
+from fuseplan.search.record import Versions
+from fuseplan.search.tuner import Budget, Tuner
+from fuseplan.search.worker import InlineExecutor, Outcome
+
+
+@pytest.fixture
+def db() -> Database:
+    return Database("sqlite://")
+
+
+def test_a_second_tune_measures_nothing(db: Database, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    backend = FakeBackend(journal=str(journal))
+    first = tuner(db, backend).tune(SUBJECT)
+    size = journal.stat().st_size
+    assert tuner(db, backend).tune(SUBJECT) == first
+    assert journal.stat().st_size == size
+    again = tuner(db, backend).tune(SUBJECT, force=True)
+    assert journal.stat().st_size > size
+    assert again.config == first.config
+
+
+def test_a_stale_record_is_measured_again_and_seeds_the_search(db: Database) -> None:
+    record = tuner(db).tune(SUBJECT)
+    stale = replace(record, evidence=replace(record.evidence, versions=Versions("0", "0")))
+    db.put_record(stale)
+    renewed = tuner(db, budget=replace(BUDGET, trials=2)).tune(SUBJECT)
+    assert renewed.evidence.versions == Versions.current("cpu")
+    assert dict(renewed.config) == dict(record.config)
+    assert renewed.measured == 2
+
+
+def test_neighbours_are_tried_early(db: Database) -> None:
+    record = tuner(db).tune(SUBJECT)
+    other = tuner(db, budget=replace(BUDGET, trials=2)).tune(FakeSubject(key="subject-2"), neighbours=[record])
+    assert dict(other.config) == dict(record.config)
+
+
+def test_many_neighbours_leave_trials_for_the_search(db: Database) -> None:
+    record = tuner(db).tune(SUBJECT)
+    rows = [replace(record, config={"tile": t, "unroll": u}) for t in (16, 32, 64) for u in (1, 2, 4, 8)]
+    found = tuner(db, budget=replace(BUDGET, trials=12)).tune(FakeSubject(key="other"), neighbours=rows)
+    assert dict(found.config) == {"tile": 128, "unroll": 4}
+
+
+def test_suggestions_of_the_back_end_are_tried_early(db: Database) -> None:
+    class Knowing(FakeBackend):
+        def suggestions(self, ir: object, target: object) -> tuple[dict[str, int | str], ...]:
+            return ({"tile": 128, "unroll": 4},)
+
+    record = tuner(db, Knowing(), budget=replace(BUDGET, trials=2)).tune(SUBJECT)
+    assert dict(record.config) == {"tile": 128, "unroll": 4}
+
+
+def test_guided_search_finds_the_bowls_bottom_in_a_large_space(db: Database) -> None:
+    large = FakeBackend(best=(9, 3), tiles=tuple(range(4, 68, 4)), unrolls=tuple(range(1, 17)))
+    record = tuner(db, large, budget=replace(BUDGET, trials=60)).tune(SUBJECT)
+    assert record.enumerated == 256 - sum(t * u > 1024 for t in large.tiles for u in large.unrolls)
+    assert record.measured <= 60
+    assert dict(record.config) == {"tile": large.tiles[9], "unroll": large.unrolls[3]}
+
+
+@pytest.mark.parametrize("trials", [1, 2, 3, 8, 12])
+def test_the_preferred_back_end_has_most_of_the_trials_and_each_has_one(db: Database, trials: int) -> None:
+    budget = replace(BUDGET, trials=trials)
+    first, second = FakeBackend(), OtherBackend()
+    record = tuner(db, first, second, budget=budget).tune(SUBJECT)
+    by_backend = Counter(trial.backend for trial in db.trials(record.key, record.evidence.versions, only_open=False))
+    assert by_backend["other"] == max(1, trials // 4)
+    assert by_backend["fake"] == max(1, trials - by_backend["other"])
+
+
+def test_a_gpu_gets_fewer_trials_unless_told_otherwise() -> None:
+    assert Budget.on("cuda").trials < Budget.on("cpu").trials == Budget().trials
+    assert Budget.on("cuda", trials=50).trials == Budget.on("cpu", trials=50).trials == 50
+    assert Budget.on("cuda", seconds=0.5).seconds == 0.5
+    assert Budget.on("cpu") == Budget()
+
+
+def test_configs_that_run_the_same_are_measured_once(db: Database, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    record = tuner(db, FakeBackend(same_runs=True, journal=str(journal))).tune(SUBJECT)
+    loads = Counter(line for line in journal.read_text().splitlines() if line.startswith("load"))
+    # One screening per tile; finalists are loaded once more.
+    assert len(loads) == 5
+    assert record.measured == 5
+    assert record.compiled == 19
+
+
+def test_nothing_is_compiled_or_screened_twice(db: Database, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    tuner(db, FakeBackend(journal=str(journal)), budget=replace(BUDGET, finalists=0)).tune(SUBJECT)
+    counts = Counter(journal.read_text().splitlines())
+    assert {n for line, n in counts.items() if line.startswith("compile")} == {1}
+    # Screening loads once to check and once to call; the default alone is loaded so again to decide.
+    loads = {line: n for line, n in counts.items() if line.startswith("load")}
+    assert loads.pop("load tile=16,unroll=1") == 4
+    assert set(loads.values()) == {2}
+
+
+def test_the_time_budget_ends_the_search_after_a_first_batch(db: Database) -> None:
+    record = tuner(db, budget=replace(BUDGET, seconds=0.0)).tune(SUBJECT)
+    assert record.measured == 1
+    assert dict(record.config) == {"tile": 16, "unroll": 1}
+
+
+# -- ranking before a tune --------------------------------------------------------------------------------
+
+
+def test_the_unfused_chain_is_timed_once(db: Database) -> None:
+    calls: list[str] = []
+
+    class Counting(InlineExecutor):
+        def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
+            calls.append(function.__name__)
+            return super().call(function, *args, limit_s=limit_s)
+
+    shared = tuner(db, executor=Counting())
+    assert shared.time_unfused(SUBJECT).median_us == pytest.approx(100.0)
+    assert shared.time_unfused(SUBJECT).median_us == pytest.approx(100.0)
+    assert calls.count("time_unfused") == 1
+    tuned = FakeSubject(key="tuned", eager_us=70.0)
+    shared.tune(tuned)
+    before = len(calls)
+    assert shared.time_unfused(tuned).median_us == pytest.approx(70.0)
+    assert len(calls) == before
+    with pytest.raises(SubjectError, match="cannot be timed"):
+        shared.time_unfused(FakeSubject(key="broken", broken="eager"))
+
+
+def test_an_unfused_chain_is_timed_without_a_reference(db: Database) -> None:
+    # Its reference gives NaN, which only matters to what is checked against it.
+    subject = FakeSubject(key="nan", broken="nan")
+    assert tuner(db).time_unfused(subject).median_us == pytest.approx(100.0)
+    with pytest.raises(SubjectError, match="NaN"):
+        tuner(db).tune(subject)
+
+
+class CountingBackend(FakeBackend):
+    """Counts what it is asked about, beside the configurations that it is asked to make."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        self.asked["refuse"] += 1
+        return None
+
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        self.asked["infeasible"] += 1
+        return super().infeasible(ir, config, target)
+
+
+def test_a_kernels_space_is_enumerated_once_and_not_to_rank_it(db: Database) -> None:
+    CountingBackend.asked.clear()
+    shared = tuner(db, CountingBackend())
+    shared.precompile([SUBJECT])
+    shared.screen(SUBJECT)
+    assert dict(CountingBackend.asked) == {"refuse": 1}
+    shared.tune(SUBJECT)
+    shared.tune(SUBJECT, force=True)
+    assert dict(CountingBackend.asked) == {"refuse": 1, "infeasible": 20}
+    shared.tune(FakeSubject(key="larger", cols=4097))
+    assert dict(CountingBackend.asked) == {"refuse": 2, "infeasible": 40}
+
+
+class GpuBackend(FakeBackend):
+    device_type = "cuda"
+
+
+class Recording(InlineExecutor):
+    """Keeps what is to be compiled ahead."""
+
+    def __init__(self) -> None:
+        self.ahead: list[tuple[str, bool]] = []
+
+    def prefetch(self, function: Any, arguments: Any, limit_s: float, spare: bool = False) -> None:
+        self.ahead += [(config_key(config), spare) for _, _, config, _ in arguments]
+
+
+def test_looking_ahead_compiles_the_default_first_and_everything_once(db: Database) -> None:
+    executor = Recording()
+    ahead = Tuner(db, replace(CPU, device_type="cuda"), (GpuBackend(),), "gpu-test", BUDGET, executor=executor,
+                  timer=ShortTimer())
+    ahead.prefetch_default([SUBJECT])
+    assert executor.ahead == [("tile=16,unroll=1", False)]
+    ahead.prefetch([SUBJECT])
+    listed = executor.ahead[1:]
+    assert listed[0] == ("tile=16,unroll=1", False)
+    assert len({key for key, _ in listed}) == len(listed) >= 1
+    on_cpu = Recording()
+    alone = tuner(db, executor=on_cpu)
+    alone.prefetch([SUBJECT])
+    alone.prefetch_default([SUBJECT])
+    assert not on_cpu.ahead
+
+
+def test_screening_tries_the_default_once_and_a_tune_starts_from_it(db: Database, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    shared = tuner(db, FakeBackend(journal=str(journal)))
+    trial = shared.screen(SUBJECT)
+    assert trial.median_us == pytest.approx(35.0)
+    assert shared.screen(SUBJECT) == trial
+    record = shared.tune(SUBJECT)
+    assert record.measured == 19
+    compiles = Counter(line for line in journal.read_text().splitlines() if line.startswith("compile"))
+    assert set(compiles.values()) == {1}
+
+
+def test_screening_falls_to_the_next_back_end(db: Database) -> None:
+    failing = FakeBackend(faults={"tile=16,unroll=1": "wrong"})
+    assert tuner(db, failing, OtherBackend()).screen(SUBJECT).backend == "other"
+    alone = tuner(db, failing).screen(FakeSubject(key="alone"))
+    assert alone.median_us is None
+    assert "wrong result" in alone.reason
+    with pytest.raises(SubjectError, match=r"no back end takes part \(fake: cannot\)"):
+        tuner(db, FakeBackend(refusal="cannot")).screen(FakeSubject(key="none"))
+
+
+def test_precompiling_skips_what_is_known_and_who_cannot_take_part(db: Database, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    shared = tuner(db, FakeBackend(refusal="cannot"), OtherBackend(journal=str(journal)))
+    known = FakeSubject(key="known")
+    shared.screen(known)
+    journal.unlink()
+    shared.precompile([known, FakeSubject(key="new"), FakeSubject(key="newer")])
+    assert journal.read_text() == "compile tile=16,unroll=1\n" * 2
+    tuner(db, FakeBackend(refusal="cannot")).precompile([FakeSubject(key="new")])

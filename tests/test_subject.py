@@ -1,0 +1,66 @@
+"""What the search is given of a group: its work, its chain, its oracle, and inputs it is defined for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from graphs import Builder
+from lower_oracle import compute_ops, rms_norm
+
+from fuseplan.kernels.reference import run_reference
+from fuseplan.planner.lower import lower
+from fuseplan.planner.pricing import chain_work, kernel_work
+from fuseplan.planner.subject import group_subject
+
+
+def test_work_is_counted_exactly() -> None:
+    b = Builder(x=torch.randn(3, 8), w=torch.randn(8))
+    value = b("aten.mul.Tensor", b("aten.softmax.int", "x", dim=-1), "w")
+    graph = b.graph(value)
+    work = kernel_work(lower(graph, compute_ops(graph)).ir)
+    # x read once: 3*8*4; w once: 8*4; result written: 3*8*4.
+    assert work.dram_bytes == 96 + 32 + 96
+    # Three sweeps (max, sum, store); x is read again in two of them, w (per column) too: 2 * (96 + 32).
+    assert work.l2_bytes == 2 * (96 + 32)
+    # fp32: max 24, subtraction 24, sum 24, multiply 24 twice; sfu: exp 24, one reciprocal a row.
+    assert work.flops == {"fp32": 120.0, "sfu": 27.0}
+    assert work.launches == 1
+    unfused = chain_work(graph, [node.name for node in graph])
+    assert [part.dram_bytes for part in unfused] == [192, 96 + 32 + 96]
+
+
+def test_subject_runs_the_chain_and_the_oracle() -> None:
+    b = Builder(x=torch.randn(2, 3, 8).bfloat16(), w=torch.randn(8).bfloat16())
+    value = rms_norm(b, "x", "w", "bfloat16")
+    graph = b.graph(value)
+    subject = group_subject(graph, compute_ops(graph), "key")
+    inputs = subject.make_inputs(1, "cpu")
+    (eager,), (reference,) = subject.eager(*inputs), subject.reference(*inputs)
+    assert reference.dtype == torch.float64
+    assert 0 < (eager.double() - reference).abs().max() < 0.1
+    (fused,) = run_reference(subject.ir, inputs)
+    torch.testing.assert_close(fused, reference)
+    assert subject.label.endswith("2x3x8 bfloat16")
+
+
+@pytest.mark.parametrize(("build", "expected"), [
+    (lambda b: b("aten.rsqrt.default", "x"), True),
+    (lambda b: b("aten.rsqrt.default", b("aten.add.Tensor", "x", other=1e-5)), True),
+    (lambda b: b("aten.pow.Tensor_Scalar", "x", exponent=0.5), True),
+    (lambda b: b("aten.pow.Tensor_Scalar", "x", exponent=3), False),
+    (lambda b: rms_norm(b, "x", "w", "float32"), False),
+    (lambda b: b("aten.log.default", b("aten.softmax.int", "x", dim=-1)), False),
+    (lambda b: b("aten.sqrt.default", b("aten.sub.Tensor", b("aten.exp.default", "x"), other=2.0)), True),
+])
+def test_groups_are_fed_numbers_they_are_defined_for(build: Any, expected: bool) -> None:
+    b = Builder(x=torch.rand(4, 8) + 3, w=torch.ones(8))
+    graph = b.graph(build(b))
+    subject = group_subject(graph, compute_ops(graph), "key")
+    inputs = subject.make_inputs(0, "cpu")
+    assert bool((inputs[0] > 0).all()) == expected
+    if expected:
+        assert torch.isfinite(subject.reference(*inputs)[0]).any()
+    else:
+        assert torch.isfinite(subject.reference(*inputs)[0]).all()

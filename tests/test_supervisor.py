@@ -1,0 +1,148 @@
+"""The supervisor of worker processes, driven directly: replies, deadlines, jobs in the background."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+from worker_jobs import add, crash, fail, hang, journal, leave, touch, wait_for
+
+from fuseplan.search.supervisor import BACKGROUND, CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
+
+
+class Supervised:
+    """A supervisor in a thread of this process, so that its steps can be watched."""
+
+    def __init__(self) -> None:
+        self.pipe, far = Pipe()
+        self.supervisor = Supervisor(far, threads=1)
+        self.thread = threading.Thread(target=self.supervisor.run, daemon=True)
+        self.thread.start()
+
+    def ask(
+        self, job: int, function: Callable[..., object], *args: object, lane: int = 0, limit_s: float = 20.0,
+        spare: bool = False,
+    ) -> None:
+        self.pipe.send(Request(lane, job, limit_s, pickle.dumps((function, args)), spare))
+
+    def answer(self) -> tuple[int, str, object]:
+        assert self.pipe.poll(20)
+        job, state, payload = self.pipe.recv()
+        return job, state, pickle.loads(payload) if state == OK else payload
+
+    def end(self) -> None:
+        # The workers, forked from this process, hold copies of this end: closing it alone would not be seen.
+        with socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+        self.pipe.close()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def supervised() -> Iterator[Supervised]:
+    running = Supervised()
+    yield running
+    running.end()
+
+
+def test_replies_name_their_job_and_state(supervised: Supervised) -> None:
+    supervised.ask(7, add, 2, 3)
+    assert supervised.answer() == (7, OK, 5)
+    supervised.ask(8, fail, "no")
+    assert supervised.answer() == (8, RAISED, "ValueError: no")
+    supervised.ask(9, crash)
+    assert supervised.answer() == (9, CRASHED, "killed by SIGSEGV")
+    supervised.ask(10, leave, 4)
+    assert supervised.answer() == (10, CRASHED, "exited with status 4")
+    supervised.ask(11, hang, limit_s=0.2)
+    assert supervised.answer() == (11, TIMED_OUT, "")
+    supervised.ask(12, fail, "CUDA error: misaligned address")
+    assert supervised.answer() == (12, RAISED, "ValueError: CUDA error: misaligned address")
+    supervised.ask(13, add, 1, 1)
+    assert supervised.answer() == (13, OK, 2)
+
+
+def test_lanes_have_their_own_deadlines(supervised: Supervised) -> None:
+    supervised.ask(1, hang, lane=1, limit_s=0.4)
+    supervised.ask(2, add, 1, 1, lane=2)
+    assert supervised.answer() == (2, OK, 2)
+    assert supervised.answer() == (1, TIMED_OUT, "")
+
+
+def test_a_worker_killed_while_idle_is_replaced(supervised: Supervised) -> None:
+    supervised.ask(1, os.getpid)
+    _, _, pid = supervised.answer()
+    assert isinstance(pid, int)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not supervised.supervisor._lanes)
+    supervised.ask(2, add, 1, 1)
+    assert supervised.answer() == (2, OK, 2)
+
+
+# -- jobs in the background -------------------------------------------------------------------------------
+
+
+def test_background_jobs_answer_nobody_and_hold_up_nobody(supervised: Supervised, tmp_path: Path) -> None:
+    supervised.ask(1, hang, lane=BACKGROUND, limit_s=0.3)
+    for number in range(4):
+        supervised.ask(1, touch, str(tmp_path / str(number)), lane=BACKGROUND)
+    supervised.ask(1, crash, lane=BACKGROUND)
+    supervised.ask(2, add, 1, 1)
+    assert supervised.answer() == (2, OK, 2)
+    for number in range(4):
+        wait_for(lambda number=number: (tmp_path / str(number)).exists())
+    supervised.ask(3, add, 2, 2)
+    assert supervised.answer() == (3, OK, 4)
+
+
+def test_a_busy_background_worker_gets_no_second_job_and_spare_jobs_wait(
+    supervised: Supervised, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    supervised.ask(-1, journal, folder, "first", "gate", lane=BACKGROUND)
+    supervised.ask(-1, journal, folder, "spare", lane=BACKGROUND, spare=True)
+    supervised.ask(-1, journal, folder, "second", lane=BACKGROUND)
+    supervised.ask(2, add, 1, 1)
+    assert supervised.answer() == (2, OK, 2)
+    assert [len(queue) for queue in (supervised.supervisor._backlog, supervised.supervisor._spare)] == [1, 1]
+    (tmp_path / "gate").touch()
+    ran = tmp_path / "journal"
+    wait_for(lambda: ran.exists() and ran.read_text().splitlines() == ["first", "second", "spare"])
+
+
+def test_a_background_job_that_hangs_is_ended_in_time(supervised: Supervised, tmp_path: Path) -> None:
+    supervised.ask(-1, hang, lane=BACKGROUND, limit_s=0.3)
+    supervised.ask(-1, touch, str(tmp_path / "after"), lane=BACKGROUND)
+    wait_for((tmp_path / "after").exists)
+
+
+def test_who_wants_what_the_background_is_at_gets_that_result(supervised: Supervised, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    supervised.ask(-1, journal, folder, "once", "gate", lane=BACKGROUND)
+    supervised.ask(-1, journal, folder, "queued", lane=BACKGROUND)
+    for job in (4, 5):
+        supervised.ask(job, journal, folder, "once", "gate", lane=job - 3)
+    supervised.ask(6, journal, folder, "queued", lane=3)  # nobody is at it yet: it runs now, and not again
+    assert supervised.answer() == (6, OK, "queued")
+    (tmp_path / "gate").touch()
+    assert supervised.answer() == (4, OK, "once")
+    assert supervised.answer() == (5, OK, "once")
+    supervised.ask(7, add, 1, 1)
+    assert supervised.answer() == (7, OK, 2)
+    assert (tmp_path / "journal").read_text().splitlines() == ["queued", "once"]
+
+
+def test_a_job_that_the_background_fails_at_is_tried_again(supervised: Supervised) -> None:
+    supervised.ask(-1, hang, lane=BACKGROUND, limit_s=0.5)
+    supervised.ask(4, hang, lane=1, limit_s=0.5)
+    assert supervised.answer() == (4, TIMED_OUT, "")
+    supervised.ask(5, crash, lane=1)
+    assert supervised.answer() == (5, CRASHED, "killed by SIGSEGV")

@@ -1,0 +1,39 @@
+"""A session on this CPU, the case of a cell, and a row as the pattern bench writes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import report_samples as samples
+
+from fuseplan.costmodel.device import current_identity
+from fuseplan.planner.bench_case import make_inputs, plan_case, trace_cell
+from fuseplan.planner.bench_cells import cell
+from fuseplan.planner.bench_patterns import PatternRow
+from fuseplan.planner.peers import Case
+from fuseplan.planner.session import Session, open_session
+from fuseplan.search.database import Database
+
+
+def cpu_session(folder: Path) -> Session:
+    """A session whose database, in ``folder``, has a hand-made spec for this CPU."""
+    path = folder / "tuning.db"
+    identity = current_identity("cpu")
+    with Database(path) as database:
+        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    return open_session("cpu", path)
+
+
+def case_of(session: Session, name: str, shape: str, dtype: str = "float32") -> Case:
+    one = cell(name, shape, dtype)
+    traced, specs = trace_cell(one, "cpu")
+    return plan_case(session, one, traced, tuple(specs), make_inputs(traced, specs, "cpu"))[0]
+
+
+def row(shape: str, contestant: str, median_us: float | None, mode: str = "cold", **more: Any) -> PatternRow:
+    return PatternRow(
+        shape, "swiglu", contestant, mode, median_us, noise=0.01, key=f"swiglu {shape}", **{"bytes": 2e6, **more}
+    )

@@ -31,6 +31,8 @@ ITEMSIZE: Mapping[str, int] = {
 }
 #: Storage types that carry meaning by their few bits: a value of one is always held as exactly what it can store.
 NARROW = frozenset({"float8_e4m3fn", "int8", "uint8", "int16"})
+#: Storage types to which every conversion (``Round``, a store) saturates, NaN excepted, and their largest numbers.
+LARGEST: Mapping[str, float] = {"float8_e4m3fn": 448.0}
 #: Register types.
 RegisterType: TypeAlias = Literal["float64", "float32", "int64", "int32", "bool"]
 

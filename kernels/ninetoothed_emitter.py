@@ -14,7 +14,7 @@ from fuseplan.kernels.ir import KernelIR, Load, Segment, Store
 from fuseplan.kernels.ninetoothed_views import View, Views, has_view
 from fuseplan.kernels.triton_helpers import plain_helper_sources
 from fuseplan.kernels.triton_tile import Tile, segment_programs, tile_of
-from fuseplan.kernels.triton_values import ValueEmitter, index_extent, literal
+from fuseplan.kernels.triton_values import ValueEmitter, as_emitted, index_extent, literal
 
 #: Name of the kernel that ninetoothed generates.
 KERNEL_NAME = "fused"
@@ -28,6 +28,7 @@ def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
         ir: The kernel, with static sizes and rows that fit one block where they are reduced.
         config: ``block_rows``, ``block_cols`` and ``loads``.
     """
+    ir = KernelIR(ir.buffers, tuple(as_emitted(segment, ir.buffers) for segment in ir.segments))
     views = Views(ir)
     names = ", ".join(view.name for view in views.all)
     application: list[str] = []

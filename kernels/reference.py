@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fuseplan.kernels.index import Coord, FloorDiv, Index, Mod, evaluate
-from fuseplan.kernels.ir import Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Round, Segment
+from fuseplan.kernels.ir import LARGEST, Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Round, Segment
 from fuseplan.kernels.ops import REDUCTIONS, reference_apply
 
 
@@ -33,7 +33,8 @@ def run_reference(
         float_dtype: Precision of every float value.
 
     Returns:
-        One contiguous tensor per output buffer; elements never stored are NaN (floats) or the minimum (integers).
+        One contiguous tensor per output buffer, saturated where its type does; elements never stored are NaN (floats)
+        or the minimum (integers).
     """
     bound = ir.bind(symbols or {})
     flats = [_storage_view(tensor, float_dtype) for tensor in inputs]
@@ -47,7 +48,7 @@ def run_reference(
             poison = 0 if dtype == torch.bool else torch.iinfo(dtype).min
             flats.append(torch.full((span,), poison, dtype=dtype))
     for segment in bound.segments:
-        _run_segment(segment, flats, float_dtype)
+        _run_segment(segment, flats, [buffer.dtype for buffer in bound.buffers], float_dtype)
     return [
         flat.as_strided(buffer.shape, buffer.strides).contiguous()
         for buffer, flat in zip(bound.outputs, flats[len(inputs) :], strict=True)
@@ -75,7 +76,14 @@ def _index_value(index: Index, grids: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _run_segment(segment: Segment, flats: list[torch.Tensor], float_dtype: torch.dtype) -> None:
+def _saturated(value: torch.Tensor, to: str) -> torch.Tensor:
+    """``value`` within what storage type ``to`` holds, where a conversion saturates (older PyTorch made it NaN)."""
+    return value.clamp(-LARGEST[to], LARGEST[to]) if to in LARGEST else value
+
+
+def _run_segment(
+    segment: Segment, flats: list[torch.Tensor], dtypes: Sequence[str], float_dtype: torch.dtype
+) -> None:
     space = (*segment.rows, segment.cols)
     if 0 in space:
         return
@@ -87,7 +95,8 @@ def _run_segment(segment: Segment, flats: list[torch.Tensor], float_dtype: torch
     for instr in segment.body:
         values.append(_evaluate(instr, values, flats, grids, space, float_dtype))
     for store in segment.stores:
-        index, value = torch.broadcast_tensors(_index_value(store.index, grids), values[store.value])
+        value = _saturated(values[store.value], dtypes[store.buffer])
+        index, value = torch.broadcast_tensors(_index_value(store.index, grids), value)
         flats[store.buffer][index.reshape(-1)] = value.reshape(-1).to(flats[store.buffer].dtype)
 
 
@@ -109,7 +118,7 @@ def _evaluate(
     if isinstance(instr, Cast):
         return values[instr.arg].to(register(instr.dtype))
     if isinstance(instr, Round):
-        return values[instr.arg].to(torch_dtype(instr.to)).to(register(instr.dtype))
+        return _saturated(values[instr.arg], instr.to).to(torch_dtype(instr.to)).to(register(instr.dtype))
     if isinstance(instr, Reduce):
         # A per-row operand still folds once per column: sum(1) over a row is its length.
         full = values[instr.arg].expand(space)

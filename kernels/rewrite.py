@@ -1,4 +1,5 @@
-"""Rewrites of a segment that keep its meaning: fewer axes, longer rows; and, to within rounding, cheaper arithmetic."""
+"""Rewrites of a segment that keep its meaning: fewer axes, longer rows, no clamp that a conversion repeats; and, to
+within rounding, cheaper arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +9,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fuseplan.kernels.index import Atom, Coord, FloorDiv, Index, Mod, Size, as_size
-from fuseplan.kernels.ir import Apply, Cast, Const, Gather, Instr, Iota, Load, Reduce, Round, Segment, operands
+from fuseplan.kernels.ir import (
+    LARGEST,
+    Apply,
+    Buffer,
+    Cast,
+    Const,
+    Gather,
+    Instr,
+    Iota,
+    Load,
+    Reduce,
+    Round,
+    Segment,
+    operands,
+)
 
 
 def collapse_axes(segment: Segment) -> Segment:
@@ -68,6 +83,35 @@ def _merge_index(index: Index, axis: int, extents: Sequence[Size]) -> Index | No
     if total != 1 and not (isinstance(fast, int) and fast == 0):
         terms.append((Coord(axis, total), fast))
     return Index.build(index.const, terms)
+
+
+def without_repeated_clamps(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
+    """The segment with conversions to a type that saturates reading past the clamps which they repeat.
+
+    Exact, NaN and zeros included: a bound at the type's largest number or beyond is where the conversion ends, too.
+    Values keep their numbers: what nobody reads any more stays in the body.
+    """
+    def source(value: int, to: str) -> int:
+        return _unclamped(segment.body, value, LARGEST[to]) if to in LARGEST else value
+
+    body = tuple(
+        replace(instr, arg=source(instr.arg, instr.to)) if isinstance(instr, Round) else instr
+        for instr in segment.body
+    )
+    stores = tuple(replace(store, value=source(store.value, buffers[store.buffer].dtype)) for store in segment.stores)
+    return replace(segment, body=body, stores=stores)
+
+
+def _unclamped(body: Sequence[Instr], value: int, largest: float) -> int:
+    """What ``value`` is a clamp of, to bounds no closer than the two numbers of magnitude ``largest``."""
+    instr = body[value]
+    if not isinstance(instr, Apply) or instr.op not in ("maximum", "minimum"):
+        return value
+    for one, other in (instr.args, instr.args[::-1]):
+        bound = body[other]
+        if isinstance(bound, Const) and (bound.value if instr.op == "minimum" else -bound.value) >= largest:
+            return _unclamped(body, one, largest)
+    return value
 
 
 def cheaper_arithmetic(segment: Segment) -> Segment:

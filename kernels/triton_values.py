@@ -10,9 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from fuseplan.kernels.backend import Config
+from fuseplan.kernels.gpu_launch import interpreter_is_on
 from fuseplan.kernels.index import Index, divides
 from fuseplan.kernels.ir import Apply, Buffer, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, Store, operands
 from fuseplan.kernels.ops import REDUCTIONS, op_spec
+from fuseplan.kernels.rewrite import without_repeated_clamps
 from fuseplan.kernels.schedule import Phase, reduction_depths, schedule
 from fuseplan.kernels.triton_index import size_text
 from fuseplan.kernels.triton_tile import tile_of
@@ -53,6 +55,11 @@ def fold_identity(kind: str, dtype: str) -> float | int:
     return identity
 
 
+def as_emitted(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
+    """The segment without clamps that conversions repeat: compiled ones do, those of Triton's interpreter do not."""
+    return segment if interpreter_is_on() else without_repeated_clamps(segment, buffers)
+
+
 class ValueEmitter(ABC):
     """Emits the values of one segment, each as a variable ``v<id>``.
 
@@ -64,6 +71,7 @@ class ValueEmitter(ABC):
     """
 
     def __init__(self, buffers: Sequence[Buffer], segment: Segment, config: Config, prefix: str = "") -> None:
+        segment = as_emitted(segment, buffers)
         self.buffers, self.segment, self.config, self.prefix = buffers, segment, config, prefix
         self.tile = tile_of(segment, config)
         self.depths = reduction_depths(segment)
@@ -141,7 +149,8 @@ class ValueEmitter(ABC):
         if not self._converts(value, instr):
             return []
         raw = self._raw(value, instr)
-        text = f"tl.where({raw}, True, False)" if instr.dtype == "bool" else f"{raw}.to({tl_type(instr.dtype)})"
+        stored = self.buffers[instr.buffer].dtype
+        text = f"tl.where({raw}, True, False)" if instr.dtype == "bool" else _converted(raw, stored, instr.dtype)
         return [f"{self.name(value)} = {text}"]
 
     def _is_scalar(self, value: int) -> bool:
@@ -183,9 +192,9 @@ class ValueEmitter(ABC):
         for position in positions:
             store = self.segment.stores[position]
             value = self.tensor(store.value)
-            dtype = self.buffers[store.buffer].dtype
-            if dtype != self.segment.body[store.value].dtype:
-                value = f"({value} != 0)" if dtype == "bool" else f"{value}.to({tl_type(dtype)})"
+            held, dtype = self.segment.body[store.value].dtype, self.buffers[store.buffer].dtype
+            if dtype != held:
+                value = f"({value} != 0)" if dtype == "bool" else _narrowed(value, held, dtype)
             lines.append(self.store(store, value))
         return lines
 
@@ -267,7 +276,22 @@ def _rounded(text: str, instr: Round) -> str:
     """
     mirror = " * -1.0" if instr.to == "float8_e4m3fn" else ""
     text = f"({text}{mirror})" if mirror else text
-    return f"{text}.to({tl_type(instr.to)}).to({tl_type(instr.dtype)}){mirror}"
+    return _converted(_narrowed(text, instr.dtype, instr.to), instr.to, instr.dtype) + mirror
+
+
+def _narrowed(text: str, dtype: str, stored: str) -> str:
+    """``text``, which has register type ``dtype``, in storage type ``stored``."""
+    return f"{_between(text, dtype, stored)}.to({tl_type(stored)})"
+
+
+def _converted(text: str, stored: str, dtype: str) -> str:
+    """``text``, which has storage type ``stored``, in register type ``dtype``."""
+    return f"{_between(text, dtype, stored)}.to({tl_type(dtype)})"
+
+
+def _between(text: str, dtype: str, stored: str) -> str:
+    """Triton knows no conversion between float64 and float8: by way of float32, as in ATen."""
+    return f"{text}.to(tl.float32)" if (dtype, stored) == ("float64", "float8_e4m3fn") else text
 
 
 def _ancestors(body: Sequence[Instr], value: int) -> list[int]:

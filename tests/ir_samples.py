@@ -464,6 +464,43 @@ def quantised(rows: int, cols: int, dtype: str = "float32") -> Sample:
     return Sample("quantised", _kernel(buffers, b), overrides=in_steps_of_one)
 
 
+#: Around the largest number of float8_e4m3fn and halfway to what would be the next; ties; around its smallest numbers.
+FLOAT8_EDGES = (
+    448.0, 447.0, 449.0, 463.9, 464.0, 464.1, 480.0, 512.0, 1e4, 3e38, math.inf, math.nan, 0.0, 240.0, 1.0625, 1.1875,
+)
+FLOAT8_TINY = (2.0**-9, 2.0**-10, 1.5 * 2.0**-9, 2.0**-11, 0.9 * 2.0**-6, 1e-30)
+
+
+def with_edges(tensor: torch.Tensor, edges: Sequence[float]) -> torch.Tensor:
+    """``tensor`` with ``edges`` and their negatives in front."""
+    numbers = torch.tensor([sign * edge for edge in edges for sign in (1.0, -1.0)]).to(tensor.dtype)
+    tensor.view(-1)[: len(numbers)] = numbers
+    return tensor
+
+
+def clamped(rows: int, cols: int, dtype: str = "float32") -> Sample:
+    """float8 of numbers clamped to its range (in either order), to less, and not at all; and as it is read back."""
+    register = "float64" if dtype == "float64" else "float32"
+    names = ("whole", "swapped", "less", "plain")
+    buffers = [contiguous("x", dtype, (rows, cols)),
+               *(contiguous(name, "float8_e4m3fn", (rows, cols), True) for name in names),
+               *(contiguous(f"{name}_back", register, (rows, cols), True) for name in names)]
+    b = Body(buffers, (rows,), cols)
+    x = b.load("x", b.at)
+
+    def limit(op: str, value: int, bound: float) -> int:
+        return b(op, value, b.const(bound, register))
+
+    numbers = (
+        limit("minimum", limit("maximum", x, -448.0), 448.0), limit("maximum", limit("minimum", x, 500.0), -448.0),
+        limit("minimum", limit("maximum", x, -240.0), 240.0), x,
+    )
+    for name, number in zip(names, numbers, strict=True):
+        b.store(name, b.at, number)
+        b.store(f"{name}_back", b.at, b.round(number, "float8_e4m3fn"))
+    return Sample("clamped", _kernel(buffers, b), scale=30.0, overrides=lambda _, tensor: with_edges(tensor, FLOAT8_EDGES))
+
+
 def dequantised(rows: int, cols: int) -> Sample:
     """float8 and packed int4 back to floats: eight nibbles to an int32, taken apart by shifts and a mask."""
     buffers = [contiguous("x", "float8_e4m3fn", (rows, cols)), contiguous("packed", "int32", (rows, -(-cols // 8))),
@@ -561,6 +598,7 @@ def static_samples() -> list[Sample]:
         early_store(2, 48, "bfloat16"),
         embedded(5, 11, 127), embedded(1, 3, 64, "bfloat16"), picked(3, 8, 19), picked(2, 37, 5, "bfloat16"),
         quantised(3, 127), quantised(2, 64, "bfloat16"), dequantised(3, 72), dequantised(2, 37),
+        clamped(3, 127), clamped(2, 64, "bfloat16"), clamped(2, 37, "float64"),
     ]
     return [*samples, rms_norm(1, 1), softmax(5, 3), swiglu(0, 16), layer_norm(0, 9)]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fuseplan.kernels.index import Index, symbol
-from fuseplan.kernels.ir import Apply, Const, Iota, KernelIR, Load, Segment, validate
+from fuseplan.kernels.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment, validate
 from fuseplan.kernels.reference import run_reference
-from fuseplan.kernels.rewrite import cheaper_arithmetic, collapse_axes
+from fuseplan.kernels.rewrite import cheaper_arithmetic, collapse_axes, without_repeated_clamps
 from fuseplan.kernels.split import split_columns
 
 SAMPLES = [
@@ -158,6 +158,79 @@ def test_a_decided_bool_that_is_stored_becomes_a_constant() -> None:
     assert_same(sample, pieces)
 
 
+def clamp_kernel(to: str, *clamps: tuple[str, float], bound_first: bool = False, cols: int = 4097) -> samples.Sample:
+    """A float32 through the ``clamps`` in turn, stored as ``to``, and rounded to it and stored as it was."""
+    buffers = [samples.contiguous("x", "float32", (cols,)), samples.contiguous("y", to, (cols,), True),
+               samples.contiguous("back", "float32", (cols,), True)]
+    b = samples.Body(buffers, (), cols)
+    value = b.load("x", b.at)
+    for op, bound in clamps:
+        limit = b.const(bound)
+        value = b(op, limit, value) if bound_first else b(op, value, limit)
+    b.store("y", b.at, value)
+    b.store("back", b.at, b.round(value, to))
+    edges = samples.FLOAT8_EDGES + samples.FLOAT8_TINY
+    return samples.Sample("clamps", KernelIR(tuple(buffers), (b.segment(),)), scale=300.0,
+                          overrides=lambda _, tensor: samples.with_edges(tensor, edges))
+
+
+def without_clamps(sample: samples.Sample) -> Segment:
+    found = without_repeated_clamps(sample.ir.segments[0], sample.ir.buffers)
+    validate(KernelIR(sample.ir.buffers, (found,)))
+    return found
+
+
+LOW, HIGH = ("maximum", -448.0), ("minimum", 448.0)
+
+
+@pytest.mark.parametrize("bound_first", [False, True])
+@pytest.mark.parametrize("clamps", [
+    (LOW, HIGH), (HIGH, LOW), (LOW,), (HIGH,), (("minimum", 464.0), ("maximum", -math.inf)), (LOW, HIGH, LOW, HIGH),
+])
+def test_a_clamp_that_the_conversion_repeats_is_dropped(
+    clamps: tuple[tuple[str, float], ...], bound_first: bool
+) -> None:
+    sample = clamp_kernel("float8_e4m3fn", *clamps, bound_first=bound_first)
+    found = without_clamps(sample)
+    rounded = next(instr for instr in found.body if isinstance(instr, Round))
+    assert isinstance(found.body[found.stores[0].value], Load) and isinstance(found.body[rounded.arg], Load)
+    # The oracle is PyTorch's own conversion of what it clamps; bits, so that zeros have signs.
+    (x,) = sample.inputs()
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    y, back = run_reference(KernelIR(sample.ir.buffers, (found,)), [x], float_dtype=torch.float32)
+    assert torch.equal(y.to(torch.float8_e4m3fn).view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(back.view(torch.int32), expected.float().view(torch.int32))
+    assert_same(sample, (found,))
+
+
+@pytest.mark.parametrize(("to", "clamps"), [
+    ("float8_e4m3fn", (("maximum", -447.0), ("minimum", 447.0))),
+    ("float8_e4m3fn", (("maximum", 448.0),)),
+    ("float8_e4m3fn", (("minimum", -448.0),)),
+    ("float8_e4m3fn", (("minimum", math.nan),)),
+    ("float16", (("maximum", -65504.0), ("minimum", 65504.0))),
+    ("bfloat16", (LOW, HIGH)),
+])
+def test_any_other_clamp_stays(to: str, clamps: tuple[tuple[str, float], ...]) -> None:
+    sample = clamp_kernel(to, *clamps)
+    assert without_clamps(sample) == sample.ir.segments[0]
+
+
+def test_only_the_outer_clamps_are_dropped() -> None:
+    """What lies below an op, or a bound within the range, is a value like any other."""
+    sample = clamp_kernel("float8_e4m3fn", HIGH, ("maximum", -3.0), HIGH)
+    found = without_clamps(sample)
+    kept = found.body[found.stores[0].value]
+    assert isinstance(kept, Apply) and kept.op == "maximum"
+    assert isinstance(found.body[kept.args[0]], Apply)
+    assert_same(sample, (found,))
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_dropping_clamps_keeps_the_meaning(sample: samples.Sample) -> None:
+    assert_same(sample, tuple(without_repeated_clamps(segment, sample.ir.buffers) for segment in sample.ir.segments))
+
+
 def ops_of(segment: Segment) -> list[str]:
     return [instr.op for instr in segment.body if isinstance(instr, Apply)]
 
@@ -208,7 +281,8 @@ def test_a_division_by_an_ordinary_constant_becomes_a_product(divisor: float, ke
 
 
 @pytest.mark.parametrize(("least", "by", "kept"), [
-    (1e-6, 1 / 448, False), (1e-6, 0.5, True), (1e-38, 1 / 448, True), (0.0, 1 / 448, True), (None, 1 / 448, True),
+    (1e-6, 1 / 448, False), (1e-6, 0.5, True), (1e-38, 1 / 448, True), (0.0, 1 / 448, True),
+    (None, 1 / 448, True),
 ])
 def test_a_division_by_an_ordinary_number_of_the_row_becomes_a_product(
     least: float | None, by: float, kept: bool

@@ -113,22 +113,55 @@ def test_spills_are_read_back(backend: TritonBackend) -> None:
     assert resources.registers == 255
 
 
-def test_float8_read_back_beside_a_store_has_a_source(backend: TritonBackend) -> None:
+def machine_code(backend: TritonBackend, ir: KernelIR, config: Config) -> str:
+    """What ``config`` is compiled to for sm_90, as text; skips where no tool shows it."""
     tool = _cuobjdump()
     if tool is None:
         pytest.skip("no cuobjdump")
-    sample = samples.dequantised(8, 512)
+    module = backend.store.load(backend.source(ir, config))
+    compiled = compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(ir, config, Variant()), SM90)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("sample", [samples.dequantised(8, 512), samples.clamped(8, 512)], ids=label)
+def test_float8_read_back_beside_a_store_has_a_source(sample: Sample, backend: TritonBackend) -> None:
     for rows, cols, warps in ((1, 512, 4), (2, 128, 2)):
-        config = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
-        module = backend.store.load(backend.source(sample.ir, config))
-        compiled = compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(sample.ir, config, Variant()), SM90)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        code = machine_code(backend, sample.ir, {"block_rows": rows, "block_cols": cols, "num_warps": warps})
         assert "E4M3.UNPACK_B" in code
         # R1 is the stack pointer: ptxas 12.8 reads it where it lost the word it was to take apart.
         assert re.findall(r"E4M3\.UNPACK_B R\d+, R1\b", code) == []
+
+
+def one_clamp(to: str, rows: int, cols: int) -> KernelIR:
+    """``x.clamp(-448, 448)`` as ``to``."""
+    buffers = [samples.contiguous("x", "float32", (rows, cols)), samples.contiguous("y", to, (rows, cols), True)]
+    b = samples.Body(buffers, (rows,), cols)
+    x = b("minimum", b("maximum", b.load("x", b.at), b.const(-448.0)), b.const(448.0))
+    b.store("y", b.at, x)
+    return KernelIR(tuple(buffers), (b.segment(),))
+
+
+@pytest.mark.parametrize(("block_cols", "warps"), [(512, 4), (16, 1), (128, 4)])
+def test_float8_saturates_by_its_conversion(block_cols: int, warps: int, backend: TritonBackend) -> None:
+    """Of a clamp to its range nothing is left, however few numbers a thread converts."""
+    config = {"block_rows": 1, "block_cols": block_cols, "num_warps": warps}
+    code = machine_code(backend, one_clamp("float8_e4m3fn", 8, 512), config)
+    assert "FMNMX" not in code
+    conversions = re.findall(r"F2FP\S*E4M3\S*", code)
+    assert conversions and all("SATFINITE" in name for name in conversions)
+    assert "FMNMX" in machine_code(backend, one_clamp("float16", 8, 512), config)
+
+
+def test_the_interpreter_keeps_clamps_since_it_does_not_saturate(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ir, config = one_clamp("float8_e4m3fn", 3, 64), {"block_rows": 1, "block_cols": 64, "num_warps": 1}
+    assert "tl.maximum" not in backend.source(ir, config)
+    monkeypatch.setattr("fuseplan.kernels.triton_values.interpreter_is_on", lambda: True)
+    assert "tl.maximum" in backend.source(ir, config) and "tl.minimum" in backend.source(ir, config)
 
 
 def test_resources_are_remembered_by_the_cache_folder(tmp_path: Path) -> None:

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 import re
 
+# Where two numbers share a register, ptxas 12.9 takes the upper one out before it widens it: two instructions, not one.
+_FLOAT_OF_BFLOAT16 = '''
+@triton.jit
+def _float_of_bfloat16(x):
+    """The same number: a bfloat16 is the upper half of a float32."""
+    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+'''
+
 _FLOORDIV = '''
 @triton.jit
 def _floordiv(a, b):
@@ -190,6 +198,7 @@ def _row_min(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
 
 #: Helper -> its source, each after what it calls.
 _HELPERS = {
+    "_float_of_bfloat16": _FLOAT_OF_BFLOAT16,
     "_floordiv": _FLOORDIV,
     "_remainder": _REMAINDER,
     "_exp": _EXP,

@@ -286,6 +286,8 @@ def _narrowed(text: str, dtype: str, stored: str) -> str:
 
 def _converted(text: str, stored: str, dtype: str) -> str:
     """``text``, which has storage type ``stored``, in register type ``dtype``."""
+    if (stored, dtype) == ("bfloat16", "float32"):
+        return f"_float_of_bfloat16({text})"
     return f"{_between(text, dtype, stored)}.to({tl_type(dtype)})"
 
 

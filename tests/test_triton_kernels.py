@@ -164,6 +164,13 @@ def test_the_interpreter_keeps_clamps_since_it_does_not_saturate(
     assert "tl.maximum" in backend.source(ir, config) and "tl.minimum" in backend.source(ir, config)
 
 
+@pytest.mark.parametrize("sample", [samples.swiglu(64, 4096, "bfloat16"), samples.rms_norm(64, 4096, "bfloat16")],
+                         ids=label)
+def test_widening_a_bfloat16_is_one_instruction(sample: Sample, backend: TritonBackend) -> None:
+    code = machine_code(backend, sample.ir, {"block_rows": 1, "block_cols": 4096, "num_warps": 4, "loads": "early"})
+    assert "PRMT" not in code
+
+
 def test_resources_are_remembered_by_the_cache_folder(tmp_path: Path) -> None:
     sample = samples.swiglu(32, 1024, "bfloat16")
     config = {"block_rows": 1, "block_cols": 512, "num_warps": 4}

@@ -131,8 +131,12 @@ def cheaper_arithmetic(segment: Segment) -> Segment:
     return _without_unused(replace(segment, body=tuple(maker.body), stores=stores))
 
 
-#: Between these, reciprocals of float32 numbers are normal numbers; and the largest float32.
-_SMALL, _LARGE, _LARGEST = 2.0**-120, 2.0**120, 2.0**128
+#: Between these, reciprocals of float32 numbers are normal numbers, by a factor of two: none is flushed to zero, even
+#: where a GPU's approximation is 2 units off. So a product with one is within a few units in the last place of the
+#: quotient, as an approximate division is, wherever that is a normal number itself. An int8 row's scale may be 2^121.
+_SMALL, _LARGE = 2.0**-125, 2.0**125
+#: No float32 is this large.
+_LARGEST = 2.0**128
 
 
 class _Maker:

@@ -90,7 +90,7 @@ def round_to_nearest() -> None:
     their own here, and are what is compiled."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
-    triton_values.interpreter_is_on = lambda: False  # type: ignore[attr-defined]
+    triton_values.interpreter_is_on = lambda: False
     original = InterpreterBuilder.cast_impl
 
     def cast_impl(self: InterpreterBuilder, source: Any, target: Any) -> Any:

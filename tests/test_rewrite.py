@@ -281,7 +281,7 @@ def test_a_division_by_an_ordinary_constant_becomes_a_product(divisor: float, ke
 
 
 @pytest.mark.parametrize(("least", "by", "kept"), [
-    (1e-6, 1 / 448, False), (1e-6, 0.5, True), (1e-38, 1 / 448, True), (0.0, 1 / 448, True),
+    (1e-6, 1 / 448, False), (1e-6, 1 / 127, False), (1e-6, 0.5, True), (1e-38, 1 / 448, True), (0.0, 1 / 448, True),
     (None, 1 / 448, True),
 ])
 def test_a_division_by_an_ordinary_number_of_the_row_becomes_a_product(
@@ -305,6 +305,31 @@ def test_a_division_by_an_ordinary_number_of_the_row_becomes_a_product(
             run_reference(KernelIR(tuple(buffers), (each,)), [tensor])[0].float() for each in (segment, found)
         )
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("extreme", [2.0**127, 3.4028e38, 2.0**-100, 1.0])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_product_moves_few_numbers_of_an_int8_row_to_the_next_step(extreme: float, narrow: bool) -> None:
+    """In float32, against float64: no more often than eager PyTorch, but for those halfway between two steps."""
+    rows, cols = 64, 8192
+    buffers = [samples.contiguous("x", "float32", (rows, cols)), samples.contiguous("y", "float32", (rows, cols), True)]
+    b = samples.Body(buffers, (rows,), cols)
+    x = b.load("x", b.at)
+    least = 1 / (127 * 512)
+    scale = b("maximum", b("div", b.reduce("max", b("abs", x)), b.const(127.0)), b.const(least))
+    b.store("y", b.at, b("round", b("div", x, scale)))
+    found = cheaper_arithmetic(b.segment())
+    assert "div" not in ops_of(found)
+    tensor = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+    tensor = tensor / tensor.abs().amax(-1, keepdim=True)
+    tensor = (tensor.bfloat16().float() if narrow else tensor) * extreme
+    (actual,) = run_reference(KernelIR(tuple(buffers), (found,)), [tensor], float_dtype=torch.float32)
+    exact = tensor.double()
+    exact = (exact / (exact.abs().amax(-1, keepdim=True) / 127.0).clamp(min=least)).round()
+    eager = (tensor / (tensor.abs().amax(-1, keepdim=True) / 127.0).clamp(min=least)).round()
+    wrong, own = (float((one.double() != exact).double().mean()) for one in (actual, eager))
+    assert float((actual.double() - exact).abs().max()) <= 1
+    assert wrong <= own + (1e-3 if narrow else 1e-5)
 
 
 def test_a_division_of_the_row_itself_stays() -> None:

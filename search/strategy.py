@@ -24,8 +24,9 @@ EXHAUSTIVE_LIMIT = 200
 _SAMPLER_TRIES = 20
 #: Part of the trials left over after the seeds that the sampler gets; coordinate descent has the rest.
 _SAMPLER_SHARE = 0.5
-#: Fewer trials left over than this are all for descent.
-_SAMPLER_MIN = 8
+#: Fewer trials left over than this are all for descent. Replayed on 22 spaces of reductions measured on an H200, the
+#: answer of 9 trials is 0.45 % behind the best that way on average, and 0.55 % where half of them are sampled.
+_SAMPLER_MIN = 10
 #: A combination that should be faster by less than this is not worth a compilation.
 _WORTHWHILE = 0.97
 #: Combinations at most that are worth compiling before it is known which one will be wanted.

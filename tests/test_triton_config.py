@@ -135,11 +135,28 @@ def test_many_wide_rows_that_are_read_twice_are_suggested_in_halves(target: Targ
         assert tile.looped and infeasible(many, halves, target) is None
         assert enumerate_space(backend, many, target).find(halves) is not None
     for other in (
-        samples.rms_norm(512, 8192, "bfloat16"), samples.rms_norm(16384, 2048, "bfloat16"),
-        samples.layer_norm(16384, 8192, "bfloat16"), samples.softmax(4096, 32768, "bfloat16"),
-        samples.softmax(9, 9, symbols={"n": 9}),
+        samples.rms_norm(512, 8192, "bfloat16"), samples.rms_norm(16384, 1024, "bfloat16"),
+        samples.softmax(4096, 32768, "bfloat16"), samples.softmax(9, 9, symbols={"n": 9}),
     ):
         assert backend.suggestions(other.ir, target) == ()
+
+
+@pytest.mark.parametrize(("rows", "cols", "at_once"), [(16384, 2048, 1), (4096, 2048, 2), (4096, 4096, 1)])
+def test_short_halves_of_not_very_many_rows_are_taken_two_at_a_time(rows: int, cols: int, at_once: int) -> None:
+    backend, ir = TritonBackend(), samples.layer_norm(rows, cols, "bfloat16").ir  # three passes
+    (halves,) = backend.suggestions(ir, SM90)
+    assert (halves["block_rows"], halves["block_cols"], halves["num_warps"]) == (at_once, cols // 2, cols // 512)
+    assert enumerate_space(backend, ir, SM90).find(halves) is not None
+
+
+def test_rows_that_are_read_four_times_are_not_walked_in_halves() -> None:
+    buffers = samples.softmax(4096, 4096, "bfloat16").ir.buffers
+    b = samples.Body(buffers, (4096,), 4096)
+    x = b.load("x", b.at)
+    for _ in range(3):
+        x = b("sub", x, b.reduce("max", b("mul", x, x)))
+    b.store("y", b.at, x)
+    assert TritonBackend().suggestions(KernelIR(buffers, (b.segment(),)), SM90) == ()
 
 
 @pytest.mark.parametrize(("cols", "warps"), [(5120, 4), (8192, None), (2560, 2), (3000, None), (14336, 8)])
@@ -174,9 +191,6 @@ def test_what_rescales_no_sum_is_not_chosen_for_as_if_it_did() -> None:
     norm = samples.rms_norm(4096, 32768, "bfloat16").ir
     default = default_config(norm, SM90)
     assert default_config(softmax_beside_a_sum(4096, 32768), SM90)["num_warps"] == default["num_warps"] == 16
-    backend = TritonBackend()
-    assert backend.suggestions(softmax_beside_a_sum(4096, 8192), SM90) == ()  # three passes
-    assert backend.suggestions(samples.softmax(4096, 8192, "bfloat16").ir, SM90)
 
 
 def test_the_cache_is_told_which_loads_come_again() -> None:

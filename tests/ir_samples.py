@@ -498,7 +498,8 @@ def clamped(rows: int, cols: int, dtype: str = "float32") -> Sample:
     for name, number in zip(names, numbers, strict=True):
         b.store(name, b.at, number)
         b.store(f"{name}_back", b.at, b.round(number, "float8_e4m3fn"))
-    return Sample("clamped", _kernel(buffers, b), scale=30.0, overrides=lambda _, tensor: with_edges(tensor, FLOAT8_EDGES))
+    return Sample("clamped", _kernel(buffers, b), scale=30.0,
+                  overrides=lambda _, tensor: with_edges(tensor, FLOAT8_EDGES))
 
 
 def dequantised(rows: int, cols: int) -> Sample:

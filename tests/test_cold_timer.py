@@ -1,7 +1,8 @@
-"""What a sample of cold calls says where single calls differ."""
+"""Cold calls: what they find in the cache, where results lie, and what a sample says where single calls differ."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -35,6 +36,54 @@ class _Clock:
                 return float(end.at_ms - self.at_ms)
 
         return Event()
+
+
+def test_calls_meet_an_overwritten_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuseplan.search.timers._MIN_FLUSH_BYTES", 4096)
+    clock = _Clock([0.25, 0.25, 8.0])
+    timer = ColdTimer(l2_bytes=2048, device="cpu", event=clock.event)
+    assert timer._buffer.numel() * 4 == 4 * 2048
+    seen: list[tuple[int, bool]] = []
+
+    def run(operand: torch.Tensor) -> None:
+        seen.append((int(operand), not bool(timer._buffer.any())))
+        timer._buffer.fill_(1)  # what was in the cache is used up
+        clock.now_ms += 8.0 if int(operand) == 2 else 0.25
+
+    operands = [(torch.tensor(number),) for number in range(3)]
+    sample = timer.prepare(run, operands)
+    warm = len(seen)
+    assert sample(0) == 250.0  # the slow one is the largest
+    calls = seen[warm:]
+    assert all(flushed for _, flushed in calls)
+    assert [number for number, _ in calls] == [0, 1, 2, 0]  # a millisecond of calls of 250 us
+
+
+@pytest.mark.parametrize(("held_bytes", "most"), [(2**20, 10), (3 * 4096, 4), (100, 1)])
+def test_the_calls_of_a_sample_write_to_several_blocks(
+    held_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many results as the limit allows are alive at once, beside the one that is being made; none afterwards."""
+    monkeypatch.setattr("fuseplan.search.timers._MIN_FLUSH_BYTES", 4096)
+    monkeypatch.setattr("fuseplan.search.timers._HELD_BYTES", held_bytes)
+    clock, alive, peak = _Clock([0.01]), 0, 0
+
+    def dropped() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def run(operand: torch.Tensor) -> list[object]:
+        nonlocal alive, peak
+        alive, result = alive + 1, operand + 1
+        weakref.finalize(result, dropped)
+        peak = max(peak, alive)
+        clock.run(operand)
+        return [(result,), None]
+
+    sample = ColdTimer(l2_bytes=1024, device="cpu", event=clock.event).prepare(run, [(torch.zeros(1024),)])
+    peak = 0
+    sample(0)
+    assert (peak, alive) == (most, 0)
 
 
 def sample_of(calls_ms: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> float:

@@ -28,6 +28,9 @@ _FACTORS = 5
 #: bandwidth was measured and does not depend on who moves the bytes, and the other terms too are in units of what was
 #: measured: many short kernels, which hardly tell the factors apart, must not trade one for another.
 _PRIOR, _GPU_PRIORS = (0.03,) * _FACTORS, (0.2, 1.0, 0.2, 0.2, 0.2)
+#: On GPUs the measured bandwidth weighs as much as one of so many samples: kernels of a few kinds, which wait for
+#: something else too, are many where there are many shapes, and no more than a few voices all the same.
+_SAMPLES_A_VOICE, _BANDWIDTH = 20, 1
 
 
 @dataclass(frozen=True)
@@ -129,33 +132,48 @@ def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
 
 @dataclass(frozen=True)
 class _Table:
-    """The terms of all samples (a row of ``terms`` each, see :func:`_row`), bounds and times; the priors by factor."""
+    """The terms of all samples, bounds and times.
+
+    ``terms`` has a row for each sample (launch, host, compute, latency, serial), ``moves`` one for each of its parts
+    (:attr:`~fuseplan.costmodel.roofline.Terms.moves`, filled up with zeros).
+    """
 
     terms: _Array
+    moves: _Array
     floor_us: _Array
     measured_us: _Array
-    priors: _Array
+    on_gpu: bool
 
     @staticmethod
     def of(samples: Sequence[Sample], spec: DeviceSpec) -> _Table:
-        rows = [_row(sample, spec) for sample in samples]
+        terms = [
+            roofline_terms(one.work, spec, one.mode, cold_bytes=one.cold_bytes, threads=one.threads) for one in samples
+        ]
+        rows = [(one.launch_us, one.host_us, one.compute_us, one.latency_us, one.serial_us) for one in terms]
+        most = max((len(one.moves) for one in terms), default=1)
+        moves = [(*one.moves, *[(0.0, 0.0)] * (most - len(one.moves))) for one in terms]
         floors = [
             lower_bound(one.work, spec, one.mode, cold_bytes=one.cold_bytes or 0.0, threads=one.threads)
             for one in samples
         ]
         times = [sample.measured_us for sample in samples]
-        priors = np.array(_GPU_PRIORS if spec.identity.device_type == "cuda" else _PRIOR)
-        return _Table(np.array(rows).reshape(-1, 7), np.array(floors), np.array(times, dtype=np.float64), priors)
+        return _Table(
+            np.array(rows).reshape(-1, 5), np.array(moves).reshape(-1, most, 2), np.array(floors),
+            np.array(times, dtype=np.float64), spec.identity.device_type == "cuda",
+        )
 
     def fit(self, chosen: npt.NDArray[np.intp]) -> _Array:
         """The factors that suit the chosen samples best."""
         from scipy.optimize import least_squares  # slow to import, and only a tune calibrates
 
-        terms, log_measured = self.terms[chosen], np.log(self.measured_us[chosen])
+        terms, moves, log_measured = self.terms[chosen], self.moves[chosen], np.log(self.measured_us[chosen])
+        priors: _Array = np.array(_GPU_PRIORS if self.on_gpu else _PRIOR)
+        if self.on_gpu:
+            priors[_BANDWIDTH] = max(priors[_BANDWIDTH], len(chosen) / _SAMPLES_A_VOICE)
 
         def residuals(log_factors: _Array) -> _Array:
-            times = np.maximum(_times(terms, np.exp(log_factors)), 1e-9)
-            return np.concatenate([np.log(times) - log_measured, self.priors * log_factors])
+            times = np.maximum(_times(terms, moves, np.exp(log_factors)), 1e-9)
+            return np.concatenate([np.log(times) - log_measured, priors * log_factors])
 
         start = np.zeros(_FACTORS)
         solution = least_squares(residuals, start, bounds=(-_LIMIT, _LIMIT), loss="soft_l1", f_scale=_OUTLIER)
@@ -163,26 +181,20 @@ class _Table:
 
     def predict(self, chosen: npt.NDArray[np.intp], factors: _Array) -> _Array:
         """Predicted times of the chosen samples."""
-        return np.maximum(_times(self.terms[chosen], factors), self.floor_us[chosen])
+        return np.maximum(_times(self.terms[chosen], self.moves[chosen], factors), self.floor_us[chosen])
 
     def errors(self, chosen: npt.NDArray[np.intp], factors: _Array) -> _Array:
         """Relative errors of those."""
         return np.abs(self.predict(chosen, factors) / self.measured_us[chosen] - 1.0)
 
 
-def _row(sample: Sample, spec: DeviceSpec) -> tuple[float, ...]:
-    terms = roofline_terms(sample.work, spec, sample.mode, cold_bytes=sample.cold_bytes, threads=sample.threads)
-    return (
-        terms.launch_us, terms.host_us, terms.memory_us, terms.compute_us,
-        terms.latency_us, terms.write_us, terms.serial_us,
-    )  # fmt: skip
-
-
-def _times(terms: _Array, factors: _Array) -> _Array:
+def _times(terms: _Array, moves: _Array, factors: _Array) -> _Array:
     """``calibrated(terms, factors).time_us`` of many kernels at once."""
-    launch_us, host_us, memory_us, compute_us, latency_us, write_us, serial_us = terms.T
+    launch_us, host_us, compute_us, latency_us, serial_us = terms.T
+    memory_us, write_us = np.moveaxis(moves, -1, 0)
     launch, memory, compute, latency, write = factors
-    busy_us = np.maximum.reduce([memory * memory_us, compute * compute_us, write * write_us, latency * serial_us])
+    moving_us = np.maximum(memory * memory_us, write * write_us).sum(axis=1)
+    busy_us = np.maximum.reduce([moving_us, compute * compute_us, latency * serial_us])
     return np.asarray(np.maximum(launch * host_us, launch * launch_us + latency * latency_us + busy_us))
 
 

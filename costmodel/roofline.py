@@ -10,94 +10,28 @@ An eager CUDA launch is queued by the host while the device still works, so ther
 
     time = max(launches * t0_host, launches * t0_graph + max(bytes / BW(bytes), flops / peak))
 
-On CUDA, six more things that a short kernel waits for are in a prediction (never in the bound), each in terms of what
-the probe measured:
-
-* the instructions that follow one another before the first result (``steps``), in units of a tenth of the time that an
-  elementwise kernel takes beyond an empty one;
-* the slowest of many ways to the cache: a kernel on every multiprocessor waits longer than one on a few;
-* what it asks the cache for, operands that rows share again and again, at the best bandwidth of any size and pattern;
-  where a kernel has parts whose blocks follow one another, in each part by itself: one that waits for the cache does
-  not overlap with another that waits for memory;
-* results, which are written no faster than memory takes them, even where a cache has room for them;
-* a row too long to be held, which one multiprocessor has to move alone, at its share of the best bandwidth (what is
-  held is loaded all at once: such rows take no longer the longer they are);
-* instructions besides the arithmetic, at the measured fp32 rate. Special functions have a unit of their own, which
-  works beside the others; issuing one takes an instruction's time.
-
-A kernel that reads nothing does not wait for a load, which the measured launch latency contains.
-
-Rows gathered from a table are hot on CUDA too (popular ones come back), but not at the next call: those of another call
-take room in the cache meanwhile, and count in the footprint that the bandwidth is read at.
+What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.gpu_terms`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
+from fuseplan.costmodel.gpu_terms import with_gpu_terms
+from fuseplan.costmodel.terms import Terms, calibrated, transfer_us
 from fuseplan.costmodel.work import Work
 
 _IDENTITY = Calibration()
 #: Modes without a host in the loop.
-_REPLAYED: tuple[Mode, ...] = ("graph", "overlapped")
-#: Dependent instructions in an elementwise kernel (two loads, an op, a store, and their addresses).
-_ELEMENTWISE_STEPS = 10.0
-#: What the first use of cold data adds, in the same unit: a walk through every cache to memory.
-_COLD_STEPS = 10.0
-#: Of an elementwise kernel's dependent instructions, those of waiting for what it loads.
-_LOAD_STEPS = 4.0
-#: What it adds, in the same unit, that a kernel keeps every multiprocessor busy, and the bytes for each from which on
-#: it does: those of the smallest tiles.
-_SPREAD_STEPS, _SPREAD_BYTES = 2.0, 1024.0
+_REPLAYED: tuple[Mode, ...] = ("graph", "overlapped", "early")
 #: Bytes of a row that one multiprocessor keeps in registers between two passes.
 _HELD_BYTES = 128 * 2**10
 #: Uses of a weight between which other copies are used when a kernel is timed; so many fitting the cache are not cold.
 _ROTATION = 256
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The terms of the roofline, before they are combined.
-
-    Attributes:
-        launch_us: Launch latency that nothing hides.
-        host_us: Launch latency on the host, in parallel with the device.
-        memory_us: Moving the bytes.
-        compute_us: The arithmetic.
-        latency_us: Dependent instructions that nothing hides.
-        write_us: Writing the results, beside ``memory_us``.
-        serial_us: Dependent instructions, beside ``memory_us`` and ``compute_us``.
-    """
-
-    launch_us: float
-    host_us: float
-    memory_us: float
-    compute_us: float
-    latency_us: float = 0.0
-    write_us: float = 0.0
-    serial_us: float = 0.0
-
-    @property
-    def busy_us(self) -> float:
-        """The longest of what goes on at the same time."""
-        return max(self.memory_us, self.compute_us, self.write_us, self.serial_us)
-
-    @property
-    def time_us(self) -> float:
-        return max(self.host_us, self.launch_us + self.latency_us + self.busy_us)
-
-    @property
-    def bound_by(self) -> Literal["memory", "compute", "launch"]:
-        """The largest term; waiting for instructions counts as launching."""
-        started_us = self.launch_us + self.latency_us
-        if started_us > self.busy_us or self.host_us > started_us + self.busy_us:
-            return "launch"
-        return "memory" if max(self.memory_us, self.write_us) >= self.compute_us else "compute"
 
 
 @dataclass(frozen=True)
@@ -177,10 +111,13 @@ def lower_bound(
     _check(work, spec, cold_bytes, threads)
     launch_us, host_us = _launch_us(work, spec, mode, best=True)
     hot_bytes = work.dram_bytes - cold_bytes
-    memory_us = _us(hot_bytes, spec.bandwidth.ideal_gbps(hot_bytes)) + _us(
+    memory_us = transfer_us(hot_bytes, spec.bandwidth.ideal_gbps(hot_bytes)) + transfer_us(
         cold_bytes, spec.bandwidth.ideal_memory_gbps
     )
-    compute_us = max((flops / spec.peak(unit).best_per_s * 1e6 for unit, flops in work.flops.items()), default=0.0)
+    flops = dict(work.flops)
+    if work.special and spec.identity.device_type == "cuda":
+        flops["sfu"] = work.special
+    compute_us = max((count / spec.peak(unit).best_per_s * 1e6 for unit, count in flops.items()), default=0.0)
     return Terms(launch_us, host_us, memory_us, compute_us).time_us
 
 
@@ -195,74 +132,21 @@ def roofline_terms(
     cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
     on_gpu = spec.identity.device_type == "cuda"
     footprint_bytes = work.dram_bytes + (work.gathered_bytes if on_gpu else 0.0)
-    memory_us = _us(work.dram_bytes - cold_bytes, _gbps(spec, footprint_bytes, threads)) + _us(
+    memory_us = transfer_us(work.dram_bytes - cold_bytes, _gbps(spec, footprint_bytes, threads)) + transfer_us(
         cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads)
     )
     if not (on_gpu and 0 < work.row_bytes <= _HELD_BYTES):
-        memory_us += _us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
+        memory_us += transfer_us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
     # Units share issue slots, so their times add; only the lower bound lets them overlap.
     share = threads / spec.identity.cores if spec.identity.device_type == "cpu" else 1.0
     compute_us = sum(flops / (spec.peak(unit).per_s * share) * 1e6 for unit, flops in work.flops.items())
     terms = Terms(launch_us, host_us, memory_us, compute_us)
-    return _with_gpu_terms(terms, work, spec, mode, cold_bytes) if on_gpu else terms
-
-
-def _with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode, cold_bytes: float) -> Terms:
-    launch = spec.launch.get(mode if mode in _REPLAYED else "graph", spec.launch.get("graph"))
-    step_us = (launch.us - launch.best_us) / _ELEMENTWISE_STEPS if launch is not None else 0.0
-    share_gbps = max(point.gbps for point in spec.bandwidth.points) / spec.identity.cores
-    cache_gbps = max(point.best_gbps for point in spec.bandwidth.points)
-    row_us = _us(work.row_bytes, share_gbps) if work.row_bytes > _HELD_BYTES else 0.0
-    # A fused multiply-add counts as two operations, and is one instruction.
-    rate = spec.peaks["fp32"].per_s / 2 if "fp32" in spec.peaks else math.inf
-    reads = work.dram_bytes > work.written_bytes or not work.written_bytes
-    spread = min(1.0, work.dram_bytes / (spec.identity.cores * _SPREAD_BYTES))
-    steps = work.steps + _SPREAD_STEPS * spread + (_COLD_STEPS if cold_bytes else 0.0)
-    return replace(
-        terms,
-        launch_us=terms.launch_us - (0.0 if reads else _LOAD_STEPS * step_us * work.launches),
-        memory_us=max(_traffic_us(work, terms.memory_us, cache_gbps), row_us),
-        compute_us=_issued_us(work, spec, terms.compute_us, rate),
-        latency_us=step_us * steps,
-        write_us=_us(work.written_bytes, spec.bandwidth.memory_gbps),
-        serial_us=step_us * work.serial_steps,
-    )
-
-
-def _issued_us(work: Work, spec: DeviceSpec, compute_us: float, rate: float) -> float:
-    """The longer of the special functions and of issuing everything, those included; ``rate`` is per second."""
-    special = work.flops.get("sfu", 0.0)
-    special_us = special / spec.peak("sfu").per_s * 1e6 if special else 0.0
-    return max(special_us, compute_us - special_us + (work.instructions + special) / rate * 1e6)
-
-
-def _traffic_us(work: Work, memory_us: float, cache_gbps: float) -> float:
-    """The longer of moving and requesting; where there are parts, of each with its share of ``memory_us``."""
-    moved_bytes = sum(part.moved_bytes for part in work.traffic)
-    us_per_byte = memory_us / max(work.dram_bytes, moved_bytes, 1.0)
-    parts_us = sum(
-        max(part.moved_bytes * us_per_byte, _us(part.requested_bytes, cache_gbps)) for part in work.traffic
-    )
-    rest_us = max(work.dram_bytes - moved_bytes, 0.0) * us_per_byte
-    return max(parts_us + rest_us, _us(work.requested_bytes, cache_gbps))
+    return with_gpu_terms(terms, work, spec, mode, cold=cold_bytes > 0) if on_gpu else terms
 
 
 def _cold_bytes(work: Work, spec: DeviceSpec) -> float:
     on_gpu = spec.identity.device_type == "cuda"
     return work.cold_bytes if on_gpu and work.cold_bytes * _ROTATION > spec.identity.l2_bytes else 0.0
-
-
-def calibrated(terms: Terms, calibration: Calibration) -> Terms:
-    """The terms multiplied by a calibration's factors."""
-    return Terms(
-        terms.launch_us * calibration.launch_scale,
-        terms.host_us * calibration.launch_scale,
-        terms.memory_us * calibration.memory_scale,
-        terms.compute_us * calibration.compute_scale,
-        terms.latency_us * calibration.latency_scale,
-        terms.write_us * calibration.write_scale,
-        terms.serial_us * calibration.latency_scale,
-    )
 
 
 def _check(work: Work, spec: DeviceSpec, cold_bytes: float, threads: int | None) -> None:
@@ -294,7 +178,3 @@ def _gbps(spec: DeviceSpec, footprint_bytes: float, threads: int) -> float:
 def _single(curve: BandwidthCurve, footprint_bytes: float, threads: int) -> float:
     """Bandwidth of one of ``threads`` threads that share a footprint evenly."""
     return curve.gbps(footprint_bytes / threads)
-
-
-def _us(nbytes: float, gbps: float) -> float:
-    return nbytes / gbps * 1e-3

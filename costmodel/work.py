@@ -22,10 +22,12 @@ class Traffic:
     Attributes:
         moved_bytes: Distinct bytes of this part, of ``Work.dram_bytes``; what two parts read counts in both.
         requested_bytes: What it asks the last-level cache for, as in :class:`Work`.
+        written_bytes: How many of ``moved_bytes`` are written.
     """
 
     moved_bytes: float
     requested_bytes: float
+    written_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class Work:
         gathered_bytes: How many of ``dram_bytes`` are rows of a table that data chooses: the next call chooses others.
         traffic: The parts of a kernel whose blocks run one after the other; empty where there is one.
         row_bytes: Bytes of the largest part that one multiprocessor has to move by itself (a reduced row).
+        row_loaded_bytes: What it loads of that, as often as it walks along it.
+        row_instructions: Instructions of such a row that the multiprocessor issues after those that ``steps`` counts.
         instructions: Instructions besides ``flops``: loads, stores, conversions, addresses, polynomials.
+        special: Uses of a GPU's special-function unit, where ``flops`` counts them as other devices need them.
         steps: Instructions that wait for one another before the first result is stored.
         serial_steps: The same for a loop whose waits overlap with those of other parts of the kernel.
     """
@@ -62,6 +67,9 @@ class Work:
     steps: float = 0.0
     serial_steps: float = 0.0
     gathered_bytes: float = 0.0
+    special: float = 0.0
+    row_loaded_bytes: float = 0.0
+    row_instructions: float = 0.0
     traffic: tuple[Traffic, ...] = ()
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ class ChoiceSample:
     label: str
     family: str
     group: str
-    mode: Literal["eager", "kernel", "graph", "overlapped"]
+    mode: Literal["eager", "kernel", "graph", "overlapped", "early"]
     work: Work
     measured_us: float
 

@@ -34,10 +34,14 @@ def test_an_overlapped_launch_is_shorter_where_it_was_measured() -> None:
     assert predict(work, OVERLAPPING, "graph").time_us == pytest.approx(1.0 + 0.25 + 5.0 + SPREAD_US)
     assert predict(work, OVERLAPPING, "overlapped").time_us == pytest.approx(0.7 + 1.2 * 0.2 + 5.0)
     assert lower_bound(work, OVERLAPPING, "overlapped") == pytest.approx(0.5 + 4.0)
+    # Where each kernel lets the next start at once, launching takes what it took the empty kernels that did.
+    assert predict(work, OVERLAPPING, "early").time_us == pytest.approx(0.5 + 1.2 * 0.2 + 5.0)
+    assert lower_bound(work, OVERLAPPING, "early") == lower_bound(work, OVERLAPPING, "overlapped")
     # Without the measurement it is a node like any other, and CPUs have none.
-    assert predict(work, GPU, "overlapped") == predict(work, GPU, "graph")
-    with pytest.raises(DeviceSpecError, match="graph"):
-        predict(work, CPU, "overlapped")
+    for mode in ("overlapped", "early"):
+        assert predict(work, GPU, mode) == predict(work, GPU, "graph")
+        with pytest.raises(DeviceSpecError, match="graph"):
+            predict(work, CPU, mode)
 
 
 def test_memory_bound() -> None:
@@ -142,9 +146,10 @@ def test_what_short_cuda_kernels_wait_for() -> None:
     # Asked again and again, the cache gives 250 GB/s, the most it ever has.
     assert time_us(requested_bytes=5e6) == pytest.approx(1 + 20)
     assert time_us(requested_bytes=1.1e6) == pytest.approx(6)
-    # A row that is held is loaded at once; of a longer one, one of 100 multiprocessors moves 200 GB/s / 100.
-    assert time_us(row_bytes=1e5) == pytest.approx(6)
-    assert time_us(row_bytes=2e5) == pytest.approx(1 + 100)
+    # One of 100 multiprocessors loads a row at 250 GB/s / 100, and computes it at 5e10 instructions a second / 100.
+    assert time_us(row_loaded_bytes=1e3) == pytest.approx(6)
+    assert time_us(row_loaded_bytes=1e5) == pytest.approx(1 + 40)
+    assert time_us(row_loaded_bytes=1e5, row_instructions=1e4) == pytest.approx(1 + 40 + 20)
     # 1e11 flops a second are 5e10 instructions.
     assert time_us(instructions=1e6) == pytest.approx(1 + 20)
     # A row in registers is not read again; one that is too long for them is, at 200 GB/s.
@@ -166,6 +171,19 @@ def test_parts_of_a_kernel_that_follow_one_another_wait_each_for_its_own() -> No
     assert time_us((8e5, 0.0), (8e5, 0.0), work=Work(dram_bytes=1e6, launches=1)) == pytest.approx(6)
     # What no part accounts for is moved all the same.
     assert time_us((2e5, 1e6)) == pytest.approx(1 + 4 + 4)
+
+
+def test_each_part_writes_no_faster_than_memory() -> None:
+    """8e5 bytes in 4 us, of which 4e5 are written at 50 GB/s; then 2e5 more in 1 us."""
+    parts = (Traffic(8e5, 0.0, 4e5), Traffic(2e5, 0.0))
+    work = Work(dram_bytes=1e6, launches=1, written_bytes=4e5, traffic=parts)
+    assert predict(work, GPU, "graph").time_us - SPREAD_US == pytest.approx(1 + 8 + 1)
+    # Were it one part, writing would hide all of the 5 us.
+    whole = dataclasses.replace(work, traffic=())
+    assert predict(whole, GPU, "graph").time_us - SPREAD_US == pytest.approx(1 + 8)
+    # Moving three times as slow, writing half as slow again.
+    spec = GPU.with_calibration("triton", Calibration(memory_scale=3.0, write_scale=1.5))
+    assert predict(work, spec, "graph", backend="triton").time_us - SPREAD_US == pytest.approx(1 + max(12, 12) + 3)
 
 
 def test_rows_gathered_before_take_room_in_the_cache() -> None:
@@ -215,11 +233,23 @@ def test_special_functions_have_a_unit_of_their_own_on_gpus() -> None:
     assert compute_us(1e6, 1e5) == pytest.approx(1.1e6 / 5e10 * 1e6)
 
 
+def test_gpus_need_their_own_number_of_special_functions() -> None:
+    work = Work({"sfu": 8e5, "fp32": 1e5}, dram_bytes=1e3, launches=1)
+    fewer = dataclasses.replace(work, special=1e5)
+    # Eight on other devices, one at 1e10 a second here, and no more than 4e10 whatever happens.
+    assert predict(work, GPU, "graph").parts.compute_us == pytest.approx(80)
+    assert predict(fewer, GPU, "graph").parts.compute_us == pytest.approx(10)
+    assert lower_bound(work, GPU, "graph") - lower_bound(fewer, GPU, "graph") == pytest.approx(20 - 2.5)
+    assert predict(fewer, CPU, "kernel") == predict(work, CPU, "kernel")
+    assert lower_bound(fewer, CPU, "kernel") == lower_bound(work, CPU, "kernel")
+
+
 def test_what_only_predicts_changes_no_bound_and_no_cpu() -> None:
     plain = Work({"fp32": 1e5}, dram_bytes=1e6, launches=1)
     more = dataclasses.replace(
         plain, written_bytes=5e5, cold_bytes=5e5, requested_bytes=2e6, row_bytes=1e5, instructions=1e7,
-        steps=50.0, serial_steps=500.0, gathered_bytes=5e5, traffic=(Traffic(5e5, 3e6), Traffic(5e5, 1e5)),
+        steps=50.0, serial_steps=500.0, gathered_bytes=5e5, row_loaded_bytes=1e5, row_instructions=1e5,
+        traffic=(Traffic(5e5, 3e6, 4e5), Traffic(5e5, 1e5)),
     )
     assert lower_bound(more, GPU, "graph") == lower_bound(plain, GPU, "graph")
     assert predict(more, GPU, "graph").time_us > predict(plain, GPU, "graph").time_us
@@ -313,7 +343,10 @@ works = st.builds(
     steps=st.floats(0.0, 1e3),
     serial_steps=st.floats(0.0, 1e5),
     gathered_bytes=st.floats(0.0, 1e10),
-    traffic=st.lists(st.builds(Traffic, st.floats(0.0, 1e10), st.floats(0.0, 1e10)), max_size=3).map(tuple),
+    special=st.floats(0.0, 1e12),
+    row_loaded_bytes=st.floats(0.0, 1e8),
+    row_instructions=st.floats(0.0, 1e8),
+    traffic=st.lists(st.builds(Traffic, *[st.floats(0.0, 1e10)] * 3), max_size=3).map(tuple),
 )
 
 

@@ -22,8 +22,9 @@ _JOIN_STEPS, _CONTIGUOUS_JOIN_STEPS, _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEP
 _ELEMENT_STEPS, _CONVERTING_STEPS = 5.0, 2.0
 #: Elements of such a thread: half as many where a result has four bytes or more. Threads of its block.
 _THREAD_ELEMENTS, _STRIDED_BLOCK = 4, 128
-#: Those of a function that takes a division, a range reduction or a polynomial.
-_FUNCTION_STEPS = 8.0
+#: Those of a function that takes a division, a range reduction or a polynomial; and its instructions: ATen's are exact,
+#: an exponential of nine and a division of ten.
+_FUNCTION_STEPS, _FUNCTION_INSTRUCTIONS = 8.0, 20.0
 #: Instructions for each element.
 _VECTOR_INSTRUCTIONS, _FOLD_INSTRUCTIONS, _JOIN_INSTRUCTIONS, _GATHER_INSTRUCTIONS = 8.0, 4.0, 110.0, 20.0
 _STRIDED_INSTRUCTIONS, _OPERAND_INSTRUCTIONS, _DIM_INSTRUCTIONS, _CONVERTING_INSTRUCTIONS = 20.0, 8.0, 4.0, 20.0
@@ -73,11 +74,12 @@ def aten_effort(graph: DataflowGraph, node: OpNode) -> AtenEffort:
 
 def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> AtenEffort:
     converting = _converts(graph, node)
-    function_steps = _FUNCTION_STEPS if node.op.split(".")[1] in _FUNCTIONS else 0.0
+    is_function = node.op.split(".")[1] in _FUNCTIONS
+    function_steps, function = (_FUNCTION_STEPS, _FUNCTION_INSTRUCTIONS) if is_function else (0.0, 0.0)
     if not converting and _same_layout(graph, node):
-        return AtenEffort(_VECTOR_INSTRUCTIONS * elements, function_steps)
+        return AtenEffort((_VECTOR_INSTRUCTIONS + function) * elements, function_steps)
     tensors, dims = len(node.inputs) + 1, _dims(graph, node)
-    each = _STRIDED_INSTRUCTIONS + tensors * (_OPERAND_INSTRUCTIONS + _DIM_INSTRUCTIONS * dims)
+    each = function + _STRIDED_INSTRUCTIONS + tensors * (_OPERAND_INSTRUCTIONS + _DIM_INSTRUCTIONS * dims)
     turn_steps = _ELEMENT_STEPS
     if converting:
         each, turn_steps = each + _CONVERTING_INSTRUCTIONS, turn_steps + _CONVERTING_STEPS

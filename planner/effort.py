@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from fuseplan.kernels.gathers import value_axes
 from fuseplan.kernels.index import Coord, Index, evaluate
 from fuseplan.kernels.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
-from fuseplan.kernels.triton_config import full_tile
+from fuseplan.kernels.ops import op_spec
+from fuseplan.kernels.triton_config import DEFAULT_PERSISTENT_COLS, full_tile
+from fuseplan.kernels.triton_tile import next_power_of_2
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
 _FOLD_STEPS = 4.0
@@ -23,31 +25,40 @@ _GATHER_STEPS = 5.0
 _STEP_INSTRUCTIONS = 50.0
 #: Elements that one thread has to do: those of a small pointwise tile, and of a row at most that is held in registers.
 _TILE_SHARE, _ROW_SHARE = 4.0, 32.0
+#: Columns of a row that a multiprocessor's four schedulers take at once, at so many to a thread.
+_ROW_COLS = 4 * 32 * _ROW_SHARE
 #: Dependent instructions of one round in which the threads of a block exchange 16 bytes each by way of shared memory: a
 #: store, a barrier and a load.
 _EXCHANGE_STEPS, _ROUND_BYTES = 1.0, 16.0
 #: Instructions, for each element, of moving bytes to the threads that hold the wider operand beside them: 16 bits of
 #: shared memory at a time, stored and loaded at a quarter of the rate.
 _EXCHANGE_INSTRUCTIONS = 6.0
-#: Instructions for each element of a fold.
-_FOLD_INSTRUCTIONS = 2.0
+#: Instructions for each element of a fold, beyond the half of one that its operation counts as (a fused multiply-add is
+#: one instruction for two): the other half, and its share of the shuffles.
+_FOLD_INSTRUCTIONS = 0.7
 #: Instructions of a division or remainder by a constant, in an address that changes from column to column.
 _DIVISION_INSTRUCTIONS = 4.0
 #: Integers, comparisons and logic have half the units that fp32 arithmetic has: 64 results a cycle and multiprocessor
 #: against 128 (compute capability 9.0; CUDA C++ Programming Guide, "Arithmetic Instructions").
 _HALF_RATE, _HALF_RATE_SLOTS = frozenset({"int64", "int32", "bool"}), 2.0
+#: Where a kernel has no more elements than this, its tiles are the smallest: of twice as many elements there would not
+#: be two for each of an H200's 132 multiprocessors. Each thread has four of them.
+_SMALL_KERNEL, _SMALL_TILE = 2**17, 256
 #: Operations that are nothing beside a constant.
 _LOGIC = frozenset({"logical_and", "logical_or"})
 #: Instructions for an element of one byte, beyond that of wider types: a permutation and a selection, at half the rate.
 _BYTE_INSTRUCTIONS = 3.0
-#: Instructions of a sine or cosine as the kernels have it, from their machine code: seven of double precision, five
-#: conversions and roundings, 16 of a polynomial and its selections.
-_SINE = 28
-#: Instructions of the polynomials, range reductions and corrections around a special function.
+#: Instructions of the polynomials, range reductions and corrections around a special function, beyond one and the uses
+#: of the special-function unit: counted in the machine code of Triton's kernels (sm_90), double precision twice.
 _POLYNOMIALS: Mapping[str, float] = {
-    "sin": _SINE, "cos": _SINE, "tanh": 12, "erf": 20, "pow": 20, "int_floordiv": 20, "int_remainder": 20, "exp": 1,
-    "log": 20, "sigmoid": 3, "div": 6, "reciprocal": 6, "sqrt": 6, "rsqrt": 1,
-}  # fmt: skip
+    "sin": 30, "cos": 30, "tanh": 13, "erf": 16, "pow": 190, "int_floordiv": 20, "int_remainder": 20, "log": 24,
+    "sigmoid": 2, "div": 7, "reciprocal": 6,
+}
+#: Uses of the special-function unit there, where they are not what the op table counts: conversions and roundings of
+#: double precision are some, of a logarithm there is none.
+_SPECIAL: Mapping[str, float] = {"sin": 5, "cos": 5, "tanh": 2, "sigmoid": 2, "erf": 1, "pow": 6, "log": 0}
+#: Dependent instructions of arithmetic in a step: one takes 5 cycles.
+_ARITHMETIC_A_STEP = 10.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,10 @@ class Effort:
 
     requests: tuple[float, ...] = ()
     row_bytes: float = 0.0
+    row_loaded_bytes: float = 0.0
+    row_instructions: float = 0.0
     instructions: float = 0.0
+    special: float = 0.0
     steps: float = 0.0
 
     @property
@@ -70,7 +84,10 @@ def kernel_effort(ir: KernelIR) -> Effort:
     return Effort(
         requests=tuple(one.requested_bytes for one in segments),
         row_bytes=max((one.row_bytes for one in segments), default=0.0),
+        row_loaded_bytes=max((one.row_loaded_bytes for one in segments), default=0.0),
+        row_instructions=max((one.row_instructions for one in segments), default=0.0),
         instructions=sum(one.instructions for one in segments),
+        special=sum(one.special for one in segments),
         steps=max((one.steps for one in segments), default=0.0),
     )
 
@@ -85,35 +102,79 @@ def reduction_levels(segment: Segment) -> int:
 
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
-    sizes = tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
+    sizes = _extents(segment)
     rows, cols, column = math.prod(sizes[:-1]), sizes[-1], segment.col_axis
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row()
-    row_bytes = steps = instructions = 0.0
+    loaded_bytes = stored_bytes = instructions = special = 0.0
     for instr, once, axes, slots in zip(segment.body, per_row, value_axes(segment), _slots(segment), strict=True):
         # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them.
         count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
         instructions += count * (0.0 if _decided(segment, instr) else _instructions(instr, column, slots))
+        special += count * _special(instr)
         if isinstance(instr, Load):
             instructions += count * (_packing(ir, instr.buffer) + _moving(ir, segment, instr))
+            loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
         if isinstance(instr, Reduce):
             instructions += rows * cols * _FOLD_INSTRUCTIONS
-        if not once:
-            steps += not isinstance(instr, Const)
-            row_bytes += cols * ITEMSIZE[ir.buffers[instr.buffer].dtype] if isinstance(instr, Load) else 0
     for store in segment.stores:
         once = per_row[store.value] and column not in store.index.axes()
         each = 1.0 + _packing(ir, store.buffer) + _division_instructions(store.index, column)
         instructions += each * (rows if once else rows * cols)
-        row_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
+        stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
     levels = reduction_levels(segment)
+    each = instructions / max(rows * cols, 1)
     gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
-    waiting = _FOLD_STEPS * levels + _GATHER_STEPS * gathers
-    if levels:
-        waiting += _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols)
-    waiting += _share(cols, levels) * instructions / max(rows * cols, 1) / _STEP_INSTRUCTIONS
-    requested_bytes = _requested_bytes(ir, segment, sizes, block_rows)
-    return Effort((requested_bytes,), row_bytes if levels else 0.0, instructions, steps + waiting)
+    steps = _GATHER_STEPS * gathers + _share(cols, levels) * each / _STEP_INSTRUCTIONS
+    requests = (_requested_bytes(ir, segment, sizes, block_rows),)
+    if not levels:
+        steps += _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
+        return Effort(requests, instructions=instructions, special=special, steps=steps)
+    # A row that is too long to be held is loaded for each sweep along it.
+    sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
+    return Effort(
+        requests,
+        row_bytes=loaded_bytes + stored_bytes,
+        row_loaded_bytes=loaded_bytes * sweeps,
+        row_instructions=each * max(cols - _ROW_COLS, 0.0),
+        instructions=instructions,
+        special=special,
+        steps=steps + _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols),
+    )
+
+
+def _chain(segment: Segment, per_row: Sequence[bool]) -> float:
+    """Dependent instructions of one element, from the first load to the last result: the longest chain."""
+    chain: list[float] = []
+    for instr, once in zip(segment.body, per_row, strict=True):
+        own = 0.0
+        if not once and not isinstance(instr, Const | Reduce):
+            own = 1.0 + _polynomial(instr) / _ARITHMETIC_A_STEP
+        chain.append(own + max((chain[arg] for arg in operands(instr)), default=0.0))
+    return max((chain[store.value] for store in segment.stores), default=0.0)
+
+
+def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
+    """Barriers of the smallest tiles: two for each operand that all rows share and that fills all threads.
+
+    It is loaded by threads other than those that use it, and goes by way of shared memory; of fewer elements than there
+    are threads, each thread loads what it uses.
+    """
+    if sum(math.prod(_extents(one)) for one in ir.segments) > _SMALL_KERNEL:
+        return 0
+    width = min(_SMALL_TILE, next_power_of_2(sizes[-1]))
+    tile_rows = min(_SMALL_TILE // width, next_power_of_2(math.prod(sizes[:-1])))
+    threads = max(32, tile_rows * width // int(_TILE_SHARE))
+    if tile_rows < 2 or width < threads:
+        return 0
+    return 2 * sum(
+        isinstance(one, Load) and one.gather is None and set(one.index.axes()) == {segment.col_axis}
+        for one in segment.body
+    )
+
+
+def _extents(segment: Segment) -> tuple[int, ...]:
+    return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
 
 
 def _share(cols: int, levels: int) -> float:
@@ -160,9 +221,23 @@ def _instructions(instr: Instr, column: int, slots: float) -> float:
     if isinstance(instr, Load):
         return 1.0 + _division_instructions(instr.index, column) + (4.0 if instr.gather is not None else 0.0)
     if isinstance(instr, Apply):
-        return slots + _POLYNOMIALS.get(instr.op, 0.0)
+        spec = op_spec(instr.op)
+        # Its operations are counted beside this, as half an instruction each.
+        return slots + _polynomial(instr) - (spec.flops / 2 if spec.unit == "fp32" else 0.0)
     index = getattr(instr, "index", None)
     return slots * (1.0 + (_division_instructions(index, column) if index is not None else 0.0))
+
+
+def _polynomial(instr: Instr) -> float:
+    return _POLYNOMIALS.get(instr.op, 0.0) if isinstance(instr, Apply) else 0.0
+
+
+def _special(instr: Instr) -> float:
+    """Uses of the special-function unit for one element."""
+    if not isinstance(instr, Apply):
+        return 0.0
+    spec = op_spec(instr.op)
+    return _SPECIAL.get(instr.op, spec.flops if spec.unit == "sfu" else 0.0)
 
 
 def _decided(segment: Segment, instr: Instr) -> bool:
@@ -184,8 +259,12 @@ def _moving(ir: KernelIR, segment: Segment, load: Load) -> float:
 
 
 def _packing(ir: KernelIR, buffer: int) -> float:
-    """Instructions that take an element out of the word that it shares with others, or put it there, beyond one."""
-    return _BYTE_INSTRUCTIONS if ITEMSIZE[ir.buffers[buffer].dtype] == 1 else 0.0
+    """Instructions that take an element out of the word that it shares with others, or put it there, beyond one.
+
+    What converts to float8 puts two into a word.
+    """
+    dtype = ir.buffers[buffer].dtype
+    return _BYTE_INSTRUCTIONS if ITEMSIZE[dtype] == 1 and not dtype.startswith("float") else 0.0
 
 
 def _slots(segment: Segment) -> list[float]:

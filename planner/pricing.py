@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Traffic, Work
+from fuseplan.kernels.backend import Config
 from fuseplan.kernels.gathers import gathered_elements
 from fuseplan.kernels.index import Coord, Index, evaluate
 from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Load, Reduce, Segment
 from fuseplan.kernels.ops import op_spec
+from fuseplan.kernels.overlap import overlap_of
 from fuseplan.planner.aten_effort import aten_effort
 from fuseplan.planner.effort import kernel_effort, reduction_levels
 from fuseplan.planner.graph import DataflowGraph, OpNode
@@ -63,7 +66,10 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         cold_bytes=float(sum(moved.get(number, 0) for number in cold)),
         requested_bytes=effort.requested_bytes,
         row_bytes=effort.row_bytes,
+        row_loaded_bytes=effort.row_loaded_bytes,
+        row_instructions=effort.row_instructions,
         instructions=effort.instructions,
+        special=effort.special,
         steps=effort.steps,
         gathered_bytes=float(
             sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
@@ -72,17 +78,30 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
     )
 
 
+def launch_mode(config: Config, regime: str) -> Mode:
+    """How a generated GPU kernel of a configuration is launched in a regime.
+
+    What a plan is chosen by are defaults, which wait for the kernel ahead (``"overlapped"``); tuning makes most short
+    kernels let the next one start ``"early"``.
+    """
+    if regime != "graph":
+        return "kernel"
+    overlap = overlap_of(config)
+    return "early" if overlap == "early" else "overlapped" if overlap != "none" else "graph"
+
+
 def _traffic(ir: KernelIR, requests: Sequence[float]) -> tuple[Traffic, ...]:
     """What each segment moves: their blocks follow one another."""
     found = []
     for segment, requested_bytes in zip(ir.segments, requests, strict=True):
         sizes = _extents(segment)
         loads = {(one.buffer, one.index) for one in segment.body if isinstance(one, Load) and one.gather is None}
-        moved_bytes = sum(
-            _footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype]
-            for buffer, index in loads | {(store.buffer, store.index) for store in segment.stores}
+        stores = {(store.buffer, store.index) for store in segment.stores}
+        moved_bytes, written_bytes = (
+            float(sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in one))
+            for one in (loads | stores, stores)
         )
-        found.append(Traffic(float(moved_bytes), requested_bytes))
+        found.append(Traffic(moved_bytes, requested_bytes, written_bytes))
     return tuple(found)
 
 
@@ -153,8 +172,8 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     fused = kernel_work(lowered.ir.bind(graph.symbols), hot_inputs(graph, lowered.inputs))
     effort = aten_effort(graph, node)
     return replace(
-        fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, instructions=effort.instructions, steps=effort.steps,
-        serial_steps=effort.serial_steps,
+        fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,
+        instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps,
     )
 
 

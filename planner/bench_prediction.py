@@ -11,13 +11,11 @@ from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, spearman
 from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.kernels.backend import Config
-from fuseplan.kernels.overlap import is_overlapped
 from fuseplan.planner.bench import OURS
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.learning import UNFUSED
 from fuseplan.planner.lower import Lowered
-from fuseplan.planner.prices import fused_mode
-from fuseplan.planner.pricing import hot_inputs, kernel_work, op_work
+from fuseplan.planner.pricing import hot_inputs, kernel_work, launch_mode, op_work
 
 #: A rank correlation of fewer cells than this says little.
 _FEWEST = 5
@@ -48,18 +46,13 @@ def predicted_us(
         return None
     total = sum(
         predict(
-            kernel_work(one.lowered.ir, hot_inputs(graph, one.lowered.inputs)), spec, _mode(one.config, regime),
-            backend=one.backend,
+            kernel_work(one.lowered.ir, hot_inputs(graph, one.lowered.inputs)), spec,
+            launch_mode(one.config, regime), backend=one.backend,
         ).time_us
         for one in kernels
     )
     alone: Mode = "graph" if regime == "graph" else "eager"
     return total + sum(predict(op_work(graph, name), spec, alone, backend=UNFUSED).time_us for name in unfused)
-
-
-def _mode(config: Config, regime: str) -> Mode:
-    mode = fused_mode(regime)
-    return "graph" if mode == "overlapped" and not is_overlapped(config) else mode
 
 
 def prediction_verdict(frame: pd.DataFrame) -> list[str]:

@@ -14,12 +14,11 @@ from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.backend import Backend, Target
 from fuseplan.kernels.index import Index
 from fuseplan.kernels.ir import Buffer, KernelIR, Load, Segment, Store
-from fuseplan.kernels.overlap import is_overlapped
 from fuseplan.kernels.registry import backends_for, local_target
 from fuseplan.planner.errors import CompilerMissingError, DeviceError
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import Planner, PlanSettings
-from fuseplan.planner.prices import fused_mode
+from fuseplan.planner.pricing import launch_mode
 from fuseplan.search.account import TimeAccount
 from fuseplan.search.database import Database
 from fuseplan.search.layered import LayeredDatabase, shipped_files
@@ -128,9 +127,7 @@ def record_samples(record: TuningRecord, backend: str) -> list[Sample]:
     """The best kernel's time of a record, where that kernel is of ``backend``."""
     if record.fused is None or record.backend != backend or not record.work.launches:
         return []
-    mode = fused_mode(record.key.regime)
-    if mode == "overlapped" and not is_overlapped(record.config):
-        mode = "graph"  # a record from before kernels overlapped
+    mode = launch_mode(record.config, record.key.regime)
     return [Sample(record.work, mode, record.fused.median_us, family=record.label.split(" ")[0])]
 
 

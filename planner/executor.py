@@ -20,6 +20,7 @@ from torch import fx
 from fuseplan.kernels.backend import CompiledKernel, Target, config_key
 from fuseplan.kernels.gpu_direct import launcher_problem
 from fuseplan.kernels.in_place import Reuse, ReuseOptions, WritesInPlace
+from fuseplan.planner.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.fallback import (
     BuiltGroup,
     FirstCall,
@@ -95,6 +96,7 @@ def executable(
     overwriting = _overwriting(placed, reused, target)
     forward: Callable[..., Any] = module.forward
     namespace: dict[str, Any] = module.forward.__globals__
+    fill_namespace(namespace)
     for name, slot in list(namespace.items()):
         if isinstance(slot, _Slot) and slot in placed:
             group = placed[slot]
@@ -221,6 +223,7 @@ def _place(
         logger.info("group %s runs unfused: %s", group.plan.label or group.plan.ops[0], reason)
     options = {slot: _options(group) for slot, group in slots.items()}
     reused = plan_reuse(graph, traced, options, donated)
+    bind_calls(graph, traced.module.graph)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")
     return module, slots, reused
 

@@ -149,14 +149,30 @@ def check_layouts(ir: KernelIR, args: Sequence[Any]) -> None:
     symbols = dict(zip(ir.symbols, args[count:], strict=True))
     for buffer, tensor in zip(ir.inputs, args[:count], strict=True):
         expected = _layout(buffer, symbols)
-        dims = [dim for dim, extent in enumerate(expected[0]) if extent != 1]  # a stride over one element is free
         actual = (tuple(tensor.shape), tuple(tensor.stride()))
-        same_strides = len(actual[1]) == len(expected[1]) and all(actual[1][d] == expected[1][d] for d in dims)
-        if actual[0] != expected[0] or not same_strides or tensor.dtype != torch_dtype(buffer.dtype):
+        if not _same_layout(actual, expected) or tensor.dtype != torch_dtype(buffer.dtype):
             raise RefusedError(f"input is {tensor.dtype} {actual}, the kernel expects {buffer.dtype} {expected}")
 
 
-def _layout(buffer: Buffer, symbols: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+#: Shape and strides.
+_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _same_layout(one: _Layout, other: _Layout) -> bool:
+    """Equal, but for strides over a single element, which are free."""
+    return one[0] == other[0] and all(
+        own == its for extent, own, its in zip(one[0], one[1], other[1], strict=True) if extent != 1
+    )
+
+
+def _laid_out(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor itself when its strides are those, else a copy that has them."""
+    if _same_layout((tuple(tensor.shape), tuple(tensor.stride())), (shape, strides)):
+        return tensor
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _layout(buffer: Buffer, symbols: Mapping[str, int]) -> _Layout:
     return (
         tuple(evaluate(extent, symbols) for extent in buffer.shape),
         tuple(evaluate(stride, symbols) for stride in buffer.strides),
@@ -164,13 +180,14 @@ def _layout(buffer: Buffer, symbols: Mapping[str, int]) -> tuple[tuple[int, ...]
 
 
 class UnfusedChain:
-    """A group as the ATen ops it replaced, called like its kernel."""
+    """A group as the ATen ops it replaced, called like its kernel; results are laid out like the kernel's."""
 
     def __init__(self, graph: DataflowGraph, ops: Iterable[str], lowered: Lowered) -> None:
         self._nodes: tuple[OpNode, ...] = group_nodes(graph, ops, lowered)
         self._inputs = lowered.inputs
         self._outputs = lowered.outputs
         self._symbols = lowered.ir.symbols
+        self._buffers = lowered.ir.outputs
 
     def __call__(self, *args: Any) -> Any:
         count = len(self._inputs)
@@ -180,5 +197,8 @@ class UnfusedChain:
         for node in self._nodes:
             results = run_node(node, [values[name] for name in node.inputs], device, symbols)
             values.update(zip(node.outputs, results, strict=True))
-        outputs = tuple(values[name] for name in self._outputs)
+        outputs = tuple(
+            _laid_out(values[name], *_layout(buffer, symbols))
+            for name, buffer in zip(self._outputs, self._buffers, strict=True)
+        )
         return outputs[0] if len(outputs) == 1 else outputs

@@ -18,6 +18,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseplan.planner.aliasing import is_written
+
 
 class Direct:
     """Stands for a function in an FX graph until :func:`fill_namespace`; FX asks a target for its name."""
@@ -157,7 +159,7 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
         and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         and not any(isinstance(leaf, torch.device) for leaf in leaves)
         and not (draws and _by_name(target, args, kwargs).get("dropout_p") != 0.0)
-        and not any(arg.kwarg_only and arg.is_write for arg in target._schema.arguments)
+        and not any(arg.kwarg_only and is_written(arg) for arg in target._schema.arguments)
     )
 
 

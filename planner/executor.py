@@ -35,6 +35,7 @@ from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.placement import Placement, Traced, fused_graph
 from fuseplan.planner.reuse import plan_reuse
 from fuseplan.planner.tally import Tally
+from fuseplan.planner.view_chains import collapse_views
 
 logger = logging.getLogger("fuseplan")
 
@@ -223,6 +224,7 @@ def _place(
         logger.info("group %s runs unfused: %s", group.plan.label or group.plan.ops[0], reason)
     options = {slot: _options(group) for slot, group in slots.items()}
     reused = plan_reuse(graph, traced, options, donated)
+    collapse_views(graph, traced.module.graph, {slot: group.lowered.ir.outputs for slot, group in slots.items()})
     bind_calls(graph, traced.module.graph)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")
     return module, slots, reused

@@ -28,10 +28,10 @@ class BenchRow:
         contestant: Who.
         mode: ``"eager"``: launched from Python. ``"graph"``: replayed from a CUDA graph. ``"cold"``: device time of
             single calls, the last-level cache overwritten before each.
-        median_us: Median over the interleaved rounds; None when it failed.
+        median_us: Median of the samples; None when it failed.
         p20_us: 20th percentile.
         p80_us: 80th percentile.
-        rounds: Interleaved rounds.
+        rounds: Samples, each the mean of two interleaved rounds: one in either order of the contestants.
         noise: Relative A/A noise of the run.
         gain: Median paired gain of ours over this contestant, relative to it; positive when ours is faster.
         error: Normwise relative error: of a group against float64, of a model against eager. None where unknown.
@@ -120,7 +120,7 @@ def mode_rows(
         common: Fields that all rows share.
     """
     result, failed = fair_contest(timer, runs, operands, seconds, own)
-    rows = rows_of(result, **common) if result is not None else {}
+    rows = rows_of(result.both_ways(), **common) if result is not None else {}
     rows |= {name: BenchRow(contestant=name, mode=timer.regime, **common) for name in failed}
     return [
         replace(rows[name], **{**facts[name], **({"note": failed[name]} if name in failed else {})}) for name in runs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fuseplan.search.measure import no_collection, summarise
@@ -64,6 +64,18 @@ class Contest:
 
     def _differences(self, challenger: str, incumbent: str) -> list[float]:
         return [a - b for a, b in zip(self.samples[incumbent], self.samples[challenger], strict=True)]
+
+    def both_ways(self) -> Contest:
+        """The run with every two neighbouring rounds as one: they go through the contestants in opposite order.
+
+        What a call finds depends on who ran before it (which blocks of memory are free, what the caches hold), and a
+        contestant's samples then lie in two clusters, one for each of its neighbours: their median may be in either.
+        """
+        samples = {
+            name: tuple((a + b) / 2 for a, b in zip(own[::2], own[1::2], strict=False)) or own
+            for name, own in self.samples.items()
+        }
+        return replace(self, samples=samples)
 
     def accepts(self, challenger: str, incumbent: str) -> bool:
         """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie.

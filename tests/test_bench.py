@@ -119,6 +119,40 @@ def test_nobody_but_eager_always_follows_the_same_neighbour() -> None:
     assert all(max(seen.values()) < 0.75 * seen.total() for seen in before), before
 
 
+def test_who_ran_before_does_not_decide_which_cluster_a_median_is_of() -> None:
+    """After eager everything takes 14 us, after anything else 12.5: each of two equal contestants has one such
+    neighbour, and the mean of both is the answer."""
+    last = ""
+
+    class AfterEager(Timer):
+        regime = "cold"
+
+        def prepare(self, run: Run, operands: Operands) -> Sampler:
+            name = str(run())
+
+            def sample(number: int) -> float:
+                nonlocal last
+                found = 100.0 if name == EAGER else 14.0 if last == EAGER else 12.5
+                last = name
+                return found
+
+            return sample
+
+    runs: dict[str, Run] = {name: lambda name=name: name for name in (OURS, EAGER, INDUCTOR, "twin")}  # type: ignore
+    facts: dict[str, dict[str, object]] = {name: {} for name in runs}
+    rows = bench.mode_rows(AfterEager(), runs, [()], 0.0, facts, workload="w", subject="s")
+    times = {row.contestant: row.median_us for row in rows}
+    assert times[OURS] == times["twin"] == 13.25 and times[EAGER] == 100.0
+    assert {row.rounds for row in rows} == {3}  # two rounds each, of at least seven
+
+
+def test_a_single_round_is_kept() -> None:
+    single = Contest({OURS: (2.0,), EAGER: (3.0,)}, 0.01, "graph").both_ways()
+    assert single.samples == {OURS: (2.0,), EAGER: (3.0,)}
+    three = Contest({OURS: (2.0, 4.0, 9.0)}, 0.01, "graph").both_ways()
+    assert three.samples == {OURS: (3.0,)}
+
+
 def test_busy_machine_is_said() -> None:
     assert bench_evidence.quietness({"load_average": 0.5}) == []
     assert "not to be trusted" in bench_evidence.quietness({"load_average": 1e4})[0]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fuseplan.kernels.backend import Config, Target
-from fuseplan.kernels.ir import KernelIR, Segment
+from fuseplan.kernels.ir import KernelIR, Load, Segment
 from fuseplan.kernels.overlap import OVERLAP, can_overlap, has_waves
 from fuseplan.kernels.schedule import schedule
 from fuseplan.kernels.triton_config import default_config, infeasible
-from fuseplan.kernels.triton_tile import access_width, chunk_width, programs, tile_of
+from fuseplan.kernels.triton_tile import Tile, access_width, chunk_width, programs, tile_of
 
 #: Columns from which a row is worth walking in halves, and rows for each multiprocessor.
 _WIDE, _MANY_ROWS = 2048, 8
@@ -24,7 +24,8 @@ def suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
     if any(segment.has_reduction() for segment in ir.segments):
         found = (*_looped_suggestion(ir, target), *_fitting_suggestion(ir, target))
         return tuple(one for one in found if infeasible(ir, one, target) is None)
-    return tuple(one for one in _late_suggestions(ir, target) if infeasible(ir, one, target) is None)[:1]
+    found = (*_late_suggestions(ir, target), *_warp_suggestion(ir, target))
+    return tuple(one for one in found if infeasible(ir, one, target) is None)[:1]
 
 
 def _late_suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
@@ -35,6 +36,29 @@ def _late_suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
     if not can_overlap(target) or not target.in_graph or not has_waves(config, programs(ir, config, {}), target):
         return ()
     return tuple({**config, name: 2 * int(config[name]), OVERLAP: "late"} for name in ("block_cols", "block_rows"))
+
+
+def _warp_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+    """One warp a program, and as many fewer rows, which lets the next kernel start at once: in short kernels whose rows
+    share an operand that fills all threads of a block.
+
+    Such an operand goes through shared memory, with barriers that a single warp does without. RoPE of one token and 32
+    heads of 128 in a CUDA graph of an H200: 1.35 us, 1.06 when only the next kernel starts at once, 0.69 so.
+    """
+    config = default_config(ir, target)
+    warps, rows = int(config["num_warps"]), int(config["block_rows"])
+    if not can_overlap(target) or not target.in_graph or warps == 1 or rows < warps:
+        return ()
+    if not any(_shares_a_row(segment, tile_of(segment, config), 32 * warps) for segment in ir.segments):
+        return ()
+    return ({**config, "block_rows": rows // warps, "num_warps": 1, OVERLAP: "early"},)
+
+
+def _shares_a_row(segment: Segment, tile: Tile, threads: int) -> bool:
+    """Whether neighbouring rows of a block use one operand of at least as many elements as there are threads."""
+    loads = (one for one in segment.body if isinstance(one, Load) and one.gather is None)
+    shared = (segment.col_axis in one.index.axes() and segment.col_axis - 1 not in one.index.axes() for one in loads)
+    return tile.rows > 1 and tile.cols >= threads and any(shared)
 
 
 def _looped_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:

@@ -219,3 +219,17 @@ def test_many_waves_of_programs_are_suggested_larger_tiles(tmp_path: Path) -> No
     assert backend.suggestions(many, SM90) == ()
     assert backend.suggestions(samples.swiglu(32, 14336, "bfloat16").ir, IN_GRAPH) == ()
     assert backend.suggestions(samples.rms_norm(512, 4096, "bfloat16").ir, IN_GRAPH) == ()
+
+
+def test_short_rows_that_share_an_operand_are_suggested_one_warp(tmp_path: Path) -> None:
+    backend, rope = TritonBackend(tmp_path), samples.rope(1, 1, 32, 8, 128, "bfloat16").ir
+    default = backend.default_config(rope, IN_GRAPH)
+    warps = int(default["num_warps"])
+    assert warps > 1
+    (single,) = backend.suggestions(rope, IN_GRAPH)
+    assert single == {
+        **default, "overlap": "early", "num_warps": 1, "block_rows": int(default["block_rows"]) // warps
+    }
+    assert enumerate_space(backend, rope, IN_GRAPH).find(single) is not None
+    assert backend.suggestions(rope, SM90) == ()  # launched from Python, kernels are too far apart
+    assert backend.suggestions(samples.swiglu(4, 256, "bfloat16").ir, IN_GRAPH) == ()  # no operand is shared

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from dispatch_samples import compiled as compile_for_dispatch
+from dispatch_samples import llama
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from in_place_backend import InPlaceBackend
-from reference_backend import ReferenceBackend
+from reference_backend import ReferenceBackend, use
 from test_direct_calls import traced
 from test_reuse import compiled
 from torch import fx
 
 from fuseplan.kernels.index import symbol
 from fuseplan.kernels.ir import Buffer
-from fuseplan.planner import fallback, view_chains
+from fuseplan.planner import executor, fallback, view_chains
+from fuseplan.planner.aliasing import is_op
 from fuseplan.planner.direct_calls import Direct, bind_calls, fill_namespace
 from fuseplan.planner.tally import Tally
 from fuseplan.planner.view_chains import collapse_views
+from fuseplan.planner.views import VIEW_MAPS
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -335,3 +340,33 @@ def test_a_kernel_with_dynamic_sizes_has_no_certain_layout() -> None:
     rows = symbol("rows")
     assert view_chains._allocated(node, Buffer("y", "float32", (rows, 4), (4, 1), True)) is None
     assert view_chains._allocated(node, Buffer("y", "float32", (3, 4), (4, 1), True)) is not None
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_decode_step_keeps_no_chain_of_views(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import StaticCache
+
+    views: list[str] = []
+    chained: list[fx.Node] = []
+
+    def keeping(graph: fx.Graph, *rest: Any) -> None:
+        collapse_views(graph, *rest)
+        left = {node for node in graph.nodes if is_op(node) and str(node.target) in VIEW_MAPS}
+        chained.extend(node for node in left if set(node.all_input_nodes) & left)
+        views.extend(str(node.target) for node in left)
+
+    monkeypatch.setattr(executor, "collapse_views", keeping)
+    use(monkeypatch, ReferenceBackend())
+    model = llama()
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    cache.early_initialization(batch, 2, 12, torch.float32, torch.device("cpu"))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compile_for_dispatch(model, tmp_path / "tuning.db")(
+            torch.ones(batch, 1, dtype=torch.int64), past_key_values=cache, use_cache=True
+        )
+    torch._dynamo.reset()
+    # What is left are the copies of keys and values for the heads of each group, and what attention returned.
+    assert views == ["aten.reshape.default"] * 3 and not chained

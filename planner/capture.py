@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fuseplan.planner.build import Model, construct, load_module
 from fuseplan.planner.errors import CaptureError, FuseplanError
 from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.grouped_queries import fold_grouped_queries
 from fuseplan.planner.models import ModelSource, first_line
 from fuseplan.planner.normalise import Normalised, normalise
 from fuseplan.planner.workload import Workload
@@ -52,10 +53,14 @@ class Captured:
         return self.graphs[0]
 
 
-def trace_predispatch(module: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+def trace_predispatch(
+    module: fx.GraphModule, example_inputs: Sequence[Any], grouped_queries: bool | None = None
+) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 
-    No decomposition and no functionalisation: ``linear`` and attention stay whole, in-place updates stay in place.
+    No decomposition and no functionalisation: ``linear`` and attention stay whole, in-place updates stay in place. But
+    attention of one token is rewritten to read shared keys and values as they are, where ``grouped_queries`` says so
+    (:func:`~fuseplan.planner.grouped_queries.fold_grouped_queries`); ``meta["grouped_queries"]`` of the result counts.
 
     Raises:
         CaptureError: Tracing failed, or autocast is on (its casts are not part of the trace).
@@ -68,9 +73,11 @@ def trace_predispatch(module: fx.GraphModule, example_inputs: Sequence[Any]) -> 
     fakes = [_fake(item, context) for item in example_inputs]
     try:
         with context.fake_mode:
-            return make_fx(module, pre_dispatch=True)(*fakes)
+            trace = make_fx(module, pre_dispatch=True)(*fakes)
+        trace.meta["grouped_queries"] = fold_grouped_queries(trace, grouped_queries)
     except Exception as error:
         raise CaptureError(f"tracing to ATen ops failed: {first_line(error)}") from error
+    return trace
 
 
 def _fake(item: Any, context: Any) -> Any:

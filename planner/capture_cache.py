@@ -28,8 +28,8 @@ from fuseplan.search.measure import no_collection
 
 #: Sources whose text decides what a captured graph looks like.
 _CAPTURE_CODE = (
-    "arguments", "build", "capture", "execute", "graph", "graph_json", "hazards", "models", "normalise", "sizes",
-    "spelling", "workload",
+    "arguments", "build", "capture", "execute", "graph", "graph_json", "grouped_queries", "hazards", "models",
+    "normalise", "sizes", "spelling", "workload",
 )  # fmt: skip
 
 

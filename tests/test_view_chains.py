@@ -21,7 +21,7 @@ from torch import fx
 
 from fuseplan.kernels.index import symbol
 from fuseplan.kernels.ir import Buffer
-from fuseplan.planner import executor, fallback, view_chains
+from fuseplan.planner import executor, fallback, grouped_queries, view_chains
 from fuseplan.planner.aliasing import is_op
 from fuseplan.planner.direct_calls import Direct, bind_calls, fill_namespace
 from fuseplan.planner.tally import Tally
@@ -358,6 +358,7 @@ def test_a_decode_step_keeps_no_chain_of_views(
         views.extend(str(node.target) for node in left)
 
     monkeypatch.setattr(executor, "collapse_views", keeping)
+    monkeypatch.setattr(grouped_queries, "MEASURED", frozenset())
     use(monkeypatch, ReferenceBackend())
     model = llama()
     cache = StaticCache(config=model.config, max_cache_len=16)

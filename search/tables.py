@@ -135,7 +135,7 @@ def open_for_writing(url: URL) -> Engine:
         if file is None:
             raise
         moved = quarantine(file)
-        warnings.warn(f"tuning database {file} is corrupt ({error}); kept as {moved}, started afresh", stacklevel=3)
+        warnings.warn(f"{error}; kept as {moved}, started afresh", stacklevel=3)
         _create_or_check(engine)
     return engine
 
@@ -266,7 +266,7 @@ def _quick_check(engine: Engine) -> None:
     except DBAPIError as error:
         raise explain(error, engine) from None
     if found != ["ok"]:
-        raise CorruptDatabaseError("; ".join(found))
+        raise _corrupt(engine, "; ".join(found))
 
 
 def check_schema(engine: Engine) -> bool:
@@ -346,10 +346,14 @@ def explain(error: SQLAlchemyError, engine: Engine) -> DatabaseError:
     text = str(getattr(error, "orig", None) or error)
     low = text.lower()
     if "not a database" in low or "malformed" in low or "corrupt" in low:
-        return CorruptDatabaseError(text)
+        return _corrupt(engine, text)
     if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
         return ReadOnlyDatabaseError(f"{describe(engine)} cannot be written ({text}); pass a writable file with --db")
     return DatabaseError(f"{describe(engine)}: {text}")
+
+
+def _corrupt(engine: Engine, why: str) -> CorruptDatabaseError:
+    return CorruptDatabaseError(f"tuning database {describe(engine)} is corrupt ({why})")
 
 
 def _not_writable(url: URL, error: Exception) -> str:

@@ -74,7 +74,7 @@ def test_a_truncated_file_is_survived(db: Database, path: Path) -> None:
         db.put_record(tuning(f"w{n}"))
     db.close()
     path.write_bytes(path.read_bytes()[:9000])
-    with pytest.warns(UserWarning, match="malformed; going on without it"):
+    with pytest.warns(UserWarning, match=r"tuning\.db is corrupt \(.*malformed\); going on without it"):
         reader = Database(path, mode="read")
         assert reader.get_record(tuning("w3").key).status == "miss"
 

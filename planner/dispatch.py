@@ -141,7 +141,16 @@ def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | Non
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TENSORS:
             return f"an input is a {type(tensor).__name__}; kernels read plain tensors"
+        if _is_callers_fake(tensor):
+            return "an input is the caller's FakeTensor; kernels read memory"
     return None
+
+
+def _is_callers_fake(tensor: torch.Tensor) -> bool:
+    """Whether the call itself will get a tensor without memory; not one that stands for an input while compiling."""
+    context = torch._guards.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    return isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode
 
 
 def _enables_grad(gm: fx.GraphModule) -> bool:

@@ -157,6 +157,8 @@ class _Places:
         name = str(node.target)
         if not source.certain and (name not in VIEW_MAPS or not source.never_copies):
             return None  # what this op does, or the one before it, depends on the layout
+        if _is_absolute(node):
+            return None  # where a graph input begins in its storage is not known
         if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves((node.args[1:], dict(node.kwargs)))):
             return None
         assert isinstance(node.target, torch._ops.OpOverload)
@@ -185,6 +187,15 @@ def _allocated(node: fx.Node, buffer: Buffer) -> _Place | None:
     if len(shape) + len(strides) < 2 * len(buffer.shape):
         return None
     return _certain(node, torch.empty_strided(shape, strides, dtype=torch_dtype(buffer.dtype), device="meta"))
+
+
+def _is_absolute(node: fx.Node) -> bool:
+    """Whether a view says where it lies in the storage, whatever its operand's offset."""
+    return node.target is torch.ops.aten.as_strided.default and _given(node, 3, "storage_offset") is not None
+
+
+def _given(node: fx.Node, number: int, name: str) -> Any:
+    return node.args[number] if number < len(node.args) else node.kwargs.get(name)
 
 
 def _is_static(value: torch.Tensor) -> bool:

@@ -203,13 +203,14 @@ def _rounds(timer: Timer, runs: Mapping[str, tuple[Run, Operands]], seconds: flo
 
 
 def _turn(names: list[str], number: int) -> list[str]:
-    """The order of a round: another one starts each time, and every second round runs backwards.
+    """The order of a round: every second one runs backwards, and every two start with another one.
 
-    So nobody always follows the same neighbour.
+    So nobody always follows the same neighbour: in both rounds of a pair, taken together, everyone follows both of its
+    own, but for the one that starts the pair. The last of the first round is last again, for it would follow itself.
     """
-    shift = number % len(names)
+    shift = number // 2 % len(names)
     turn = names[shift:] + names[:shift]
-    return turn if number % 2 == 0 else turn[::-1]
+    return turn if number % 2 == 0 else turn[-2::-1] + turn[-1:]
 
 
 def _undisturbed(timer: Timer, sampler: Sampler, number: int) -> tuple[float, bool]:

@@ -86,6 +86,37 @@ def test_the_calls_of_a_sample_write_to_several_blocks(
     assert (peak, alive) == (most, 0)
 
 
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_what_is_held_leaves_room_for_the_next_call(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small device, where ``room`` results fit beside the inputs. Nobody's samples count the call that failed."""
+    monkeypatch.setattr("fuseplan.search.timers._MIN_FLUSH_BYTES", 4096)
+    clock, alive, failures = _Clock([0.01]), 0, 0
+
+    def dropped() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def run(operand: torch.Tensor) -> torch.Tensor:
+        nonlocal alive, failures
+        if alive >= room:
+            failures += 1
+            clock.now_ms += 5.0  # the allocator gives everything back to the device, and asks again
+            raise torch.OutOfMemoryError("no memory")
+        alive, result = alive + 1, operand + 1
+        weakref.finalize(result, dropped)
+        clock.run(operand)
+        return result
+
+    timer, operands = ColdTimer(l2_bytes=1024, device="cpu", event=clock.event), [(torch.zeros(1024),)]
+    if not room:
+        with pytest.raises(torch.OutOfMemoryError):
+            timer.prepare(run, operands)
+        return
+    samples = [timer.prepare(run, operands) for _ in range(2)]
+    assert [sample(0) for sample in samples] == pytest.approx([10.0, 10.0])
+    assert (failures, alive) == (1, 0)
+
+
 def sample_of(calls_ms: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr("fuseplan.search.timers._MIN_FLUSH_BYTES", 4096)
     clock = _Clock(calls_ms)

@@ -97,7 +97,8 @@ def compile_graph(
     finally:
         session.database.close()
     call = executable(
-        traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place
+        traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place,
+        parameters={at for at, item in enumerate(example_inputs) if isinstance(item, torch.nn.Parameter)},
     )
     if options.cuda_graphs:
         stationary = normalised.written | _stationary(gm, example_inputs)

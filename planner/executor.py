@@ -71,6 +71,7 @@ def executable(
     debug: bool = False,
     in_place: bool = True,
     donated: Collection[int] = (),
+    parameters: Collection[int] = (),
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``plans`` as kernels.
 
@@ -88,11 +89,12 @@ def executable(
         in_place: Let outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
             on, where the back end can do that.
         donated: Positions of arguments that the caller gives away: their memory may be taken so, too.
+        parameters: Positions of arguments that are parameters.
     """
     built = _build_all(traced, plans, target, tally, numerics, in_place)
     if built and target.device_type == "cuda" and (problem := launcher_problem()) is not None:
         tally.note(f"kernels go through Triton's launcher: {problem}")
-    module, placed, reused = _place(traced, built, tally, donated)
+    module, placed, reused = _place(traced, built, tally, donated, parameters)
     tally.count("in_place", sum(map(len, reused.values())))
     overwriting = _overwriting(placed, reused, target)
     forward: Callable[..., Any] = module.forward
@@ -208,7 +210,7 @@ _Reuses: TypeAlias = dict[Callable[..., Any], Reuse]
 
 
 def _place(
-    traced: Traced, built: Sequence[BuiltGroup], tally: Tally, donated: Collection[int]
+    traced: Traced, built: Sequence[BuiltGroup], tally: Tally, donated: Collection[int], parameters: Collection[int]
 ) -> tuple[fx.GraphModule, _Slots, _Reuses]:
     slots: _Slots = {
         _Slot(number, group.plan.label): group for number, group in enumerate(built)
@@ -224,7 +226,8 @@ def _place(
         logger.info("group %s runs unfused: %s", group.plan.label or group.plan.ops[0], reason)
     options = {slot: _options(group) for slot, group in slots.items()}
     reused = plan_reuse(graph, traced, options, donated)
-    collapse_views(graph, traced.module.graph, {slot: group.lowered.ir.outputs for slot, group in slots.items()})
+    allocated = {slot: group.lowered.ir.outputs for slot, group in slots.items()}
+    collapse_views(graph, traced.module.graph, allocated, parameters)
     bind_calls(graph, traced.module.graph)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")
     return module, slots, reused

@@ -4,8 +4,8 @@ A view op costs the host one to two microseconds whatever it does, and a decoder
 Each chain is run here once on the meta device, on a tensor laid out like its root. Where that layout is *certain*
 (graph inputs, which Dynamo guards; results of fused kernels, which allocate as their IR says; matrix products), the
 chain becomes one reinterpretation of the root's memory. What another library call returns may be laid out otherwise
-than its fake tensor, so there only what holds for any layout is used: a chain that keeps the elements in order is one
-reshape.
+than its fake tensor, and PyTorch 2.11 does not notice that a parameter's ``data`` was replaced, so there only what
+holds for any layout is used: a chain that keeps the elements in order is one reshape.
 
 Some views stay as they are, and so does every view that they are taken from: results of the graph, and what is written
 to, so that version counters and ``_base`` are as in eager; and views with a dynamic size.
@@ -14,7 +14,7 @@ to, so that version counters and ``_base`` are as in eager; and views with a dyn
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,17 +37,21 @@ _PRODUCTS = frozenset({
 })
 
 
-def collapse_views(graph: fx.Graph, traced: fx.Graph, allocated: Allocated) -> None:
+def collapse_views(
+    graph: fx.Graph, traced: fx.Graph, allocated: Allocated, parameters: Collection[int] = ()
+) -> None:
     """Make chains of views single calls, share equal ones, and drop what nobody reads then.
 
     Args:
         graph: The graph to change; its nodes name the traced node they stand for (``meta["traced"]``).
         traced: The trace, whose nodes have fake values.
         allocated: The fused calls.
+        parameters: Positions of graph inputs that are parameters.
     """
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes if is_op(node)):
         return  # a tensor's layout is changed under way
-    places = _Places(graph, FakeValues(traced), allocated)
+    movable = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in parameters}
+    places = _Places(graph, FakeValues(traced), allocated, movable)
     kept = exposed(graph, allocated)
     before = list(graph.nodes)
     made: dict[tuple[Any, ...], fx.Node] = {}
@@ -97,9 +101,12 @@ def _certain(root: fx.Node, lies: torch.Tensor) -> _Place:
 class _Places:
     """The places of all tensors of a graph with static sizes; several for a node with several results."""
 
-    def __init__(self, graph: fx.Graph, values: FakeValues, allocated: Allocated) -> None:
+    def __init__(
+        self, graph: fx.Graph, values: FakeValues, allocated: Allocated, movable: Collection[fx.Node]
+    ) -> None:
         self._values = values
         self._allocated = allocated
+        self._movable = movable
         self.of: dict[fx.Node, _Place | list[_Place | None] | None] = {}
         self.views: set[fx.Node] = set()  # nodes that compute nothing
         for node in graph.nodes:
@@ -107,7 +114,7 @@ class _Places:
 
     def _find(self, node: fx.Node) -> _Place | list[_Place | None] | None:
         if node.op == "placeholder":
-            return self._root(node, self._values[node], certain=True)
+            return self._root(node, self._values[node], certain=node not in self._movable)
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference_backend import ReferenceBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -91,6 +91,7 @@ def fused(function: Callable[..., Any], inputs: list[torch.Tensor], tally: Tally
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(STEP, min_size=2, max_size=9))
+@example([("copy_", 0, 0), *[("mul_", 0, 0)] * 4])  # the 16th power doubles a relative error four times
 def test_writes_keep_their_place(steps: list[Step]) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(3, 4), torch.randn(4, 4)]
@@ -98,7 +99,7 @@ def test_writes_keep_their_place(steps: list[Step]) -> None:
     tally = Tally()
     call = fused(program(steps), inputs, tally)
     for one, other in zip((*call(*mine), *mine), (*program(steps)(*theirs), *theirs), strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert tally.snapshot().fallbacks == {}
 
 

@@ -60,7 +60,8 @@ def graphed(function: Callable[..., Any], roles: Roles, **options: Any) -> tuple
 # -- models -----------------------------------------------------------------------------------------------
 
 
-def test_decode_steps_with_a_static_cache_are_like_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grouped_queries", [None, True])
+def test_decode_steps_with_a_static_cache_are_like_eager(grouped_queries: bool | None, tmp_path: Path) -> None:
     from transformers import StaticCache
 
     model = build_model(find_source(config=write_config(tmp_path, "llama"), dtype="float32"), "cuda").module
@@ -79,11 +80,12 @@ def test_decode_steps_with_a_static_cache_are_like_eager(tmp_path: Path) -> None
             results += [*(layer.keys for layer in cache.layers), *(layer.values for layer in cache.layers)]
         return results
 
-    expected, result = decode(model), decode(compiled(model, tmp_path))
+    expected, result = decode(model), decode(compiled(model, tmp_path, grouped_queries=grouped_queries))
     for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     done = fuseplan.planner.stats()
     assert done.recordings >= 1 and done.groups_fused >= 5 and done.fallbacks == {}
+    assert (done.grouped_queries > 0) == bool(grouped_queries)
     # A fresh cache may count its tokens on the CPU: then its first step, the prefill, is not a CUDA graph.
     assert all("is on the CPU: its value would be frozen" in note for note in done.notes)
     decode_steps = [one for one in done.compiles if one.recordings]

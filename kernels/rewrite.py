@@ -120,7 +120,7 @@ def cheaper_arithmetic(segment: Segment) -> Segment:
     * ``1 + tanh(u)`` becomes ``2 sigmoid(2u)``: one exponential without a polynomial beside it, and nothing cancels
       where the sum is small. Gelu's tanh form is often spelled out in separate ops.
     * A division by a constant becomes a product with its reciprocal, as in ATen's CUDA kernels; so does one by a
-      number of the whole row whose bounds are known and ordinary, such as the scale of an fp8 row: one division a row.
+      number of the whole row whose bounds are known and ordinary, such as the scale of a quantised row.
 
     Results differ by rounding: not for kernels that are to round as ATen does.
     """

@@ -132,6 +132,19 @@ def test_other_spellings(spelling: str) -> None:
     torch.testing.assert_close(run(module, [query, key, value]), decode(query, key, value))
 
 
+def test_keys_that_are_the_values_too() -> None:
+    query, key, _ = inputs(2, 6, 2, 9, 8)
+
+    def decode(query: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
+        wide = repeat(both, 3)
+        return scaled_dot_product_attention(query, wide, wide)
+
+    module = traced(decode, query, key)
+    assert fold_grouped_queries(module) == 1
+    assert torch.ops.aten.expand.default not in targets(module)
+    torch.testing.assert_close(run(module, [query, key]), decode(query, key))
+
+
 def two_positions(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return scaled_dot_product_attention(query.expand(-1, -1, 2, -1), repeat(key, 3), repeat(value, 3))
 

@@ -79,7 +79,8 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     kv_heads = key_sizes[1]
     if heads == kv_heads or heads % kv_heads or _written_between((key, value), node):
         return False
-    repeated: dict[fx.Node, None] = dict.fromkeys((call["key"], call["value"]))  # which may be one
+    # One node may be both.
+    repeated = [one for one in dict.fromkeys((call["key"], call["value"])) if isinstance(one, fx.Node)]
     with graph.inserting_before(node):
         folded = _call(graph, _aten.reshape.default, (query, [batch, kv_heads, heads // kv_heads, width]))
         scale = {"scale": call["scale"]} if call.get("scale") is not None else {}

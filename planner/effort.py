@@ -106,11 +106,14 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
     rows, cols, column = math.prod(sizes[:-1]), sizes[-1], segment.col_axis
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row()
-    loaded_bytes = stored_bytes = instructions = special = 0.0
+    loaded_bytes = stored_bytes = instructions = special = repeated = 0.0
     for instr, once, axes, slots in zip(segment.body, per_row, value_axes(segment), _slots(segment), strict=True):
-        # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them.
+        # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them;
+        # yet a thread with few elements holds one row of them, and waits for what it computes of that by itself.
         count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
-        instructions += count * (0.0 if _decided(segment, instr) else _instructions(instr, column, slots))
+        each = 0.0 if _decided(segment, instr) else _instructions(instr, column, slots)
+        instructions += count * each
+        repeated += 0.0 if once else (rows * cols - count) * each
         special += count * _special(instr)
         if isinstance(instr, Load):
             instructions += count * (_packing(ir, instr.buffer) + _moving(ir, segment, instr))
@@ -124,8 +127,9 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
         stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
     levels = reduction_levels(segment)
     each = instructions / max(rows * cols, 1)
+    alone = each + repeated / max(rows * cols, 1)
     gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
-    steps = _GATHER_STEPS * gathers + _share(cols, levels) * each / _STEP_INSTRUCTIONS
+    steps = _GATHER_STEPS * gathers + _share(cols, levels) * alone / _STEP_INSTRUCTIONS
     requests = (_requested_bytes(ir, segment, sizes, block_rows),)
     if not levels:
         steps += _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)

@@ -84,9 +84,7 @@ class Contest:
         """
         if not self._is_faster(challenger, incumbent, self.threshold):
             return False
-        return not any(
-            one._is_faster(incumbent, challenger, max(one.threshold, MAX_LOSS)) for one in self.conditions
-        )
+        return not self._loses(challenger, (incumbent,))
 
     def _is_faster(self, one: str, other: str, threshold: float) -> bool:
         doubt = 2 * _standard_error(self._differences(one, other)) / statistics.median(self.samples[other])
@@ -97,12 +95,27 @@ class Contest:
 
         Under single conditions challengers are held against the incumbent alone: among themselves the mean decides.
         Otherwise the first of several that beat it would win, however little it gains, by a small loss of the best.
+        But where somebody beats the best by much under one condition, and others are hardly worse in the mean, the one
+        of them wins that loses least under any.
         """
         better = [name for name in challengers if self.accepts(name, incumbent)]
         if not better:
             return incumbent
         best = max(better, key=lambda name: self.gain(name, incumbent))
+        everyone = (incumbent, *challengers)
+        if self._loses(best, everyone):
+            near = [name for name in better if not self._is_faster(best, name, MAX_LOSS)]
+            return min(near, key=lambda name: self._worst_loss(name, everyone))
         return next(name for name in better if name == best or not self._is_faster(best, name, self.threshold))
+
+    def _loses(self, name: str, others: Sequence[str]) -> bool:
+        """True when one of the others is better by more than ``MAX_LOSS`` under some condition."""
+        return any(
+            one._is_faster(other, name, max(one.threshold, MAX_LOSS)) for one in self.conditions for other in others
+        )
+
+    def _worst_loss(self, name: str, others: Sequence[str]) -> float:
+        return max(one.gain(other, name) for one in self.conditions for other in others)
 
 
 def contest(

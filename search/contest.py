@@ -18,7 +18,9 @@ from fuseplan.search.timers import Operands, Run, Sampler, Timer
 #: A gain below this is never worth a change of plan.
 MIN_GAIN = 0.01
 #: What a change of plan may lose under one of several conditions for a gain in their mean.
-MAX_LOSS = 0.02
+MAX_LOSS = 0.01
+#: By how much a mean may be worse than the best for a smaller loss under one condition.
+_NEAR = 0.02
 _MIN_ROUNDS = 7
 _MAX_ROUNDS = 61
 #: How many times longer than planned to wait for undisturbed rounds.
@@ -104,7 +106,7 @@ class Contest:
         best = max(better, key=lambda name: self.gain(name, incumbent))
         everyone = (incumbent, *challengers)
         if self._loses(best, everyone):
-            near = [name for name in better if not self._is_faster(best, name, MAX_LOSS)]
+            near = [name for name in better if not self._is_faster(best, name, _NEAR)]
             return min(near, key=lambda name: self._worst_loss(name, everyone))
         return next(name for name in better if name == best or not self._is_faster(best, name, self.threshold))
 

@@ -18,10 +18,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseplan.planner.attention import rewrite_attention
 from fuseplan.planner.build import Model, construct, load_module
 from fuseplan.planner.errors import CaptureError, FuseplanError
 from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.grouped_queries import fold_grouped_queries
 from fuseplan.planner.models import ModelSource, first_line
 from fuseplan.planner.normalise import Normalised, normalise
 from fuseplan.planner.workload import Workload
@@ -54,13 +54,16 @@ class Captured:
 
 
 def trace_predispatch(
-    module: fx.GraphModule, example_inputs: Sequence[Any], grouped_queries: bool | None = None
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    grouped_queries: bool | None = None,
+    attention_masks: bool = True,
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 
     No decomposition and no functionalisation: ``linear`` and attention stay whole, in-place updates stay in place. But
-    attention of one token is rewritten to read shared keys and values as they are, where ``grouped_queries`` says so
-    (:func:`~fuseplan.planner.grouped_queries.fold_grouped_queries`); ``meta["grouped_queries"]`` of the result counts.
+    attention is asked for less (:func:`~fuseplan.planner.attention.rewrite_attention`, which takes the other two
+    arguments); ``meta["attention"]`` of the result says how often.
 
     Raises:
         CaptureError: Tracing failed, or autocast is on (its casts are not part of the trace).
@@ -74,7 +77,7 @@ def trace_predispatch(
     try:
         with context.fake_mode:
             trace = make_fx(module, pre_dispatch=True)(*fakes)
-        trace.meta["grouped_queries"] = fold_grouped_queries(trace, grouped_queries)
+        trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks)
     except Exception as error:
         raise CaptureError(f"tracing to ATen ops failed: {first_line(error)}") from error
     return trace

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -84,8 +85,9 @@ def compile_graph(
         RefusedError: The graph must run unfused.
         FuseplanError: The graph cannot be traced, or the device not be used.
     """
-    module = trace_predispatch(gm, example_inputs, options.grouped_queries)
-    tally.count("grouped_queries", module.meta["grouped_queries"])
+    module = trace_predispatch(gm, example_inputs, options.grouped_queries, options.attention_masks)
+    for name, number in asdict(module.meta["attention"]).items():
+        tally.count(name, number)
     normalised = normalise(module)
     if _may_alias(example_inputs) and any(mutates(op) for op in normalised.graph):
         raise RefusedError("inputs share memory and the graph writes in place")

@@ -34,9 +34,11 @@ class DispatchOptions:
             the next call overwrites, which saves a copy of each result.
         in_place: Let results of a fused group take the memory of intermediates that nothing needs after it, where its
             kernels can write so (on GPUs): half the footprint stays in cache. Results are the same, bit for bit.
-        grouped_queries: In decoding, where one token's query heads share keys and values (Llama's and most others'),
-            let attention read the cache as it is, without a copy for every query head. None: on CPUs, where it has been
-            measured (up to 27 times faster attention); True: on GPUs too.
+        grouped_queries: Where query heads share keys and values (Llama's and most others'), let attention read them as
+            they are, without a copy for every query head. None: where that was measured to pay (in decoding on CPUs,
+            and where PyTorch computes attention with cuDNN); True: in decoding everywhere.
+        attention_masks: Let attention be causal where its mask is constant and says just that, and turn a boolean mask
+            into numbers once instead of in every call, where PyTorch does so (with cuDNN).
         debug: Log every plan, and compare each kernel with its ATen ops in its first call.
     """
 
@@ -48,6 +50,7 @@ class DispatchOptions:
     cuda_graphs_copy_outputs: bool = True
     in_place: bool = True
     grouped_queries: bool | None = None
+    attention_masks: bool = True
     debug: bool = False
 
     def regime_on(self, device_type: str) -> Regime:
@@ -82,7 +85,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
     if given.get("db") is not None:
         given["db"] = str(given["db"])
-    for name in ("debug", "in_place", "cuda_graphs", "cuda_graphs_copy_outputs"):
+    for name in ("debug", "in_place", "cuda_graphs", "cuda_graphs_copy_outputs", "attention_masks"):
         if not isinstance(given.get(name, False), bool):
             raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
     if given.get("grouped_queries") not in (None, True, False):

@@ -38,6 +38,8 @@ class CompileStats:
         recordings: CUDA graphs recorded.
         in_place: Outputs of fused groups that take the memory of an input nobody needs any more.
         grouped_queries: Attention calls that read keys and values without a copy for every query head.
+        dropped_masks: Attention calls whose mask is constant, and causal or true everywhere: it is not computed.
+        added_masks: Attention calls that take their boolean mask as numbers, computed once for all of them.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
     """
@@ -55,6 +57,8 @@ class CompileStats:
     recordings: int = 0
     in_place: int = 0
     grouped_queries: int = 0
+    dropped_masks: int = 0
+    added_masks: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
 
@@ -82,6 +86,10 @@ class Stats(CompileStats):
             lines.append(f"{self.in_place} results in the memory of operands that were needed no more")
         if self.grouped_queries:
             lines.append(f"{self.grouped_queries} attention calls without a copy of keys for every query head")
+        if self.dropped_masks:
+            lines.append(f"{self.dropped_masks} attention calls without their mask, which is constant")
+        if self.added_masks:
+            lines.append(f"{self.added_masks} attention calls with numbers for a mask, computed once")
         if self.recordings:
             lines.append(f"{self.recordings} CUDA graphs recorded")
         lines += [f"note: {count} x {reason}" for reason, count in sorted(self.notes.items())]

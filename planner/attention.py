@@ -1,0 +1,114 @@
+"""Attention in a pre-dispatch trace, before it is planned: what PyTorch would compute again in every call is left out.
+
+Attention itself stays PyTorch's. What a trace asks of it costs more than it needs to, in three ways:
+
+* keys and values that query heads share are copied for every head (:mod:`~fuseplan.planner.grouped_queries`);
+* a mask that is known to be causal is handed over as data (:mod:`~fuseplan.planner.attention_masks`): a compiler's
+  trace has it, since only with the numbers at hand can a model tell that it is causal;
+* a boolean mask is turned into numbers by every call (the same module).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuseplan.planner.trace_edit import evaluate_fake, update_readers
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DEFAULTS = (None, None, None, None, 0.0, False, None, False)
+#: What stands after the star in the schema.
+_KEYWORDS = frozenset({"scale", "enable_gqa"})
+#: Backends of PyTorch's attention on CUDA, by their numbers in its order of preference.
+_BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+
+
+@dataclass(frozen=True)
+class AttentionRewrites:
+    """How many attention calls of a trace were rewritten, and how.
+
+    Attributes:
+        grouped_queries: Read keys and values without a copy for every query head.
+        dropped_masks: Had a mask that is constant, and causal or true everywhere.
+        added_masks: Take their boolean mask as numbers, which are computed once for all of them.
+    """
+
+    grouped_queries: int = 0
+    dropped_masks: int = 0
+    added_masks: int = 0
+
+
+def rewrite_attention(
+    module: fx.GraphModule, grouped_queries: bool | None = None, masks: bool = True
+) -> AttentionRewrites:
+    """Rewrite every attention call of a pre-dispatch trace.
+
+    Args:
+        module: The trace; every node carries its fake value in ``meta["val"]``.
+        grouped_queries: As :func:`~fuseplan.planner.grouped_queries.fold_grouped_queries` takes it.
+        masks: Whether to rewrite masks.
+    """
+    from fuseplan.planner.attention_masks import add_boolean_masks, drop_constant_masks
+    from fuseplan.planner.grouped_queries import fold_grouped_queries
+
+    dropped = drop_constant_masks(module) if masks else 0
+    grouped = fold_grouped_queries(module, grouped_queries)
+    added = add_boolean_masks(module) if masks else 0
+    if dropped or grouped or added:
+        module.graph.lint()
+        module.recompile()
+    return AttentionRewrites(grouped, dropped, added)
+
+
+def attention_calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Every call of attention, in order."""
+    yield from graph.find_nodes(op="call_function", target=ATTENTION)
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Every argument of an attention call by its name, with the schema's defaults."""
+    named = dict(zip(_PARAMETERS, node.args, strict=False))
+    return dict(zip(_PARAMETERS, _DEFAULTS, strict=True)) | named | dict(node.kwargs)
+
+
+def change_call(node: fx.Node, **changes: Any) -> None:
+    """Change some arguments of an attention call; the fake values of it and what reads it follow."""
+    given = arguments_of(node) | changes
+    node.args = tuple(given[name] for name in _PARAMETERS if name not in _KEYWORDS)
+    node.kwargs = {name: given[name] for name in _PARAMETERS if name in _KEYWORDS and given[name] not in (None, False)}
+    old = node.meta["val"]
+    evaluate_fake(node)
+    if node.meta["val"].stride() != old.stride():
+        update_readers(node)
+
+
+def chosen_backend(arguments: dict[str, Any]) -> str:
+    """What PyTorch computes a call with on this CUDA device: ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``.
+
+    Args:
+        arguments: :func:`arguments_of` a call, with fake tensors in the place of nodes.
+    """
+    from torch.backends import cuda
+
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "enable_gqa")
+    params = cuda.SDPAParams(*(arguments[name] for name in names))
+    usable = {
+        "cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
+        "efficient": cuda.can_use_efficient_attention,
+    }
+    for number in torch._C._get_sdp_priority_order():
+        name = _BACKENDS.get(number, "")
+        if name in usable and usable[name](params):
+            return name
+    return "math"
+
+
+def fake_arguments(node: fx.Node, **changes: Any) -> dict[str, Any]:
+    """The arguments of a call, some of them changed, with fake tensors in the place of nodes."""
+    given = arguments_of(node) | changes
+    return {name: one.meta["val"] if isinstance(one, fx.Node) else one for name, one in given.items()}

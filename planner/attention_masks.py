@@ -40,7 +40,7 @@ _aten = torch.ops.aten
 #: A mask is evaluated if all that is computed for it takes no more bytes than this.
 _MOST_BYTES = 2**29
 #: PyTorch's number for what is masked, where cuDNN computes attention: finite before infinity worked.
-_FINITE_BEFORE = (2, 12)
+_FINITE_BEFORE = "2.12"
 _FINITE = -65504.0
 
 
@@ -93,7 +93,8 @@ def _is_constant(mask: fx.Node, made: list[fx.Node]) -> bool:
         if one.op != "call_function" or not is_pure(one.target) or value is None or static_sizes(one) is None:
             return False
         # Whole numbers are the same on every device.
-        if value.dtype.is_floating_point or torch.Tag.nondeterministic_seeded in one.target.tags:
+        tags = getattr(one.target, "tags", ())
+        if value.dtype.is_floating_point or torch.Tag.nondeterministic_seeded in tags:
             return False
         total += value.numel() * value.element_size()
     if total > _MOST_BYTES:

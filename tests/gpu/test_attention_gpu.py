@@ -1,0 +1,100 @@
+"""What attention is asked for on a GPU: shared keys as they are, masks as numbers or not at all; as close as eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import fuseplan.planner
+from fuseplan.planner.attention import chosen_backend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+HEADS, KV_HEADS, WIDTH = 8, 2, 64
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    fuseplan.planner.reset_stats()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    batch, heads, length, width = x.shape
+    times = HEADS // KV_HEADS
+    return x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+
+
+def layers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Two layers over one cache; ``seen`` of ``[batch, length]`` says which positions there are."""
+    mask = seen[:, None, None] & torch.ones(query.shape[2], 1, dtype=torch.bool, device="cuda")
+    for _ in range(2):
+        query = scaled_dot_product_attention(query, repeated(key), repeated(value), mask)
+    return query.transpose(1, 2).flatten(2) * 2
+
+
+def needs_cudnn() -> None:
+    query, key = rand(1, HEADS, 1, WIDTH), rand(1, KV_HEADS, 8, WIDTH)
+    call = {"query": query, "key": key, "value": key, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
+            "enable_gqa": True}
+    if chosen_backend(call) != "cudnn":
+        pytest.skip("PyTorch does not compute attention with cuDNN here")
+
+
+def double(function: Any, *args: torch.Tensor) -> torch.Tensor:
+    return function(*(one.double() if one.is_floating_point() else one for one in args))
+
+
+@pytest.mark.parametrize(("batch", "tokens", "length"), [(1, 1, 127), (3, 1, 1024), (2, 4, 65), (1, 1, 1)])
+def test_masked_attention_over_shared_keys(batch: int, tokens: int, length: int, tmp_path: Path) -> None:
+    needs_cudnn()
+    key, value = rand(batch, KV_HEADS, length, WIDTH), rand(batch, KV_HEADS, length, WIDTH)
+    args = rand(batch, HEADS, tokens, WIDTH), key, value
+    seen = torch.rand(batch, length, device="cuda") > 0.3
+    seen[:, 0] = True
+    options = {"db": str(tmp_path / "tuning.db")}
+    result = torch.compile(layers, backend="fuseplan", options=options)(*args, seen)
+    eager, exact = layers(*args, seen), double(layers, *args, seen)
+    assert result.dtype == eager.dtype and result.stride() == eager.stride()
+    allowed = 2 * (eager - exact).abs().max().item() + 1e-3
+    assert (result - exact).abs().max().item() <= allowed
+    done = fuseplan.planner.stats()
+    assert (done.grouped_queries, done.added_masks) == (2, 2) and not done.fallbacks
+
+
+def test_rows_that_see_nothing_are_as_in_eager(tmp_path: Path) -> None:
+    needs_cudnn()
+    args = rand(2, HEADS, 1, WIDTH), rand(2, KV_HEADS, 32, WIDTH), rand(2, KV_HEADS, 32, WIDTH)
+    seen = torch.ones(2, 32, dtype=torch.bool, device="cuda")
+    seen[1] = False
+    options = {"db": str(tmp_path / "tuning.db")}
+    result = torch.compile(layers, backend="fuseplan", options=options)(*args, seen)
+    torch.testing.assert_close(result, layers(*args, seen), rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("length", [17, 256])
+def test_a_constant_causal_mask(length: int, tmp_path: Path) -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(query.shape[2], device="cuda")
+        mask = (at[None, :] <= at[:, None]).expand(query.shape[0], 1, -1, -1)
+        return scaled_dot_product_attention(query, repeated(key), repeated(value), mask)
+
+    args = rand(2, HEADS, length, WIDTH), rand(2, KV_HEADS, length, WIDTH), rand(2, KV_HEADS, length, WIDTH)
+    options = {"db": str(tmp_path / "tuning.db")}
+    result = torch.compile(attend, backend="fuseplan", options=options)(*args)
+    eager, exact = attend(*args), double(attend, *args)
+    assert (result - exact).abs().max().item() <= 2 * (eager - exact).abs().max().item() + 1e-3
+    assert fuseplan.planner.stats().dropped_masks == 1

@@ -1,0 +1,335 @@
+"""Masks of attention: constant ones are dropped, boolean ones made numbers once; same results, or left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.nn.functional import scaled_dot_product_attention
+
+from fuseplan.planner import attention, attention_masks, grouped_queries
+from fuseplan.planner.attention import ATTENTION, AttentionRewrites, arguments_of, chosen_backend, rewrite_attention
+from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.options import parse_options
+from fuseplan.planner.tally import reset_stats, stats
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where PyTorch computes every attention with cuDNN."""
+    for module in (grouped_queries, attention_masks):
+        monkeypatch.setattr(module, "device_type", lambda _: "cuda")
+        monkeypatch.setattr(module, "chosen_backend", lambda _: "cudnn")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A trace after its attention was rewritten, what was done, and what it returned."""
+
+    module: fx.GraphModule
+    done: AttentionRewrites
+    result: Any
+
+
+def rewritten(function: Function, *args: Any, dynamic: bool = False, **options: Any) -> Rewritten:
+    """Trace a function, rewrite its attention, run it, and compare it with the function itself."""
+    traces: list[fx.GraphModule] = []
+    done: list[AttentionRewrites] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
+        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
+        assert trace.meta["attention"] == AttentionRewrites()
+        traces.append(trace)
+        done.append(rewrite_attention(trace, **options))
+        return trace.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        result = torch.compile(function, backend=backend, dynamic=dynamic)(*args)
+        torch.testing.assert_close(result, function(*args))
+    (trace,), (found,) = traces, done
+    return Rewritten(trace, found, result)
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def attention_of(module: fx.GraphModule) -> list[dict[str, Any]]:
+    return [arguments_of(node) for node in attention.attention_calls(module.graph)]
+
+
+def heads(length: int, batch: int = 2, count: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(length)
+    query, key, value = torch.randn(3, batch, count, length, 8, dtype=dtype).unbind()
+    return query, key, value
+
+
+# -- constant masks ---------------------------------------------------------------------------------------
+
+
+def compared(query: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(query.shape[2])
+    return at[None, :] <= at[:, None]
+
+
+def lower(query: torch.Tensor) -> torch.Tensor:
+    length = query.shape[2]
+    return torch.ones(length, length, dtype=torch.bool).tril()[None, None].expand(query.shape[0], 1, length, length)
+
+
+def of_packed_sequences(query: torch.Tensor) -> torch.Tensor:
+    """As models tell sequences apart that are packed into one row: there is one."""
+    batch, _, length, _ = query.shape
+    positions = torch.arange(length).unsqueeze(0)
+    started = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    same = started[:, :, None] == started[:, None, :]
+    return (same & compared(query)).expand(batch, 1, length, length)
+
+
+def of_every_head(query: torch.Tensor) -> torch.Tensor:
+    return compared(query).expand(*query.shape[:2], -1, -1)
+
+
+@pytest.mark.parametrize("mask", [compared, lower, of_packed_sequences, of_every_head])
+@pytest.mark.parametrize("length", [2, 17, 127])
+def test_a_constant_causal_mask_is_said_to_be_causal(mask: Function, length: int) -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, mask(query), scale=0.3).transpose(1, 2) * 2
+
+    found = rewritten(attend, *heads(length))
+    assert found.done == AttentionRewrites(dropped_masks=1)
+    (call,) = attention_of(found.module)
+    assert call["attn_mask"] is None and call["is_causal"] and call["scale"] == 0.3
+    assert targets(found.module) == [ATTENTION, torch.ops.aten.transpose.int, torch.ops.aten.mul.Tensor]
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_mask_that_hides_nothing_is_no_mask(length: int) -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        seen = torch.arange(key.shape[2]) < length
+        return scaled_dot_product_attention(query[:, :, :1], key, value, seen[None, None, None])
+
+    found = rewritten(attend, *heads(length))
+    assert found.done.dropped_masks == 1
+    (call,) = attention_of(found.module)
+    assert call["attn_mask"] is None and not call["is_causal"]
+
+
+def test_layers_share_what_is_found_and_other_readers_keep_the_mask() -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = compared(query)
+        once = scaled_dot_product_attention(query, key, value, mask)
+        return scaled_dot_product_attention(once, key, value, mask), mask.sum(-1)
+
+    assert rewritten(attend, *heads(9)).done.dropped_masks == 2
+
+
+def window(query: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(query.shape[2])
+    return compared(query) & (at[:, None] - at[None, :] < 4)
+
+
+def one_column_missing(query: torch.Tensor) -> torch.Tensor:
+    return compared(query) & (torch.arange(query.shape[2]) != 1)
+
+
+def strict(query: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(query.shape[2])
+    return (at[None, :] < at[:, None]) | (at[None, :] == 0)
+
+
+def random(query: torch.Tensor) -> torch.Tensor:
+    return torch.randint(0, 2, (query.shape[2], query.shape[2])) <= 1
+
+
+def added(query: torch.Tensor) -> torch.Tensor:
+    return torch.where(compared(query), 0.0, -torch.inf)
+
+
+def of_data(query: torch.Tensor) -> torch.Tensor:
+    return compared(query) | (query[0, 0, :, 0] > 1e9)
+
+
+def by_floats(query: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(query.shape[2], dtype=torch.float32)
+    return at[None, :] <= at[:, None]
+
+
+@pytest.mark.parametrize("mask", [window, one_column_missing, strict, random, added, of_data, by_floats])
+def test_other_masks_are_left_alone(mask: Function) -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, mask(query))
+
+    assert rewritten(attend, *heads(7)).done == AttentionRewrites()
+
+
+def test_rectangular_large_dynamic_and_written_masks_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rectangular(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query[:, :, :3], key, value, compared(query)[:3])
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, compared(query))
+
+    def written(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mask = compared(query)
+        mask[2:].logical_and_(query[0, 0, 2:, :1] > 0)
+        mask[:, 0] = True
+        return scaled_dot_product_attention(query, key, value, mask)
+
+    for function in (rectangular, written):
+        assert rewritten(function, *heads(7)).done == AttentionRewrites()
+    assert rewritten(attend, *heads(7), dynamic=True).done == AttentionRewrites()
+    monkeypatch.setattr(attention_masks, "_MOST_BYTES", 48)
+    assert rewritten(attend, *heads(7)).done == AttentionRewrites()
+
+
+def test_a_prefill_of_llama(tmp_path: Any) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=50,
+    )).eval()
+    tokens = torch.randint(0, 50, (2, 9))
+    for masks, dropped in ((True, 2), (False, 0)):
+        torch._dynamo.reset()
+        reset_stats()
+        options = {"db": str(tmp_path / "tuning.db"), "attention_masks": masks}
+        with torch.no_grad():
+            expected = model(input_ids=tokens, use_cache=False).logits
+            compiled = torch.compile(model, backend="fuseplan", options=options)
+            result = compiled(input_ids=tokens, use_cache=False).logits
+        torch.testing.assert_close(result, expected)
+        assert stats().dropped_masks == dropped and not stats().fallbacks
+        assert ("without their mask" in str(stats())) == masks
+
+
+# -- boolean masks ----------------------------------------------------------------------------------------
+
+
+def two_layers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    mask = seen[:, None, None] & (torch.arange(key.shape[2]) != 1)
+    once = scaled_dot_product_attention(query, key, value, mask)
+    return scaled_dot_product_attention(once, key, value, mask)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.0"])
+def test_a_boolean_mask_becomes_numbers_once(
+    dtype: torch.dtype, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    args = (*heads(11, dtype=dtype), torch.arange(22).view(2, 11) % 3 != 0)
+    found = rewritten(two_layers, *args)
+    assert found.done == AttentionRewrites(added_masks=2)
+    calls = attention_of(found.module)
+    assert calls[0]["attn_mask"] is calls[1]["attn_mask"]
+    numbers = calls[0]["attn_mask"].meta["val"]
+    assert numbers.dtype == dtype and numbers.shape == (2, 1, 1, 11)
+    (where,) = (node for node in found.module.graph.nodes if node.target is torch.ops.aten.where.Scalar)
+    assert where.args[1:] == (0.0, -65504.0 if version.startswith("2.11") else -torch.inf)
+
+
+def test_without_cudnn_a_boolean_mask_stays() -> None:
+    assert rewritten(two_layers, *heads(5), torch.ones(2, 5, dtype=torch.bool)).done == AttentionRewrites()
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_a_mask_that_is_written_to_between_two_layers_is_turned_again() -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        mask = seen.clone()
+        once = scaled_dot_product_attention(query, key, value, mask[:, None, None])
+        twice = scaled_dot_product_attention(once, key, value, mask[:, None, None])
+        mask[:, 2] = False
+        return twice + scaled_dot_product_attention(twice, key, value, mask[:, None, None])
+
+    args = (*heads(6), torch.ones(2, 6, dtype=torch.bool))
+    assert rewritten(attend, *args).done.added_masks == 3
+
+
+# -- shared keys and values -------------------------------------------------------------------------------
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    batch, count, length, width = x.shape
+    return x[:, :, None].expand(batch, count, 2, length, width).reshape(batch, count * 2, length, width)
+
+
+def shared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return scaled_dot_product_attention(query, repeated(key), repeated(value), scale=0.4)
+
+
+def grouped(length: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(tokens)
+    return torch.randn(2, 6, tokens, 8), torch.randn(2, 3, length, 8), torch.randn(2, 3, length, 8)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_cudnn_reads_shared_keys_as_they_are(tokens: int) -> None:
+    found = rewritten(shared, *grouped(9, tokens))
+    assert found.done == AttentionRewrites(grouped_queries=1)
+    (call,) = attention_of(found.module)
+    assert call["enable_gqa"] and call["scale"] == 0.4 and call["key"].op == "placeholder"
+    assert targets(found.module) == [ATTENTION]
+    assert rewrite_attention(found.module) == AttentionRewrites()
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_keys_that_are_written_after_they_were_copied_stay_copied() -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        key = key.clone()
+        many = repeated(key)
+        key.zero_()
+        return scaled_dot_product_attention(query, many, repeated(value))
+
+    assert rewritten(attend, *grouped(5, 1)).done == AttentionRewrites()
+
+
+def test_other_backends_get_copies_or_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (grouped_queries, attention_masks):
+        monkeypatch.setattr(module, "device_type", lambda _: "cuda")
+        monkeypatch.setattr(module, "chosen_backend", lambda call: "efficient" if not call["enable_gqa"] else "math")
+    assert rewritten(shared, *grouped(5, 1)).done == AttentionRewrites()
+    assert rewritten(shared, *grouped(5, 1), grouped_queries=True).done.grouped_queries == 1
+    assert rewritten(shared, *grouped(5, 2), grouped_queries=True).done.grouped_queries == 0
+
+
+@pytest.mark.parametrize(("order", "usable", "chosen"), [
+    ([3, 1, 2, 0, 4], {"cudnn", "flash"}, "cudnn"),
+    ([1, 2, 0, 3, 4], {"cudnn", "efficient"}, "efficient"),
+    ([4, 3, 1, 2, 0], set(), "math"),
+])
+def test_the_backend_is_the_first_that_can(
+    order: list[int], usable: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: order)
+    for name in ("cudnn", "flash", "efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda _, name=name: name in usable)
+    query, key, value = heads(3)
+    call = {"query": query, "key": key, "value": value, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
+            "scale": None, "enable_gqa": False}
+    assert chosen_backend(call) == chosen
+
+
+def test_a_wrong_option_says_what_it_may_be() -> None:
+    assert parse_options({"attention_masks": False}).attention_masks is False
+    with pytest.raises(ConfigError, match=r"attention_masks.*True or False"):
+        parse_options({"attention_masks": "yes"})

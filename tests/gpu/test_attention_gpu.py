@@ -47,7 +47,9 @@ def layers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: to
 
 
 def needs_cudnn() -> None:
+    """PyTorch settles its order of preference when attention is first called."""
     query, key = rand(1, HEADS, 1, WIDTH), rand(1, KV_HEADS, 8, WIDTH)
+    scaled_dot_product_attention(query, query, query)
     call = {"query": query, "key": key, "value": key, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
             "enable_gqa": True}
     if chosen_backend(call) != "cudnn":

@@ -74,7 +74,8 @@ def test_masked_attention_over_shared_keys(batch: int, tokens: int, length: int,
     allowed = 2 * (eager - exact).abs().max().item() + 1e-3
     assert (result - exact).abs().max().item() <= allowed
     done = fuseplan.planner.stats()
-    assert (done.grouped_queries, done.added_masks) == (2, 2) and not done.fallbacks
+    rewritten = 2 if length > 1 else 0  # cuDNN takes no single key
+    assert (done.grouped_queries, done.added_masks) == (rewritten, rewritten) and not done.fallbacks
 
 
 def test_rows_that_see_nothing_are_as_in_eager(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def chosen_backend(arguments: dict[str, Any]) -> str:
 
     Args:
         arguments: :func:`arguments_of` a call, with fake tensors in the place of nodes.
+
+    PyTorch settles its order of preference when attention is first called, which a trace of attention has done.
     """
     from torch.backends import cuda
 
@@ -101,7 +103,8 @@ def chosen_backend(arguments: dict[str, Any]) -> str:
         "cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
         "efficient": cuda.can_use_efficient_attention,
     }
-    for number in torch._C._get_sdp_priority_order():
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    for number in order() if order is not None else ():
         name = _BACKENDS.get(number, "")
         if name in usable and usable[name](params):
             return name

@@ -81,7 +81,7 @@ def _kind(mask: fx.Node, sizes: tuple[int, ...]) -> str:
             return "all"
         if rows != cols or value.shape[-2:] != (rows, cols):
             return "data"
-        causal = torch.ones(rows, cols, dtype=torch.bool).tril_()
+        causal = torch.ones(rows, cols, dtype=torch.bool, device=value.device).tril_()
         return "causal" if bool((value == causal).all()) else "data"
 
 

@@ -34,10 +34,11 @@ from fuseplan.planner.attention import (
 )
 from fuseplan.planner.trace_edit import (
     ancestors,
+    between,
     device_type,
     erase_unused,
     insert_call,
-    is_pure,
+    may_write,
     static_sizes,
     update_readers,
 )
@@ -178,11 +179,8 @@ def _shared(node: Any, grouped: bool) -> _Shared | None:
 
 
 def _written_between(read: Sequence[_Shared], node: fx.Node) -> bool:
-    """Whether something may write to memory after a key or value was copied, and before attention."""
-    for one in read:
-        between = one.copied or node
-        while between is not node:
-            if between.op == "call_function" and not is_pure(between.target):
-                return True
-            between = between.next
-    return False
+    """Whether something may write to a key or value after it was copied, and before attention."""
+    return any(
+        may_write(call, [one.base])
+        for one in read if one.copied is not None for call in between(one.copied, node)
+    )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
+
+#: Calls in traces that touch no tensor.
+_HARMLESS = (torch._C._set_grad_enabled,)
 
 
 def value_of(node: Any) -> torch.Tensor | None:
@@ -30,7 +34,9 @@ def device_type(node: fx.Node) -> str:
 
 
 def is_pure(target: Any) -> bool:
-    """Whether a call is an ATen op that writes to none of its operands."""
+    """Whether a call writes to none of its operands and does nothing else: an ATen op, or a result of one."""
+    if target is operator.getitem:
+        return True
     return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
 
 
@@ -88,14 +94,14 @@ def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
 def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
     """The nodes after ``first`` and before ``last``."""
     node = first.next
-    while node is not last and node.op != "root":
+    while node is not last:
         yield node
         node = node.next
 
 
 def may_write(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
     """Whether a node may write to the memory of one of ``tensors``: an unknown call always may."""
-    if node.op != "call_function" or is_pure(node.target):
+    if node.op != "call_function" or is_pure(node.target) or node.target in _HARMLESS:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return True

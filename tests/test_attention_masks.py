@@ -139,6 +139,24 @@ def test_layers_share_what_is_found_and_other_readers_keep_the_mask() -> None:
     assert rewritten(attend, *heads(9)).done.dropped_masks == 2
 
 
+def test_halves_of_one_projection_and_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of a split are no calls of ATen; and masks are worked out on the CPU whatever the default device is."""
+    def attend(both: torch.Tensor) -> torch.Tensor:
+        query, key = both.split(8, -1)
+        with torch.no_grad():
+            return scaled_dot_product_attention(query, key, key, compared(query))
+
+    (both,) = torch.randn(1, 2, 3, 5, 16)
+    evaluate = attention_masks._kind
+
+    def elsewhere(*args: Any) -> str:
+        with torch.device("meta"):
+            return evaluate(*args)
+
+    monkeypatch.setattr(attention_masks, "_kind", elsewhere)
+    assert rewritten(attend, both).done.dropped_masks == 1
+
+
 def window(query: torch.Tensor) -> torch.Tensor:
     at = torch.arange(query.shape[2])
     return compared(query) & (at[:, None] - at[None, :] < 4)
@@ -301,6 +319,16 @@ def test_keys_that_are_written_after_they_were_copied_stay_copied() -> None:
         return scaled_dot_product_attention(query, many, repeated(value))
 
     assert rewritten(attend, *grouped(5, 1)).done == AttentionRewrites()
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_what_is_written_beside_a_copy_does_not_matter() -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        many, value = repeated(key), value.clone()
+        value[:, :, 1] = 0.5
+        return scaled_dot_product_attention(query, many, repeated(value))
+
+    assert rewritten(attend, *grouped(5, 1)).done == AttentionRewrites(grouped_queries=1)
 
 
 def test_other_backends_get_copies_or_positions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,8 @@ class ValueEmitter(ABC):
     def fold(self, value: int, text: str) -> list[str]:
         """``v<value> = ...``: fold the columns of a tile."""
         reduce, name = self.reduction(value), self.name(value)
-        axis = "0" if self.flat else "1, True"
+        # By position, and never left out: ninetoothed knows neither names nor defaults of the helpers it inlines.
+        axis = "0, False" if self.flat else "1, True"
         lines = [f"{name} = {REDUCTIONS[reduce.kind].triton_reduce}({text}, {axis})"]
         return [*lines, f"{name} = ({name} != 0)"] if reduce.dtype == "bool" else lines
 

@@ -211,6 +211,18 @@ def softmax(rows: Size, cols: Size, dtype: str = "float32", causal: bool = False
     return Sample("causal_softmax" if causal else "softmax", _kernel(buffers, b), symbols or {}, scale=3.0)
 
 
+def lone_row(cols: int, dtype: str = "float32") -> Sample:
+    """Softmax and least value of a vector: a segment without rows."""
+    buffers = [contiguous("x", dtype, (cols,)), contiguous("y", dtype, (cols,), True)]
+    b = Body(buffers, (), cols)
+    (c,) = b.at
+    x = b.load("x", (c,))
+    exponential = b("exp", b("sub", x, b.reduce("max", x)))
+    share = b("div", exponential, b.reduce("sum", exponential))
+    b.store("y", (c,), b("add", share, b.reduce("min", x)))
+    return Sample("lone_row", _kernel(buffers, b), scale=3.0)
+
+
 def extreme_softmax(cols: int, dtype: str = "float32") -> Sample:
     """A softmax over rows with infinities and NaN at their ends and in between, and of nothing but -inf."""
     plain = softmax(8, cols, dtype)
@@ -586,7 +598,7 @@ def static_samples() -> list[Sample]:
         add_rms_norm(3, 129), add_rms_norm(5, 96, "bfloat16"), add_rms_norm(2, 40, "bfloat16", eager=True),
         layer_norm(4, 100), layer_norm(3, 257, "bfloat16"), layer_norm(2, 31, "float64"),
         softmax(3, 50), softmax(2, 1000, "bfloat16"), softmax(17, 17, causal=True), softmax(2, 7, "float64"),
-        extreme_softmax(300), extreme_softmax(260, "bfloat16"),
+        extreme_softmax(300), extreme_softmax(260, "bfloat16"), lone_row(127), lone_row(1000, "bfloat16"),
         swiglu(3, 127), swiglu(1, 256, "bfloat16"), swiglu(2, 65, "float16"),
         geglu(3, 50), geglu(2, 128, "bfloat16"), geglu(3, 50, approximate="erf"),
         geglu(2, 33, "float64", approximate="erf"), geglu(3, 70, "bfloat16", approximate="erf"),

@@ -43,6 +43,7 @@ def llama_groups() -> list[Sample]:
         samples.rms_norm(32, 4096, "bfloat16"),
         samples.swiglu(32, 14336, "bfloat16"),
         samples.swiglu(16384, 28672, "bfloat16"),
+        samples.lone_row(4096, "bfloat16"),
         samples.rope(32, 1, 32, 8, 64, "bfloat16"),
         samples.rope(4, 2048, 32, 8, 128, "bfloat16"),
     ]

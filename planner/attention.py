@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuseplan.planner.trace_edit import evaluate_fake, update_readers
+from fuseplan.planner.trace_edit import change_arguments
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -76,15 +76,17 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     return dict(zip(_PARAMETERS, _DEFAULTS, strict=True)) | named | dict(node.kwargs)
 
 
-def change_call(node: fx.Node, **changes: Any) -> None:
-    """Change some arguments of an attention call; the fake values of it and what reads it follow."""
+def change_call(node: fx.Node, **changes: Any) -> bool:
+    """Change some arguments of an attention call; whether it could be done, see
+    :func:`~fuseplan.planner.trace_edit.change_arguments`."""
     given = arguments_of(node) | changes
-    node.args = tuple(given[name] for name in _PARAMETERS if name not in _KEYWORDS)
-    node.kwargs = {name: given[name] for name in _PARAMETERS if name in _KEYWORDS and given[name] not in (None, False)}
-    old = node.meta["val"]
-    evaluate_fake(node)
-    if node.meta["val"].stride() != old.stride():
-        update_readers(node)
+    args = tuple(given[name] for name in _PARAMETERS if name not in _KEYWORDS)
+    # Not by equality: a scale of zero equals False, but is no default.
+    kwargs = {
+        name: given[name] for name in _PARAMETERS
+        if name in _KEYWORDS and given[name] is not None and given[name] is not False
+    }
+    return change_arguments(node, args, kwargs)
 
 
 def chosen_backend(arguments: dict[str, Any]) -> str:

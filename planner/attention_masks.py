@@ -14,6 +14,8 @@ with what computes the mask. The numbers are those that PyTorch takes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -52,17 +54,24 @@ def drop_constant_masks(module: fx.GraphModule) -> int:
         call = arguments_of(node)
         mask, query, key = call["attn_mask"], static_sizes(call["query"]), static_sizes(call["key"])
         value = value_of(mask)
-        if value is None or value.dtype != torch.bool or call["is_causal"] or query is None or key is None:
+        if value is None or value.dtype != torch.bool or query is None or key is None:
+            continue
+        if call["is_causal"] or call["dropout_p"] != 0.0 or not _is_positive(call["scale"]):
             continue
         sizes = (*query[:-1], key[-2])
         if (mask, sizes) not in kinds:
             kinds[mask, sizes] = _kind(mask, sizes)
-        if kinds[mask, sizes] != "data":
-            change_call(node, attn_mask=None, is_causal=kinds[mask, sizes] == "causal")
+        kind = kinds[mask, sizes]
+        if kind != "data" and change_call(node, attn_mask=None, is_causal=kind == "causal"):
             found += 1
     for mask in dict.fromkeys(mask for (mask, _), kind in kinds.items() if kind != "data"):
         erase_unused(graph, ancestors(mask))
     return found
+
+
+def _is_positive(scale: Any) -> bool:
+    """Whether a scale keeps what causal attention hides: kernels scale its minus infinity, too."""
+    return scale is None or (isinstance(scale, int | float) and scale > 0)
 
 
 def _kind(mask: fx.Node, sizes: tuple[int, ...]) -> str:
@@ -72,10 +81,10 @@ def _kind(mask: fx.Node, sizes: tuple[int, ...]) -> str:
         return "data"
     # A trace is made in a fake mode, which would take these for fakes, too.
     with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
-        value = _evaluated(made)
         try:
+            value = _evaluated(made)
             rows, cols = value.expand(sizes).shape[-2:]
-        except RuntimeError:
+        except Exception:  # also of an op that the CPU has not
             return "data"
         if bool(value.all()):
             return "all"
@@ -90,17 +99,23 @@ def _is_constant(mask: fx.Node, made: list[fx.Node]) -> bool:
     total = 0
     for one in made:
         value = value_of(one)
-        if one.op != "call_function" or not is_pure(one.target) or value is None or static_sizes(one) is None:
+        if one.op != "call_function" or not _is_function(one.target) or value is None or static_sizes(one) is None:
             return False
         # Whole numbers are the same on every device.
-        tags = getattr(one.target, "tags", ())
-        if value.dtype.is_floating_point or torch.Tag.nondeterministic_seeded in tags:
+        if value.dtype.is_floating_point or value.dtype.is_complex:
             return False
         total += value.numel() * value.element_size()
     if total > _MOST_BYTES:
         return False
     last = next(iter(reversed(mask.graph.nodes)))
     return not any(may_write(one, made) for one in between(made[0], last))
+
+
+def _is_function(target: Any) -> bool:
+    """Whether a call gives the same for the same operands: a custom op may read what it is not given."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return is_pure(target)
+    return target.namespace == "aten" and is_pure(target) and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _evaluated(made: list[fx.Node]) -> torch.Tensor:
@@ -139,6 +154,7 @@ def add_boolean_masks(module: fx.GraphModule) -> int:
                 where = insert_call(graph, _aten.where.Scalar, (mask, 0.0, hidden))
                 made = insert_call(graph, _aten.to.dtype, (where, query.dtype))
             numbers[mask, query.dtype] = made
-        change_call(node, attn_mask=made)
-        found += 1
+        found += change_call(node, attn_mask=made)
+    for made in numbers.values():
+        erase_unused(graph, ancestors(made))
     return found

@@ -35,12 +35,15 @@ from fuseplan.planner.attention import (
 from fuseplan.planner.trace_edit import (
     ancestors,
     between,
+    change_arguments,
     device_type,
     erase_unused,
+    follow,
     insert_call,
     may_write,
+    set_values,
+    shares_memory,
     static_sizes,
-    update_readers,
 )
 
 _aten = torch.ops.aten
@@ -88,13 +91,17 @@ def _share(graph: fx.Graph, node: fx.Node) -> bool:
     key, value = _shared(call["key"], False), _shared(call["value"], False)
     if key is None or value is None or _written_between((key, value), node):
         return False
-    heads, kv_heads, others = (static_sizes(one) for one in (call["query"], key.base, value.base))
-    if heads is None or kv_heads is None or others is None or kv_heads[1] != others[1] or heads[1] % kv_heads[1]:
+    query, kv_heads, others = (static_sizes(one) for one in (call["query"], key.base, value.base))
+    if query is None or kv_heads is None or others is None or kv_heads[:2] != others[:2]:
+        return False
+    # A query that is broadcast over the copies would not be over what they are of.
+    if any(query[:-2] != sizes[:2] for sizes in map(static_sizes, (call["key"], call["value"])) if sizes):
         return False
     shared = {"key": key.base, "value": value.base, "enable_gqa": True}
     if any(chosen_backend(fake_arguments(node, **changes)) != "cudnn" for changes in ({}, shared)):
         return False
-    change_call(node, **shared)
+    if not change_call(node, **shared):
+        return False
     for copied in dict.fromkeys((call["key"], call["value"])):
         erase_unused(graph, ancestors(copied))
     return True
@@ -112,29 +119,48 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     key, value = (_shared(call[name], bool(call["enable_gqa"])) for name in ("key", "value"))
     if key is None or value is None:
         return False
-    batch, heads, _, width = sizes
+    batch, heads = sizes[:2]
     key_sizes, value_sizes = static_sizes(key.base), static_sizes(value.base)
     if key_sizes is None or value_sizes is None or key_sizes[:2] != value_sizes[:2] or key_sizes[0] != batch:
         return False
     kv_heads = key_sizes[1]
     if heads == kv_heads or heads % kv_heads or _written_between((key, value), node):
         return False
-    # One node may be both.
-    repeated = [one for one in dict.fromkeys((call["key"], call["value"])) if isinstance(one, fx.Node)]
+    return _fold_heads(graph, node, key.base, value.base)
+
+
+def _fold_heads(graph: fx.Graph, node: fx.Node, key: fx.Node, value: fx.Node) -> bool:
+    call, result, kv_heads = arguments_of(node), list(node.meta["val"].shape), key.meta["val"].shape[1]
+    batch, heads, _, width = call["query"].meta["val"].shape
     with graph.inserting_before(node):
-        folded = insert_call(graph, _aten.reshape.default, (query, [batch, kv_heads, heads // kv_heads, width]))
+        sizes = [batch, kv_heads, heads // kv_heads, width]
+        folded = insert_call(graph, _aten.reshape.default, (call["query"], sizes))
         scale = {"scale": call["scale"]} if call["scale"] is not None else {}
-        together = insert_call(graph, ATTENTION, (folded, key.base, value.base, mask), scale)
-        apart = insert_call(graph, _aten.reshape.default, (together, list(node.meta["val"].shape)))
+        together = insert_call(graph, ATTENTION, (folded, key, value, call["attn_mask"]), scale)
+        apart = insert_call(graph, _aten.reshape.default, (together, result))
+    values = follow(node, apart.meta["val"])
+    if values is None:
+        erase_unused(graph, (folded, together, apart))
+        return False
+    set_values(values)
     node.replace_all_uses_with(apart)
     graph.erase_node(node)
     for user in list(apart.users):
-        if user.target is _aten.reshape.default:  # of a reshape: one does
-            user.replace_input_with(apart, together)
-    update_readers(together)
-    for one in (*repeated, apart):
+        if user.target is _aten.reshape.default and _is_merely_read(apart):  # of a reshape: one does
+            change_arguments(user, (together, *user.args[1:]), dict(user.kwargs))
+    # One node may be both.
+    for one in dict.fromkeys((call["key"], call["value"], apart)):
         erase_unused(graph, ancestors(one))
     return True
+
+
+def _is_merely_read(node: fx.Node) -> bool:
+    """Whether nothing can tell if readers of a node see its memory or a copy of it."""
+    if len(node.users) == 1:
+        return True
+    (output,) = node.graph.find_nodes(op="output")
+    readers = [node, *node.users]
+    return not shares_memory(output, readers) and not any(may_write(one, readers) for one in between(node, output))
 
 
 def _is_same_for_all_heads(mask: Any) -> bool:
@@ -179,8 +205,8 @@ def _shared(node: Any, grouped: bool) -> _Shared | None:
 
 
 def _written_between(read: Sequence[_Shared], node: fx.Node) -> bool:
-    """Whether something may write to a key or value after it was copied, and before attention."""
+    """Whether something may write to a key or value, or to its copy, after it was copied and before attention."""
     return any(
-        may_write(call, [one.base])
+        may_write(call, [one.base, one.copied])
         for one in read if one.copied is not None for call in between(one.copied, node)
     )

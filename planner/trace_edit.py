@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 #: Calls in traces that touch no tensor.
@@ -51,25 +52,148 @@ def insert_call(
 
 def evaluate_fake(node: fx.Node) -> None:
     """Work a node's fake value out from those of its operands."""
+    node.meta["val"] = _fake_result(node.target, node.args, node.kwargs, {})
+
+
+def change_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Change the arguments of a call whose result stays the same; fake values follow, as :func:`follow` tells.
+
+    Returns:
+        Whether it could be done; nothing is changed where not.
+    """
+    try:
+        value = _fake_result(node.target, args, kwargs, {})
+    except Exception:  # an op may refuse operands for any reason: the call stays as it is
+        return False
+    values = follow(node, value)
+    if values is None:
+        return False
+    node.args, node.kwargs = args, kwargs
+    set_values(values)
+    return True
+
+
+def set_values(values: Mapping[fx.Node, Any]) -> None:
+    """Give nodes their fake values."""
+    for node, value in values.items():
+        node.meta["val"] = value
+
+
+def follow(changed: fx.Node, value: torch.Tensor) -> dict[fx.Node, Any] | None:
+    """The fake values of a node and of what reads it, if the node had another layout or memory: those that differ.
+
+    What lies in the same memory must go on doing so in the trace, since that is how writes are seen.
+
+    Returns:
+        None where the program would be another: a shape changes, a view is impossible, or memory whose layout is not
+        what it was, or that is shared where it was not, is written to, returned, or read by address.
+    """
+    moved = _Moved()
+    try:
+        moved.put(changed, value)
+        waiting, node = set(changed.users), changed
+        while waiting:
+            node = node.next
+            if node in waiting:
+                waiting.remove(node)
+                waiting.update(node.users if moved.take(node) else ())
+    except Exception:  # an op may refuse another layout for any reason
+        return None
+    return moved.values
+
+
+class _Moved:
+    """What is found on the way from a changed node to what reads it.
+
+    Attributes:
+        values: New fake values.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        # Storages that the nodes in ``values`` were in, and those that they are in.
+        self._before: set[int] = set()
+        self._after: set[int] = set()
+        # Nodes whose elements lie elsewhere in memory than before, or in memory that is shared otherwise.
+        self._odd: set[fx.Node] = set()
+
+    def take(self, node: fx.Node) -> bool:
+        """Work out a reader's value again; whether it differs.
+
+        Raises:
+            ValueError: It cannot stand for the old one.
+        """
+        reads_odd = not self._odd.isdisjoint(node.all_input_nodes)
+        if reads_odd and not _reads_by_index(node):
+            raise ValueError(f"{node} may tell that memory is laid out otherwise")
+        if node.op != "call_function" or not _can_be_evaluated(node.target):
+            return False
+        fresh = _fake_result(node.target, node.args, node.kwargs, self.values)
+        pairs = _pairs(node, fresh)
+        shared = [(_storage(old) in self._before, _storage(new) in self._after) for old, new in pairs]
+        if not any(map(any, shared)) and all(old.stride() == new.stride() for old, new in pairs):
+            return False
+        self.put(node, fresh)
+        if reads_odd or any(was != now for was, now in shared):
+            self._odd.add(node)
+        return True
+
+    def put(self, node: fx.Node, fresh: Any) -> None:
+        """Note a node's new value.
+
+        Raises:
+            ValueError: It is another tensor.
+        """
+        pairs = _pairs(node, fresh)
+        if any((old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device) for old, new in pairs):
+            raise ValueError(f"{node} would be another tensor")
+        if any(_moves_elements(old, new) for old, new in pairs):
+            self._odd.add(node)
+        self.values[node] = fresh
+        self._before.update(_storage(old) for old, _ in pairs)
+        self._after.update(_storage(new) for _, new in pairs)
+
+
+def _pairs(node: fx.Node, fresh: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of a node's fake value, each with that of another one."""
+    found = ([leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, torch.Tensor)]
+             for one in (node.meta.get("val"), fresh))
+    return list(zip(*found, strict=True))
+
+
+def _fake_result(target: Any, args: Any, kwargs: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """What a call gives for fake values: those in ``values``, or else of the nodes."""
     def value(one: fx.Node) -> Any:
-        return one.meta["val"]
+        # In-place ops may change what a tensor looks like, too.
+        held = values[one] if one in values else one.meta["val"]
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, held)
 
-    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-    mode = torch._guards.detect_fake_mode((args, kwargs))
-    assert mode is not None, f"{node} has no fake operand"
-    with torch.no_grad(), mode:
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    with torch.no_grad():
+        given = fx.map_arg(args, value), fx.map_arg(kwargs, value)
+        mode = torch._guards.detect_fake_mode(given)
+        assert mode is not None, f"{target} has no fake operand"
+        with mode:
+            return target(*given[0], **given[1])
 
 
-def update_readers(changed: fx.Node) -> None:
-    """Work out the fake values again of what reads a node whose strides may be others than before."""
-    for node in list(changed.users):
-        old = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(old, torch.Tensor) or not is_pure(node.target):
-            continue
-        evaluate_fake(node)
-        if node.meta["val"].stride() != old.stride():
-            update_readers(node)
+def _can_be_evaluated(target: Any) -> bool:
+    """Whether a call's fake result may be had again; where its sizes depend on data they would be other symbols."""
+    tags = getattr(target, "tags", ())
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return False
+    return target is operator.getitem or isinstance(target, torch._ops.OpOverload)
+
+
+def _reads_by_index(node: fx.Node) -> bool:
+    """Whether a node reads elements of tensors wherever they lie, and writes to none and hands out none."""
+    return node.op == "call_function" and is_pure(node.target) and node.target is not torch.ops.aten.as_strided.default
+
+
+def _moves_elements(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether elements of two tensors of a shape lie otherwise in memory: strides of single elements do not matter."""
+    if old.storage_offset() != new.storage_offset():
+        return True
+    return any(a != b for size, a, b in zip(old.shape, old.stride(), new.stride(), strict=True) if size != 1)
 
 
 def ancestors(node: fx.Node) -> list[fx.Node]:
@@ -105,11 +229,20 @@ def may_write(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
-    kept = {_memory(one) for one in tensors}
     # Any operand of a call that writes counts: which of them it writes to is not worth telling apart.
+    return shares_memory(node, tensors)
+
+
+def shares_memory(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
+    """Whether a node reads the memory of one of ``tensors``, itself or a view of it."""
+    kept = {_memory(one) for one in tensors}
     return bool(kept & {_memory(one) for one in node.all_input_nodes} - {None})
 
 
 def _memory(node: fx.Node) -> int | None:
     value = value_of(node)
-    return None if value is None else int(value.untyped_storage()._cdata)
+    return None if value is None else _storage(value)
+
+
+def _storage(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)

@@ -216,6 +216,95 @@ def test_rectangular_large_dynamic_and_written_masks_are_left_alone(monkeypatch:
     assert rewritten(attend, *heads(7)).done == AttentionRewrites()
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_would_show_what_is_hidden_keeps_the_mask(scale: float) -> None:
+    """CPU kernels scale the minus infinity of causal attention."""
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, compared(query), scale=scale)
+
+    assert rewritten(attend, *heads(6)).done == AttentionRewrites()
+
+
+def test_dropout_keeps_the_mask() -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, compared(query), dropout_p=1.0)
+
+    assert rewritten(attend, *heads(6)).done == AttentionRewrites()
+
+
+def test_masks_of_custom_ops_and_those_that_cannot_be_worked_out_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.library._scoped_library("fuseplan_test_masks", "FRAGMENT") as library:
+        library.define("current(Tensor positions) -> Tensor")
+        library.impl("current", lambda positions: positions[:, None] >= 0, "CompositeExplicitAutograd")
+
+        def current(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            mask = torch.ops.fuseplan_test_masks.current(torch.arange(query.shape[2]))
+            return scaled_dot_product_attention(query, key, value, mask)
+
+        assert rewritten(current, *heads(6)).done == AttentionRewrites()
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, compared(query))
+
+    def fail(_: Any) -> torch.Tensor:
+        raise NotImplementedError("no kernel for this on a CPU")
+
+    monkeypatch.setattr(attention_masks, "_evaluated", fail)
+    assert rewritten(attend, *heads(6)).done == AttentionRewrites()
+
+
+def in_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention as a projection leaves it: with a mask of three dimensions its result is contiguous, without not."""
+    return scaled_dot_product_attention(query, key, value, compared(query)[None])
+
+
+def viewed(*args: torch.Tensor) -> torch.Tensor:
+    return in_rows(*args).view(6, -1) + 1
+
+
+def written_by_part(*args: torch.Tensor) -> torch.Tensor:
+    found = in_rows(*args)
+    found.transpose(1, 2).reshape(2, 7, 24).add_(1.0)
+    return found + 1
+
+
+def by_address(*args: torch.Tensor) -> torch.Tensor:
+    return in_rows(*args).as_strided((2, 3), (56, 8)) + 1
+
+
+def read_by_index(*args: torch.Tensor) -> torch.Tensor:
+    first, second = in_rows(*args).split(4, -1)
+    return (first * second).transpose(1, 2).reshape(2, 7, 12) + 1
+
+
+@pytest.mark.parametrize(("function", "dropped"), [
+    (in_rows, 0), (viewed, 0), (written_by_part, 0), (by_address, 0), (read_by_index, 1),
+])
+def test_a_result_changes_its_layout_only_where_nothing_can_tell(function: Function, dropped: int) -> None:
+    args = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in heads(7)]
+    found = rewritten(function, *args)
+    assert found.done.dropped_masks == dropped
+    assert found.result.stride() == function(*args).stride()
+    for node in found.module.graph.find_nodes(op="call_function", target=torch.ops.aten.split.Tensor):
+        assert [part.stride() for part in node.meta["val"]] == [(168, 8, 24, 1)] * 2
+
+
+def test_what_is_written_to_a_part_of_a_result_is_seen(tmp_path: Any) -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        found = scaled_dot_product_attention(query, key, value, compared(query))
+        first, _ = found.transpose(1, 2).split(4, -1)
+        before = first.sigmoid()
+        first.mul_(2.0)
+        return found.sigmoid()[..., :4].transpose(1, 2) + before
+
+    reset_stats()
+    with torch.no_grad():
+        compiled = torch.compile(attend, backend="fuseplan", options={"db": str(tmp_path / "tuning.db")})
+        args = [one.clone() for one in heads(9)]
+        torch.testing.assert_close(compiled(*args), attend(*args))
+    assert stats().dropped_masks == 1 and not stats().fallbacks
+
+
 def test_a_prefill_of_llama(tmp_path: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -308,6 +397,32 @@ def test_cudnn_reads_shared_keys_as_they_are(tokens: int) -> None:
     assert call["enable_gqa"] and call["scale"] == 0.4 and call["key"].op == "placeholder"
     assert targets(found.module) == [ATTENTION]
     assert rewrite_attention(found.module) == AttentionRewrites()
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_a_scale_of_zero_is_no_default() -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, repeated(key), repeated(value), scale=0.0)
+
+    (call,) = attention_of(rewritten(attend, *grouped(5, 2)).module)
+    assert call["enable_gqa"] and call["scale"] == 0.0
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_a_query_that_is_broadcast_over_copies_keeps_them() -> None:
+    query, key, value = grouped(5, 2)
+    assert rewritten(shared, query[:, :1], key[:, :1], value[:, :1]).done == AttentionRewrites()
+    assert rewritten(shared, query[0], key[:1], value[:1]).done == AttentionRewrites()
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_a_copy_that_is_written_to_stays() -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        many = repeated(key)
+        many[:, 0] = 0.0
+        return scaled_dot_product_attention(query, many, repeated(value))
+
+    assert rewritten(attend, *grouped(5, 2)).done == AttentionRewrites()
 
 
 @pytest.mark.usefixtures("cudnn")

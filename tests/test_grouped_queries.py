@@ -180,10 +180,17 @@ def written_between(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     return scaled_dot_product_attention(query, wide, repeat(value, 3)) + key.sum()
 
 
-@pytest.mark.parametrize(
-    "function",
-    [two_positions, causal, mask_by_head, keys_alone, tiled_not_grouped, nothing_is_shared, written_between],
-)
+def copy_written(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What is written to the copy is not in what was copied."""
+    wide = repeat(key, 3)
+    wide[:, 0] = 0.0
+    return scaled_dot_product_attention(query, wide, repeat(value, 3))
+
+
+@pytest.mark.parametrize("function", [
+    two_positions, causal, mask_by_head, keys_alone, tiled_not_grouped, nothing_is_shared, written_between,
+    copy_written,
+])
 def test_what_is_left_alone(function: Function) -> None:
     args = inputs(2, 6, 2, 9, 8)
     module = traced(function, *args)
@@ -218,6 +225,46 @@ def test_a_copy_that_something_else_reads_stays() -> None:
     assert fold_grouped_queries(module) == 1
     assert targets(module).count(torch.ops.aten.expand.default) == 1
     torch.testing.assert_close(run(module, [query, key, value]), decode(query, key, value))
+
+
+def test_what_is_written_to_a_result_is_seen(tmp_path: Any) -> None:
+    """Views of views of the result lie in its memory, in the trace as well: reads and writes keep their order."""
+    def decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        found = scaled_dot_product_attention(query, repeat(key, 3), repeat(value, 3))
+        part = found.transpose(1, 2)[..., :4].squeeze(1)
+        before = found.sigmoid()
+        part.mul_(3.0)
+        return before + found.sigmoid()
+
+    args = [one.clone() for one in inputs(2, 6, 2, 9, 8)]
+    reset_stats()
+    with torch.no_grad():
+        found = torch.compile(decode, backend="fuseplan", options={"db": str(tmp_path / "tuning.db")})(*args)
+        torch.testing.assert_close(found, decode(*args))
+    assert stats().grouped_queries == 1 and not stats().fallbacks
+
+
+def test_a_reshaped_result_that_is_written_to_stays_one_with_the_result() -> None:
+    def decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        found = scaled_dot_product_attention(query, repeat(key, 3), repeat(value, 3))
+        row = found.reshape(2, 48)
+        row.add_(1.0)
+        return found * 2
+
+    def read(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        found = scaled_dot_product_attention(query, repeat(key, 3), repeat(value, 3))
+        return found.reshape(2, 48) @ found.reshape(48, 2)
+
+    args = inputs(2, 6, 2, 9, 8)
+    for function, reshaped in ((decode, 3), (read, 3)):
+        torch._dynamo.reset()
+        module = traced(function, *args)
+        assert fold_grouped_queries(module) == 1
+        assert targets(module).count(torch.ops.aten.reshape.default) == reshaped
+        (attention,) = module.graph.find_nodes(op="call_function", target=ATTENTION)
+        read_alone = all(user.op == "call_function" and len(user.args[1]) == 2 for user in attention.users)
+        assert read_alone == (function is read)
+        torch.testing.assert_close(run(module, list(args)), function(*args))
 
 
 def test_where_it_was_not_measured_it_is_asked_for() -> None:

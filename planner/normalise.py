@@ -209,7 +209,8 @@ class _Builder:
         if not results:
             raise CaptureError(f"op {name} ({node.name}) returns no tensor; it cannot be placed in a dataflow graph")
         if len(results) == 1 and bound.operands and not bound.written and self._is_same(name, bound, results[0]):
-            return bound.operands[0]
+            # A split into a single part lists it.
+            return bound.operands[0] if isinstance(value, TracedTensor) else bound.operands[:1]
         self._append(name, bound, results, node, random=_is_random(target, bound.attrs))
         return value
 

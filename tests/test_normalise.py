@@ -150,6 +150,15 @@ def test_results_of_one_op_are_flattened() -> None:
     assert graph.specs[topk.outputs[1]].dtype == "int64"
 
 
+def test_a_split_into_one_part_is_a_noop() -> None:
+    def function(x: Tensor) -> Tensor:
+        (whole,) = x.split(4, -1)
+        (once_more,) = whole.chunk(1, -1)
+        return torch.exp(once_more)
+
+    assert [op.op for op in check(function, f32(2, 4)).graph] == ["aten.exp.default"]
+
+
 def test_unused_ops_vanish_but_effects_stay() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         torch.exp(x)

@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv
 
 from fuseplan.kernels.index import Size, as_size, symbol
 from fuseplan.planner.errors import CaptureError
@@ -59,11 +60,17 @@ class SizeNames:
         for free in sorted(expression.free_symbols, key=str):
             if free not in self._renamed:
                 hint = _hint(value, free)
-                renamed = symbol(f"s{len(self._renamed)}")
-                self._renamed[free] = renamed
-                self.hints[renamed.name] = hint
-        renamed_expression: sympy.Basic = expression.xreplace(self._renamed)
-        return renamed_expression
+                name = symbol(f"s{len(self._renamed)}")
+                self._renamed[free] = name
+                self.hints[name.name] = hint
+        renamed: sympy.Basic = expression.xreplace(self._renamed)
+        return renamed.replace(FloorDiv, _divided) if renamed.has(FloorDiv) else renamed
+
+
+def _divided(size: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
+    """A division without remainder as what it is: kernels take polynomials. Sizes are positive, so nothing is lost."""
+    quotient = sympy.cancel(size / divisor)
+    return quotient if quotient.as_numer_denom()[1] == 1 else FloorDiv(size, divisor)
 
 
 def _hint(value: Any, free: sympy.Symbol) -> int:

@@ -283,6 +283,18 @@ def test_sizes_are_named_by_first_use_and_have_hints() -> None:
     assert only(graph, "aten.view.default").attrs["size"][0] == 2 * s0
 
 
+def test_a_size_divided_without_remainder_is_a_polynomial() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = (x @ x.T).view(-1)
+        return flat.view(x.shape[0], -1).exp() * 2, torch.cat([flat, flat]).view(x.shape[0], -1).neg()
+
+    graph = check(function, f32(4, 6), dynamic=True).graph
+    s0 = symbol("s0")
+    exponential, negated = (graph.specs[only(graph, f"aten.{name}.default").outputs[0]] for name in ("exp", "neg"))
+    assert exponential.shape == (s0, s0) and exponential.strides == (s0, 1)
+    assert negated.shape == (s0, 2 * s0) and negated.strides == (2 * s0, 1)
+
+
 def test_a_dynamic_graph_runs_at_other_sizes() -> None:
     trace = check(lambda x: x.reshape(x.shape[0], 2, -1).softmax(-1) * x.shape[0], f32(4, 6), dynamic=True)
     x = f32(9, 14)

@@ -38,6 +38,8 @@ _MIN_ROUNDS = 7
 _LOOKUPS = 9
 
 Call = Callable[[], object]
+#: Subject, what is called, and whether outputs are allocated.
+Name = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -109,34 +111,46 @@ def bench_lookup(session: Session, cell: Cell) -> LookupRow:
     return LookupRow(cell.key, regions, statistics.median(database), statistics.median(planning))
 
 
-def bench_launch(session: Session, cell: Cell, seconds: float) -> list[LaunchRow]:
-    """Time the calls of one cell's largest fused group and of what it is compared with, in interleaved rounds.
+def bench_launch(session: Session, cells: Sequence[Cell], seconds: float) -> list[LaunchRow]:
+    """Time the calls of each cell's largest fused group and of what it is compared with, all in interleaved rounds.
+
+    Args:
+        session: Plans and compiles; nothing else should be running, since what runs beside a call slows it.
+        cells: What to call.
+        seconds: Time to spend on rounds, for each cell.
 
     Raises:
-        PlanError: The cell's plan fuses nothing.
+        PlanError: A cell's plan fuses nothing.
     """
     device = session.target.device_type
-    traced, specs = trace_cell(cell, device)
+    calls: dict[Name, Call] = {}
+    failed: list[LaunchRow] = []
     with torch.no_grad():
-        case, _ = plan_case(session, cell, traced, tuple(specs), make_inputs(traced, specs, device))
-        if not case.groups:
-            raise PlanError(f"the plan of {cell.key} fuses nothing, so there is no launch to time")
-        calls: dict[tuple[str, str], Call] = {}
-        rows: list[LaunchRow] = []
-        for name, make in _callables(case):
-            try:
-                calls[name] = make()
-                calls[name]()
-            except Exception as error:  # a launcher that does not work here must not end the bench
-                calls.pop(name, None)
-                rows.append(LaunchRow(cell.key, *name, note=failure(error)))
-        times, statements = _host_times(calls, seconds, device)
-    return [*(_row(cell, name, times[name], statements[name]) for name in calls), *rows]
+        for cell in cells:
+            for what, make in _callables(_case(session, cell)):
+                name = (cell.key, *what)
+                try:
+                    calls[name] = make()
+                    calls[name]()
+                except Exception as error:  # a launcher that does not work here must not end the bench
+                    calls.pop(name, None)
+                    failed.append(LaunchRow(*name, note=failure(error)))
+        times, statements = _host_times(calls, seconds * len(cells), device)
+    return [*(_row(name, times[name], statements[name]) for name in calls), *failed]
 
 
-def _row(cell: Cell, name: tuple[str, str], samples: Sequence[float], statements: int) -> LaunchRow:
+def _case(session: Session, cell: Cell) -> Case:
+    device = session.target.device_type
+    traced, specs = trace_cell(cell, device)
+    case, _ = plan_case(session, cell, traced, tuple(specs), make_inputs(traced, specs, device))
+    if not case.groups:
+        raise PlanError(f"the plan of {cell.key} fuses nothing, so there is no launch to time")
+    return case
+
+
+def _row(name: Name, samples: Sequence[float], statements: int) -> LaunchRow:
     low, _, _, high = statistics.quantiles(samples, n=5, method="inclusive")
-    return LaunchRow(cell.key, *name, statistics.median(samples), low, high, statements)
+    return LaunchRow(*name, statistics.median(samples), low, high, statements)
 
 
 # -- what is called ---------------------------------------------------------------------------------------
@@ -205,8 +219,8 @@ def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, inputs: Sequenc
 
 
 def _host_times(
-    calls: Mapping[tuple[str, str], Call], seconds: float, device: str
-) -> tuple[dict[tuple[str, str], list[float]], dict[tuple[str, str], int]]:
+    calls: Mapping[Name, Call], seconds: float, device: str
+) -> tuple[dict[Name, list[float]], dict[Name, int]]:
     """Samples in microseconds per call, and database statements seen meanwhile, of every kind of call."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
@@ -216,7 +230,7 @@ def _host_times(
     def count(*_: Any) -> None:
         seen[0] += 1
 
-    samples: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
+    samples: dict[Name, list[float]] = {name: [] for name in calls}
     statements = dict.fromkeys(calls, 0)
     event.listen(Engine, "before_cursor_execute", count)
     try:

@@ -70,15 +70,16 @@ def launch(session: Session, wanted: Wanted) -> None:
     named = bool(wanted.patterns)
     cells = _named_cells(wanted) if named else [cell(name, shape, wanted.dtype) for name, shape in _LAUNCHES]
     session, tuner = _tuner(session, wanted)
-    calls, lookups = [], []
-    with tuner as tuning, console(stderr=True).status("measuring launches") as status:
-        for one in cells:
-            if tuning is not None:
-                status.update(f"{one.key}: tuning")
-                _tune(tuning, one, [])
-            status.update(f"{one.key}: timing launches")
-            lookups.append(bench.bench_lookup(session, one))
-            calls += bench.bench_launch(session, one, wanted.seconds)
+    with console(stderr=True).status("measuring launches") as status:
+        with tuner as tuning:
+            for one in cells:
+                if tuning is not None:
+                    status.update(f"{one.key}: tuning")
+                    _tune(tuning, one, [])
+        # Not before the tuner's processes are gone: they may still be compiling.
+        status.update("timing look-ups and launches")
+        lookups = [bench.bench_lookup(session, one) for one in cells]
+        calls = bench.bench_launch(session, cells, wanted.seconds)
     frames = {"calls": bench.launch_frame(calls), "lookups": bench.lookup_frame(lookups)}
     for part, frame in frames.items():
         print_frame(frame, title=f"launch, {part}: us", spare=("note",))

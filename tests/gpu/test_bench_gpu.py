@@ -120,7 +120,7 @@ def test_inductor_is_compiled_beforehand(session: Session) -> None:
 
 
 def test_launches_are_timed(session: Session) -> None:
-    rows = bench_launch.bench_launch(session, cell("add_rms_norm", "1x4096", "bfloat16"), 0.0)
+    rows = bench_launch.bench_launch(session, [cell("add_rms_norm", "1x4096", "bfloat16")], 0.0)
     found = {(row.what, row.outputs): row for row in rows}
     assert (bench_launch.TRITON, "given") in found
     for row in rows:

@@ -143,7 +143,7 @@ def add_boolean_masks(module: fx.GraphModule) -> int:
     for node in list(attention_calls(graph)):
         mask, query = arguments_of(node)["attn_mask"], value_of(arguments_of(node)["query"])
         value = value_of(mask)
-        if value is None or value.dtype != torch.bool or query is None or static_sizes(mask) is None:
+        if value is None or value.dtype != torch.bool or query is None:
             continue
         if device_type(node) != "cuda" or chosen_backend(fake_arguments(node)) != "cudnn":
             continue

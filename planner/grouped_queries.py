@@ -43,7 +43,7 @@ from fuseplan.planner.trace_edit import (
     may_write,
     set_values,
     shares_memory,
-    static_sizes,
+    sizes_of,
 )
 
 _aten = torch.ops.aten
@@ -91,11 +91,11 @@ def _share(graph: fx.Graph, node: fx.Node) -> bool:
     key, value = _shared(call["key"], False), _shared(call["value"], False)
     if key is None or value is None or _written_between((key, value), node):
         return False
-    query, kv_heads, others = (static_sizes(one) for one in (call["query"], key.base, value.base))
+    query, kv_heads, others = (sizes_of(one) for one in (call["query"], key.base, value.base))
     if query is None or kv_heads is None or others is None or kv_heads[:2] != others[:2]:
         return False
     # A query that is broadcast over the copies would not be over what they are of.
-    if any(query[:-2] != sizes[:2] for sizes in map(static_sizes, (call["key"], call["value"])) if sizes):
+    if any(query[:-2] != sizes[:2] for sizes in map(sizes_of, (call["key"], call["value"])) if sizes):
         return False
     shared = {"key": key.base, "value": value.base, "enable_gqa": True}
     if any(chosen_backend(fake_arguments(node, **changes)) != "cudnn" for changes in ({}, shared)):
@@ -111,8 +111,9 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     """Make query heads of a group positions of one head."""
     call = arguments_of(node)
     query, mask = call["query"], call["attn_mask"]
-    sizes = static_sizes(query)
-    if sizes is None or len(sizes) != 4 or sizes[2] != 1:
+    sizes = sizes_of(query)
+    # A dynamic number of sequences can be left to a reshape to work out; nothing else.
+    if sizes is None or len(sizes) != 4 or sizes[2] != 1 or not all(isinstance(size, int) for size in sizes[1:]):
         return False
     if call["dropout_p"] != 0.0 or call["is_causal"] or not _is_same_for_all_heads(mask):
         return False
@@ -120,18 +121,22 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     if key is None or value is None:
         return False
     batch, heads = sizes[:2]
-    key_sizes, value_sizes = static_sizes(key.base), static_sizes(value.base)
+    key_sizes, value_sizes = sizes_of(key.base), sizes_of(value.base)
     if key_sizes is None or value_sizes is None or key_sizes[:2] != value_sizes[:2] or key_sizes[0] != batch:
         return False
-    kv_heads = key_sizes[1]
+    kv_heads, width = key_sizes[1], value_sizes[-1]
+    if not isinstance(kv_heads, int) or not isinstance(width, int):
+        return False
     if heads == kv_heads or heads % kv_heads or _written_between((key, value), node):
         return False
     return _fold_heads(graph, node, key.base, value.base)
 
 
 def _fold_heads(graph: fx.Graph, node: fx.Node, key: fx.Node, value: fx.Node) -> bool:
-    call, result, kv_heads = arguments_of(node), list(node.meta["val"].shape), key.meta["val"].shape[1]
+    call, kv_heads = arguments_of(node), key.meta["val"].shape[1]
     batch, heads, _, width = call["query"].meta["val"].shape
+    batch = batch if isinstance(batch, int) else -1
+    result = [batch, *node.meta["val"].shape[1:]]
     with graph.inserting_before(node):
         sizes = [batch, kv_heads, heads // kv_heads, width]
         folded = insert_call(graph, _aten.reshape.default, (call["query"], sizes))
@@ -167,29 +172,31 @@ def _is_same_for_all_heads(mask: Any) -> bool:
     """Whether a mask ``[batch, heads, positions, length]`` (or fewer dimensions) has one row for all of a sequence."""
     if mask is None:
         return True
-    sizes = static_sizes(mask)
+    sizes = sizes_of(mask)
     return sizes is not None and 2 <= len(sizes) <= 4 and all(size == 1 for size in sizes[-3:-1])
 
 
 def _shared(node: Any, grouped: bool) -> _Shared | None:
     """What a key or value is a repetition of: ``repeat_interleave`` over heads, or a new dimension that is expanded
     and merged; with ``grouped`` the node itself."""
-    sizes = static_sizes(node)
+    sizes = sizes_of(node)
     if sizes is None or len(sizes) != 4:
         return None
     if grouped:
         return _Shared(node, None)
     if node.target is _aten.repeat_interleave.self_int:
         call = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
-        times, short = call["repeats"], static_sizes(call["self"])
-        if call.get("dim") in (1, -3) and short and sizes == (short[0], short[1] * times, *short[2:]):
+        times, short = call["repeats"], sizes_of(call["self"])
+        if not isinstance(times, int) or short is None or call.get("dim") not in (1, -3):
+            return None
+        if sizes == (short[0], short[1] * times, *short[2:]):
             return _Shared(call["self"], node)
         return None
     merge = node
     if merge.target not in _MERGES or not isinstance(merge.args[0], fx.Node):
         return None
     expand = merge.args[0]
-    wide = static_sizes(expand)
+    wide = sizes_of(expand)
     if expand.target is not _aten.expand.default or wide is None or len(wide) != 5:
         return None
     insert = expand.args[0]
@@ -197,9 +204,9 @@ def _shared(node: Any, grouped: bool) -> _Shared | None:
         return None
     base = insert.args[0]
     batch, heads, times, length, width = wide
-    if not isinstance(base, fx.Node) or static_sizes(base) != (batch, heads, length, width):
+    if not isinstance(base, fx.Node) or sizes_of(base) != (batch, heads, length, width):
         return None
-    if static_sizes(insert) != (batch, heads, 1, length, width) or sizes != (batch, heads * times, length, width):
+    if sizes_of(insert) != (batch, heads, 1, length, width) or sizes != (batch, heads * times, length, width):
         return None
     return _Shared(base, merge)
 

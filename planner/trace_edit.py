@@ -28,6 +28,19 @@ def static_sizes(node: Any) -> tuple[int, ...] | None:
     return tuple(value.shape)
 
 
+def sizes_of(node: Any) -> tuple[Any, ...] | None:
+    """The shape of a node's tensor, None where it has none: numbers, and expressions for dynamic sizes.
+
+    Comparing them adds no guard to the trace; equal ones are equal for all sizes.
+    """
+    value = value_of(node)
+    return None if value is None else tuple(map(_expression, value.shape))
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def device_type(node: fx.Node) -> str:
     """Kind of device of a node's tensor, ``""`` where there is none."""
     value = value_of(node)

@@ -426,6 +426,32 @@ def test_a_copy_that_is_written_to_stays() -> None:
 
 
 @pytest.mark.usefixtures("cudnn")
+def test_sizes_may_be_dynamic_with_cudnn() -> None:
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value, mask = repeated(key), repeated(value), seen[:, None, None]
+        once = scaled_dot_product_attention(query, key, value, mask)
+        return once, scaled_dot_product_attention(once, key, value, mask)
+
+    done: list[AttentionRewrites] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
+        trace = trace_predispatch(graph, example_inputs)
+        done.append(trace.meta["attention"])
+        return trace.forward
+
+    compiled = torch.compile(attend, backend=backend, dynamic=True)
+    for batch, length, tokens in ((2, 9, 3), (3, 17, 5), (127, 5, 2)):
+        torch.manual_seed(batch)
+        query, key, value = (torch.randn(batch, *rest, 8) for rest in ((6, tokens), (3, length), (3, length)))
+        seen = torch.rand(batch, length) > 0.3
+        seen[:, 0] = True
+        torch.testing.assert_close(compiled(query, key, value, seen), attend(query, key, value, seen))
+    assert done == [AttentionRewrites(grouped_queries=2, added_masks=2)]
+
+
+@pytest.mark.usefixtures("cudnn")
 def test_keys_that_are_written_after_they_were_copied_stay_copied() -> None:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key = key.clone()

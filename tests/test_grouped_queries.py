@@ -199,7 +199,7 @@ def test_what_is_left_alone(function: Function) -> None:
     assert targets(module) == before
 
 
-def test_dropout_and_dynamic_sizes_are_left_alone() -> None:
+def test_dropout_and_dynamic_heads_are_left_alone() -> None:
     query, key, value = inputs(2, 6, 2, 9, 8)
 
     def dropped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -212,6 +212,31 @@ def test_dropout_and_dynamic_sizes_are_left_alone() -> None:
         return scaled_dot_product_attention(query, repeat(key, 3), repeat(value, 3))
 
     assert fold_grouped_queries(traced(decode, query, key, value, dynamic=True)) == 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_number_of_sequences_and_the_length_may_be_dynamic(masked: bool) -> None:
+    def decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        mask = seen[:, None, None] if masked else None
+        return scaled_dot_product_attention(query, repeat(key, 3), repeat(value, 3), mask).transpose(1, 2).flatten(2)
+
+    folded: list[int] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
+        trace = trace_predispatch(graph, example_inputs, grouped_queries=False)
+        folded.append(fold_grouped_queries(trace))
+        assert not any(target is torch.ops.aten.expand.default for target in targets(trace))
+        return trace.forward
+
+    compiled = torch.compile(decode, backend=backend)
+    for batch, length in ((2, 9), (3, 17), (127, 5)):
+        query, key, value = inputs(batch, 6, 2, length, 8)
+        seen = torch.rand(batch, length) > 0.3
+        seen[:, 0] = True
+        for one, axes in ((query, (0,)), (key, (0, 2)), (value, (0, 2)), (seen, (0, 1))):
+            torch._dynamo.mark_dynamic(one, axes)
+        torch.testing.assert_close(compiled(query, key, value, seen), decode(query, key, value, seen))
+    assert folded == [1]
 
 
 def test_a_copy_that_something_else_reads_stays() -> None:

@@ -36,7 +36,8 @@ class DispatchOptions:
             kernels can write so (on GPUs): half the footprint stays in cache. Results are the same, bit for bit.
         grouped_queries: Where query heads share keys and values (Llama's and most others'), let attention read them as
             they are, without a copy for every query head. None: where that was measured to pay (in decoding on CPUs,
-            and where PyTorch computes attention with cuDNN); True: in decoding everywhere.
+            and where PyTorch computes attention with cuDNN, which must not be ruled out after the first call); True: in
+            decoding everywhere.
         attention_masks: Let attention be causal where its mask is constant and says just that, and turn a boolean mask
             into numbers once instead of in every call, where PyTorch does so (with cuDNN).
         debug: Log every plan, and compare each kernel with its ATen ops in its first call.

@@ -103,48 +103,70 @@ def reduction_levels(segment: Segment) -> int:
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
     sizes = _extents(segment)
-    rows, cols, column = math.prod(sizes[:-1]), sizes[-1], segment.col_axis
+    elements, cols = math.prod(sizes), sizes[-1]
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row()
-    loaded_bytes = stored_bytes = instructions = special = repeated = 0.0
-    for instr, once, axes, slots in zip(segment.body, per_row, value_axes(segment), _slots(segment), strict=True):
-        # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them;
-        # yet a thread with few elements holds one row of them, and waits for what it computes of that by itself.
-        count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
-        each = 0.0 if _decided(segment, instr) else _instructions(instr, column, slots)
-        instructions += count * each
-        repeated += 0.0 if once else (rows * cols - count) * each
-        special += count * _special(instr)
-        if isinstance(instr, Load):
-            instructions += count * (_packing(ir, instr.buffer) + _moving(ir, segment, instr))
-            loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
-        if isinstance(instr, Reduce):
-            instructions += rows * cols * _FOLD_INSTRUCTIONS
-    for store in segment.stores:
-        once = per_row[store.value] and column not in store.index.axes()
-        each = 1.0 + _packing(ir, store.buffer) + _division_instructions(store.index, column)
-        instructions += each * (rows if once else rows * cols)
-        stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
+    issued = _issued(ir, segment, per_row, block_rows)
     levels = reduction_levels(segment)
-    each = instructions / max(rows * cols, 1)
-    alone = each + repeated / max(rows * cols, 1)
+    each = issued.instructions / max(elements, 1)
+    alone = each + issued.repeated / max(elements, 1)
     gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
     steps = _GATHER_STEPS * gathers + _share(cols, levels) * alone / _STEP_INSTRUCTIONS
     requests = (_requested_bytes(ir, segment, sizes, block_rows),)
     if not levels:
         steps += _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
-        return Effort(requests, instructions=instructions, special=special, steps=steps)
+        return Effort(requests, instructions=issued.instructions, special=issued.special, steps=steps)
     # A row that is too long to be held is loaded for each sweep along it.
     sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
     return Effort(
         requests,
-        row_bytes=loaded_bytes + stored_bytes,
-        row_loaded_bytes=loaded_bytes * sweeps,
+        row_bytes=issued.loaded_bytes + issued.stored_bytes,
+        row_loaded_bytes=issued.loaded_bytes * sweeps,
         row_instructions=each * max(cols - _ROW_COLS, 0.0),
-        instructions=instructions,
-        special=special,
+        instructions=issued.instructions,
+        special=issued.special,
         steps=steps + _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols),
     )
+
+
+@dataclass
+class _Issued:
+    """What all threads of a segment issue, and the bytes that they load and store for one row.
+
+    Attributes:
+        repeated: What more there would be if each thread computed for itself what rows of a block share.
+    """
+
+    instructions: float = 0.0
+    repeated: float = 0.0
+    special: float = 0.0
+    loaded_bytes: float = 0.0
+    stored_bytes: float = 0.0
+
+
+def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> _Issued:
+    sizes, column = _extents(segment), segment.col_axis
+    rows, cols = math.prod(sizes[:-1]), sizes[-1]
+    found = _Issued()
+    for instr, once, axes, slots in zip(segment.body, per_row, value_axes(segment), _slots(segment), strict=True):
+        # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them;
+        # yet a thread with few elements holds one row of them, and waits for what it computes of that by itself.
+        count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
+        each = 0.0 if _decided(segment, instr) else _instructions(instr, column, slots)
+        found.instructions += count * each
+        found.repeated += 0.0 if once else (rows * cols - count) * each
+        found.special += count * _special(instr)
+        if isinstance(instr, Load):
+            found.instructions += count * (_packing(ir, instr.buffer) + _moving(ir, segment, instr))
+            found.loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
+        if isinstance(instr, Reduce):
+            found.instructions += rows * cols * _FOLD_INSTRUCTIONS
+    for store in segment.stores:
+        once = per_row[store.value] and column not in store.index.axes()
+        each = 1.0 + _packing(ir, store.buffer) + _division_instructions(store.index, column)
+        found.instructions += each * (rows if once else rows * cols)
+        found.stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
+    return found
 
 
 def _chain(segment: Segment, per_row: Sequence[bool]) -> float:

@@ -41,7 +41,8 @@ from fuseplan.planner.trace_edit import (
 _aten = torch.ops.aten
 #: A mask is evaluated if all that is computed for it takes no more bytes than this.
 _MOST_BYTES = 2**29
-#: PyTorch's number for what is masked, where cuDNN computes attention: finite before infinity worked.
+#: PyTorch's number for what is masked, where cuDNN computes attention: finite (attention.cpp,
+#: ``convert_boolean_attn_mask_cudnn``) until pytorch#177868, minus infinity since. It matters where all is masked.
 _FINITE_BEFORE = "2.12"
 _FINITE = -65504.0
 

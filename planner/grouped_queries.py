@@ -91,8 +91,8 @@ def _share(graph: fx.Graph, node: fx.Node) -> bool:
     key, value = _shared(call["key"], False), _shared(call["value"], False)
     if key is None or value is None or _written_between((key, value), node):
         return False
-    query, kv_heads, others = (sizes_of(one) for one in (call["query"], key.base, value.base))
-    if query is None or kv_heads is None or others is None or kv_heads[:2] != others[:2]:
+    query, keys, values = (sizes_of(one) for one in (call["query"], key.base, value.base))
+    if query is None or keys is None or values is None or keys[:2] != values[:2]:
         return False
     # A query that is broadcast over the copies would not be over what they are of.
     if any(query[:-2] != sizes[:2] for sizes in map(sizes_of, (call["key"], call["value"])) if sizes):

@@ -2,75 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from attention_samples import Function, attention_of, imitate_cuda, rewritten, targets
+from dispatch_samples import fresh_start
 from torch.nn.functional import scaled_dot_product_attention
 
-from fuseplan.planner import attention, attention_masks, grouped_queries
-from fuseplan.planner.attention import ATTENTION, AttentionRewrites, arguments_of, chosen_backend, rewrite_attention
-from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner import attention_masks
+from fuseplan.planner.attention import ATTENTION, AttentionRewrites
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.options import parse_options
 from fuseplan.planner.tally import reset_stats, stats
 
-Function = Callable[..., Any]
-
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    yield from fresh_start()
 
 
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU where PyTorch computes every attention with cuDNN."""
-    for module in (grouped_queries, attention_masks):
-        monkeypatch.setattr(module, "device_type", lambda _: "cuda")
-        monkeypatch.setattr(module, "chosen_backend", lambda _: "cudnn")
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A trace after its attention was rewritten, what was done, and what it returned."""
-
-    module: fx.GraphModule
-    done: AttentionRewrites
-    result: Any
-
-
-def rewritten(function: Function, *args: Any, dynamic: bool = False, **options: Any) -> Rewritten:
-    """Trace a function, rewrite its attention, run it, and compare it with the function itself."""
-    traces: list[fx.GraphModule] = []
-    done: list[AttentionRewrites] = []
-
-    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
-        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
-        assert trace.meta["attention"] == AttentionRewrites()
-        traces.append(trace)
-        done.append(rewrite_attention(trace, **options))
-        return trace.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        result = torch.compile(function, backend=backend, dynamic=dynamic)(*args)
-        torch.testing.assert_close(result, function(*args))
-    (trace,), (found,) = traces, done
-    return Rewritten(trace, found, result)
-
-
-def targets(module: fx.GraphModule) -> list[Any]:
-    return [node.target for node in module.graph.nodes if node.op == "call_function"]
-
-
-def attention_of(module: fx.GraphModule) -> list[dict[str, Any]]:
-    return [arguments_of(node) for node in attention.attention_calls(module.graph)]
+    imitate_cuda(monkeypatch, lambda _: "cudnn")
 
 
 def heads(length: int, batch: int = 2, count: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -369,133 +324,6 @@ def test_a_mask_that_is_written_to_between_two_layers_is_turned_again() -> None:
 
     args = (*heads(6), torch.ones(2, 6, dtype=torch.bool))
     assert rewritten(attend, *args).done.added_masks == 3
-
-
-# -- shared keys and values -------------------------------------------------------------------------------
-
-
-def repeated(x: torch.Tensor) -> torch.Tensor:
-    batch, count, length, width = x.shape
-    return x[:, :, None].expand(batch, count, 2, length, width).reshape(batch, count * 2, length, width)
-
-
-def shared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return scaled_dot_product_attention(query, repeated(key), repeated(value), scale=0.4)
-
-
-def grouped(length: int, tokens: int) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(tokens)
-    return torch.randn(2, 6, tokens, 8), torch.randn(2, 3, length, 8), torch.randn(2, 3, length, 8)
-
-
-@pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_cudnn_reads_shared_keys_as_they_are(tokens: int) -> None:
-    found = rewritten(shared, *grouped(9, tokens))
-    assert found.done == AttentionRewrites(grouped_queries=1)
-    (call,) = attention_of(found.module)
-    assert call["enable_gqa"] and call["scale"] == 0.4 and call["key"].op == "placeholder"
-    assert targets(found.module) == [ATTENTION]
-    assert rewrite_attention(found.module) == AttentionRewrites()
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_a_scale_of_zero_is_no_default() -> None:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(query, repeated(key), repeated(value), scale=0.0)
-
-    (call,) = attention_of(rewritten(attend, *grouped(5, 2)).module)
-    assert call["enable_gqa"] and call["scale"] == 0.0
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_a_query_that_is_broadcast_over_copies_keeps_them() -> None:
-    query, key, value = grouped(5, 2)
-    assert rewritten(shared, query[:, :1], key[:, :1], value[:, :1]).done == AttentionRewrites()
-    assert rewritten(shared, query[0], key[:1], value[:1]).done == AttentionRewrites()
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_a_copy_that_is_written_to_stays() -> None:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        many = repeated(key)
-        many[:, 0] = 0.0
-        return scaled_dot_product_attention(query, many, repeated(value))
-
-    assert rewritten(attend, *grouped(5, 2)).done == AttentionRewrites()
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_sizes_may_be_dynamic_with_cudnn() -> None:
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value, mask = repeated(key), repeated(value), seen[:, None, None]
-        once = scaled_dot_product_attention(query, key, value, mask)
-        return once, scaled_dot_product_attention(once, key, value, mask)
-
-    done: list[AttentionRewrites] = []
-
-    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
-        trace = trace_predispatch(graph, example_inputs)
-        done.append(trace.meta["attention"])
-        return trace.forward
-
-    compiled = torch.compile(attend, backend=backend, dynamic=True)
-    for batch, length, tokens in ((2, 9, 4), (3, 17, 5), (127, 5, 2)):
-        torch.manual_seed(batch)
-        query, key, value = (torch.randn(batch, *rest, 8) for rest in ((6, tokens), (3, length), (3, length)))
-        seen = torch.rand(batch, length) > 0.3
-        seen[:, 0] = True
-        torch.testing.assert_close(compiled(query, key, value, seen), attend(query, key, value, seen))
-    assert done == [AttentionRewrites(grouped_queries=2, added_masks=2)]
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_keys_that_are_written_after_they_were_copied_stay_copied() -> None:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        key = key.clone()
-        many = repeated(key)
-        key.zero_()
-        return scaled_dot_product_attention(query, many, repeated(value))
-
-    assert rewritten(attend, *grouped(5, 1)).done == AttentionRewrites()
-
-
-@pytest.mark.usefixtures("cudnn")
-def test_what_is_written_beside_a_copy_does_not_matter() -> None:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        many, value = repeated(key), value.clone()
-        value[:, :, 1] = 0.5
-        return scaled_dot_product_attention(query, many, repeated(value))
-
-    assert rewritten(attend, *grouped(5, 1)).done == AttentionRewrites(grouped_queries=1)
-
-
-def test_other_backends_get_copies_or_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (grouped_queries, attention_masks):
-        monkeypatch.setattr(module, "device_type", lambda _: "cuda")
-        monkeypatch.setattr(module, "chosen_backend", lambda call: "efficient" if not call["enable_gqa"] else "math")
-    assert rewritten(shared, *grouped(5, 1)).done == AttentionRewrites()
-    assert rewritten(shared, *grouped(5, 1), grouped_queries=True).done.grouped_queries == 1
-    assert rewritten(shared, *grouped(5, 2), grouped_queries=True).done.grouped_queries == 0
-
-
-@pytest.mark.parametrize(("order", "usable", "chosen"), [
-    ([3, 1, 2, 0, 4], {"cudnn", "flash"}, "cudnn"),
-    ([1, 2, 0, 3, 4], {"cudnn", "efficient"}, "efficient"),
-    ([4, 3, 1, 2, 0], set(), "math"),
-])
-def test_the_backend_is_the_first_that_can(
-    order: list[int], usable: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: order)
-    for name in ("cudnn", "flash", "efficient"):
-        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda _, name=name: name in usable)
-    query, key, value = heads(3)
-    call = {"query": query, "key": key, "value": value, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
-            "scale": None, "enable_gqa": False}
-    assert chosen_backend(call) == chosen
 
 
 def test_a_wrong_option_says_what_it_may_be() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_samples import compiled, llama
+from dispatch_samples import compiled, fresh_start, llama
 from fake_recorder import FakeRecorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,12 +28,7 @@ from fuseplan.planner.tally import Tally
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    fuseplan.planner.reset_stats()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+    yield from fresh_start()
 
 
 def graphed(function: Callable[..., Any], roles: Roles, **options: Any) -> tuple[GraphedCall, FakeRecorder, Tally]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from attention_samples import Function, targets
+from dispatch_samples import fresh_start
 from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -17,14 +19,11 @@ from fuseplan.planner.options import parse_options
 from fuseplan.planner.tally import reset_stats, stats
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-Function = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+    yield from fresh_start()
 
 
 def traced(function: Function, *args: Any, dynamic: bool = False) -> fx.GraphModule:
@@ -38,10 +37,6 @@ def traced(function: Function, *args: Any, dynamic: bool = False) -> fx.GraphMod
         torch.compile(function, backend=backend, dynamic=dynamic)(*args)
     (trace,) = traces
     return trace
-
-
-def targets(module: fx.GraphModule) -> list[Any]:
-    return [node.target for node in module.graph.nodes if node.op == "call_function"]
 
 
 def repeat(x: torch.Tensor, times: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch_samples import fresh_start
 from torch.nn.functional import scaled_dot_product_attention
 
 import fuseplan.planner
@@ -20,12 +21,7 @@ HEADS, KV_HEADS, WIDTH = 8, 2, 64
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    fuseplan.planner.reset_stats()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+    yield from fresh_start()
 
 
 def rand(*shape: int) -> torch.Tensor:

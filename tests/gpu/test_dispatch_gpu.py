@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatch_samples import fresh_start
 from model_samples import write_config
 
 import fuseplan.planner
@@ -27,11 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    fuseplan.planner.reset_stats()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+    yield from fresh_start()
 
 
 def compiled(module: Any, folder: Path) -> Any:

@@ -1,0 +1,61 @@
+"""Tracing a function with its attention rewritten, and attention as on a GPU where PyTorch uses cuDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fuseplan.planner import attention, attention_masks, grouped_queries
+from fuseplan.planner.attention import AttentionRewrites, arguments_of, rewrite_attention
+from fuseplan.planner.capture import trace_predispatch
+
+Function = Callable[..., Any]
+
+
+def imitate_cuda(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[dict[str, Any]], str]) -> None:
+    """As on a GPU where PyTorch computes each attention call with the backend that ``chosen`` names."""
+    for module in (grouped_queries, attention_masks):
+        monkeypatch.setattr(module, "device_type", lambda _: "cuda")
+        monkeypatch.setattr(module, "chosen_backend", chosen)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A trace after its attention was rewritten, what was done, and what it returned."""
+
+    module: fx.GraphModule
+    done: AttentionRewrites
+    result: Any
+
+
+def rewritten(function: Function, *args: Any, dynamic: bool = False, **options: Any) -> Rewritten:
+    """Trace a function, rewrite its attention, run it, and compare it with the function itself."""
+    traces: list[fx.GraphModule] = []
+    done: list[AttentionRewrites] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
+        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
+        assert trace.meta["attention"] == AttentionRewrites()
+        traces.append(trace)
+        done.append(rewrite_attention(trace, **options))
+        return trace.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        result = torch.compile(function, backend=backend, dynamic=dynamic)(*args)
+        torch.testing.assert_close(result, function(*args))
+    (trace,), (found,) = traces, done
+    return Rewritten(trace, found, result)
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def attention_of(module: fx.GraphModule) -> list[dict[str, Any]]:
+    return [arguments_of(node) for node in attention.attention_calls(module.graph)]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuseplan.planner.attention import (
+from fuseplan.planner.attention_call import (
     arguments_of,
     attention_calls,
     change_call,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuseplan.planner.attention import (
+from fuseplan.planner.attention_call import (
     ATTENTION,
     arguments_of,
     attention_calls,

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-from fuseplan.planner import attention, attention_masks, grouped_queries
-from fuseplan.planner.attention import AttentionRewrites, arguments_of, rewrite_attention
+from fuseplan.planner import attention_masks, grouped_queries
+from fuseplan.planner.attention import AttentionRewrites, rewrite_attention
+from fuseplan.planner.attention_call import arguments_of, attention_calls
 from fuseplan.planner.capture import trace_predispatch
 
 Function = Callable[..., Any]
@@ -58,4 +59,4 @@ def targets(module: fx.GraphModule) -> list[Any]:
 
 
 def attention_of(module: fx.GraphModule) -> list[dict[str, Any]]:
-    return [arguments_of(node) for node in attention.attention_calls(module.graph)]
+    return [arguments_of(node) for node in attention_calls(module.graph)]

@@ -12,7 +12,8 @@ from dispatch_samples import fresh_start
 from torch.nn.functional import scaled_dot_product_attention
 
 from fuseplan.planner import attention_masks
-from fuseplan.planner.attention import ATTENTION, AttentionRewrites
+from fuseplan.planner.attention import AttentionRewrites
+from fuseplan.planner.attention_call import ATTENTION
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.options import parse_options
 from fuseplan.planner.tally import reset_stats, stats

@@ -12,7 +12,8 @@ from dispatch_samples import fresh_start
 from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 
-from fuseplan.planner.attention import ATTENTION, AttentionRewrites, chosen_backend, rewrite_attention
+from fuseplan.planner.attention import AttentionRewrites, rewrite_attention
+from fuseplan.planner.attention_call import ATTENTION, chosen_backend
 from fuseplan.planner.capture import trace_predispatch
 
 
@@ -135,6 +136,7 @@ def test_other_backends_get_copies_or_positions(monkeypatch: pytest.MonkeyPatch)
     ([3, 1, 2, 0, 4], {"cudnn", "flash"}, "cudnn"),
     ([1, 2, 0, 3, 4], {"cudnn", "efficient"}, "efficient"),
     ([4, 3, 1, 2, 0], set(), "math"),
+    ([0, 3, 1, 2, 4], {"cudnn", "flash"}, "math"),
 ])
 def test_the_backend_is_the_first_that_can(
     order: list[int], usable: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def predict(
     cold_bytes: float | None = None,
     threads: int | None = None,
     backend: str | None = None,
+    beside_bytes: float = 0.0,
 ) -> Prediction:
     """Predicted time of a kernel (or of a chain whose ``Work`` was summed) on the device ``spec`` describes.
 
@@ -63,13 +64,16 @@ def predict(
             ``work.cold_bytes`` on CUDA, unless copies of so few fit the cache; none on CPUs.
         threads: CPU threads, at most ``spec.identity.cores``; None for all of them.
         backend: Apply the calibration stored for this kernel back end, if any.
+        beside_bytes: What else is used before the kernel's data are used again, and takes room in a CUDA device's
+            cache: the bandwidth is that of a footprint so much larger.
 
     Raises:
         DeviceSpecError: The device has no such mode, or no measured peak for a unit the work needs.
         ValueError: ``cold_bytes`` or ``threads`` out of range.
     """
     calibration = spec.calibrations.get(backend, _IDENTITY) if backend is not None else _IDENTITY
-    terms = calibrated(roofline_terms(work, spec, mode, cold_bytes=cold_bytes, threads=threads), calibration)
+    terms = roofline_terms(work, spec, mode, cold_bytes=cold_bytes, threads=threads, beside_bytes=beside_bytes)
+    terms = calibrated(terms, calibration)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
     floor_us = lower_bound(work, spec, mode, cold_bytes=cold_bytes or 0.0, threads=threads)
     return Prediction(max(terms.time_us, floor_us), terms.bound_by, terms)
@@ -122,7 +126,8 @@ def lower_bound(
 
 
 def roofline_terms(
-    work: Work, spec: DeviceSpec, mode: Mode, *, cold_bytes: float | None = None, threads: int | None = None
+    work: Work, spec: DeviceSpec, mode: Mode, *, cold_bytes: float | None = None, threads: int | None = None,
+    beside_bytes: float = 0.0,
 ) -> Terms:
     """The uncalibrated terms of :func:`predict`; same arguments and errors."""
     cold_bytes = _cold_bytes(work, spec) if cold_bytes is None else cold_bytes
@@ -131,7 +136,7 @@ def roofline_terms(
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
     cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
     on_gpu = spec.identity.device_type == "cuda"
-    footprint_bytes = work.dram_bytes + (work.gathered_bytes if on_gpu else 0.0)
+    footprint_bytes = work.dram_bytes + (work.gathered_bytes + beside_bytes if on_gpu else 0.0)
     memory_us = transfer_us(work.dram_bytes - cold_bytes, _gbps(spec, footprint_bytes, threads)) + transfer_us(
         cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads)
     )

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from fuseplan.planner.flow import flow_of
 from fuseplan.planner.partition import (
     Choice,
     GuidedResult,
@@ -21,7 +22,7 @@ from fuseplan.planner.partition import (
 )
 from fuseplan.planner.prices import MeasuredPrices
 from fuseplan.search.contest import Contest
-from fuseplan.search.jobs import Part
+from fuseplan.search.sequence import Part
 
 #: Incumbents that may lose to the loop's partition before it is taken.
 _MAX_INCUMBENTS = 3
@@ -128,11 +129,7 @@ class MeasuredRegion:
         contest = self.play_off(challenger, incumbent)
         if contest is None:
             return gain, True, _BY_PRICES
-        old_s = math.fsum(self.prices.measure_s(incumbent))
-        # The kernels that both covers use cancel in the difference, but belong to the time it is compared with.
-        shared_s = math.fsum(self.prices.measure_s([choice for choice in incumbent if choice in set(challenger)]))
-        share = 1.0 - shared_s / old_s
-        gain = contest.gain(_CHALLENGER, _INCUMBENT) * share
+        gain = contest.gain(_CHALLENGER, _INCUMBENT)
         return gain, contest.accepts(_CHALLENGER, _INCUMBENT) and gain > self.margin, _INTERLEAVED
 
     def _price_gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> float:
@@ -140,24 +137,23 @@ class MeasuredRegion:
         return 1.0 - new_s / old_s
 
     def play_off(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> Contest | None:
-        """The kernels in which two covers differ, in one interleaved run."""
-        sides = {
-            _INCUMBENT: [choice for choice in incumbent if choice not in set(challenger)],
-            _CHALLENGER: [choice for choice in challenger if choice not in set(incumbent)],
-        }
-        names = {choice: f"part {number}" for number, choice in enumerate([*sides[_INCUMBENT], *sides[_CHALLENGER]])}
+        """Two covers, each as a whole, in one interleaved run."""
+        sides = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
+        names = {choice: f"part {at}" for at, choice in enumerate(dict.fromkeys([*incumbent, *challenger]))}
+        flow = flow_of(self.prices.book.graph)
         return self.prices.tuner.play_off(
             {name: self._part(choice) for choice, name in names.items()},
             {side: [names[choice] for choice in choices] for side, choices in sides.items()},
+            flow.needed_outside(flow.position[op] for op in self.problem.ops),
         )
 
     def _part(self, choice: Choice) -> Part:
         subject = self.prices.book.subject(choice.group)
         if not choice.fused:
-            return Part(subject)
+            return Part(subject, reads=subject.inputs, makes=subject.outputs)
         record = self.prices.tuned(choice.group)
         backend = next(backend for backend in self.prices.backends if backend.name == record.backend)
-        return Part(subject, backend, record.config)
+        return Part(subject, backend, record.config, subject.inputs, subject.outputs)
 
     def _give_up(self, incumbent: Sequence[Choice], challenger: Sequence[Choice]) -> bool:
         """Of the losing kernels, drop the one farthest above its nominal cost; False when there is none to drop."""

@@ -211,7 +211,7 @@ class Planner:
         return record, "tuned"
 
     def _by_model(self, graph: DataflowGraph, region: Region, book: GroupBook) -> PlanRecord:
-        prices = self._model_prices(book)
+        prices = self._model_prices(book, region)
         problem = self._problem(graph, region, book)
         result = predicted_partition(problem, prices.predict_s, self._margin)
         return self._writer(graph, region, prices).record(result, 0.0, "by the cost model, nothing was measured")
@@ -221,7 +221,9 @@ class Planner:
     ) -> PlanRecord:
         began = time.monotonic()
         settings = self.settings
-        prices = MeasuredPrices(book, self.spec, settings.regime, self.backends, self.target, tuner, self.learner)
+        prices = MeasuredPrices(
+            book, self.spec, settings.regime, self.backends, self.target, tuner, self.learner, region
+        )
         limit = self._limit(problem)
         decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
         self.learner.update()
@@ -236,8 +238,8 @@ class Planner:
     def _book(self, graph: DataflowGraph) -> GroupBook:
         return GroupBook(graph, self.settings.numerics, self.target.device_type)
 
-    def _model_prices(self, book: GroupBook) -> ModelPrices:
-        return ModelPrices(book, self.spec, self.settings.regime, self.backends, self.target)
+    def _model_prices(self, book: GroupBook, region: Region) -> ModelPrices:
+        return ModelPrices(book, self.spec, self.settings.regime, self.backends, self.target, region)
 
     def _problem(self, graph: DataflowGraph, region: Region, book: GroupBook) -> RegionProblem:
         return region_problem(graph, region, enumerate_candidates(graph, region, self.settings.limits, book.legal))

@@ -17,6 +17,7 @@ from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.learning import UNFUSED, Learner
 from fuseplan.planner.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.neighbours import Neighbours
 from fuseplan.planner.partition import Choice, region_problem
 from fuseplan.planner.pricing import hot_inputs, kernel_work, op_work
 from fuseplan.planner.samples import ChoiceSample
@@ -105,37 +106,56 @@ class ModelPrices:
     """Predictions and lower bounds on a probed device, in seconds.
 
     Without a probed device every launch costs the same: the cheapest cover is then the one with the fewest kernels.
+    With the region that the choices are of, a price is that of a kernel in it (:mod:`fuseplan.planner.neighbours`).
     """
 
     def __init__(self, book: GroupBook, spec: DeviceSpec | None, regime: str, backends: Sequence[Backend],
-                 target: Target) -> None:
+                 target: Target, region: Region | None = None) -> None:
         self.book = book
         self.spec = spec
         self.backends = backends
         self.target = target
         self.fused_mode = fused_mode(regime)
         self.unfused_mode: Mode = "graph" if regime == "graph" else "eager"
+        self._neighbours = None if region is None else Neighbours(book.graph, region)
+        self._delays_us: dict[Choice, float] = {}
 
     def backend_for(self, group: Candidate) -> Backend | None:
         """The first back end that is here and can express the group."""
         return self.book.backend_for(group, self.backends, self.target)
 
     def predict_s(self, choice: Choice) -> float:
-        if not choice.fused:
-            return self._unfused_s(choice.group.ops[0])
-        backend = self.backend_for(choice.group)
-        if backend is None:
+        backend = self.backend_for(choice.group) if choice.fused else None
+        if choice.fused and backend is None:
             return math.inf
         if self.spec is None:
             return 1.0
-        work = self.book.work(choice.group)
-        return predict(work, self.spec, self.fused_mode, backend=backend.name).time_us * 1e-6
+        name = backend.name if backend is not None else UNFUSED
+        work, mode = self._work(choice)
+        return (predict(work, self.spec, mode, backend=name).time_us + self.delay_us(choice)) * 1e-6
+
+    def delay_us(self, choice: Choice) -> float:
+        """How much longer a choice takes in its region than by itself."""
+        if self.spec is None or self._neighbours is None:
+            return 0.0
+        if choice not in self._delays_us:
+            (work, mode), lowered = self._work(choice), self.book.lowered(choice.group)
+            self._delays_us[choice] = self._neighbours.delay_us(
+                work, self.spec, mode, lowered.inputs, lowered.outputs
+            )
+        return self._delays_us[choice]
+
+    def _work(self, choice: Choice) -> tuple[Work, Mode]:
+        """What a choice does, and how it is launched."""
+        if choice.fused:
+            return self.book.work(choice.group), self.fused_mode
+        return self.book.unfused_work(choice.group.ops[0]), self.unfused_mode
 
     def nominal_s(self, choice: Choice) -> float:
         """The price on the nominal device, which no measurement sways; infinite for what cannot run here."""
         if choice.fused and self.backend_for(choice.group) is None:
             return math.inf
-        work = self.book.work(choice.group) if choice.fused else self.book.unfused_work(choice.group.ops[0])
+        work, _ = self._work(choice)
         return nominal_us(work, self.target.device_type, choice.fused) * 1e-6
 
     def bound_s(self, choice: Choice) -> float:
@@ -145,22 +165,17 @@ class ModelPrices:
             return math.inf if self.spec is not None else 0.0
         return lower_bound(self.book.work(choice.group), self.spec, self.fused_mode) * 1e-6
 
-    def _unfused_s(self, op: str) -> float:
-        if self.spec is None:
-            return 1.0
-        return predict(self.book.unfused_work(op), self.spec, self.unfused_mode, backend=UNFUSED).time_us * 1e-6
-
 
 class MeasuredPrices(ModelPrices):
-    """The same bounds; times are measured.
+    """The same bounds; times are measured, kernel by kernel: what they cost each other is the model's price.
 
     Groups are ranked by their default configuration (one compilation each); :meth:`tuned` then searches the
     configurations of the groups that a cover uses.
     """
 
     def __init__(self, book: GroupBook, spec: DeviceSpec | None, regime: str, backends: Sequence[Backend],
-                 target: Target, tuner: Tuner, learner: Learner | None = None) -> None:
-        super().__init__(book, spec, regime, backends, target)
+                 target: Target, tuner: Tuner, learner: Learner | None = None, region: Region | None = None) -> None:
+        super().__init__(book, spec, regime, backends, target, region)
         self.tuner = tuner
         self.learner = learner
         self.records: dict[tuple[str, ...], TuningRecord] = {}
@@ -183,11 +198,10 @@ class MeasuredPrices(ModelPrices):
 
     def _measure_s(self, choice: Choice) -> float:
         record = self.records.get(choice.group.ops) if choice.fused else None
-        if record is not None:
-            return fused_s(record)
-        if choice not in self._screened_s:
+        if record is None and choice not in self._screened_s:
             self._screened_s[choice] = self._screen_s(choice)
-        return self._screened_s[choice]
+        alone_s = self._screened_s[choice] if record is None else fused_s(record)
+        return alone_s + self.delay_us(choice) * 1e-6
 
     def _screen_s(self, choice: Choice) -> float:
         subject = self.book.subject(choice.group)
@@ -209,7 +223,7 @@ class MeasuredPrices(ModelPrices):
         subject = self.book.subject(choice.group)
         self.samples[choice] = ChoiceSample(
             (), choice.fused, name, subject.label, sample.family, subject.key, sample.mode, sample.work,
-            sample.measured_us,
+            sample.measured_us, self.delay_us(choice),
         )
         if self.learner is not None:
             self.learner.add(name, sample)

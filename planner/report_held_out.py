@@ -1,7 +1,8 @@
 """The cost model against its bars, on kernels and shapes that were left out of the fit.
 
 Everything follows from the stored samples: factors are fitted again without the kernels they are to predict, covers are
-solved with those predictions, and what they pick is paid for at measured times.
+solved with those predictions, and what they pick is paid for at measured times. Kernels are predicted and measured by
+themselves; covers of both kinds count what theirs cost each other in the cache (``delay_us``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TOP = 8
 
 SAMPLE_COLUMNS = (
     "region", "key", "regime", "phase", "ops", "kind", "label", "family", "group", "mode", "measured_us",
-    "predicted_us", "other_families_us", "other_phases_us",
+    "delay_us", "predicted_us", "other_families_us", "other_phases_us",
 )
 VERDICT_COLUMNS = ("left out of the fit", "figure", "over", "value", "bar", "verdict")
 REGION_COLUMNS = (
@@ -56,7 +57,7 @@ def sample_frame(regions: Sequence[RegionSamples], spec: DeviceSpec, phases: Map
             "region": region.label, "key": region.key.workload, "regime": region.key.regime,
             "phase": phases.get(region.key.workload, ""), "ops": " ".join(map(str, sample.ops)),
             "kind": sample.name, "label": sample.label, "family": sample.family, "group": sample.group,
-            "mode": sample.mode, "measured_us": sample.measured_us,
+            "mode": sample.mode, "measured_us": sample.measured_us, "delay_us": sample.delay_us,
             "predicted_us": predict(sample.work, spec, sample.mode, backend=sample.name).time_us,
             **_terms(sample, spec), **_work(sample),
         }
@@ -132,7 +133,7 @@ def _regret(region: RegionSamples, own: pd.DataFrame, column: str) -> dict[str, 
     ops = sorted({op for sample in region.samples for op in sample.ops})
     number = {op: at for at, op in enumerate(ops)}
     masks = [sum(1 << number[op] for op in sample.ops) for sample in region.samples]
-    predicted, measured = list(own[column]), list(own["measured_us"])
+    predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
     alone = {masks[at] for at, sample in enumerate(region.samples) if len(sample.ops) == 1}
     if len(masks) <= len(ops) or len(alone) < len(ops) or any(math.isnan(one) for one in predicted):
         return None

@@ -38,7 +38,8 @@ class ChoiceSample:
         group: Workload key; equal ones are the same kernel.
         mode: How it was launched.
         work: What it does.
-        measured_us: Its time in the screening.
+        measured_us: Its time in the screening, by itself.
+        delay_us: How much longer it takes in its region, by the model (:mod:`fuseplan.planner.neighbours`).
     """
 
     ops: tuple[int, ...]
@@ -50,6 +51,7 @@ class ChoiceSample:
     mode: Literal["eager", "kernel", "graph", "overlapped", "early"]
     work: Work
     measured_us: float
+    delay_us: float = 0.0
 
     def sample(self) -> Sample:
         """As a calibration takes it."""

@@ -27,7 +27,7 @@ class Scout:
 
     Args:
         make_problem: Enumerates the candidates of a region.
-        make_prices: Prices over a book (only the nominal ones are asked for).
+        make_prices: Prices of a region's choices, out of a book.
         make_book: A new book for a graph.
         search: The guided loop over a problem, at given prices: rehearsed with predictions, it shows which groups
             will be measured.
@@ -37,7 +37,7 @@ class Scout:
     def __init__(
         self,
         make_problem: Callable[[DataflowGraph, Region, GroupBook], RegionProblem],
-        make_prices: Callable[[GroupBook], ModelPrices],
+        make_prices: Callable[[GroupBook, Region], ModelPrices],
         make_book: Callable[[DataflowGraph], GroupBook],
         search: Callable[[RegionProblem, Prices], object],
         tuner: Tuner,
@@ -95,12 +95,12 @@ class Scout:
             return
         result.set_result(problem)
         try:
-            self._compile_ahead(problem, self.book(graph))
+            self._compile_ahead(problem, self.book(graph), region)
         except Exception as error:  # a tune without it is only slower
             _log.warning("the kernels of a region are not compiled ahead: %s: %s", type(error).__name__, error)
 
-    def _compile_ahead(self, problem: RegionProblem, book: GroupBook) -> None:
-        prices = self._make_prices(book)
+    def _compile_ahead(self, problem: RegionProblem, book: GroupBook, region: Region) -> None:
+        prices = self._make_prices(book, region)
         cover = predicted_partition(problem, prices.nominal_s)
         if not self._stop.is_set():
             rehearsal = _Rehearsal(prices)

@@ -142,35 +142,6 @@ def contest(
     return Contest(samples, noise, timer.regime)
 
 
-def play_off(
-    timer: Timer,
-    parts: Mapping[str, tuple[Run, Operands]],
-    sides: Mapping[str, Sequence[str]],
-    seconds: float,
-) -> Contest:
-    """Time several sequences of kernels against each other, in interleaved rounds of all their kernels.
-
-    Args:
-        timer: How to time.
-        parts: Kernels by name, each with its own operand sets.
-        sides: Names of the parts that each contestant runs one after the other. The parts of the first side run a
-            second time for the A/A noise.
-        seconds: Time to spend on rounds.
-
-    Returns:
-        Samples are the sums over a side's parts. A part that several sides share is timed once a round, so it cancels.
-    """
-    first = next(iter(sides))
-    again = {_AGAIN + name: parts[name] for name in sides[first]}
-    found = _rounds(timer, {**parts, **again}, seconds)
-
-    def total(names: Sequence[str]) -> tuple[float, ...]:
-        return tuple(math.fsum(values) for values in zip(*(found[name] for name in names), strict=True))
-
-    samples = {side: total(names) for side, names in sides.items()}
-    return Contest(samples, paired_noise(samples[first], total(list(again))), timer.regime)
-
-
 def geometric_mean(first: Contest, second: Contest) -> Contest:
     """Two runs of the same contestants under different conditions as one: who wins is best in both together.
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -17,9 +17,10 @@ import torch
 
 from fuseplan.kernels.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir import KernelIR
-from fuseplan.search.contest import Contest, contest, geometric_mean, play_off
+from fuseplan.search.contest import Contest, contest, geometric_mean
 from fuseplan.search.measure import cache_bytes, rotating_operands, screen
 from fuseplan.search.record import Measurement
+from fuseplan.search.sequence import Part, SharedOperands, sequence
 from fuseplan.search.subject import Subject
 from fuseplan.search.timers import Operands, Run, Timer
 from fuseplan.search.verify import Oracle, Verdict, make_oracle, verify
@@ -223,33 +224,27 @@ def _between_kernels(
     return geometric_mean(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, again))
 
 
-@dataclass(frozen=True)
-class Part:
-    """One kernel of a side in a play-off: a subject's fused kernel or, without a back end, its unfused chain."""
-
-    subject: Subject
-    backend: Backend | None = None
-    config: Config = field(default_factory=dict)
-
-
-def decide_sides(bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest:
+def decide_sides(
+    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
+) -> Contest:
     """Time whole sequences of kernels against each other.
 
     Args:
         bench: How to time.
         parts: The kernels by name.
         sides: The parts that each side runs; the incumbent first.
+        kept: Names of values that are needed after the sequence.
     """
     with torch.no_grad():
-        limit = (bench.operand_bytes or free_bytes(bench.target.device_type) // 4) // max(1, len(parts))
-        runs: dict[str, tuple[Run, Operands]] = {}
-        for name, part in parts.items():
-            operands = _Desk(replace(bench, operand_bytes=max(1, limit)), part.subject).operands
-            run: Run = part.subject.eager
-            if part.backend is not None:
-                run = part.backend.fused_callable(part.subject.ir, part.config, bench.target)
-            runs[name] = run, operands
-        return play_off(bench.timer, runs, sides, bench.decide_s)
+        device = bench.target.device_type
+        shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, device))
+        runs = {
+            side: sequence([parts[name] for name in names], shared, kept, bench.target)
+            for side, names in sides.items()
+        }
+        limit = bench.operand_bytes or free_bytes(device) // 4
+        llc = cache_bytes(bench.target.l2_bytes)
+        return contest(bench.timer, runs, rotating_operands(shared.tensors, shared.hot, llc, limit), bench.decide_s)
 
 
 def release() -> None:

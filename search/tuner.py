@@ -6,7 +6,7 @@ is stored at once, so a tune that is killed goes on where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from fuseplan.kernels.backend import Backend, Target
@@ -16,6 +16,7 @@ from fuseplan.search.contest import Contest
 from fuseplan.search.database import Database
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.sequence import Part
 from fuseplan.search.subject import Subject
 from fuseplan.search.timers import Timer, timer_for
 from fuseplan.search.trials import SubjectRun
@@ -172,14 +173,19 @@ class Tuner:
         """
         return self._released(SubjectRun(self._shop, subject, self.key(subject), (), whole=False).screen_defaults)
 
-    def play_off(self, parts: Mapping[str, jobs.Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
+    def play_off(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
+    ) -> Contest | None:
         """Whole sequences of kernels against each other in one interleaved run; None when that run fails.
 
         Args:
             parts: Kernels that have been tuned, by name.
             sides: Names of the parts that each side runs; the incumbent first.
+            kept: Names of values that are needed after the sequence.
         """
-        outcome = self._shop.call(PLAYING_OFF, jobs.decide_sides, self._shop.bench, dict(parts), dict(sides))
+        outcome = self._shop.call(
+            PLAYING_OFF, jobs.decide_sides, self._shop.bench, dict(parts), dict(sides), frozenset(kept)
+        )
         found: Contest | None = outcome.value if outcome.ok else None
         return found
 

@@ -16,11 +16,11 @@ out, and the cheapest partition over these times is solved exactly, which is the
 priced by its tuned kernel where it has one, else by its default kernel less ``--optimism``, and whatever the cheapest
 partition uses is tuned, until it is all tuned. So no partition is better than the one found, unless tuning gains
 more than ``--optimism`` on the default kernel of some group (what it gained is printed). The two are then run against
-each other in one interleaved run, and what the difference is to the whole region is printed.
+each other in one interleaved run of the whole region, and the difference is printed.
 
 Not covered: groups that were not enumerated (those that cannot be one kernel, and what ``PlanSettings.limits`` cut,
-which is said), kernels outside the back ends' configurations, and time between kernels, because the parts of a
-partition are timed one by one.
+which is said), kernels outside the back ends' configurations, and what the kernels of a partition cost each other
+beyond the model's price of the cache they share: only the last two are run whole.
 """
 
 from __future__ import annotations
@@ -144,20 +144,17 @@ def loss_of(chosen: Sequence[Choice], best: Sequence[Choice], problem: RegionPro
         if one.fused:
             prices.tuned(one.group)
     contest = MeasuredRegion(problem, prices, 0.0, 0.0, len(problem.choices)).play_off(best, chosen)
-    old_s = math.fsum(prices.measure_s(chosen))
     if contest is None:
-        return 1.0 - math.fsum(prices.measure_s(best)) / old_s, 0.0
-    # What both run cancels in the difference, but belongs to the region.
-    shared_s = math.fsum(prices.measure_s([one for one in chosen if one in set(best)]))
-    share = 1.0 - shared_s / old_s
-    return contest.gain("challenger", "incumbent") * share, contest.threshold * share
+        return 1.0 - math.fsum(prices.measure_s(best)) / math.fsum(prices.measure_s(chosen)), 0.0
+    return contest.gain("challenger", "incumbent"), contest.threshold
 
 
 def check(session: Session, one: Small, tuner: Tuner, optimism: float) -> bool:
     """Look for a better partition of one region, and say what came of it; True when there is none."""
     start = time.monotonic()
     prices = HopefulPrices(
-        one.book, session.spec, session.settings.regime, session.backends, session.target, tuner
+        one.book, session.spec, session.settings.regime, session.backends, session.target, tuner,
+        region=one.plan.region,
     )
     prices.optimism = optimism
     wanted = {(frozenset(one.plan.group_ops(group)), group.kind == "fused") for group in one.plan.record.groups}

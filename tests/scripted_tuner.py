@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +14,8 @@ from fuseplan.planner.subject import GroupSubject
 from fuseplan.search.account import TimeAccount
 from fuseplan.search.contest import Contest
 from fuseplan.search.database import Database
-from fuseplan.search.jobs import Part
 from fuseplan.search.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.sequence import Part
 
 TARGET = Target("cpu", "native", 2)
 
@@ -44,6 +44,7 @@ class ScriptedTuner:
     screened: list[str] = field(default_factory=list)
     tuned: list[str] = field(default_factory=list)
     play_offs: list[tuple[int, ...]] = field(default_factory=list)
+    kept: list[tuple[str, ...]] = field(default_factory=list)
     prefetched: list[str] = field(default_factory=list)
     account: TimeAccount = field(default_factory=TimeAccount)
 
@@ -63,13 +64,16 @@ class ScriptedTuner:
     def prefetch_default(self, subjects: Iterable[GroupSubject]) -> None:
         self.prefetched.extend(subject.label for subject in subjects)
 
-    def play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
+    def play_off(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
+    ) -> Contest | None:
         def time_us(part: Part) -> float:
             subject = part.subject
             assert isinstance(subject, GroupSubject)
             return self.unfused_us if part.backend is None else self.fused_us(subject)
 
         self.play_offs.append(tuple(len(names) for names in sides.values()))
+        self.kept.append(tuple(kept))
         samples = {side: (sum(time_us(parts[name]) for name in names),) * 5 for side, names in sides.items()}
         return Contest(samples, 0.0, "eager")
 

@@ -12,7 +12,7 @@ from search_fakes import CLOCK, VirtualTimer
 
 from fuseplan.search import contest as contest_module
 from fuseplan.search import measure
-from fuseplan.search.contest import Contest, contest, geometric_mean, paired_noise, play_off
+from fuseplan.search.contest import Contest, contest, geometric_mean, paired_noise
 from fuseplan.search.measure import rotating_operands, screen, summarise
 from fuseplan.search.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
 
@@ -332,40 +332,6 @@ def test_averages_cover_every_round() -> None:
     uneven = Contest({"a": (1.0, 2.0, 3.0, 4.0, 5.0)}, 0.0, "graph")
     other = Contest({"a": (1.0, 1.0)}, 0.0, "cold")
     assert geometric_mean(uneven, other).samples["a"] == pytest.approx((1.5**0.5, 2.0))
-
-
-def test_a_play_off_adds_up_the_kernels_of_a_side() -> None:
-    parts = {name: (taking(us), OPERANDS) for name, us in (("a", 4000.0), ("b", 1000.0), ("c", 2500.0), ("d", 1500.0))}
-    result = play_off(VirtualTimer(), parts, {"old": ["a", "b"], "new": ["c", "d"]}, seconds=0.1)
-    assert set(result.samples) == {"old", "new"}
-    assert result.time("old").median_us == pytest.approx(5000.0)
-    assert result.gain("new", "old") == pytest.approx(0.2)
-    assert result.accepts("new", "old") and not result.accepts("old", "new")
-    assert result.noise == pytest.approx(0.0, abs=1e-9)
-
-
-def test_a_shared_kernel_cancels_and_a_wild_incumbent_shows_as_noise() -> None:
-    runs = {"shared": taking(9000.0, 0.5), "a": taking(2000.0), "b": taking(1900.0)}
-    parts = {name: (run, OPERANDS) for name, run in runs.items()}
-    shared = play_off(VirtualTimer(), parts, {"old": ["shared", "a"], "new": ["shared", "b"]}, seconds=0.3)
-    differences = {round(x - y, 6) for x, y in zip(shared.samples["old"], shared.samples["new"], strict=True)}
-    assert differences == {100.0}
-    assert shared.noise > 0.01
-
-
-def test_each_kernel_meets_its_own_operands() -> None:
-    seen: dict[str, set[int]] = {"a": set(), "b": set()}
-
-    def noting(name: str) -> Callable[..., None]:
-        def run(*inputs: torch.Tensor) -> None:
-            seen[name].add(int(inputs[0]))
-            CLOCK.advance(1000.0)
-
-        return run
-
-    own = {name: [(torch.tensor(base + number),) for number in range(3)] for name, base in (("a", 0), ("b", 10))}
-    play_off(VirtualTimer(), {name: (noting(name), own[name]) for name in own}, {"x": ["a"], "y": ["b"]}, seconds=0.1)
-    assert seen == {"a": {0, 1, 2}, "b": {10, 11, 12}}
 
 
 def test_samples_beside_an_unsteady_processor_count_as_disturbed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.planner.subject import GroupSubject
 from fuseplan.search.contest import Contest
 from fuseplan.search.database import Database
-from fuseplan.search.jobs import Part
 from fuseplan.search.record import PlanRecord, Versions
+from fuseplan.search.sequence import Part
 
 SETTINGS = PlanSettings(tolerance=0.0, margin=0.05, max_fused_measured=100)
 
@@ -80,11 +80,11 @@ def test_a_play_off_settles_what_prices_suggest(tmp_path: Path) -> None:
     table = by_length(6.0, 5.0, 9.0, 14.0)
     record, tuner = plan(tmp_path, ScriptedTuner, fused_us=lambda subject: table[len(compute_nodes(subject))])
     assert sizes(record) == [2, 2]
-    assert tuner.play_offs[0] == (1, 2)  # one kernel against two; nothing shared takes part
+    assert tuner.play_offs[0] == (1, 2)  # one kernel against two
     assert "in an interleaved run" in record.evidence.reason
 
 
-def test_only_what_differs_takes_part_but_the_whole_time_counts(tmp_path: Path) -> None:
+def test_whole_covers_take_part_and_shared_kernels_count(tmp_path: Path) -> None:
     """Of five ops the first two are one kernel in both covers: 60 us. The other three: 10 us, or 2 + 4 us."""
     order = {node.name: number for number, node in enumerate(chain(5))}
     times = {(0, 1): 60.0, (2, 3, 4): 10.0, (2, 3): 2.0, (4,): 4.0}
@@ -93,14 +93,15 @@ def test_only_what_differs_takes_part_but_the_whole_time_counts(tmp_path: Path) 
         return times.get(tuple(sorted(order[node.name] for node in compute_nodes(subject))), 500.0)
 
     record, tuner = plan(tmp_path, ScriptedTuner, ops=5, fused_us=time_us, unfused_us=500.0)
-    assert tuner.play_offs[-1] == (1, 2)
+    assert tuner.play_offs[-1] == (2, 3)
+    assert tuner.kept[-1] == tuple(chain(5).outputs)
     assert sizes(record) == [1, 2, 2]
     assert "gains 5.7%" in record.evidence.reason  # 4 of 70 us
 
 
 def test_a_failing_play_off_leaves_it_to_the_prices(tmp_path: Path) -> None:
     class Broken(ScriptedTuner):
-        def play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
+        def play_off(self, *args: object, **kwargs: object) -> Contest | None:
             return None
 
     table = by_length(6.0, 5.0, 9.0, 14.0)
@@ -111,8 +112,10 @@ def test_a_failing_play_off_leaves_it_to_the_prices(tmp_path: Path) -> None:
 
 def test_noise_of_the_play_off_keeps_the_incumbent(tmp_path: Path) -> None:
     class Noisy(ScriptedTuner):
-        def play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> Contest | None:
-            found = super().play_off(parts, sides)
+        def play_off(
+            self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
+        ) -> Contest | None:
+            found = super().play_off(parts, sides, kept)
             assert found is not None
             return Contest(found.samples, 0.6, "eager")
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from fake_tuner import BUDGET, SUBJECT, tuner
 from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer, VirtualClock
 
 from fuseplan.kernels.backend import config_key
 from fuseplan.search.account import TimeAccount
 from fuseplan.search.database import Database
-from fuseplan.search.jobs import Part
 from fuseplan.search.record import Versions
+from fuseplan.search.sequence import Part
 from fuseplan.search.timers import Operands, Run, Sampler, Timer
 from fuseplan.search.tuner import ProgressEvent, Tuner
 from fuseplan.search.worker import InlineExecutor, Outcome
@@ -114,6 +115,26 @@ def test_a_play_off_runs_fused_kernels_and_unfused_chains(db: Database) -> None:
     assert found.time("both").median_us == pytest.approx(record.fused.median_us + record.unfused.median_us, rel=0.05)
     broken = Part(SUBJECT, backend, {"tile": "none"})
     assert tuned.play_off({"a": broken, "b": Part(SUBJECT)}, {"a": ["a"], "b": ["b"]}) is None
+
+
+def test_a_play_off_times_sequences_on_the_same_operands_in_turn(db: Database) -> None:
+    """Weights rotate, as in every other measurement; activations are shared by all parts that name them."""
+    seen: list[tuple[int, ...]] = []
+
+    @dataclass(frozen=True)
+    class Noting(FakeSubject):
+        def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+            seen.append(tuple(map(id, inputs)))
+            return super().eager(*inputs)
+
+    first = Part(Noting(key="first"), reads=("a", "b", "w"), makes=("c",))
+    second = Part(Noting(key="second"), reads=("c", "b", "v"), makes=("d",))
+    sides = {"one": ["first", "second"], "other": ["first"]}
+    assert tuner(db).play_off({"first": first, "second": second}, sides, {"d"}) is not None
+    hot, shared, weights = (set(column) for column in zip(*seen, strict=True))
+    assert len(shared) == 1
+    assert len(weights) > 2
+    assert len(hot) > 1  # an operand, and what the first part made each time
 
 
 def test_progress_tells_every_trial(db: Database) -> None:

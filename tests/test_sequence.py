@@ -1,0 +1,167 @@
+"""Sequences of kernels: wired as the model is, on operands that they share, releasing what is done with."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from graphs import Builder
+from reference_backend import ReferenceBackend
+from search_fakes import FakeSubject
+from torch import Tensor
+
+from fuseplan.kernels.backend import Target
+from fuseplan.planner.subject import GroupSubject, group_subject
+from fuseplan.search.sequence import Part, SharedOperands, sequence
+from fuseplan.search.subject import Subject
+
+TARGET = Target("cpu", "native", 2)
+
+
+def inputs_of(subject: Subject) -> Sequence[Tensor]:
+    return subject.make_inputs(0, "cpu")
+
+
+def part(graph: Any, ops: Sequence[str], fused: bool = False) -> Part:
+    subject = group_subject(graph, ops, "+".join(ops))
+    backend = ReferenceBackend() if fused else None
+    return Part(subject, backend, {"tile": 1} if fused else {}, subject.inputs, subject.outputs)
+
+
+def branching() -> tuple[Any, list[str]]:
+    """``a = exp(x) * w``, ``b = tanh(a)``, ``c = a + y``: what ``a`` is, both others read."""
+    b = Builder(x=torch.randn(3, 127), w=torch.randn(127), y=torch.randn(3, 127))
+    e = b("aten.exp.default", "x")
+    a = b("aten.mul.Tensor", e, "w")
+    t = b("aten.tanh.default", a)
+    c = b("aten.add.Tensor", a, "y")
+    return b.graph(t, c), [e, a, t, c]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("groups", [((0,), (1,), (2,), (3,)), ((2,), (0, 1), (3,)), ((3, 2, 1, 0),), ((2, 3), (0, 1))])
+def test_any_division_computes_the_same(groups: tuple[tuple[int, ...], ...], fused: bool) -> None:
+    graph, values = branching()
+    ops = [node.name for node in graph]
+    operands = SharedOperands(inputs_of)
+    parts = [part(graph, [ops[at] for at in sorted(group)], fused) for group in groups]
+    run = sequence(parts, operands, values[2:], TARGET)
+    whole = group_subject(graph, ops, "all")
+    names = dict(zip(_names(parts, values), operands.tensors, strict=True))
+    expected = dict(zip(whole.outputs, whole.eager(*(names[name] for name in whole.inputs)), strict=True))
+    found = run(*operands.tensors)
+    made = [name for one in parts for name in one.makes if name in values[2:]]
+    assert isinstance(found, tuple) and len(found) == 2
+    for name, tensor in zip(made, found, strict=True):
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def _names(parts: Sequence[Part], made: Sequence[str]) -> list[str]:
+    """Names of what is read from outside, in the order in which it is first asked for."""
+    return list(dict.fromkeys(name for one in parts for name in one.reads if name not in made))
+
+
+def test_sides_share_their_operands() -> None:
+    graph, values = branching()
+    ops = [node.name for node in graph]
+    operands = SharedOperands(inputs_of)
+    one = sequence([part(graph, ops)], operands, values[2:], TARGET)
+    count = len(operands.tensors)
+    several = sequence([part(graph, [op]) for op in ops], operands, values[2:], TARGET)
+    assert len(operands.tensors) == count == 3
+    assert sorted(operands.hot) == [False, False, False]  # nothing in this graph made them
+    for mine, theirs in zip(one(*operands.tensors), several(*operands.tensors), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_activations_are_told_from_weights() -> None:
+    graph, _ = branching()
+    ops = [node.name for node in graph]
+    operands = SharedOperands(inputs_of)
+    sequence([part(graph, ops[1:])], operands, (), TARGET)
+    assert dict(zip(("v0_0", "w", "y"), operands.hot, strict=True)) == {"v0_0": True, "w": False, "y": False}
+
+
+def test_every_part_keeps_its_own_indices() -> None:
+    b = Builder(table=torch.randn(5, 8), ids=torch.tensor([0, 1, 2]))
+    rows = b("aten.embedding.default", "table", b("aten.add.Tensor", "ids", "ids"))  # sampled ids add up to 14
+    graph = b.graph(rows)
+    ops = [node.name for node in graph]
+    operands = SharedOperands(inputs_of)
+    run = sequence([part(graph, [op]) for op in ops], operands, [rows], TARGET)
+    assert [tensor.dtype for tensor in operands.tensors].count(torch.int64) == 2
+    (found,) = run(*operands.tensors)
+    assert found.shape == (3, 8)
+
+
+@dataclass(frozen=True)
+class Watching:
+    """A part that keeps weak references to what it made, and says what of the others' is alive when it is called."""
+
+    seen: dict[str, list[str]]
+    alive: dict[str, weakref.ref[Tensor]]
+
+    def part(self, graph: Any, op: str) -> Part:
+        subject = group_subject(graph, [op], op)
+        return Part(_Watched(subject, self), reads=subject.inputs, makes=subject.outputs)
+
+
+class _Watched:
+    def __init__(self, subject: GroupSubject, watching: Watching) -> None:
+        self._subject, self._watching = subject, watching
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._subject, name)
+
+    def eager(self, *inputs: Tensor) -> list[Tensor]:
+        gc.collect()
+        alive = self._watching.alive
+        self._watching.seen[self._subject.key] = sorted(name for name, one in alive.items() if one() is not None)
+        made = self._subject.eager(*inputs)
+        alive.update({name: weakref.ref(one) for name, one in zip(self._subject.outputs, made, strict=True)})
+        return made
+
+
+def test_values_are_released_after_their_last_use_but_for_those_kept() -> None:
+    b = Builder(x=torch.randn(4))
+    values = [b("aten.exp.default", "x")]
+    for op in ("aten.neg.default", "aten.tanh.default", "aten.cos.default"):
+        values.append(b(op, values[-1]))
+    graph = b.graph(values[1], values[3])
+    ops = [node.name for node in graph]
+    watching = Watching({}, {})
+    run = sequence([watching.part(graph, op) for op in ops], operands := SharedOperands(inputs_of), [values[1]], TARGET)
+    assert [tensor.shape for tensor in run(*operands.tensors)] == [(4,)]
+    # While an op runs its operand lives; so does what is kept.
+    assert [watching.seen[op] for op in ops] == [[], values[:1], values[1:2], values[1:3]]
+
+
+def test_parts_without_names_share_nothing() -> None:
+    first, second = Part(FakeSubject()), Part(FakeSubject(key="other"))
+    run = sequence([first, second], operands := SharedOperands(inputs_of), (), TARGET)
+    assert len(operands.tensors) == 6
+    assert run(*operands.tensors) == ()
+
+
+def test_parts_that_wait_for_each_other_are_refused() -> None:
+    graph, _ = branching()
+    ops = [node.name for node in graph]
+    one, other = part(graph, [ops[0]]), part(graph, [ops[1]])
+    looped = Part(one.subject, reads=other.makes, makes=one.makes)
+    with pytest.raises(ValueError, match="wait for each other"):
+        sequence([looped, other], SharedOperands(inputs_of), (), TARGET)
+
+
+def test_operands_that_came_later_do_no_harm() -> None:
+    graph, values = branching()
+    ops = [node.name for node in graph]
+    operands = SharedOperands(inputs_of)
+    early = sequence([part(graph, ops[:1])], operands, values[:1], TARGET)
+    sequence([part(graph, ops)], operands, values[2:], TARGET)
+    (found,) = early(*operands.tensors)
+    torch.testing.assert_close(found, operands.tensors[0].exp())

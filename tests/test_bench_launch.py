@@ -103,15 +103,17 @@ def test_a_plan_without_a_group_has_no_launch(session: Session, monkeypatch: pyt
 def test_the_launch_verdict_answers_the_bar() -> None:
     calls = launch.launch_frame([
         LaunchRow("s", GROUP, "allocated", 3.5, 3.0, 4.0, 0), LaunchRow("s", ADD, "given", 5.0, 5.0, 5.0, 2),
-        LaunchRow("t", GROUP, "allocated", 4.5, 4.0, 5.0, 0), LaunchRow("t", PLAN, "allocated", note="broken"),
+        LaunchRow("t", GROUP, "allocated", 4.5, 4.0, 5.0, 0), LaunchRow("t", GROUP, "given", 3.9, 3.5, 4.0, 0),
+        LaunchRow("t", PLAN, "allocated", note="broken"),
     ])
     lookups = launch.lookup_frame([LookupRow("s", 2, 120.0, 300.0)])
     lines = launch.launch_verdict(calls, lookups)
     assert lines == [
         "s: host time of a call: fused group (allocated outputs) 3.50 us, aten add (given outputs) 5.00 us; "
-        "a fused group is under 4 us",
+        "calling it, outputs and all, is under 4 us",
         "s: 2 database statements in all these calls",
-        "t: host time of a call: fused group (allocated outputs) 4.50 us; a fused group is over 4 us",
+        "t: host time of a call: fused group (allocated outputs) 4.50 us, fused group (given outputs) 3.90 us; "
+        "launching a fused group is under 4 us; calling it, outputs and all, is over 4 us",
         "t: 0 database statements in all these calls",
         "s: look-up at compile 120 us a region in the database, 300 us with finding and hashing it",
         "whole plan (allocated outputs), t: broken",

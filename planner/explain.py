@@ -134,6 +134,8 @@ class _RegionWords:
         parts = [f"{choice.measured_us:.2f} us measured"] if choice.measured_us is not None else ["not measured"]
         if choice.predicted_us:
             parts.append(f"{choice.predicted_us:.2f} us predicted")
+        if choice.delay_us >= 0.01:
+            parts.append(f"{choice.delay_us:.2f} us more beside the region's other data in the cache")
         if choice.lower_bound_us:
             parts.append(f"no kernel can take less than {choice.lower_bound_us:.2f} us")
         if choice.config:
@@ -172,7 +174,9 @@ class _RegionWords:
         }
         if union in tried:
             one = tried[union]
-            measured = f"{one.measured_us:.2f} us" if one.measured_us is not None else "no working kernel"
+            measured = "no working kernel"
+            if one.measured_us is not None:
+                measured = f"{one.measured_us + one.delay_us:.2f} us"
             return f"tried as one kernel: {measured}, {self._apart_us(first, second)}; {one.reason}"
         for refusal in enumeration.refusals:
             ops = frozenset(refusal.ops)
@@ -195,8 +199,8 @@ class _RegionWords:
     @staticmethod
     def _apart_us(first: _Group, second: _Group) -> str:
         times = [
-            group.choice.measured_us if group.choice.measured_us is not None else group.choice.predicted_us
-            for group in (first, second)
+            (one.measured_us if one.measured_us is not None else one.predicted_us) + one.delay_us
+            for one in (first.choice, second.choice)
         ]
         return f"apart {times[0]:.2f} + {times[1]:.2f} us"
 

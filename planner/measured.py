@@ -31,6 +31,7 @@ _HOPELESS = 0.5
 _INCUMBENT, _CHALLENGER = "incumbent", "challenger"
 #: How a gain is known, in words.
 _BY_PRICES, _INTERLEAVED = "by the times of its groups", "in an interleaved run"
+_FAILED = f"{_BY_PRICES} (their interleaved run failed)"
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class MeasuredRegion:
             return gain, False, _BY_PRICES
         contest = self.play_off(challenger, incumbent)
         if contest is None:
-            return gain, True, _BY_PRICES
+            return gain, True, _FAILED
         gain = contest.gain(_CHALLENGER, _INCUMBENT)
         return gain, contest.accepts(_CHALLENGER, _INCUMBENT) and gain > self.margin, _INTERLEAVED
 
@@ -140,10 +141,16 @@ class MeasuredRegion:
         """Two covers, each as a whole, in one interleaved run."""
         sides = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
         names = {choice: f"part {at}" for at, choice in enumerate(dict.fromkeys([*incumbent, *challenger]))}
-        flow = flow_of(self.prices.book.graph)
+        graph = self.prices.book.graph
+        flow = flow_of(graph)
+
+        def last_result(choice: Choice) -> int:
+            """Where dispatch would like to run a kernel."""
+            return max(flow.position[graph.producer(value) or ""] for value in choice.group.outputs)
+
         return self.prices.tuner.play_off(
             {name: self._part(choice) for choice, name in names.items()},
-            {side: [names[choice] for choice in choices] for side, choices in sides.items()},
+            {side: [names[choice] for choice in sorted(choices, key=last_result)] for side, choices in sides.items()},
             flow.needed_outside(flow.position[op] for op in self.problem.ops),
         )
 

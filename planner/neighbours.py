@@ -11,57 +11,60 @@ to 136 MB: 0 to 7.5 us, most where each fits the cache and both do not).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.flow import flow_of
-from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.pricing import hot_inputs
-from fuseplan.planner.recipes import kind_of
+from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.lower import Lowered
+from fuseplan.planner.pricing import hot_inputs, moved_bytes
 
 
 class Neighbours:
     """The data that go into and come out of a region, and share the cache while it runs.
 
-    Weights are left out (they come from memory), and so is what one op of the region makes for another: that is read
-    right after it was written.
+    What one op of the region makes for another is not among them: that is read right after it was written. Weights
+    are, for they pass through the cache; but they come from memory in any case, so their bytes are not delayed.
+
+    Args:
+        graph: A static graph.
+        ops: Each compute op of the region as a kernel of its own.
     """
 
-    def __init__(self, graph: DataflowGraph, region: Region) -> None:
+    def __init__(self, graph: DataflowGraph, ops: Sequence[tuple[str, Lowered]]) -> None:
         self._graph = graph
         flow = flow_of(graph)
-        members = [name for name in region.ops if kind_of(graph.op(name), graph.specs) != "view"]
-        results = flow.needed_outside(flow.position[name] for name in members)
-        self._made = {value for name in members for value in graph.op(name).outputs}
-        self._results = frozenset(results)
-        #: Bytes of the region's activations and results.
-        self.footprint_bytes = self._bytes([*self._hot(region.inputs), *results])
+        self._made = {value for name, _ in ops for value in graph.op(name).outputs}
+        self._results = frozenset(flow.needed_outside(flow.position[name] for name, _ in ops))
+        moved = moved_bytes(lowered for _, lowered in ops)
+        #: Bytes of all that.
+        self.footprint_bytes = _sum(moved, self._outer(moved, moved))
 
-    def delay_us(
-        self, work: Work, spec: DeviceSpec, mode: Mode, inputs: Sequence[str], outputs: Sequence[str]
-    ) -> float:
+    def delay_us(self, work: Work, spec: DeviceSpec, mode: Mode, lowered: Lowered) -> float:
         """How much longer a kernel takes in the region than by itself, in microseconds; 0 on CPUs.
 
         Args:
             work: What the kernel does.
             spec: The device.
             mode: How it is launched.
-            inputs: Names of the values it reads.
-            outputs: Names of the values it makes.
+            lowered: The kernel, or that of an ATen op by itself.
         """
-        beside_bytes = self.footprint_bytes - work.dram_bytes - work.gathered_bytes
+        beside_bytes = self.footprint_bytes - work.dram_bytes
         if beside_bytes <= 0 or spec.identity.device_type != "cuda":
             return 0.0
-        hot = self._hot(inputs)
-        outer = [value for value in hot if value not in self._made] + [one for one in outputs if one in self._results]
-        share = self._bytes(outer) / max(self._bytes([*hot, *outputs]), 1.0)
+        hot = hot_inputs(self._graph, lowered.inputs)
+        read = [value for value, is_hot in zip(lowered.inputs, hot, strict=True) if is_hot]
+        moved = moved_bytes([lowered])
+        share = _sum(moved, self._outer(read, lowered.outputs)) / max(_sum(moved, [*read, *lowered.outputs]), 1.0)
         alone_us, among_us = (predict(work, spec, mode, beside_bytes=one).time_us for one in (0.0, beside_bytes))
         return share * max(0.0, among_us - alone_us)
 
-    def _hot(self, values: Sequence[str]) -> list[str]:
-        return [value for value, hot in zip(values, hot_inputs(self._graph, values), strict=True) if hot]
+    def _outer(self, read: Iterable[str], made: Iterable[str]) -> list[str]:
+        """Of values that are read, those from outside; of values that are made, those for outside."""
+        return [one for one in read if one not in self._made] + [one for one in made if one in self._results]
 
-    def _bytes(self, values: Sequence[str]) -> float:
-        return float(sum(self._graph.specs[value].nbytes(self._graph.symbols) for value in dict.fromkeys(values)))
+
+def _sum(moved: Mapping[str, float], values: Iterable[str]) -> float:
+    return sum(moved.get(value, 0.0) for value in values)

@@ -52,7 +52,8 @@ class PlanWriter:
         """The record of ``result``; ``reason`` says in words how it was found."""
         chosen = in_running_order(self.graph, self.region, result.chosen)
         groups = tuple(self._group(priced) for priced in chosen)
-        planned_us = result.cost_s * 1e6
+        # Times that are stored are of kernels by themselves, as those of the unfused ops are.
+        planned_us = sum(self._alone_us(priced) for priced in chosen)
         unfused_us = sum(self._unfused_us(priced) for priced in chosen) or result.unfused_s * 1e6
         singles = [choice.group for choice in self.prices.book.unfused_choices(self.region)]
         return PlanRecord(
@@ -87,7 +88,10 @@ class PlanWriter:
         tuning = self._tuning(priced.choice)
         if tuning is not None:
             return tuning.unfused.median_us
-        return priced.cost_s * 1e6 if priced.measured else 0.0
+        return self._alone_us(priced) if priced.measured else 0.0
+
+    def _alone_us(self, priced: Priced) -> float:
+        return priced.cost_s * 1e6 - self.prices.delay_us(priced.choice)
 
     def _positions(self, choice: Choice) -> tuple[int, ...]:
         return tuple(self.region.ops.index(name) for name in choice.group.ops)
@@ -96,16 +100,18 @@ class PlanWriter:
         return group_label(self.graph, choice.group.ops, self.prices.book.lowered(choice.group))
 
     def _predicted_us(self, choice: Choice) -> float:
-        return self.prices.predict_s(choice) * 1e6 if self.prices.spec is not None else 0.0
+        return self.prices.predict_alone_s(choice) * 1e6 if self.prices.spec is not None else 0.0
 
     def _group(self, priced: Priced) -> GroupChoice:
         choice, prices = priced.choice, self.prices
         positions, label = self._positions(choice), self._label(choice)
         predicted_us = self._predicted_us(choice)
-        measured_us = priced.cost_s * 1e6 if priced.measured else None
+        measured_us = self._alone_us(priced) if priced.measured else None
+        delay_us = prices.delay_us(choice)
         if not choice.fused:
             return GroupChoice(
-                positions, "unfused", label=label, predicted_us=predicted_us, measured_us=measured_us
+                positions, "unfused", label=label, predicted_us=predicted_us, measured_us=measured_us,
+                delay_us=delay_us,
             )
         tuning = self._tuning(choice)
         if tuning is not None:
@@ -126,6 +132,7 @@ class PlanWriter:
             predicted_us=predicted_us,
             lower_bound_us=bound_us,
             measured_us=measured_us,
+            delay_us=delay_us,
         )
 
     def _reuse(self, choice: Choice, group: GroupChoice) -> NamedReuse:
@@ -149,7 +156,7 @@ class PlanWriter:
     def _alternative(self, priced: Priced) -> Alternative:
         choice = priced.choice
         tuning = self._tuning(choice)
-        measured_us = priced.cost_s * 1e6 if math.isfinite(priced.cost_s) else None
+        measured_us = self._alone_us(priced) if math.isfinite(priced.cost_s) else None
         if measured_us is not None:
             reason = "measured; the chosen cover costs less"
         elif tuning is not None and tuning.fused is not None:
@@ -167,6 +174,7 @@ class PlanWriter:
             measured_us,
             "fused" if choice.fused else "unfused",
             tuning.key.workload if tuning is not None else "",
+            self.prices.delay_us(choice),
         )
 
 

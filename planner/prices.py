@@ -39,6 +39,16 @@ class GroupBook:
         self._singles: dict[str, Work] = {}
         self._backends: dict[tuple[str, ...], Backend | None] = {}
 
+    def neighbours(self, region: Region) -> Neighbours:
+        """What shares the cache in a region."""
+        ops = ((choice.group.ops[0], self.static(choice.group)) for choice in self.unfused_choices(region))
+        return Neighbours(self.graph, tuple(ops))
+
+    def static(self, group: Candidate) -> Lowered:
+        """The group's kernel with its sizes bound; errors are those of :meth:`lowered`."""
+        lowered = self.lowered(group)
+        return replace(lowered, ir=lowered.ir.bind(self.graph.symbols))
+
     def lowered(self, group: Candidate) -> Lowered:
         """The group's kernel.
 
@@ -117,7 +127,8 @@ class ModelPrices:
         self.target = target
         self.fused_mode = fused_mode(regime)
         self.unfused_mode: Mode = "graph" if regime == "graph" else "eager"
-        self._neighbours = None if region is None else Neighbours(book.graph, region)
+        self.region = region
+        self._neighbours: Neighbours | None = None
         self._delays_us: dict[Choice, float] = {}
 
     def backend_for(self, group: Candidate) -> Backend | None:
@@ -125,6 +136,11 @@ class ModelPrices:
         return self.book.backend_for(group, self.backends, self.target)
 
     def predict_s(self, choice: Choice) -> float:
+        """The price in the region."""
+        return self.predict_alone_s(choice) + self.delay_us(choice) * 1e-6
+
+    def predict_alone_s(self, choice: Choice) -> float:
+        """The price of running a choice again and again by itself."""
         backend = self.backend_for(choice.group) if choice.fused else None
         if choice.fused and backend is None:
             return math.inf
@@ -132,17 +148,17 @@ class ModelPrices:
             return 1.0
         name = backend.name if backend is not None else UNFUSED
         work, mode = self._work(choice)
-        return (predict(work, self.spec, mode, backend=name).time_us + self.delay_us(choice)) * 1e-6
+        return predict(work, self.spec, mode, backend=name).time_us * 1e-6
 
     def delay_us(self, choice: Choice) -> float:
-        """How much longer a choice takes in its region than by itself."""
-        if self.spec is None or self._neighbours is None:
+        """How much longer a choice takes in its region than by itself; 0 on CPUs."""
+        if self.spec is None or self.region is None or self.spec.identity.device_type != "cuda":
             return 0.0
         if choice not in self._delays_us:
-            (work, mode), lowered = self._work(choice), self.book.lowered(choice.group)
-            self._delays_us[choice] = self._neighbours.delay_us(
-                work, self.spec, mode, lowered.inputs, lowered.outputs
-            )
+            if self._neighbours is None:
+                self._neighbours = self.book.neighbours(self.region)
+            work, mode = self._work(choice)
+            self._delays_us[choice] = self._neighbours.delay_us(work, self.spec, mode, self.book.static(choice.group))
         return self._delays_us[choice]
 
     def _work(self, choice: Choice) -> tuple[Work, Mode]:

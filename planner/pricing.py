@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.costmodel.device import Mode
@@ -10,13 +10,13 @@ from fuseplan.costmodel.work import Traffic, Work
 from fuseplan.kernels.backend import Config
 from fuseplan.kernels.gathers import gathered_elements
 from fuseplan.kernels.index import Coord, Index, evaluate
-from fuseplan.kernels.ir import ITEMSIZE, Apply, KernelIR, Load, Reduce, Segment
+from fuseplan.kernels.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Reduce, Segment
 from fuseplan.kernels.ops import op_spec
 from fuseplan.kernels.overlap import overlap_of
 from fuseplan.planner.aten_effort import aten_effort
 from fuseplan.planner.effort import kernel_effort, reduction_levels
 from fuseplan.planner.graph import DataflowGraph, OpNode
-from fuseplan.planner.lower import NotLowerable, lower
+from fuseplan.planner.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.recipes import kind_of
 
 
@@ -30,7 +30,6 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
     ``dram_bytes`` counts each distinct element once however often the body reads it; ``l2_bytes`` counts what later
     passes over a row read again; flops follow the op table. What is gathered counts as hot: popular rows come back.
     """
-    touched: dict[int, dict[Index, int]] = {}
     repeated = 0.0
     flops: dict[str, float] = {}
     for segment in ir.segments:
@@ -38,21 +37,14 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         per_row = segment.per_row()
         passes = _passes(segment, per_row)
         for instr in segment.body:
-            if isinstance(instr, Load) and instr.gather is None:
+            if isinstance(instr, Load) and instr.gather is None and segment.col_axis in instr.index.axes():
                 elements = _footprint(instr.index, sizes)
-                touched.setdefault(instr.buffer, {})[instr.index] = elements
-                if segment.col_axis in instr.index.axes():
-                    repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[instr.buffer].dtype]
-        for store in segment.stores:
-            touched.setdefault(store.buffer, {})[store.index] = _footprint(store.index, sizes)
+                repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[instr.buffer].dtype]
         _count_flops(segment, sizes, per_row, flops)
-    plain = {number: sum(indices.values()) for number, indices in touched.items()}
-    gathers = any(isinstance(one, Load) and one.gather is not None for part in ir.segments for one in part.body)
-    gathered = gathered_elements(ir) if gathers else {}
+    gathered = _gathered(ir)
     moved = {
-        number: ITEMSIZE[ir.buffers[number].dtype]
-        * min(plain.get(number, 0) + gathered.get(number, 0), _distinct(ir, number))
-        for number in {**plain, **gathered}
+        number: _reached_bytes(ir.buffers[number], indices, gathered.get(number, 0))
+        for number, indices in _touched(ir).items()
     }
     cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number not in gathered]
     effort = kernel_effort(ir)
@@ -76,6 +68,46 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         ),
         traffic=_traffic(ir, effort.requests) if len(ir.segments) > 1 else (),
     )
+
+
+def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
+    """Elements that loads and stores reach, by buffer and index; a buffer that is only gathered from has none."""
+    touched: dict[int, dict[Index, int]] = {}
+    for segment in ir.segments:
+        sizes = _extents(segment)
+        for instr in segment.body:
+            if isinstance(instr, Load):
+                own = touched.setdefault(instr.buffer, {})
+                if instr.gather is None:
+                    own[instr.index] = _footprint(instr.index, sizes)
+        for store in segment.stores:
+            touched.setdefault(store.buffer, {})[store.index] = _footprint(store.index, sizes)
+    return touched
+
+
+def _gathered(ir: KernelIR) -> Mapping[int, int]:
+    gathers = any(isinstance(one, Load) and one.gather is not None for part in ir.segments for one in part.body)
+    return gathered_elements(ir) if gathers else {}
+
+
+def _reached_bytes(buffer: Buffer, indices: Mapping[Index, int], gathered: int) -> float:
+    """Bytes of a buffer in so many elements, each once."""
+    return float(min((sum(indices.values()) + gathered) * ITEMSIZE[buffer.dtype], buffer.distinct_bytes()))
+
+
+def moved_bytes(kernels: Iterable[Lowered]) -> dict[str, float]:
+    """Bytes that static kernels read or write of each value; what several of them touch alike counts once."""
+    touched: dict[str, dict[Index, int]] = {}
+    gathered: dict[str, int] = {}
+    buffers: dict[str, Buffer] = {}
+    for one in kernels:
+        names = (*one.inputs, *one.outputs)
+        for number, indices in _touched(one.ir).items():
+            buffers[names[number]] = one.ir.buffers[number]
+            touched.setdefault(names[number], {}).update(indices)
+        for number, elements in _gathered(one.ir).items():
+            gathered[names[number]] = max(elements, gathered.get(names[number], 0))
+    return {name: _reached_bytes(buffers[name], touched[name], gathered.get(name, 0)) for name in touched}
 
 
 def launch_mode(config: Config, regime: str) -> Mode:

@@ -255,7 +255,8 @@ class GroupChoice:
         config: Kernel configuration; empty when unfused.
         predicted_us: What the cost model said.
         lower_bound_us: What no kernel can beat.
-        measured_us: What was measured; None when the choice rests on the model.
+        measured_us: What was measured, by itself; None when the choice rests on the model.
+        delay_us: How much longer it was held to take in its region, whose data share the cache.
     """
 
     ops: tuple[int, ...]
@@ -267,6 +268,7 @@ class GroupChoice:
     predicted_us: float = 0.0
     lower_bound_us: float = 0.0
     measured_us: float | None = None
+    delay_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,7 @@ class Alternative:
         measured_us: What was measured; None when it was not.
         kind: ``"unfused"`` for an op by itself that the partition fuses.
         workload: Workload key of its tuning record; empty without one.
+        delay_us: How much longer it was held to take in its region than by itself.
     """
 
     ops: tuple[int, ...]
@@ -290,6 +293,7 @@ class Alternative:
     measured_us: float | None = None
     kind: Literal["fused", "unfused"] = "fused"
     workload: str = ""
+    delay_us: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ So what is decided between sequences is decided by running them whole.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -44,16 +45,23 @@ class Part:
     def outputs(self) -> int:
         return len(self.subject.ir.outputs)
 
+    @property
+    def returns_tensor(self) -> bool:
+        """Whether a call returns the only output itself; else it returns all of them in a list or tuple."""
+        return self.backend is not None and self.outputs == 1
+
     def call(self, target: Target) -> Callable[..., Any]:
-        """Called with the inputs; returns the outputs, or the only one."""
-        if self.backend is not None:
-            return self.backend.fused_callable(self.subject.ir, self.config, target)
-        chain = self.subject.eager
-        return chain if self.outputs > 1 else lambda *inputs: chain(*inputs)[0]
+        """Called with the inputs."""
+        if self.backend is None:
+            return self.subject.eager
+        return self.backend.fused_callable(self.subject.ir, self.config, target)
 
 
 class SharedOperands:
     """What sequences read from outside: all of one play-off are called with the same operands.
+
+    An operand is what the first part that asks for it would be given alone; nothing is said of the numbers in what
+    parts make of it, which take as long whatever they are.
 
     Attributes:
         tensors: The operands.
@@ -65,16 +73,18 @@ class SharedOperands:
         self.hot: list[bool] = []
         self._make_inputs = make_inputs
         self._slots: dict[object, int] = {}
+        self._parts: list[Part] = []  # kept, since slots name them by their addresses
 
     def sources(self, part: Part, made: Collection[str]) -> tuple[str | int, ...]:
         """Where each input of a part comes from: a value's name, if it is in ``made``, else the number of an operand.
 
-        Only floating-point values are handed on and shared. Indices have to be within the table that a part made for
-        itself, so every part keeps its own.
+        Integers are neither handed on nor shared: an index has to be within the table that a part made for itself.
         """
+        self._parts.append(part)
         found: list[str | int] = []
         for position, tensor in enumerate(self._make_inputs(part.subject)):
-            name = part.reads[position] if part.reads and tensor.is_floating_point() else ""
+            anything = tensor.is_floating_point() or tensor.dtype == torch.bool
+            name = part.reads[position] if part.reads and anything else ""
             found.append(name if name in made else self._slot(part, position, name, tensor))
         return tuple(found)
 
@@ -89,35 +99,34 @@ class SharedOperands:
 
 
 def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[str], target: Target) -> Run:
-    """One function that runs parts in an order in which they can run.
+    """One function that runs parts as near to their order as what they need of each other allows.
 
     Straight-line code, like a compiled model's: a loop over the parts would cost the host as much as some launches.
 
     Args:
-        parts: The parts, in any order.
+        parts: The parts, in the order of the model.
         operands: Is given what they read from outside; the function takes all operands that there are by then.
         kept: Names of values that are needed afterwards and returned. Others are released after their last use, so
             that results take no more memory than in a model.
         target: The device.
 
     Raises:
-        ValueError: Parts wait for each other.
+        ValueError: Parts wait for each other, or nothing makes what is to be kept.
     """
     made = {name: (number, at) for number, part in enumerate(parts) for at, name in enumerate(part.makes)}
+    if unknown := sorted(set(kept) - made.keys()):
+        raise ValueError(f"no part of the sequence makes {', '.join(unknown)}")
     sources = [operands.sources(part, made) for part in parts]
-    reads = [[made[one] for one in found if isinstance(one, str)] for found in sources]
-    try:
-        needs = {number: {maker for maker, _ in values} for number, values in enumerate(reads)}
-        order = tuple(TopologicalSorter(needs).static_order())
-    except CycleError as error:
-        raise ValueError(f"parts of a sequence wait for each other: {error.args[1]}") from None
     results = [value for name, value in made.items() if name in kept]
+    reads = [[made[one] for one in found if isinstance(one, str)] for found in sources]
+    order = _order([{made[name][0] for name in part.reads if name in made} for part in parts])
     last_use = {value: number for number in order for value in reads[number]}
     lines = []
     for number in order:
-        own = [(number, at) for at in range(parts[number].outputs)]
+        part, own = parts[number], [(number, at) for at in range(parts[number].outputs)]
         given = (_variable(made[one]) if isinstance(one, str) else f"s[{one}]" for one in sources[number])
-        lines.append(f"{', '.join(map(_variable, own))} = k{number}({', '.join(given)})")
+        taken = "".join(f"{_variable(value)}, " for value in own)
+        lines.append(f"{_variable(own[0]) if part.returns_tensor else taken} = k{number}({', '.join(given)})")
         unused = [value for value in own if value not in last_use]
         ended = [value for value, last in last_use.items() if last == number]
         dead = [_variable(value) for value in (*ended, *unused) if value not in results]
@@ -127,6 +136,23 @@ def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[s
     exec("def run(*s):\n" + "".join(f"    {line}\n" for line in lines), namespace)
     run: Run = namespace["run"]
     return run
+
+
+def _order(needs: Sequence[set[int]]) -> list[int]:
+    """Numbers in a topological order, the smallest that can come next."""
+    sorter = TopologicalSorter(dict(enumerate(needs)))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ValueError(f"parts of a sequence wait for each other: {error.args[1]}") from None
+    ready: list[int] = []
+    order: list[int] = []
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heapq.heappush(ready, number)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+    return order
 
 
 def _variable(value: tuple[int, int]) -> str:

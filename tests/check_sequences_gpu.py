@@ -22,10 +22,9 @@ from fuseplan.planner.fallback import GroupPlan
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.lower import Lowered, lower
-from fuseplan.planner.neighbours import Neighbours
 from fuseplan.planner.peers import Case, fused
 from fuseplan.planner.plan import PlanSettings
-from fuseplan.planner.prices import fused_mode
+from fuseplan.planner.prices import GroupBook, fused_mode
 from fuseplan.planner.pricing import hot_inputs, kernel_work
 from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.regions import find_regions
@@ -65,12 +64,10 @@ def kernels(
 
 def delay_us(graph: DataflowGraph, parts: Sequence[Lowered], spec: DeviceSpec) -> float:
     (region,) = find_regions(graph)
-    neighbours = Neighbours(graph, region)
+    neighbours = GroupBook(graph, "fp32", "cuda").neighbours(region)
+    works = [kernel_work(one.ir, hot_inputs(graph, one.inputs)) for one in parts]
     return sum(
-        neighbours.delay_us(
-            kernel_work(one.ir, hot_inputs(graph, one.inputs)), spec, fused_mode(REGIME), one.inputs, one.outputs
-        )
-        for one in parts
+        neighbours.delay_us(work, spec, fused_mode(REGIME), one) for work, one in zip(works, parts, strict=True)
     )
 
 

@@ -107,7 +107,7 @@ def test_a_failing_play_off_leaves_it_to_the_prices(tmp_path: Path) -> None:
     table = by_length(6.0, 5.0, 9.0, 14.0)
     record, _ = plan(tmp_path, Broken, fused_us=lambda subject: table[len(compute_nodes(subject))])
     assert sizes(record) == [2, 2]
-    assert "by the times of its groups" in record.evidence.reason
+    assert "by the times of its groups (their interleaved run failed)" in record.evidence.reason
 
 
 def test_noise_of_the_play_off_keeps_the_incumbent(tmp_path: Path) -> None:

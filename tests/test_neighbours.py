@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from costmodel_samples import CPU, GPU
 from graphs import Builder
 from reference_backend import ReferenceBackend
+from scripted_tuner import ScriptedTuner, compute_nodes
 
 from fuseplan.costmodel.curve import BandwidthCurve
-from fuseplan.costmodel.device import DeviceSpec, Peak
+from fuseplan.costmodel.device import DeviceSpec, Mode, Peak
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import Target
 from fuseplan.planner.candidates import enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.lower import lower
 from fuseplan.planner.neighbours import Neighbours
 from fuseplan.planner.partition import Choice, RegionProblem, predicted_partition, region_problem
+from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.planner.prices import GroupBook, ModelPrices
+from fuseplan.planner.pricing import hot_inputs, kernel_work
+from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.regions import find_regions
+from fuseplan.search.database import Database
+from fuseplan.search.record import PlanRecord, Versions
 
 #: 8 TB/s for what a cache of 32 MB holds, half of it for twice as much.
 KNEE = dataclasses.replace(
     GPU, bandwidth=BandwidthCurve.of([(32e6, 8000.0), (64e6, 4000.0)]),
-    identity=dataclasses.replace(GPU.identity, l2_bytes=40_000_000), peaks={"fp32": Peak(1e14, 1e14)},
+    identity=dataclasses.replace(GPU.identity, l2_bytes=40_000_000),
+    peaks={"fp32": Peak(1e15, 1e15), "sfu": Peak(1e14, 1e14)},
 )
 
 
@@ -43,63 +52,105 @@ def megabytes(count: float) -> Work:
     return Work({}, count * 1e6, launches=1)
 
 
+def neighbours_of(graph: DataflowGraph) -> Neighbours:
+    (region,) = find_regions(graph)
+    return GroupBook(graph, "fp32", "cuda").neighbours(region)
+
+
+def delays_us(graph: DataflowGraph, spec: DeviceSpec | None = None, mode: Mode = "graph") -> list[float]:
+    """Of each compute op by itself."""
+    neighbours, found = neighbours_of(graph), []
+    for node in graph:
+        if kind_of(node, graph.specs) != "view":
+            lowered = lower(graph, (node.name,))
+            work = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
+            found.append(neighbours.delay_us(work, KNEE if spec is None else spec, mode, lowered))
+    return found
+
+
+def whole_delay_us(graph: DataflowGraph) -> float:
+    """Of all ops as one kernel."""
+    lowered = lower(graph, [node.name for node in graph if kind_of(node, graph.specs) != "view"])
+    work = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
+    return neighbours_of(graph).delay_us(work, KNEE, "graph", lowered)
+
+
 def test_a_kernel_pays_for_the_footprint_of_its_region() -> None:
-    graph, region = two_scaled(4000)  # 16 MB each: x, y and both results
-    neighbours = Neighbours(graph, region)
-    assert neighbours.footprint_bytes == 4 * 16_000_000 + 4000
-    (first, *_) = graph
-    # 32 MB: 4 us at 8 TB/s by itself, 8 us at the 4 TB/s of 64 MB.
-    delay_us = neighbours.delay_us(megabytes(32), KNEE, "graph", first.inputs, first.outputs)
-    assert delay_us == pytest.approx(4.0, rel=0.01)
+    graph, _ = two_scaled(4000)  # 16 MB each: x, y and both results
+    assert neighbours_of(graph).footprint_bytes == 4 * 16_000_000 + 4000
+    # 48 MB are asked for, f for every row: 6 us at 8 TB/s by itself. 32 MB are moved: 8 us at the 4 TB/s of 64 MB.
+    assert delays_us(graph) == pytest.approx([2.0, 2.0], rel=0.01)
 
 
 def test_one_kernel_for_all_pays_nothing() -> None:
-    graph, region = two_scaled(4000)
-    delay_us = Neighbours(graph, region).delay_us(megabytes(64.1), KNEE, "graph", graph.inputs, graph.outputs)
-    assert delay_us == 0.0
+    assert whole_delay_us(two_scaled(4000)[0]) == 0.0
 
 
 def test_what_the_region_makes_for_itself_is_in_the_cache() -> None:
-    b = Builder(x=torch.empty(4000, 1000, device="meta"))
+    b = Builder(x=torch.empty(8000, 1000, device="meta"), y=torch.empty(8000, 1000, device="meta"))
     middle = b("aten.exp.default", "x")
-    graph = b.graph(b("aten.tanh.default", middle))
-    graph.fresh = frozenset({"x"})
-    (region,) = find_regions(graph)
-    neighbours = Neighbours(graph, region)
-    assert neighbours.footprint_bytes == 32_000_000
-    # An op that read x and wrote a result of the region would wait for all of its bytes.
-    first, second = graph
-    whole, half = (
-        neighbours.delay_us(megabytes(16), KNEE_LOW, "graph", inputs, outputs)
-        for inputs, outputs in ((("x",), second.outputs), (first.inputs, first.outputs))
+    graph = b.graph(b("aten.mul.Tensor", middle, "y"))
+    graph.fresh = frozenset({"x", "y"})
+    assert neighbours_of(graph).footprint_bytes == 3 * 32_000_000
+    spec = dataclasses.replace(KNEE, bandwidth=BandwidthCurve.of([(64e6, 8000.0), (96e6, 4000.0)]))
+    # exp: 64 MB, of which the half that it makes is read right away. mul moves as much as the region: nothing beside.
+    first, second = delays_us(graph, spec)
+    assert first == pytest.approx((64e6 / 4000e9 - 64e6 / 8000e9) * 1e6 / 2)
+    assert second == 0.0
+
+
+def test_weights_pass_through_the_cache_and_are_not_delayed() -> None:
+    """``x * w`` and ``y * v``: two kernels of 24 MB move what one of 48 does, weights or not."""
+    b = Builder(**{name: torch.empty(2000, 1000, device="meta") for name in ("x", "y", "v", "w", "s")})
+    graph = b.graph(
+        b("aten.mul.Tensor", b("aten.mul.Tensor", "x", "s"), "w"), b("aten.mul.Tensor", b("aten.mul.Tensor", "y", "s"),
+                                                                    "v")
     )
-    assert whole > 0
-    assert half == pytest.approx(whole / 2)
+    graph.fresh = frozenset({"x", "y", "s"})
+    footprint_bytes = neighbours_of(graph).footprint_bytes
+    graph.fresh = frozenset({"x", "y", "s", "v", "w"})
+    assert footprint_bytes == neighbours_of(graph).footprint_bytes == 7 * 8_000_000
+    assert whole_delay_us(graph) == 0.0
 
 
-#: The same knee where 16 MB still fit and 32 MB do not.
-KNEE_LOW = dataclasses.replace(KNEE, bandwidth=BandwidthCurve.of([(16e6, 8000.0), (32e6, 4000.0)]))
+@pytest.mark.parametrize("case", ["slice", "expand", "lookup"])
+def test_only_what_is_read_counts(case: str) -> None:
+    if case == "slice":
+        b = Builder(x=torch.empty(40000, 1000, device="meta"))
+        graph = b.graph(b("aten.exp.default", b("aten.slice.Tensor", "x", dim=0, start=0, end=4000)))
+        read_bytes = 16_000_000
+    elif case == "expand":
+        b = Builder(x=torch.empty(1, 1000, device="meta").expand(4000, 1000))
+        graph = b.graph(b("aten.exp.default", "x"))
+        read_bytes = 4000
+    else:
+        ids = torch.empty(4000, dtype=torch.int64, device="meta")
+        b = Builder(x=torch.empty(100_000, 1000, device="meta"), ids=ids)
+        graph = b.graph(b("aten.embedding.default", "x", "ids"))
+        read_bytes = 16_000_000 + 32_000
+    graph.fresh = frozenset(graph.inputs)
+    assert neighbours_of(graph).footprint_bytes == read_bytes + 16_000_000
+    assert delays_us(graph) == [0.0]
 
 
-def test_weights_do_not_count() -> None:
-    graph, region = two_scaled(4000)
-    graph.fresh = frozenset({"x", "f"})
-    assert Neighbours(graph, region).footprint_bytes == 3 * 16_000_000 + 4000
+def test_what_two_ops_read_alike_counts_once_and_halves_add_up() -> None:
+    b = Builder(x=torch.empty(4000, 2000, device="meta"))
+    low, high = (b("aten.slice.Tensor", "x", dim=1, start=at, end=at + 1000) for at in (0, 1000))
+    graph = b.graph(
+        b("aten.add.Tensor", b("aten.exp.default", low), b("aten.tanh.default", low)), b("aten.neg.default", high)
+    )
+    graph.fresh = frozenset({"x"})
+    assert neighbours_of(graph).footprint_bytes == 32_000_000 + 2 * 16_000_000
 
 
 @pytest.mark.parametrize("spec", [CPU, dataclasses.replace(KNEE, bandwidth=BandwidthCurve.of([(1e6, 8000.0)]))])
 def test_no_delay_on_cpus_or_where_bandwidth_does_not_fall(spec: DeviceSpec) -> None:
-    graph, region = two_scaled(4000)
-    (first, *_) = graph
-    mode = "kernel" if spec is CPU else "graph"
-    assert Neighbours(graph, region).delay_us(megabytes(32), spec, mode, first.inputs, first.outputs) == 0.0
+    assert delays_us(two_scaled(4000)[0], spec, "kernel" if spec is CPU else "graph") == [0.0, 0.0]
 
 
 def test_bandwidth_that_rises_with_the_footprint_is_no_gain() -> None:
     rising = dataclasses.replace(KNEE, bandwidth=BandwidthCurve.of([(32e6, 4000.0), (64e6, 8000.0)]))
-    graph, region = two_scaled(4000)
-    (first, *_) = graph
-    assert Neighbours(graph, region).delay_us(megabytes(32), rising, "graph", first.inputs, first.outputs) == 0.0
+    assert delays_us(two_scaled(4000)[0], rising) == [0.0, 0.0]
 
 
 # -- prices ---------------------------------------------------------------------------------------------------
@@ -107,7 +158,6 @@ def test_bandwidth_that_rises_with_the_footprint_is_no_gain() -> None:
 
 class Gpu(ReferenceBackend):
     device_type = "cuda"
-    name = "triton"
 
 
 def prices_of(rows: int, among: bool) -> tuple[RegionProblem, ModelPrices]:
@@ -148,3 +198,35 @@ def test_the_price_in_a_region_is_never_below_the_bound() -> None:
 def test_a_prediction_beside_other_data_is_that_of_a_larger_footprint() -> None:
     alone, beside = (predict(megabytes(32), KNEE, "graph", beside_bytes=one).time_us for one in (0.0, 32e6))
     assert beside - alone == pytest.approx(4.0)
+
+
+# -- records --------------------------------------------------------------------------------------------------
+
+
+def planned(folder: Path, joint_us: float) -> PlanRecord:
+    """Two kernels of 6.9 us, or one of ``joint_us``; ATen ops of 7 us; by themselves."""
+    graph, _ = two_scaled(4000)
+    database = Database(folder / "t.db", "write", Versions.current("cpu"))
+    tuner = ScriptedTuner(database, lambda one: joint_us if len(compute_nodes(one)) == 2 else 6.9, unfused_us=7.0)
+    target = Target("cuda", "sm_90", 100, l2_bytes=40_000_000)
+    settings = PlanSettings(regime="graph", tolerance=0.0, margin=0.0)
+    planner = Planner(database, KNEE, "dev", target, (Gpu(),), settings, tuner)  # type: ignore[arg-type]
+    return planner.plan_graph(graph).regions[0].record
+
+
+def test_kernels_that_look_cheaper_alone_lose_to_one_for_all(tmp_path: Path) -> None:
+    record = planned(tmp_path, 15.0)  # two alone: 13.8 us; in the region 2 us more each
+    assert [len(group.ops) for group in record.groups] == [2]
+    assert record.groups[0].delay_us == 0.0
+    apart = [one for one in record.rejected if one.kind == "fused"]
+    assert [one.delay_us for one in apart] == pytest.approx([2.0] * len(apart), rel=0.01)
+
+
+def test_a_record_has_times_alone_and_says_what_was_added(tmp_path: Path) -> None:
+    record = planned(tmp_path, 20.0)
+    assert [len(group.ops) for group in record.groups] == [1, 1]
+    assert [group.measured_us for group in record.groups] == pytest.approx([6.9, 6.9])
+    assert [group.delay_us for group in record.groups] == pytest.approx([2.0, 2.0], rel=0.01)
+    assert record.planned_us == pytest.approx(13.8)
+    assert record.unfused_us == pytest.approx(14.0)
+    assert record.margin == pytest.approx(1 - 13.8 / 14.0)

@@ -148,6 +148,61 @@ def test_parts_without_names_share_nothing() -> None:
     assert run(*operands.tensors) == ()
 
 
+def test_parts_keep_the_order_of_the_model_where_they_can() -> None:
+    """Two chains, one after the other: side by side, both chains' intermediates would live at once."""
+    b = Builder(x=torch.randn(4), y=torch.randn(4))
+    ends = []
+    for start in ("x", "y"):
+        value = start
+        for op in ("aten.exp.default", "aten.tanh.default", "aten.neg.default"):
+            value = b(op, value)
+        ends.append(value)
+    graph = b.graph(*ends)
+    ops = [node.name for node in graph]
+    watching = Watching({}, {})
+    parts = [watching.part(graph, op) for op in ops]
+    shuffled = [parts[1], parts[0], *parts[2:]]  # the first two only run the other way round
+    for given in (parts, shuffled):
+        watching.seen.clear()
+        sequence(given, operands := SharedOperands(inputs_of), ends, TARGET)(*operands.tensors)
+        assert list(watching.seen) == ops
+
+
+def test_truth_values_are_handed_on_and_integers_only_wait() -> None:
+    b = Builder(x=torch.randn(5), y=torch.randn(5), ids=torch.arange(5))
+    mask = b("aten.gt.Tensor", "x", "y")
+    first = b("aten.where.self", mask, "x", "y")
+    second = b("aten.where.self", mask, "y", "x")
+    count = b("aten.add.Tensor", "ids", "ids")
+    third = b("aten.mul.Tensor", count, "x")
+    graph = b.graph(first, second, third)
+    parts = {op: part(graph, [op]) for op in (node.name for node in graph)}
+    operands = SharedOperands(inputs_of)
+    backwards = [parts[name] for name in reversed(list(parts))]
+    found = dict(zip((third, second, first), sequence(backwards, operands, [first, second, third], TARGET)(
+        *operands.tensors), strict=True))
+    assert sum(tensor.dtype == torch.bool for tensor in operands.tensors) == 0
+    assert sum(tensor.dtype == torch.int64 for tensor in operands.tensors) == 2  # of its maker, and of its reader
+    x, y = (tensor for tensor in operands.tensors if tensor.is_floating_point())
+    assert torch.equal(found[first] + found[second], x + y)
+
+
+def test_a_value_that_nothing_makes_cannot_be_kept() -> None:
+    graph, _ = branching()
+    with pytest.raises(ValueError, match="no part of the sequence makes nonsense"):
+        sequence([part(graph, [node.name for node in graph])], SharedOperands(inputs_of), ["nonsense"], TARGET)
+
+
+def test_parts_of_the_past_lend_nobody_their_operands() -> None:
+    operands = SharedOperands(inputs_of)
+    for rows in range(1, 30):
+        subject = FakeSubject(rows=rows)
+        (slot, *_) = operands.sources(Part(subject), ())
+        assert isinstance(slot, int)
+        assert operands.tensors[slot].shape[0] == rows
+    assert len(operands.tensors) == 3 * 29
+
+
 def test_parts_that_wait_for_each_other_are_refused() -> None:
     graph, _ = branching()
     ops = [node.name for node in graph]

@@ -2,7 +2,7 @@
 
 A kernel launched with the attribute may start before the kernel ahead of it on the stream has ended, once each of that
 kernel's programs has let it (or is done). It saves the launch latency between the two; launched from Python it also
-costs the host less (measured on an H200: 3.1 us for 3.5, a whole call with its outputs given). What makes it right:
+costs the host less (measured on an H200, in a C loop: 2.5 us for 3.2). What makes it right:
 
 * *Every* kernel launched so waits, in *every* program, before its first access to global memory. The wait ends when the
   kernel ahead has completed and its writes can be seen, not when that kernel let others start.

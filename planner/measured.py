@@ -146,7 +146,8 @@ class MeasuredRegion:
 
         def last_result(choice: Choice) -> int:
             """Where dispatch would like to run a kernel."""
-            return max(flow.position[graph.producer(value) or ""] for value in choice.group.outputs)
+            producers = map(graph.producer, choice.group.outputs)
+            return max(flow.position[op] for op in producers if op is not None)
 
         return self.prices.tuner.play_off(
             {name: self._part(choice) for choice, name in names.items()},

@@ -39,6 +39,26 @@ def test_a_slow_spell_shows_and_passes() -> None:
     assert all(yardstick.steady() for _ in range(50))
 
 
+def test_threads_that_wake_up_are_no_slow_spell() -> None:
+    """After a rest the first jobs take half as long again."""
+    machine = Machine()
+    sleepy = 0
+
+    def job() -> None:
+        nonlocal sleepy
+        machine.factor = 1.5 if sleepy else 1.0
+        sleepy = max(0, sleepy - 1)
+        machine.job()
+
+    yardstick = Yardstick(job, lambda: machine.now)
+    assert yardstick.steady()
+    answers = []
+    for jobs in (1, 3, 6, 9, 100):
+        sleepy = jobs
+        answers.append(yardstick.steady())
+    assert answers == [True, True, True, False, False]
+
+
 def test_a_first_slow_spell_is_corrected_when_it_ends() -> None:
     machine = Machine()
     machine.factor = 2.0

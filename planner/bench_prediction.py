@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import pandas as pd
 
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, spearman
 from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
+from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import Config
 from fuseplan.planner.bench import OURS
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.learning import UNFUSED
-from fuseplan.planner.lower import Lowered
+from fuseplan.planner.lower import Lowered, lower
+from fuseplan.planner.prices import GroupBook
 from fuseplan.planner.pricing import hot_inputs, kernel_work, launch_mode, op_work
+from fuseplan.planner.regions import find_regions
 
 #: A rank correlation of fewer cells than this says little.
 _FEWEST = 5
@@ -33,7 +37,9 @@ class PlannedKernel:
 def predicted_us(
     graph: DataflowGraph, kernels: Sequence[PlannedKernel], unfused: Iterable[str], spec: DeviceSpec | None, regime: str
 ) -> float | None:
-    """Microseconds that the model predicts for a plan, launch after launch; None where the device was not probed.
+    """Microseconds that the model predicts for a plan, launch after launch, with what kernels cost each other.
+
+    None where the device was not probed.
 
     Args:
         graph: A static graph.
@@ -44,15 +50,33 @@ def predicted_us(
     """
     if spec is None:
         return None
-    total = sum(
-        predict(
-            kernel_work(one.lowered.ir, hot_inputs(graph, one.lowered.inputs)), spec,
-            launch_mode(one.config, regime), backend=one.backend,
-        ).time_us
-        for one in kernels
-    )
+    delay_us, total_us = _delays(graph, spec), 0.0
+    for one in kernels:
+        work = kernel_work(one.lowered.ir, hot_inputs(graph, one.lowered.inputs))
+        mode = launch_mode(one.config, regime)
+        total_us += predict(work, spec, mode, backend=one.backend).time_us + delay_us(one.lowered, work, mode)
     alone: Mode = "graph" if regime == "graph" else "eager"
-    return total + sum(predict(op_work(graph, name), spec, alone, backend=UNFUSED).time_us for name in unfused)
+    for name in unfused:
+        work = op_work(graph, name)
+        total_us += predict(work, spec, alone, backend=UNFUSED).time_us + delay_us(lower(graph, (name,)), work, alone)
+    return total_us
+
+
+_Delay: TypeAlias = Callable[[Lowered, Work, Mode], float]
+
+
+def _delays(graph: DataflowGraph, spec: DeviceSpec) -> _Delay:
+    """What a kernel of a plan pays for the others in the cache (:mod:`fuseplan.planner.neighbours`)."""
+    if spec.identity.device_type != "cuda":
+        return lambda lowered, work, mode: 0.0
+    book = GroupBook(graph, "fp32", "cuda")
+    regions = [(frozenset(region.ops), book.neighbours(region)) for region in find_regions(graph)]
+
+    def delay_us(lowered: Lowered, work: Work, mode: Mode) -> float:
+        maker = graph.producer(lowered.outputs[0])
+        return next(around.delay_us(work, spec, mode, lowered) for ops, around in regions if maker in ops)
+
+    return delay_us
 
 
 def prediction_verdict(frame: pd.DataFrame) -> list[str]:

@@ -17,6 +17,7 @@ from fuseplan.costmodel.device import DeviceSpec, Mode, Peak
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import Target
+from fuseplan.planner.bench_prediction import PlannedKernel, predicted_us
 from fuseplan.planner.candidates import enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.lower import lower
@@ -24,7 +25,7 @@ from fuseplan.planner.neighbours import Neighbours
 from fuseplan.planner.partition import Choice, RegionProblem, predicted_partition, region_problem
 from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.planner.prices import GroupBook, ModelPrices
-from fuseplan.planner.pricing import hot_inputs, kernel_work
+from fuseplan.planner.pricing import hot_inputs, kernel_work, op_work
 from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.regions import find_regions
 from fuseplan.search.database import Database
@@ -198,6 +199,27 @@ def test_the_price_in_a_region_is_never_below_the_bound() -> None:
 def test_a_prediction_beside_other_data_is_that_of_a_larger_footprint() -> None:
     alone, beside = (predict(megabytes(32), KNEE, "graph", beside_bytes=one).time_us for one in (0.0, 32e6))
     assert beside - alone == pytest.approx(4.0)
+
+
+def test_the_bench_predicts_a_plan_as_the_planner_does() -> None:
+    graph, _ = two_scaled(4000)
+    names = [node.name for node in graph]
+    apart, together = (
+        [PlannedKernel(lower(graph, ops), "triton", {"overlap": "none"}) for ops in divided]
+        for divided in ([names[:1], names[1:]], [names])
+    )
+    alone_us = predict(kernel_work(apart[0].lowered.ir), KNEE, "graph").time_us
+    assert predicted_us(graph, apart, (), KNEE, "graph") == pytest.approx(2 * (alone_us + 2.0), rel=0.001)
+    mixed_us = predicted_us(graph, apart[:1], names[1:], KNEE, "graph")
+    op_us = predict(op_work(graph, names[1]), KNEE, "graph").time_us + delay_of_op_us(graph, names[1])
+    assert mixed_us == pytest.approx(alone_us + 2.0 + op_us, rel=0.001)
+    assert predicted_us(graph, together, (), KNEE, "graph") == pytest.approx(
+        predict(kernel_work(together[0].lowered.ir, (True,) * 3), KNEE, "graph").time_us
+    )
+
+
+def delay_of_op_us(graph: DataflowGraph, name: str) -> float:
+    return neighbours_of(graph).delay_us(op_work(graph, name), KNEE, "graph", lower(graph, (name,)))
 
 
 # -- records --------------------------------------------------------------------------------------------------

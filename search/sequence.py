@@ -8,7 +8,7 @@ So what is decided between sequences is decided by running them whole.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, TypeAlias
@@ -83,8 +83,8 @@ class SharedOperands:
         self._parts.append(part)
         found: list[str | int] = []
         for position, tensor in enumerate(self._make_inputs(part.subject)):
-            anything = tensor.is_floating_point() or tensor.dtype == torch.bool
-            name = part.reads[position] if part.reads and anything else ""
+            valid_anywhere = tensor.is_floating_point() or tensor.dtype == torch.bool
+            name = part.reads[position] if part.reads and valid_anywhere else ""
             found.append(name if name in made else self._slot(part, position, name, tensor))
         return tuple(found)
 
@@ -113,29 +113,35 @@ def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[s
     Raises:
         ValueError: Parts wait for each other, or nothing makes what is to be kept.
     """
-    made = {name: (number, at) for number, part in enumerate(parts) for at, name in enumerate(part.makes)}
+    made = {name: _variable(number, at) for number, part in enumerate(parts) for at, name in enumerate(part.makes)}
     if unknown := sorted(set(kept) - made.keys()):
         raise ValueError(f"no part of the sequence makes {', '.join(unknown)}")
-    sources = [operands.sources(part, made) for part in parts]
-    results = [value for name, value in made.items() if name in kept]
-    reads = [[made[one] for one in found if isinstance(one, str)] for found in sources]
-    order = _order([{made[name][0] for name in part.reads if name in made} for part in parts])
-    last_use = {value: number for number in order for value in reads[number]}
-    lines = []
-    for number in order:
-        part, own = parts[number], [(number, at) for at in range(parts[number].outputs)]
-        given = (_variable(made[one]) if isinstance(one, str) else f"s[{one}]" for one in sources[number])
-        taken = "".join(f"{_variable(value)}, " for value in own)
-        lines.append(f"{_variable(own[0]) if part.returns_tensor else taken} = k{number}({', '.join(given)})")
-        unused = [value for value in own if value not in last_use]
-        ended = [value for value, last in last_use.items() if last == number]
-        dead = [_variable(value) for value in (*ended, *unused) if value not in results]
-        lines += [f"del {', '.join(dead)}"] if dead else []
-    lines.append(f"return ({''.join(f'{_variable(value)}, ' for value in results)})")
+    given = [
+        [made[one] if isinstance(one, str) else f"s[{one}]" for one in operands.sources(part, made)] for part in parts
+    ]
+    maker = {name: number for number, part in enumerate(parts) for name in part.makes}
+    order = _order([{maker[name] for name in part.reads if name in maker} for part in parts])
+    lines = _lines(parts, order, given, [made[name] for name in made if name in kept])
     namespace: dict[str, Any] = {f"k{number}": part.call(target) for number, part in enumerate(parts)}
     exec("def run(*s):\n" + "".join(f"    {line}\n" for line in lines), namespace)
     run: Run = namespace["run"]
     return run
+
+
+def _lines(
+    parts: Sequence[Part], order: Sequence[int], given: Sequence[Sequence[str]], results: Sequence[str]
+) -> Iterator[str]:
+    """Statements that call the parts (``k0``, ``k1``, ...) in order with what each is given, and return the results."""
+    last_use = {variable: number for number in order for variable in given[number]}
+    for number in order:
+        own = [_variable(number, at) for at in range(parts[number].outputs)]
+        targets = own[0] if parts[number].returns_tensor else "".join(f"{one}, " for one in own)
+        yield f"{targets} = k{number}({', '.join(given[number])})"
+        ended = [one for one in given[number] if one.startswith("v") and last_use[one] == number]
+        unused = [one for one in own if one not in last_use]
+        if dead := [one for one in dict.fromkeys((*ended, *unused)) if one not in results]:
+            yield f"del {', '.join(dead)}"
+    yield f"return ({''.join(f'{one}, ' for one in results)})"
 
 
 def _order(needs: Sequence[set[int]]) -> list[int]:
@@ -155,6 +161,5 @@ def _order(needs: Sequence[set[int]]) -> list[int]:
     return order
 
 
-def _variable(value: tuple[int, int]) -> str:
-    """Of an output: the number of its part, and its own."""
-    return "v{}_{}".format(*value)
+def _variable(part: int, output: int) -> str:
+    return f"v{part}_{output}"

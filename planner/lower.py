@@ -17,7 +17,7 @@ from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, vali
 from fuseplan.kernels.rewrite import cheaper_arithmetic
 from fuseplan.planner.coalesce import coalesce, split_words
 from fuseplan.planner.graph import DataflowGraph, TensorSpec
-from fuseplan.planner.puller import Group, NotLowerable, Puller, Space, column
+from fuseplan.planner.puller import AcrossColumns, Group, NotLowerable, Puller, Space, column
 from fuseplan.planner.recipes import find_recipe, kind_of
 from fuseplan.planner.views import Position
 
@@ -54,7 +54,21 @@ def lower(
     wanted = tuple(outputs) if outputs is not None else group_outputs(graph, members)
     if not wanted:
         raise NotLowerable("nothing outside the group uses its results")
-    return _Lowering(graph, members, numerics).run(wanted)
+    return _lowered(graph, members, numerics, wanted, frozenset())
+
+
+def _lowered(
+    graph: DataflowGraph, members: frozenset[str], numerics: str, wanted: tuple[str, ...], row_wise: frozenset[str]
+) -> Lowered:
+    """The group's kernel, in which every dimension of the values ``row_wise`` walks rows."""
+    lowering = _Lowering(graph, members, numerics, row_wise)
+    try:
+        return lowering.run(wanted)
+    except AcrossColumns:
+        value = lowering.storing
+        if value in row_wise:
+            raise
+        return _lowered(graph, members, numerics, wanted, row_wise | {value})
 
 
 def group_outputs(graph: DataflowGraph, members: frozenset[str]) -> tuple[str, ...]:
@@ -91,11 +105,17 @@ class _Plan:
 
 
 class _Lowering:
-    def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str) -> None:
+    """One attempt at a group; ``storing`` is the output that it was asking for when it stopped."""
+
+    def __init__(
+        self, graph: DataflowGraph, members: frozenset[str], numerics: str, row_wise: frozenset[str]
+    ) -> None:
         self.graph = graph
         self.members = members
+        self.row_wise = row_wise
         self.group = Group(graph, members, numerics)
         self.outputs: list[str] = []
+        self.storing = ""
 
     def run(self, wanted: tuple[str, ...]) -> Lowered:
         self.outputs = list(wanted)
@@ -145,7 +165,9 @@ class _Lowering:
             for axis, dim in enumerate(order):
                 axes[dim] = axis
             return _Plan(tuple(spec.shape[dim] for dim in order[:-1]), spec.shape[order[-1]], tuple(axes))
-        if rank and spec.shape[-1] == reduced:
+        # A last size equal to the folded one may be a coincidence (x.sum(-1) of a square x): then a reduction is asked
+        # for across the columns, and the value is tried again with rows alone.
+        if rank and spec.shape[-1] == reduced and value not in self.row_wise:
             return _Plan(spec.shape[:-1], reduced, tuple(range(rank)))
         if rank and isinstance(spec.shape[-1], int) and spec.shape[-1] == 1:
             return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))
@@ -211,6 +233,7 @@ class _Lowering:
     def _fill(self, space: Space, members: list[tuple[str, _Plan]]) -> Space:
         col_axis = len(space.rows)
         for value, plan in members:
+            self.storing, folded = value, len(space.folded)
             spec = self.graph.specs[value]
             for piece in range(space.pieces):
                 position: Position = tuple(
@@ -223,6 +246,8 @@ class _Lowering:
                     break
                 stored = Puller(self.group, space).stored(value, position)
                 space.stores.append(Store(self._output_buffer(value), flatten(position, spec.strides), stored))
+            if value in self.row_wise and any(plan.axes[-1] not in axes for axes in space.folded[folded:]):
+                raise NotLowerable(f"{value} would fold a row again for each of its elements")
         return space
 
     # -- buffers ------------------------------------------------------------------------------------------

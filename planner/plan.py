@@ -87,7 +87,7 @@ class RegionPlan:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The plans of all regions of a graph, in graph order, and how long the look-ups took."""
+    """The plans of a graph's regions, in graph order, and how long the look-ups took."""
 
     regions: tuple[RegionPlan, ...]
     lookup_us: float = 0.0
@@ -154,12 +154,19 @@ class Planner:
     def _limit(self, problem: RegionProblem) -> int:
         return len(problem.ops) + self.settings.measured_on(self.target.device_type)
 
-    def plan_graph(self, graph: DataflowGraph, scout: Scout | None = None) -> GraphPlan:
+    def plan_graph(
+        self,
+        graph: DataflowGraph,
+        scout: Scout | None = None,
+        on_failure: Callable[[Region, Exception], None] | None = None,
+    ) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
 
         Args:
             graph: The graph.
             scout: Has prepared some of its regions already.
+            on_failure: Told about a region that cannot be planned, which is then left out with all regions equal to
+                it. Without it the error is raised.
         """
         regions = find_regions(graph)
         book = scout.book(graph) if scout is not None else self._book(graph)
@@ -175,8 +182,14 @@ class Planner:
             found = stored.get(key)
             if found is None and self.tuner is not None:
                 found = self.look_up(key)  # another process may have tuned it meanwhile
-            planned[key] = (found, "database") if found is not None else self._decide(graph, region, book, scout)
-        return GraphPlan(tuple(RegionPlan(region, *planned[region.key]) for region in regions), spent_us)
+            try:
+                planned[key] = (found, "database") if found is not None else self._decide(graph, region, book, scout)
+            except Exception as error:
+                if on_failure is None:
+                    raise
+                on_failure(region, error)
+        plans = tuple(RegionPlan(region, *planned[region.key]) for region in regions if region.key in planned)
+        return GraphPlan(plans, spent_us)
 
     def key(self, region_key: str) -> RecordKey:
         return RecordKey(region_key, self.device, self.settings.regime, self.settings.numerics)

@@ -97,7 +97,7 @@ class PlanWriter:
         return tuple(self.region.ops.index(name) for name in choice.group.ops)
 
     def _label(self, choice: Choice) -> str:
-        return group_label(self.graph, choice.group.ops, self.prices.book.lowered(choice.group))
+        return group_label(self.graph, choice.group.ops, choice.group.outputs)
 
     def _predicted_us(self, choice: Choice) -> float:
         return self.prices.predict_alone_s(choice) * 1e6 if self.prices.spec is not None else 0.0

@@ -37,6 +37,10 @@ class NotLowerable(Exception):
     """The group cannot be one kernel; the message says why, naming the op."""
 
 
+class AcrossColumns(NotLowerable):
+    """A reduction was asked for at every column: what its rows are is another dimension of the group's space."""
+
+
 @dataclass
 class Group:
     """The group being lowered, and what pulling values from it has found so far.
@@ -64,7 +68,10 @@ class Group:
 
 @dataclass
 class Space:
-    """One iteration space under construction. ``pieces`` copies of the columns are unrolled side by side."""
+    """One iteration space under construction. ``pieces`` copies of the columns are unrolled side by side.
+
+    ``folded`` holds, for each row that a reduction was asked for, the axes that its position depends on.
+    """
 
     rows: tuple[Size, ...]
     cols: Size
@@ -73,6 +80,7 @@ class Space:
     known: dict[Instr, int] = field(default_factory=dict)
     pulled: dict[tuple[str, Position, int | None], int] = field(default_factory=dict)
     stores: list[Store] = field(default_factory=list)
+    folded: list[frozenset[int]] = field(default_factory=list)
 
     @property
     def width(self) -> Size:
@@ -280,9 +288,10 @@ class Puller:
 
     def row_position(self, node: OpNode, position: Position) -> Position:
         """Check that ``position`` names one row (mentions no column): a row statistic is asked for once per row."""
-        col_axis = len(self._space.rows)
-        if any(col_axis in index.axes() for index in position):
-            raise NotLowerable(f"{node.op}: its rows run across the columns of the group")
+        axes = frozenset[int]().union(*(index.axes() for index in position))
+        self._space.folded.append(axes)
+        if len(self._space.rows) in axes:
+            raise AcrossColumns(f"{node.op}: its rows run across the columns of the group")
         return position
 
     def split_at(self, index: Index, boundary: Size) -> bool | None:

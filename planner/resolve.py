@@ -154,13 +154,19 @@ def _plans_on_miss(
     if session.spec is None and on_miss == "model":
         logger.info("this device has not been probed, so the plan with the fewest launches is used; run `plan probe`")
     keys = {region.key for region in regions}
+
+    def drop(region: Region, error: Exception) -> None:  # a plan is a bonus: without one the ops run as they are
+        reason = f"planning failed: {failure_reason(error)}"
+        tally.refuse(reason)
+        logger.warning("%s runs unfused: %s", region_label(graph, region), reason)
+
     try:
         if on_miss == "tune":
             with session.tuner(Budget.on(session.target.device_type)) as tuner:
-                planned = session.planner(tuner).plan_graph(graph)
+                planned = session.planner(tuner).plan_graph(graph, on_failure=drop)
         else:
-            planned = session.planner().plan_graph(graph)
-    except Exception as error:  # a plan is a bonus: without one the ops run as they are
+            planned = session.planner().plan_graph(graph, on_failure=drop)
+    except Exception as error:  # there is no tuner, or it cannot be shut down
         reason = f"planning failed: {failure_reason(error)}"
         tally.refuse(reason)
         logger.warning("%d regions run unfused: %s", len(regions), reason)

@@ -173,7 +173,7 @@ def group_subject(
     hot = hot_inputs(graph, lowered.inputs)
     return GroupSubject(
         key=key,
-        label=group_label(graph, ops, lowered),
+        label=group_label(graph, ops, lowered.outputs),
         ir=ir,
         work=kernel_work(ir, hot),
         hot_inputs=hot,
@@ -189,7 +189,7 @@ def group_subject(
 _SHORT = {"to": "", "_to_copy": "", "clone": "copy", "reshape": "copy", "contiguous": "copy"}
 
 
-def group_label(graph: DataflowGraph, ops: Sequence[str], lowered: Lowered) -> str:
+def group_label(graph: DataflowGraph, ops: Sequence[str], values: Iterable[str]) -> str:
     """For people: the op names in order without repeats, the largest output's shape, the dtype."""
     names: list[str] = []
     for name in ops:
@@ -200,7 +200,7 @@ def group_label(graph: DataflowGraph, ops: Sequence[str], lowered: Lowered) -> s
         short = _SHORT.get(short, short)
         if short and short not in names:
             names.append(short)
-    outputs = bound_specs(graph, lowered.outputs)
+    outputs = bound_specs(graph, values)
     largest = max(outputs.values(), key=lambda spec: spec.nbytes())
     shape = "x".join(str(extent) for extent in largest.shape)
     text = "+".join(names) or "cast"

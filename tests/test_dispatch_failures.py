@@ -14,6 +14,8 @@ from reference_backend import ReferenceBackend, use
 import fuseplan.planner
 from fuseplan.kernels.backend import BuildError
 from fuseplan.planner.dispatch import fuseplan as backend
+from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.plan import Planner
 
 
 @pytest.fixture(autouse=True)
@@ -94,13 +96,44 @@ def test_a_corrupt_database_is_no_obstacle(db: Path, kernels: ReferenceBackend) 
 
 
 def test_a_planner_that_fails_is_counted(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
-    def fails(self: Any, graph: Any) -> Any:
+    def fails(self: Any, graph: Any, **options: Any) -> Any:
         raise ZeroDivisionError("no groups")
 
     monkeypatch.setattr("fuseplan.planner.plan.Planner.plan_graph", fails)
     x = torch.randn(3, 8)
     torch.testing.assert_close(compiled(swiglu, db)(x, x), swiglu(x, x))
     assert fuseplan.planner.stats().fallbacks == {"planning failed: ZeroDivisionError: no groups": 1}
+
+
+def test_a_region_that_cannot_be_planned_costs_only_itself(
+    db: Path, kernels: ReferenceBackend, monkeypatch: Any
+) -> None:
+    decide = Planner._decide
+
+    def fails_for_logarithms(self: Planner, graph: DataflowGraph, region: Region, *rest: Any) -> Any:
+        if any(graph.op(name).op == "aten.log.default" for name in region.ops):
+            raise ZeroDivisionError("no groups")
+        return decide(self, graph, region, *rest)
+
+    def two_regions(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x.sigmoid() * 2) @ weight.exp().log()
+
+    monkeypatch.setattr(Planner, "_decide", fails_for_logarithms)
+    x, weight = torch.randn(5, 5), torch.randn(5, 5)
+    torch.testing.assert_close(compiled(two_regions, db)(x, weight), two_regions(x, weight))
+    stats = fuseplan.planner.stats()
+    assert stats.fallbacks == {"planning failed: ZeroDivisionError: no groups": 1}
+    assert (stats.regions, stats.from_model) == (2, 1)
+
+
+def test_a_reduction_to_its_own_size_unfuses_nothing(db: Path, kernels: ReferenceBackend) -> None:
+    def square(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.relu() + y, x.sum(-1) + 1, (x @ y).sigmoid() * 2
+
+    x = torch.randn(7, 7)
+    for result, expected in zip(compiled(square, db)(x, x), square(x, x), strict=True):
+        torch.testing.assert_close(result, expected)
+    assert not fuseplan.planner.stats().fallbacks and fuseplan.planner.stats().from_model >= 2
 
 
 def test_a_kernel_never_reads_through_strides_it_was_not_built_for(db: Path, kernels: ReferenceBackend) -> None:

@@ -116,7 +116,7 @@ def test_tune_on_miss_stores_a_plan(db: Path, kernels: ReferenceBackend, monkeyp
 
     by_model = Planner.plan_graph
 
-    def plan_graph(planner: Planner, graph: Any) -> GraphPlan:
+    def plan_graph(planner: Planner, graph: Any, **options: Any) -> GraphPlan:
         tuner, planner.tuner = planner.tuner, None
         regions = by_model(planner, graph).regions
         for region in regions:

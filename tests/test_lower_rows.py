@@ -9,10 +9,10 @@ import torch
 from graphs import Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lower_oracle import check, rms_norm
+from lower_oracle import check, compute_ops, rms_norm
 
-from fuseplan.kernels.ir import Load
-from fuseplan.planner.lower import Lowered
+from fuseplan.kernels.ir import Load, Reduce
+from fuseplan.planner.lower import Lowered, NotLowerable, lower
 
 
 def rows_of(lowered: Lowered) -> list[tuple[Any, ...]]:
@@ -73,6 +73,31 @@ def test_reductions_of_rows_of_other_lengths_have_orders_of_their_own() -> None:
     lowered = check(b, *(b("aten.mul.Tensor", name, b("aten.sum.dim_IntList", name, dim=(-1,), keepdim=True))
                          for name in "xy"))
     assert rows_of(lowered) == [(15,), (15,)]
+
+
+def test_a_fold_to_the_folded_size_has_rows_alone() -> None:
+    b = Builder(x=torch.randn(7, 7), y=torch.randn(7))
+    total = b("aten.sum.dim_IntList", "x", dim=(-1,))
+    lowered = check(b, b("aten.exp.default", "x"), b("aten.mul.Tensor", total, "y"), total)
+    assert rows_of(lowered) == [(7,)]  # one walk of x serves all three
+    assert sum(isinstance(instr, Reduce) for segment in lowered.ir.segments for instr in segment.body) == 1
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (3, 5, 5), (1, 1), (0, 0), (4, 1)])
+def test_statistics_of_a_square_in_every_order(shape: tuple[int, ...]) -> None:
+    b = Builder(x=torch.randn(shape))
+    mean = b("aten.mean.dim", "x", dim=(-1,))
+    check(b, b("aten.transpose.int", b("aten.sub.Tensor", "x", b("aten.unsqueeze.default", mean, dim=-1)),
+               dim0=-1, dim1=-2), b("aten.neg.default", mean))
+
+
+def test_a_row_is_not_folded_again_for_each_of_its_elements() -> None:
+    """A softmax walks the columns, the sum is asked for across them: as one kernel it would fold n rows n times."""
+    b = Builder(x=torch.randn(7, 7))
+    both = b("aten.add.Tensor", b("aten.softmax.int", "x", dim=-1), b("aten.sum.dim_IntList", "x", dim=(-1,)))
+    graph = b.graph(both)
+    with pytest.raises(NotLowerable, match="again for each"):
+        lower(graph, compute_ops(graph))
 
 
 _LAYOUTS = st.permutations(range(4))

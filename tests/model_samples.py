@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_DECODER = {
+DECODER = {
     "vocab_size": 131,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -28,15 +28,15 @@ _ROPE = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**_DECODER, "model_type": "llama", "rope_theta": 10000.0, "rope_scaling": _ROPE},
-    "qwen3": {**_DECODER, "model_type": "qwen3"},
+    "llama": {**DECODER, "model_type": "llama", "rope_theta": 10000.0, "rope_scaling": _ROPE},
+    "qwen3": {**DECODER, "model_type": "qwen3"},
     "gemma3": {
-        **_DECODER,
+        **DECODER,
         "model_type": "gemma3_text",
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "mixtral": {**_DECODER, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {**DECODER, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 131,

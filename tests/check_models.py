@@ -1,0 +1,175 @@
+"""The matrix of 24 model families through ``torch.compile(backend="fuseplan")``.
+
+Each family is a tiny random model. In fp32 and bf16, with static and with dynamic sizes: nothing raises, nothing falls
+back, results are no further from float64 than eager's, nearly all ops that a kernel could take over run in one, and
+every causal LM generates eager's tokens: from both kinds of cache, in batches with padding, with ``CompileConfig`` too.
+
+    python tests/check_models.py [--families llama,t5] [--dtypes fp32,bf16] [--static | --dynamic] [--no-generate]
+                                 [--device cpu|cuda] [--interpreted] [--jobs 2] [--out results/models.md]
+
+``--interpreted`` runs kernels in an interpreter (no compiler, on a CPU): fast where only the planner is in question.
+Exits with status 1 if anything is wrong. pytest does not collect it; ``test_model_families.py`` runs a slice of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import family_checks as checks
+import model_families as families
+import torch
+import transformers
+
+#: Share of coverable ops that has to run in kernels.
+_BARS = {True: 0.95, False: 0.90}
+
+#: Seconds that one family may take.
+_LIMIT_S = 3000
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(families.FAMILIES))
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--static", action="store_true", help="static sizes only")
+    parser.add_argument("--dynamic", action="store_true", help="dynamic sizes only")
+    parser.add_argument("--no-generate", action="store_true")
+    parser.add_argument("--no-forward", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--interpreted", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    given = arguments().parse_args()
+    if given.worker:
+        work(given)
+        return
+    names = given.families.split(",")
+    if unknown := set(names) - set(families.FAMILIES):
+        sys.exit(f"unknown families {', '.join(sorted(unknown))}; known: {', '.join(families.FAMILIES)}")
+    with ThreadPoolExecutor(given.jobs) as pool:
+        rows = [row for found in pool.map(in_process, names) for row in found]
+    text = "\n".join([*headline(given.device), "", *table(rows), "", *left_out(rows), "", *summary(rows)])
+    print(text)
+    if given.out:
+        given.out.write_text(text + "\n")
+    sys.exit(any(problems(row) for row in rows))
+
+
+# -- one family -------------------------------------------------------------------------------------------
+
+
+def work(given: argparse.Namespace) -> None:
+    """Every check of one family, a JSON line each."""
+    if given.interpreted:
+        interpret()
+    name = given.worker
+    for dtype in given.dtypes.split(","):
+        for dynamic in (False, True):
+            if not given.no_forward and not (given.static if dynamic else given.dynamic):
+                say(checks.check_forward(name, dtype, dynamic, given.device))
+    if families.task_of(name) == "causal" and not given.no_generate:
+        for prompt in checks.PROMPTS:
+            say(checks.check_generate(name, "fp32", prompt, given.device))
+
+
+def say(row: checks.Row) -> None:
+    print("ROW " + json.dumps(asdict(row)), flush=True)
+
+
+def interpret() -> None:
+    """Let the planner's kernels be interpreted."""
+    from reference_backend import ReferenceBackend
+
+    from fuseplan.planner import session
+
+    backend = ReferenceBackend()
+    session.backends_for = lambda device_type: (backend,)
+
+
+def in_process(name: str) -> list[dict[str, Any]]:
+    """The rows of one family; one that died has a row that says so."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+        output = done.stdout
+        died = f"exit status {done.returncode}: {last_line(done.stderr)}" if done.returncode else ""
+    except subprocess.TimeoutExpired as error:
+        output, died = (error.stdout or b"").decode(), f"not finished after {_LIMIT_S} s"
+    rows = [json.loads(line.removeprefix("ROW ")) for line in output.splitlines() if line.startswith("ROW ")]
+    if died:
+        rows.append(asdict(checks.Row(name, "", "worker", problems=[died])))
+    wrong = sum(bool(problems(row)) for row in rows)
+    print(f"{name}: {len(rows)} checks, {wrong} not passed", file=sys.stderr, flush=True)
+    return rows
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
+
+
+# -- the table --------------------------------------------------------------------------------------------
+
+
+def problems(row: dict[str, Any]) -> list[str]:
+    """What is wrong with a row, too little coverage included."""
+    found = list(row["problems"])
+    coverage, bar = row["coverage"], _BARS[families.is_transformer(row["family"])]
+    if coverage and coverage["fused"] < bar * coverage["coverable"]:
+        found.append(f"less than {bar:.0%} fused")
+    return found
+
+
+def headline(device: str) -> list[str]:
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return [f"{name}; {versions}, Python {platform.python_version()}"]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| family | dtype | check | fused | error | eager's | misses | problems |", "|" + " --- |" * 8]
+    for row in rows:
+        coverage = row["coverage"]
+        fused = f"{coverage['fused']} of {coverage['coverable']}" if coverage else ""
+        errors = [f"{row[name]:.1e}" if row[name] is not None else "" for name in ("error", "eager")]
+        cells = [row["family"], row["dtype"], row["check"], fused, *errors, str(row["misses"])]
+        lines.append("| " + " | ".join([*cells, "; ".join(problems(row)).replace("|", "/") or "-"]) + " |")
+    return lines
+
+
+def left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The ops that stay outside kernels, most frequent first, with the families that have them."""
+    counts: dict[str, int] = {}
+    where: dict[str, set[str]] = {}
+    for row in rows:
+        for op, count in (row["coverage"] or {"left": {}})["left"].items():
+            counts[op] = counts.get(op, 0) + count
+            where.setdefault(op, set()).add(row["family"])
+    lines = ["| op not fused | times | families |", "| --- | --- | --- |"]
+    frequent = sorted(counts, key=lambda op: -counts[op])
+    return [*lines, *(f"| {op} | {counts[op]} | {', '.join(sorted(where[op]))} |" for op in frequent)]
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    covered = [row["coverage"] for row in rows if row["coverage"]]
+    fused, coverable = (sum(one[name] for one in covered) for name in ("fused", "coverable"))
+    wrong = sum(bool(problems(row)) for row in rows)
+    share = f"{fused} of {coverable} coverable ops fused ({fused / max(coverable, 1):.1%})"
+    return [f"{len(rows)} checks of {len({row['family'] for row in rows})} families, {wrong} not passed; {share}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""What ``check_models.py`` asks of one family in a process of its own, and its answers as rows of a table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import model_families as families
+import torch
+import torch.utils._pytree as pytree
+
+import fuseplan.planner
+from fuseplan.planner import dispatch
+from fuseplan.planner.fallback import FirstCall, failure_reason
+from fuseplan.planner.graph import DataflowGraph, OpNode
+from fuseplan.planner.recipes import kind_of
+from fuseplan.planner.tally import Stats
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+#: Eager's relative error below which only this bound is asked for: what is left is the order of sums.
+_TINY = {"fp32": 2e-6, "bf16": 4e-3}
+
+_LIMIT = 1.05
+
+#: Batch and tokens of calls: none is a multiple of another's.
+_CALLS = ((2, 9), (3, 13))
+
+#: Anchors, gathers, random numbers, writes and what reads data to know its shape.
+_NOT_COVERABLE = (
+    "linear", "matmul", "mm.", "bmm", "addmm", "baddbmm", "conv", "scaled_dot_product", "attention", "embedding",
+    "rand", "dropout", "bernoulli", "normal_", "index_put", "index_copy", "index_add", "scatter", "gather", "nonzero",
+    "topk", "sort", "unique", "pool", "upsample", "histc", "_grouped_mm", "item", "_local_scalar_dense", "empty",
+)  # fmt: skip
+
+
+@dataclass
+class Coverage:
+    """Ops that kernels took over, of those that could be, in the graphs compiled while it was watching."""
+
+    coverable: int = 0
+    fused: int = 0
+    bare: int = 0
+    left: dict[str, int] = field(default_factory=dict)
+
+    def add(self, graph: DataflowGraph, fused: set[str]) -> None:
+        """Count one graph whose ops ``fused`` run in kernels."""
+        wanted = [node for node in graph if is_coverable(node, graph)]
+        taken = [node for node in wanted if node.name in fused]
+        self.coverable += len(wanted)
+        self.fused += len(taken)
+        self.bare += bool(wanted) and not taken
+        for node in wanted:
+            if node.name not in fused:
+                self.left[node.op] = self.left.get(node.op, 0) + 1
+
+
+def is_coverable(node: OpNode, graph: DataflowGraph) -> bool:
+    """Whether an op computes something that a generated kernel could."""
+    if not node.inputs or kind_of(node, graph.specs) == "view":
+        return False
+    name = node.op.removeprefix("aten.")
+    return node.op.startswith("aten.") and not any(word in name for word in _NOT_COVERABLE)
+
+
+@contextmanager
+def watching() -> Iterator[Coverage]:
+    """Count what is fused in every graph compiled meanwhile."""
+    coverage, executable = Coverage(), dispatch.executable
+
+    def watched(traced: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        call: Any = executable(traced, *args, **kwargs)
+        slots = [slot for slot in call.__globals__.values() if isinstance(slot, FirstCall)]
+        coverage.add(traced.graph, {name for slot in slots for name in slot._group.plan.ops})
+        return call  # type: ignore[no-any-return]
+
+    dispatch.executable = watched
+    try:
+        yield coverage
+    finally:
+        dispatch.executable = executable
+
+
+@dataclass
+class Row:
+    """One line of the table.
+
+    Attributes:
+        family: Its name.
+        dtype: ``"fp32"`` or ``"bf16"``.
+        check: What was tried.
+        coverage: Of all graphs that it compiled; None where that is not asked.
+        eager: Eager's relative error against float64.
+        error: The compiled model's.
+        misses: Regions that the database did not know.
+        problems: What was wrong.
+    """
+
+    family: str
+    dtype: str
+    check: str
+    coverage: Coverage | None = None
+    eager: float | None = None
+    error: float | None = None
+    misses: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def compiled(
+    function: Callable[..., Any], dynamic: bool | None, options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    """The function through our back end, nothing compiled or counted before."""
+    torch._dynamo.reset()
+    fuseplan.planner.reset_stats()
+    return torch.compile(function, backend="fuseplan", dynamic=dynamic, options=dict(options or {}))
+
+
+def check_forward(
+    name: str, dtype: str, dynamic: bool, device: str, options: Mapping[str, Any] | None = None
+) -> Row:
+    """Calls of two sizes, with and without an attention mask, against the same model in float64."""
+    row = Row(name, dtype, "dynamic" if dynamic else "static")
+    model = families.build(name).to(device, DTYPES[dtype])
+    wide = copy.deepcopy(model).double()
+    calls = [families.inputs(name, *size, masked=masked) for size, masked in zip(_CALLS, (False, True), strict=True)]
+    errors = _Errors(), _Errors()
+    with torch.no_grad(), watching() as row.coverage:
+        fast = compiled(model, dynamic, options)
+        for call in calls:
+            exact, eager = (_call(one, call, device, to) for one, to in ((wide, torch.float64), (model, DTYPES[dtype])))
+            try:
+                fused = _call(fast, call, device, DTYPES[dtype])
+            except Exception as error:
+                row.problems.append(failure_reason(error))
+                return row
+            row.problems += _add(errors, exact, eager, fused)
+    row.eager, row.error = (one.relative() for one in errors)
+    if row.error > max(_LIMIT * row.eager, _TINY[dtype]):
+        row.problems.append(f"error {row.error:.2e}, eager's {row.eager:.2e}")
+    row.problems += _stats_problems(row, fuseplan.planner.stats())
+    return row
+
+
+@dataclass
+class _Errors:
+    """Squares over everything compared."""
+
+    wrong: float = 0.0
+    exact: float = 0.0
+
+    def relative(self) -> float:
+        return (self.wrong / self.exact) ** 0.5
+
+
+def _call(model: Callable[..., Any], call: Mapping[str, torch.Tensor], device: str, dtype: torch.dtype) -> list[Any]:
+    """Floating-point results of one call, without a cache."""
+    given = {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in call.items()}
+    if "input_ids" in given or "input_features" in given:
+        given["use_cache"] = False  # type: ignore[assignment]
+    found = [leaf for leaf in pytree.tree_leaves(model(**given)) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in found if leaf.is_floating_point()]
+
+
+def _add(errors: tuple[_Errors, _Errors], exact: list[Any], eager: list[Any], fused: list[Any]) -> list[str]:
+    """Add what eager and the compiled model got wrong; what else is wrong with the latter."""
+    for true, plain, ours in zip(exact, eager, fused, strict=True):
+        if (plain.dtype, plain.shape, plain.stride()) != (ours.dtype, ours.shape, ours.stride()):
+            return [f"result is {ours.dtype} {tuple(ours.shape)}, eager's {plain.dtype} {tuple(plain.shape)}"]
+        kept = torch.isfinite(plain)
+        if not torch.equal(kept, torch.isfinite(ours)):
+            return ["not finite where eager is"]
+        for one, result in zip(errors, (plain, ours), strict=True):
+            one.wrong += float((result.double() - true)[kept].pow(2).sum())
+            one.exact += float(true[kept].pow(2).sum())
+    return []
+
+
+def _stats_problems(row: Row, stats: Stats) -> list[str]:
+    found = [f"{count} x {reason}" for reason, count in stats.fallbacks.items()]
+    if row.coverage is not None and row.coverage.bare:
+        found.append(f"{row.coverage.bare} graphs wholly unfused")
+    row.misses = stats.misses
+    return found
+
+
+# -- generating -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is generated from.
+
+    Attributes:
+        batch: Sequences; the first of several are padded on the left.
+        cache: Cache implementation as Hugging Face calls it; None for the default one, which grows.
+        by_config: Let ``generate`` compile with a ``CompileConfig``, instead of compiling ``forward`` before.
+    """
+
+    batch: int
+    cache: str | None
+    by_config: bool = False
+
+    @property
+    def label(self) -> str:
+        how = "CompileConfig" if self.by_config else "forward"
+        return f"generate {self.batch} {self.cache or 'dynamic'} {how}"
+
+
+PROMPTS = tuple(
+    Prompt(batch, cache, by_config)
+    for cache, by_config in ((None, False), ("static", False), ("static", True)) for batch in (1, 3)
+)  # fmt: skip
+
+
+def check_generate(
+    name: str, dtype: str, prompt: Prompt, device: str, options: Mapping[str, Any] | None = None
+) -> Row:
+    """Greedy generation, token by token as eager's."""
+    row = Row(name, dtype, prompt.label)
+    model: Any = families.build(name).to(device, DTYPES[dtype])
+    with torch.no_grad():
+        expected = generate(model, name, prompt, device)
+        with watching() as row.coverage:
+            torch._dynamo.reset()
+            fuseplan.planner.reset_stats()
+            try:
+                if not prompt.by_config:
+                    model.forward = compiled(model.forward, None, options)
+                result = generate(model, name, prompt, device, _compile_config(prompt, options))
+            except Exception as error:
+                row.problems.append(failure_reason(error))
+                return row
+    if not torch.equal(result, expected):
+        row.problems.append("other tokens than eager's")
+    row.problems += _stats_problems(row, fuseplan.planner.stats())
+    return row
+
+
+def _compile_config(prompt: Prompt, options: Mapping[str, Any] | None) -> Any:
+    """Hugging Face's own, its mode included; it takes no mode beside options."""
+    if not prompt.by_config:
+        return None
+    from transformers import CompileConfig
+
+    config = CompileConfig(backend="fuseplan", **({"mode": None, "options": dict(options)} if options else {}))
+    config._compile_all_devices = True
+    return config
+
+
+def generate(model: Any, name: str, prompt: Prompt, device: str, config: Any = None) -> torch.Tensor:
+    """Token ids: the prompt and 7 more."""
+    call = families.inputs(name, prompt.batch, 9, seed=1, masked=True)
+    extra = {"compile_config": config} if config is not None else {"disable_compile": True}
+    if prompt.cache is not None:
+        extra["cache_implementation"] = prompt.cache
+    tokens: torch.Tensor = model.generate(
+        **{key: value.to(device) for key, value in call.items()}, do_sample=False, max_new_tokens=7, min_new_tokens=7,
+        **extra,
+    )
+    return tokens

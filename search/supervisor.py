@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -70,10 +70,15 @@ class Supervisor:
         threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
         background: Workers for :data:`BACKGROUND` jobs; they have the lanes -1, -2, ...
         cores: What the compiling lanes may run on; the OpenMP runtime may have bound this process to one core.
+        clock: Seconds that the jobs' limits are counted in.
     """
 
-    def __init__(self, parent: Connection, threads: int, cores: Iterable[int] = (), background: int = 1) -> None:
+    def __init__(
+        self, parent: Connection, threads: int, cores: Iterable[int] = (), background: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._parent = parent
+        self._clock = clock
         self._threads = threads
         self._background = range(-1, -1 - background, -1)
         self._backlog: deque[Request] = deque()
@@ -95,12 +100,12 @@ class Supervisor:
 
     def _step(self) -> None:
         deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
-        patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        patience = max(0.0, min(deadlines) - self._clock()) if deadlines else None
         ready = wait([self._parent, *(lane.pipe for lane in self._lanes.values())], patience)
         for number, lane in list(self._lanes.items()):
             if lane.pipe in ready:
                 self._collect(number, lane)
-            elif lane.busy and time.monotonic() >= lane.deadline:
+            elif lane.busy and self._clock() >= lane.deadline:
                 self._end(number)
                 self._finish(number, lane.request, TIMED_OUT, "")
         if self._parent in ready:
@@ -151,7 +156,7 @@ class Supervisor:
         if lane is None:
             lane = self._lanes[request.lane] = self._fork(request.lane)
         lane.request = request
-        lane.deadline = time.monotonic() + request.limit_s
+        lane.deadline = self._clock() + request.limit_s
         # A worker that dies right now shows when its pipe is read.
         with contextlib.suppress(OSError):
             lane.pipe.send_bytes(request.payload)
@@ -175,7 +180,7 @@ class Supervisor:
         lane = self._lanes.pop(number)
         lane.pipe.close()
         # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
-        status = _reap(lane.pid, 0.5 if lane.busy and time.monotonic() < lane.deadline else 0.0)
+        status = _reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(lane.pid, signal.SIGKILL)
         if status is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from search_fakes import CPU, FakeBackend, FakeSubject, ShortTimer
+from worker_jobs import LIMIT
 
 from fuseplan.kernels.backend import Backend
 from fuseplan.search.database import Database
@@ -12,7 +14,8 @@ from fuseplan.search.tuner import Budget, Tuner
 from fuseplan.search.worker import InlineExecutor
 
 SUBJECT = FakeSubject()
-BUDGET = Budget(trials=30, seconds=60.0, decide_s=0.002, job_limit_s=20.0)
+#: What ends a search is the trials, however busy the machine is.
+BUDGET = Budget(trials=30, seconds=math.inf, decide_s=0.002, job_limit_s=LIMIT)
 
 
 def tuner(db: Database, *backends: Backend, **options: Any) -> Tuner:

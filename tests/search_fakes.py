@@ -189,7 +189,6 @@ class FakeBackend(Backend):
     refusal: str = ""
     absent: str = ""
     same_runs: bool = False
-    pause_s: float = 0.0
 
     name = "fake"
     device_type = "cpu"
@@ -218,7 +217,6 @@ class FakeBackend(Backend):
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
         self._log("compile", config)
-        time.sleep(self.pause_s)
         fault = self.faults.get(config_key(config), "")
         if fault == "build":
             raise BuildError("fake: syntax error")

@@ -93,7 +93,7 @@ database.put_record(tuning("after"))
 def test_a_forked_process_opens_its_own(tmp_path: Path) -> None:
     path = tmp_path / "t.db"
     command = [sys.executable, "-c", FORK, str(Path(__file__).parent), str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 0, result.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["t.db"]  # closed at exit
     with Database(path) as again:

@@ -330,7 +330,7 @@ def test_page_opens_in_chromium_at_phone_width(data: ReportData, tmp_path: Path)
             "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
             outer.as_uri(),
         ],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )
     found = re.search(
         r"width=(\d+) plots=(\d+) widest=([\d.]+) bars=(\d+) title=(.*?) colour=(.*?)</p>", done.stdout

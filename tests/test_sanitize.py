@@ -68,7 +68,7 @@ def sanitize(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
             "1", "--out", str(page), *([] if controls else ["--no-control"]), *args,
         ]
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path, timeout=110
+            command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path, timeout=600
         )
         assert page.exists(), done.stdout + done.stderr
         return done.returncode, done.stdout, page.read_text()

@@ -12,28 +12,45 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from worker_jobs import add, crash, fail, hang, journal, leave, touch, wait_for
+from worker_jobs import LIMIT, PATIENCE_S, add, crash, fail, hang, journal, leave, touch, wait_for
 
 from fuseplan.search.supervisor import BACKGROUND, CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
 
+#: A job, and its lane, that no test uses.
+ASIDE = 99
+
 
 class Supervised:
-    """A supervisor in a thread of this process, so that its steps can be watched."""
+    """A supervisor in a thread of this process, watched step by step; limits run out when a test says so."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.pipe, far = Pipe()
-        self.supervisor = Supervisor(far, threads=1)
+        self.supervisor = Supervisor(far, threads=1, clock=lambda: self.now)
         self.thread = threading.Thread(target=self.supervisor.run, daemon=True)
         self.thread.start()
 
     def ask(
-        self, job: int, function: Callable[..., object], *args: object, lane: int = 0, limit_s: float = 20.0,
+        self, job: int, function: Callable[..., object], *args: object, lane: int = 0, limit_s: float = LIMIT,
         spare: bool = False,
     ) -> None:
         self.pipe.send(Request(lane, job, limit_s, pickle.dumps((function, args)), spare))
 
+    def pass_time(self, seconds: float) -> list[tuple[int, str, object]]:
+        """Let limits run out, for the jobs asked for before; what is answered meanwhile."""
+        self.ask(ASIDE, add, 0, 0, lane=ASIDE)
+        answers = [self.answer()]
+        while answers[-1][0] != ASIDE:
+            answers.append(self.answer())
+        self.now += seconds
+        self.ask(ASIDE, add, 0, 0, lane=ASIDE)  # has the supervisor look at its clock
+        answers.append(self.answer())
+        while answers[-1][0] != ASIDE:
+            answers.append(self.answer())
+        return [one for one in answers if one[0] != ASIDE]
+
     def answer(self) -> tuple[int, str, object]:
-        assert self.pipe.poll(20)
+        assert self.pipe.poll(PATIENCE_S)
         job, state, payload = self.pipe.recv()
         return job, state, pickle.loads(payload) if state == OK else payload
 
@@ -42,7 +59,7 @@ class Supervised:
         with socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
         self.pipe.close()
-        self.thread.join(20)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 
@@ -62,8 +79,8 @@ def test_replies_name_their_job_and_state(supervised: Supervised) -> None:
     assert supervised.answer() == (9, CRASHED, "killed by SIGSEGV")
     supervised.ask(10, leave, 4)
     assert supervised.answer() == (10, CRASHED, "exited with status 4")
-    supervised.ask(11, hang, limit_s=0.2)
-    assert supervised.answer() == (11, TIMED_OUT, "")
+    supervised.ask(11, hang, limit_s=2.0)
+    assert supervised.pass_time(2.0) == [(11, TIMED_OUT, "")]
     supervised.ask(12, fail, "CUDA error: misaligned address")
     assert supervised.answer() == (12, RAISED, "ValueError: CUDA error: misaligned address")
     supervised.ask(13, add, 1, 1)
@@ -71,10 +88,13 @@ def test_replies_name_their_job_and_state(supervised: Supervised) -> None:
 
 
 def test_lanes_have_their_own_deadlines(supervised: Supervised) -> None:
-    supervised.ask(1, hang, lane=1, limit_s=0.4)
-    supervised.ask(2, add, 1, 1, lane=2)
-    assert supervised.answer() == (2, OK, 2)
-    assert supervised.answer() == (1, TIMED_OUT, "")
+    supervised.ask(1, hang, lane=1, limit_s=4.0)
+    supervised.ask(2, hang, lane=2, limit_s=6.0)
+    supervised.ask(3, add, 1, 1, lane=3, limit_s=1.0)
+    assert supervised.answer() == (3, OK, 2)
+    assert supervised.pass_time(3.0) == []
+    assert supervised.pass_time(1.0) == [(1, TIMED_OUT, "")]
+    assert supervised.pass_time(2.0) == [(2, TIMED_OUT, "")]
 
 
 def test_a_worker_killed_while_idle_is_replaced(supervised: Supervised) -> None:
@@ -91,12 +111,14 @@ def test_a_worker_killed_while_idle_is_replaced(supervised: Supervised) -> None:
 
 
 def test_background_jobs_answer_nobody_and_hold_up_nobody(supervised: Supervised, tmp_path: Path) -> None:
-    supervised.ask(1, hang, lane=BACKGROUND, limit_s=0.3)
+    supervised.ask(1, hang, lane=BACKGROUND, limit_s=3.0)
     for number in range(4):
         supervised.ask(1, touch, str(tmp_path / str(number)), lane=BACKGROUND)
     supervised.ask(1, crash, lane=BACKGROUND)
     supervised.ask(2, add, 1, 1)
     assert supervised.answer() == (2, OK, 2)
+    assert not list(tmp_path.iterdir())
+    assert supervised.pass_time(3.0) == []
     for number in range(4):
         wait_for(lambda number=number: (tmp_path / str(number)).exists())
     supervised.ask(3, add, 2, 2)
@@ -119,8 +141,9 @@ def test_a_busy_background_worker_gets_no_second_job_and_spare_jobs_wait(
 
 
 def test_a_background_job_that_hangs_is_ended_in_time(supervised: Supervised, tmp_path: Path) -> None:
-    supervised.ask(-1, hang, lane=BACKGROUND, limit_s=0.3)
+    supervised.ask(-1, hang, lane=BACKGROUND, limit_s=3.0)
     supervised.ask(-1, touch, str(tmp_path / "after"), lane=BACKGROUND)
+    assert supervised.pass_time(3.0) == []
     wait_for((tmp_path / "after").exists)
 
 
@@ -141,8 +164,10 @@ def test_who_wants_what_the_background_is_at_gets_that_result(supervised: Superv
 
 
 def test_a_job_that_the_background_fails_at_is_tried_again(supervised: Supervised) -> None:
-    supervised.ask(-1, hang, lane=BACKGROUND, limit_s=0.5)
-    supervised.ask(4, hang, lane=1, limit_s=0.5)
-    assert supervised.answer() == (4, TIMED_OUT, "")
+    supervised.ask(-1, hang, lane=BACKGROUND, limit_s=3.0)
+    supervised.ask(4, hang, lane=1, limit_s=5.0)
+    assert supervised.pass_time(3.0) == []
+    assert supervised.pass_time(4.0) == []
+    assert supervised.pass_time(1.0) == [(4, TIMED_OUT, "")]
     supervised.ask(5, crash, lane=1)
     assert supervised.answer() == (5, CRASHED, "killed by SIGSEGV")

@@ -7,14 +7,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_tuner import BUDGET, SUBJECT, tuner
+from fake_tuner import SUBJECT, tuner
 from search_fakes import FakeBackend, FakeSubject
 
 from fuseplan.kernels.backend import config_key
@@ -133,13 +132,32 @@ def test_a_kernel_that_is_wrong_on_fresh_inputs_loses_its_place(db: Database, mo
 # -- in worker processes ----------------------------------------------------------------------------------
 
 
+class EndsHangs:
+    """A pool whose time limit runs out for kernels that hang, and for no other, however busy the machine is.
+
+    Args:
+        pool: Where jobs run.
+        hanging: Keys of the configs that never end.
+    """
+
+    def __init__(self, pool: WorkerPool, *hanging: str) -> None:
+        self._pool, self._hanging = pool, hanging
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        configs = [config_key(arg) for arg in args if isinstance(arg, Mapping)]
+        return self._pool.call(function, *args, limit_s=0.5 if set(configs) & set(self._hanging) else limit_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
 def test_hanging_and_crashing_kernels_cost_only_their_config(db: Database, pool: WorkerPool) -> None:
     faults = {"tile=16,unroll=1": "hang", "tile=32,unroll=1": "crash", "tile=32,unroll=2": "exit"}
     backend = FakeBackend(faults=faults, tiles=(16, 32, 64), unrolls=(1, 2), best=(2, 1))
-    record = tuner(db, backend, executor=pool, budget=replace(BUDGET, job_limit_s=3.0)).tune(SUBJECT)
+    record = tuner(db, backend, executor=EndsHangs(pool, "tile=16,unroll=1")).tune(SUBJECT)
     assert dict(record.config) == {"tile": 64, "unroll": 2}
     reasons = {config_key(r.config): r.reason for r in record.rejected}
-    assert reasons["tile=16,unroll=1"] == "no result within 3 s"
+    assert reasons["tile=16,unroll=1"] == "no result within 0.5 s"
     assert "SIGSEGV" in reasons["tile=32,unroll=1"]
     assert "status 3" in reasons["tile=32,unroll=2"]
     assert record.measured == 3
@@ -154,57 +172,55 @@ def test_one_pool_serves_many_subjects(db: Database, pool: WorkerPool) -> None:
 
 
 TUNE = """
-import sys
+import math, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from search_fakes import CPU, FakeBackend, FakeSubject, ShortTimer
 from fuseplan.search.database import Database
 from fuseplan.search.tuner import Budget, Tuner
 from fuseplan.search.worker import InlineExecutor
-backend = FakeBackend(journal=sys.argv[3], pause_s=0.02)
-budget = Budget(trials=30, seconds=600, decide_s=0.002)
-tuner = Tuner(Database(sys.argv[2]), CPU, (backend,), "cpu-test", budget, executor=InlineExecutor(), timer=ShortTimer())
-print("ready", flush=True)
+
+class Killed(FakeBackend):
+    "Kills its process a number of calls after a number of compilations."
+    left = [int(sys.argv[4]), int(sys.argv[5])]
+    def prepare(self, *args):
+        self.left[0] -= 1
+        if self.left[0] == 0:
+            sys.setprofile(self.count)
+        return super().prepare(*args)
+    def count(self, frame, event, arg):
+        self.left[1] -= event == "call"
+        if self.left[1] <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+budget = Budget(trials=30, seconds=math.inf, decide_s=0.002)
+backend, executor = Killed(journal=sys.argv[3]), InlineExecutor()
+tuner = Tuner(Database(sys.argv[2]), CPU, (backend,), "cpu-test", budget, executor=executor, timer=ShortTimer())
 for number in range(3):
     tuner.tune(FakeSubject(key=f"subject-{number}"))
-print("done", flush=True)
 """
 
 
-def start_tune(path: Path, journal: Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", TUNE, str(Path(__file__).parent), str(path), str(journal)], stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    return process
-
-
-def compiles(journal: Path) -> int:
-    return journal.read_text().count("compile ") if journal.exists() else 0
+def tune(path: Path, journal: Path, compilations: int = 0, calls: int = 0) -> int:
+    """Exit status of a tune of three subjects, killed ``calls`` calls after so many compilations; 0 for never."""
+    arguments = [str(Path(__file__).parent), str(path), str(journal), str(compilations), str(calls)]
+    return subprocess.run([sys.executable, "-c", TUNE, *arguments], check=False).returncode
 
 
 def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     path, journal = tmp_path / "tuning.db", tmp_path / "journal"
     chance = random.Random(5)
     seen: list[TuningRecord] = []
-    # Of 57 compilations and those that are repeated: in the first tune, where it ends, in the second, in the third.
-    kills = (4, 20, 30, 45)
+    # Of 57 compilations, and one more for each kill: in the first tune, where it ends, in the second, in the third.
+    kills = (4, 17, 11, 16)
     for number in kills:
-        process = start_tune(path, journal)
-        while compiles(journal) < number:
-            assert process.poll() is None
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0.0, 0.03))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert tune(path, journal, number, chance.randrange(3000)) == -signal.SIGKILL
         database = Database(path)
         assert maintenance.verify(database) == []
         records = list(database.records())
         assert [record for record in seen if record not in records] == []
         seen = records
     assert len(seen) >= 2
-    process = start_tune(path, journal)
-    assert process.wait(60) == 0
+    assert tune(path, journal) == 0
     database = Database(path)
     records = list(database.records())
     assert [record for record in seen if record not in records] == []
@@ -212,4 +228,4 @@ def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     assert maintenance.verify(database) == []
     assert all(len(database.trials(record.key)) == 19 for record in records)
     # At most one compile per kill was under way and had to be repeated.
-    assert 3 * 19 <= compiles(journal) <= 3 * 19 + len(kills)
+    assert 3 * 19 <= journal.read_text().count("compile ") <= 3 * 19 + len(kills)

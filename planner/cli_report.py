@@ -31,7 +31,9 @@ class Format(StrEnum):
 
 
 #: Columns of the terminal's group table: what fits.
-_SHOWN = ["workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup"]
+_SHOWN = [
+    "workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source",
+]
 
 
 def report(
@@ -74,15 +76,20 @@ def report(
 def load(
     db: str | None, device: Device, device_key: str | None, model: str | None, regime: str | None = None
 ) -> ReportData:
-    """The stored data of this machine's device, or of the one that ``device_key`` names."""
+    """The stored and the shipped data of this machine's device, or of the one that ``device_key`` names."""
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.report import load_report
     from fuseplan.planner.session import stored_spec
     from fuseplan.search.database import Database
+    from fuseplan.search.layered import LayeredDatabase, shipped_files
+    from fuseplan.search.record import Versions
 
-    database = Database(db, mode="read")
-    key = device_key if device_key is not None else current_identity(device_type(device)).key()
+    kind = device_type(device)
+    key = device_key if device_key is not None else current_identity(kind).key()
+    # Which software another machine has is not known here.
+    versions = Versions.current(kind) if device_key is None else None
+    database = LayeredDatabase(Database(db, mode="read", versions=versions), shipped_files(key))
     if regime not in (None, "eager", "graph"):
         raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
     return load_report(database, key, stored_spec(database, key), model_name(model, device), regime)
@@ -107,7 +114,7 @@ def _print(data: ReportData, topic: Topic) -> None:
             print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
     else:
         groups = frames.group_frame(data)
-        spare = ("config", "ops", "backend", "workload", "times")
+        spare = ("config", "ops", "backend", "workload", "times", "source")
         print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
         if data.workloads:
             less = ("views", "ops", "planned_us", "unfused_us")

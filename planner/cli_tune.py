@@ -146,10 +146,10 @@ def run(
 
 def say(result: TuneResult, name: str) -> None:
     """The final table and what it took."""
-    from fuseplan.planner import report
+    from fuseplan.planner import recheck, report
 
     session = result.session
-    data = report.load_report(session.database, session.device, session.spec, name)
+    data = report.load_report(session.store, session.device, session.spec, name)
     groups = report.group_frame(data)
     sources = source_of_groups(result)
     shown = groups[groups["key"].isin(sources)]
@@ -158,6 +158,8 @@ def say(result: TuneResult, name: str) -> None:
     print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
     typer.echo(report.headline(groups))
     typer.echo(outcome(result))
+    for line in filter(None, [recheck.verdict(result.rechecked)]):
+        typer.echo(line)
     typer.echo(f"stored in {session.database.url.render_as_string()}")
 
 
@@ -165,10 +167,10 @@ _SHOWN = ["workload", "group", "ops", "answer", "backend", "config", "fused_us",
 
 
 def source_of_groups(result: TuneResult) -> dict[str, str]:
-    """Workload key of each group of this run: ``measured`` now, or ``stored`` before."""
+    """Workload key of each group of this run: ``measured`` now, ``stored`` before, or ``shipped`` with fuseplan."""
     found: dict[str, str] = {}
     for _, region in result.distinct():
-        source = "measured" if region.source == "tuned" else "stored"
+        source = "measured" if region.source == "tuned" else "shipped" if region.shipped else "stored"
         workloads = [group.workload for group in region.record.groups]
         workloads += [alternative.workload for alternative in region.record.rejected]
         for workload in filter(None, workloads):
@@ -179,13 +181,14 @@ def source_of_groups(result: TuneResult) -> dict[str, str]:
 def outcome(result: TuneResult) -> str:
     """What was measured, in one sentence."""
     distinct = result.distinct()
-    if not result.measured:
-        return (
-            f"nothing was measured: all {len(distinct)} distinct regions came from the database "
-            f"({result.elapsed_s:.1f} s)"
-        )
-    stored = sum(region.source != "tuned" for _, region in distinct)
+    tuned = sum(region.source == "tuned" for _, region in distinct)
+    shipped = sum(region.shipped for _, region in distinct)
+    stored = len(distinct) - tuned - shipped
+    if not tuned:
+        came = f"come with fuseplan ({shipped}) or from the database ({stored})" if shipped else "came from the database"
+        return f"nothing was measured: all {len(distinct)} distinct regions {came} ({result.elapsed_s:.1f} s)"
+    known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "")
     return (
-        f"measured {result.measured} of {result.enumerated} candidates in {len(distinct) - stored} regions "
-        f"({stored} regions were stored already); tuning took {result.elapsed_s:.1f} s"
+        f"measured {result.measured} of {result.enumerated} candidates in {tuned} regions "
+        f"({known}); tuning took {result.elapsed_s:.1f} s"
     )

@@ -106,8 +106,10 @@ class _RegionWords:
 
     def _source(self) -> str:
         record = self.plan.record
+        shipped = "that comes with fuseplan, measured on another such device"
+        where = shipped if self.plan.shipped else "from the database"
         found = {
-            "database": f"plan from the database ({record.evidence.created})",
+            "database": f"plan {where} ({record.evidence.created})",
             "tuned": "plan tuned now",
             "model": "not tuned yet: this is the cost model's plan",
         }[self.plan.source]
@@ -146,7 +148,7 @@ class _RegionWords:
         if not workload:
             return None
         key = self.plan.record.key
-        return self.session.database.get_record(RecordKey(workload, key.device, key.regime, key.numerics)).record
+        return self.session.store.get_record(RecordKey(workload, key.device, key.regime, key.numerics)).record
 
     # -- boundaries between groups --------------------------------------------------------------------------
 

@@ -74,11 +74,12 @@ class PlanStore(Protocol):
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """The plan of one occurrence of a region."""
+    """The plan of one occurrence of a region; ``shipped`` where the record comes with the package."""
 
     region: Region
     record: PlanRecord
     source: Source
+    shipped: bool = False
 
     def group_ops(self, choice: GroupChoice) -> tuple[str, ...]:
         """Names of the ops of one of the record's groups in this occurrence."""
@@ -170,24 +171,26 @@ class Planner:
         """
         regions = find_regions(graph)
         book = scout.book(graph) if scout is not None else self._book(graph)
-        planned: dict[str, tuple[PlanRecord, Source]] = {}
+        planned: dict[str, tuple[PlanRecord, Source, bool]] = {}
         distinct = unique_regions(regions)
         start = time.perf_counter()
-        stored = self.look_up_all(distinct)
+        stored = self._find_all(distinct)
         spent_us = (time.perf_counter() - start) * 1e6
         for number, (key, occurrences) in enumerate(distinct.items(), 1):
             region = occurrences[0]
             if self._on_region is not None:
                 self._on_region(region_label(graph, region), number, len(distinct))
-            found = stored.get(key)
-            if found is None and self.tuner is not None:
-                found = self.look_up(key)  # another process may have tuned it meanwhile
+            found = stored[key]
+            if found.hit is None and self.tuner is not None:
+                found = self._find_all([key])[key]  # another process may have tuned it meanwhile
             try:
-                planned[key] = (found, "database") if found is not None else self._decide(graph, region, book, scout)
+                record, source = (found.hit, "database") if found.hit else self._decide(graph, region, book, scout)
             except Exception as error:
                 if on_failure is None:
                     raise
                 on_failure(region, error)
+            else:
+                planned[key] = record, source, found.shipped and source == "database"
         plans = tuple(RegionPlan(region, *planned[region.key]) for region in regions if region.key in planned)
         return GraphPlan(plans, spent_us)
 
@@ -200,9 +203,12 @@ class Planner:
 
     def look_up_all(self, region_keys: Iterable[str]) -> dict[str, PlanRecord]:
         """The stored plans of exactly these regions that are current, by region; asked for all at once."""
+        found = self._find_all(region_keys).items()
+        return {workload: lookup.hit for workload, lookup in found if lookup.hit is not None}
+
+    def _find_all(self, region_keys: Iterable[str]) -> dict[str, Lookup[PlanRecord]]:
         asked = [self.key(region_key) for region_key in region_keys]
-        found = {key.workload: lookup.hit for key, lookup in self.store.get_plans(asked).items()}
-        return {workload: record for workload, record in found.items() if record is not None}
+        return {key.workload: lookup for key, lookup in self.store.get_plans(asked).items()}
 
     def undecided(self, graph: DataflowGraph) -> list[Region]:
         """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""

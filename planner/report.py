@@ -23,10 +23,11 @@ from fuseplan.search.record import GroupChoice, PlanRecord, RecordKey, TuningRec
 if TYPE_CHECKING:
     from fuseplan.costmodel.device import DeviceSpec
     from fuseplan.search.database import Database
+    from fuseplan.search.layered import LayeredDatabase
 
 GROUP_COLUMNS = (
     "workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
-    "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "regime", "key",
+    "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source", "regime", "key",
 )
 REGION_COLUMNS = (
     "workload", "region", "times", "ops", "kernels", "planned_us", "unfused_us", "speedup", "predicted_us",
@@ -52,6 +53,7 @@ class ReportData:
         workloads: What was tuned; empty for records that were imported.
         misses: Look-ups that found nothing, as the database counts them.
         samples: What was measured of each planned region.
+        shipped: Those of the plans that come with the package.
     """
 
     device: str
@@ -62,6 +64,7 @@ class ReportData:
     workloads: tuple[WorkloadSummary, ...] = ()
     misses: tuple[Mapping[str, Any], ...] = ()
     samples: tuple[RegionSamples, ...] = ()
+    shipped: frozenset[RecordKey] = frozenset()
 
     def planned(self) -> Iterator[tuple[WorkloadSummary | None, RegionSummary | None, PlanRecord]]:
         """Every plan with the workload and region it belongs to; without summaries, every stored plan."""
@@ -84,9 +87,17 @@ class ReportData:
 
 
 def load_report(
-    database: Database, device: str, spec: DeviceSpec | None = None, model: str = "", regime: str | None = None
+    database: Database | LayeredDatabase, device: str, spec: DeviceSpec | None = None, model: str = "",
+    regime: str | None = None,
 ) -> ReportData:
-    """Everything stored for ``device``, limited to ``model`` and ``regime`` where they are given.
+    """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
+
+    Args:
+        database: The user's database, or that over the shipped records.
+        device: Identity of the device.
+        spec: The measured device.
+        model: Only what was tuned for this model.
+        regime: ``"eager"`` or ``"graph"``; None for both.
 
     Raises:
         PlanError: Nothing is stored for this device, or for this model on it.
@@ -98,7 +109,10 @@ def load_report(
         known = {workload.model for workload in summaries.load(database, device)}
         close = nearest(model, known)
         hint = f"did you mean {' or '.join(close)}?" if close else f"stored: {', '.join(sorted(known)) or 'none'}"
-        raise PlanError(f"nothing is stored for model {model!r} on this device ({hint}); run `plan tune` for it first")
+        known_here = "; `plan report` without --model shows all that is known of this device" if plans else ""
+        raise PlanError(
+            f"nothing is stored for model {model!r} on this device ({hint}); run `plan tune` for it first{known_here}"
+        )
     if not plans and not records:
         raise PlanError(f"the database has no record of device {device}; run `plan tune` first")
     if model:
@@ -110,7 +124,8 @@ def load_report(
         workloads = tuple(workload for workload in workloads if workload.regime == regime)
     misses = tuple(miss for miss in database.misses() if miss["device"] == device)
     samples = tuple(one for one in stored_samples(database, device, regime) if one.key in plans)
-    return ReportData(device, model, spec, records, plans, workloads, misses, samples)
+    shipped = frozenset(key for key, found in database.get_plans(plans).items() if found.shipped)
+    return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped)
 
 
 # -- groups ---------------------------------------------------------------------------------------------------
@@ -130,7 +145,10 @@ def group_frame(data: ReportData) -> pd.DataFrame:
             if record is None and group.kind != "fused":
                 continue
             key = RecordKey(group.workload or group.label, plan.key.device, plan.key.regime, plan.key.numerics)
-            row = rows.setdefault(key, {**_group_row(group, record), "regime": key.regime, "key": key.workload})
+            source = "shipped" if plan.key in data.shipped else "stored"
+            row = rows.setdefault(
+                key, {**_group_row(group, record), "source": source, "regime": key.regime, "key": key.workload}
+            )
             if workload is not None and region is not None:
                 runs = row.setdefault("runs", {})
                 name = data.name_of(workload)

@@ -17,7 +17,7 @@ from fuseplan.planner.candidates import region_dependencies
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.partition import Choice
-from fuseplan.planner.stored import stored
+from fuseplan.planner.stored import CaptureStore, stored
 from fuseplan.search import codec
 from fuseplan.search.database import Database
 from fuseplan.search.record import RecordKey
@@ -105,7 +105,7 @@ def store(database: Database, samples: RegionSamples) -> None:
     database.put_capture(f"{_PREFIX}/{codec.checksum(' '.join(parts))}", asdict(samples))
 
 
-def load(database: Database, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
+def load(database: CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
     """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
     found = stored(database, RegionSamples, _PREFIX)
     wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]

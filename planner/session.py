@@ -39,7 +39,8 @@ class Session:
     Attributes:
         database: The user's database, open for writing.
         device: Identity key of the device.
-        spec: What was measured on it; None until it is probed.
+        spec: What was measured on it; None until it is probed. Opened for reading, the spec that ships with the
+            package for such a device stands in.
         target: What kernels are compiled for.
         backends: Its kernel back ends, whether or not they can run here.
         settings: What plans are made for.
@@ -53,6 +54,11 @@ class Session:
     backends: tuple[Backend, ...]
     settings: PlanSettings
     shipped: bool = True
+
+    @property
+    def store(self) -> LayeredDatabase:
+        """The user's records over those that ship with the package."""
+        return _with_shipped(self.database, self.device) if self.shipped else LayeredDatabase(self.database, ())
 
     def with_spec(self, spec: DeviceSpec) -> Session:
         """The same session with a newly measured device, stored."""
@@ -70,10 +76,9 @@ class Session:
         on_region: Callable[[str, int, int], None] | None = None,
         learner: Learner | None = None,
     ) -> Planner:
-        """A planner over the user's records and those that ship with the package."""
-        store = LayeredDatabase(self.database, shipped_files(self.device) if self.shipped else ())
+        """A planner over :attr:`store`."""
         return Planner(
-            store, self.spec, self.device, self.target, self.backends, self.settings, tuner, on_region, learner
+            self.store, self.spec, self.device, self.target, self.backends, self.settings, tuner, on_region, learner
         )
 
     def tuner(
@@ -164,14 +169,18 @@ def open_session(
     return Session(
         database=opened,
         device=identity.key(),
-        spec=stored_spec(opened, identity.key()),
+        spec=stored_spec(opened if mode == "write" else _with_shipped(opened, identity.key()), identity.key()),
         target=target,
         backends=backends_for(device_type),
         settings=settings,
     )
 
 
-def stored_spec(database: Database, device: str) -> DeviceSpec | None:
+def _with_shipped(database: Database, device: str) -> LayeredDatabase:
+    return LayeredDatabase(database, shipped_files(device))
+
+
+def stored_spec(database: Database | LayeredDatabase, device: str) -> DeviceSpec | None:
     """The stored device spec; None when there is none that this version can read."""
     found = database.get_device(device)
     if found is None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
 
 from fuseplan.search import codec
 from fuseplan.search.errors import RecordError
 
-if TYPE_CHECKING:
-    from fuseplan.search.database import Database
-
 _T = TypeVar("_T")
 
 
-def stored(database: Database, kind: type[_T], prefix: str) -> list[_T]:
+class CaptureStore(Protocol):
+    """Where they are kept: a database, or a layered one."""
+
+    def captures(self, prefix: str) -> Mapping[str, Mapping[str, Any]]: ...
+
+
+def stored(database: CaptureStore, kind: type[_T], prefix: str) -> list[_T]:
     """Everything of one kind that is kept under ``prefix``; what cannot be read is left out."""
     found = []
     for data in database.captures(f"{prefix}/").values():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from fuseplan.planner.stored import stored
+from fuseplan.planner.stored import CaptureStore, stored
 from fuseplan.search import codec
 from fuseplan.search.record import PlanRecord, RecordKey
 
@@ -154,7 +154,7 @@ def _name(summary: WorkloadSummary) -> str:
     return f"{_PREFIX}/{codec.checksum(' '.join(parts))}"
 
 
-def load(database: Database, device: str | None = None, model: str | None = None) -> tuple[WorkloadSummary, ...]:
+def load(database: CaptureStore, device: str | None = None, model: str | None = None) -> tuple[WorkloadSummary, ...]:
     """Stored summaries of a device and a model (None for any) in natural order; unreadable ones are left out."""
     found = stored(database, WorkloadSummary, _PREFIX)
     wanted = [one for one in found if device in (None, one.device) and _matches(one.model, model)]

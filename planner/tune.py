@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import GraphPlan, RegionPlan
+from fuseplan.planner.recheck import Rechecked, recheck
 from fuseplan.planner.session import Session
 from fuseplan.search.account import TimeAccount
 from fuseplan.search.tuner import Budget, ProgressEvent
@@ -35,11 +36,13 @@ class TuneResult:
         plans: One per workload, in order.
         session: The session with the calibration that the new records gave.
         elapsed_s: Wall time of planning and tuning (capture and probe not included).
+        rechecked: Shipped kernels that were measured here to see whether their times hold.
     """
 
     plans: tuple[WorkloadPlan, ...]
     session: Session
     elapsed_s: float
+    rechecked: tuple[Rechecked, ...] = ()
 
     def distinct(self) -> list[tuple[str, RegionPlan]]:
         """Each distinct region once, with the workload it first occurs in."""
@@ -103,13 +106,15 @@ def tune(
             told = _for_workload(on_region, workload)
             plan = session.planner(tuner, told, learner).plan_graph(graph, scout)
             plans.append(WorkloadPlan(workload, plan))
-    elapsed_s = time.monotonic() - start
-    result = TuneResult(tuple(plans), session, elapsed_s)
+        taken_over = [(graph, one.plan) for (_, graph), one in zip(listed, plans, strict=True)]
+        with account.spend("checking shipped times"):
+            rechecked = recheck(session, taken_over, tuner)
+    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked)
     if not result.measured:
         return result
     with account.spend("calibrating"):
         learner.update(final=True)
-        return TuneResult(result.plans, replace(session, spec=learner.spec).recalibrated(), elapsed_s)
+        return replace(result, session=replace(session, spec=learner.spec).recalibrated())
 
 
 def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, int, int], None] | None:

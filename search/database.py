@@ -42,10 +42,12 @@ class Lookup(Generic[R]):
     Attributes:
         record: The stored record, or None.
         mismatch: Version fields that differ from the caller's; empty for a hit.
+        shipped: It comes with the package, not from the user's database.
     """
 
     record: R | None = None
     mismatch: tuple[str, ...] = ()
+    shipped: bool = False
 
     @property
     def status(self) -> Literal["hit", "stale", "miss"]:

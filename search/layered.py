@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,10 @@ from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, TuningRecord, Versions
 from fuseplan.search.transfer import checked_lines
 
+_KINDS: Mapping[type, str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
+#: Where they are. Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
+FOLDER = Path(__file__).parent / "records"
+
 
 def shipped_files(device: str = "") -> tuple[Path, ...]:
     """Export files in the installed package (``search/records/<device key>-<regime>.jsonl``), in name order.
@@ -22,13 +29,12 @@ def shipped_files(device: str = "") -> tuple[Path, ...]:
     Args:
         device: Only those of the device with this identity key.
     """
-    # Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
-    folder = Path(__file__).parent / "records"
-    return tuple(sorted(folder.glob(f"{device}*.jsonl"))) if folder.is_dir() else ()
+    found = FOLDER.glob("*.jsonl") if FOLDER.is_dir() else ()
+    return tuple(sorted(path for path in found if path.name.startswith(device)))
 
 
 class LayeredDatabase:
-    """Look-ups that ask the user's database first, then the shipped records. Never raises.
+    """Look-ups and lists that ask the user's database first, then the shipped records. Never raises.
 
     A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last.
 
@@ -51,8 +57,7 @@ class LayeredDatabase:
         mine = self.user.get_record(key)
         if mine.status == "hit":
             return mine
-        shipped = self._find(TuningRecord, "tuning_record", key)
-        return _better(mine, Lookup(shipped, self._mismatch(shipped)))
+        return _better(mine, self._shipped(self._find(TuningRecord, key)))
 
     def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
         """The plan of exactly this region key, from the first layer that has a hit."""
@@ -63,9 +68,28 @@ class LayeredDatabase:
         found = self.user.get_plans(keys)
         for key, mine in found.items():
             if mine.status != "hit":
-                shipped = self._find(PlanRecord, "plan_record", key)
-                found[key] = _better(mine, Lookup(shipped, self._mismatch(shipped)))
+                found[key] = _better(mine, self._shipped(self._find(PlanRecord, key)))
         return found
+
+    def plans(self) -> Iterator[PlanRecord]:
+        """Every plan of the user's, and the shipped ones that a look-up would find beside them."""
+        return self._all(PlanRecord, self.user.plans())
+
+    def records(self) -> Iterator[TuningRecord]:
+        """Every tuning record of the user's, and the shipped ones that a look-up would find beside them."""
+        return self._all(TuningRecord, self.user.records())
+
+    def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
+        """Those of the user's layer."""
+        return self.user.captures(prefix)
+
+    def misses(self) -> list[dict[str, Any]]:
+        """Those of the user's layer."""
+        return self.user.misses()
+
+    def get_device(self, device: str) -> dict[str, Any] | None:
+        """The device as the user's probe found it, else as the shipped one did."""
+        return self.user.get_device(device) or next(self._devices(device), None)
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
         """Count a miss in the user's layer."""
@@ -76,16 +100,43 @@ class LayeredDatabase:
             return ()
         return self._versions.mismatch(record.evidence.versions)
 
-    def _find(self, cls: type[R], kind: str, key: RecordKey) -> R | None:
+    def _shipped(self, record: R | None) -> Lookup[R]:
+        return Lookup(record, self._mismatch(record), shipped=record is not None)
+
+    def _all(self, cls: type[R], users: Iterator[R]) -> Iterator[R]:
+        mine = {record.key: record for record in users}
+        shipped = {record.key: record for record in self._decoded(cls) if not self._mismatch(record)}
+        for key in sorted(mine.keys() | shipped.keys(), key=astuple):
+            own = mine.get(key)
+            stale = own is None or self._mismatch(own)
+            found = shipped.get(key, own) if stale else own
+            if found is not None:
+                yield found
+
+    def _find(self, cls: type[R], key: RecordKey) -> R | None:
         """The shipped record of exactly this key; the last one where several files have it."""
         found = None
-        for lines in self._lines:
-            for line in lines:
-                # A text search first: to decode whole files would cost a compilation tens of milliseconds.
-                if line.startswith(f'{{"{kind}"') and f'"{key.workload}"' in line:
-                    record = _decode(cls, kind, line)
-                    found = record if record is not None and record.key == key else found
+        for record in self._decoded(cls, f'"{key.workload}"'):
+            found = record if record.key == key else found
         return found
+
+    def _decoded(self, cls: type[R], text: str = "") -> Iterator[R]:
+        """The shipped records of one kind; those whose line holds ``text``."""
+        kind = _KINDS[cls]
+        for line in itertools.chain.from_iterable(self._lines):
+            # A text search first: to decode whole files would cost a compilation tens of milliseconds.
+            if line.startswith(f'{{"{kind}"') and text in line:
+                record = _decode(cls, kind, line)
+                if record is not None:
+                    yield record
+
+    def _devices(self, device: str) -> Iterator[dict[str, Any]]:
+        for line in itertools.chain.from_iterable(self._lines):
+            if line.startswith('{"device"'):
+                with contextlib.suppress(ValueError):
+                    stored = json.loads(line)
+                    if stored.get("device") == device and isinstance(stored.get("spec"), dict):
+                        yield stored["spec"]
 
     @functools.cached_property
     def _lines(self) -> tuple[tuple[str, ...], ...]:

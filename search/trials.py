@@ -205,14 +205,7 @@ class SubjectRun:
         outcome = self._shop.call(
             SCREENING, jobs.screen_config, self._shop.bench, self._subject, entry.backend, config, self._on_device
         )
-        if not outcome.ok:
-            return replace(blank, reason=outcome.failure)
-        screened: jobs.Screened = outcome.value
-        error = min(screened.verdict.error, 1e300)
-        if screened.time is None:
-            return replace(blank, reason=f"wrong result: {screened.verdict.reason}", error=error)
-        device_us = screened.device.median_us if screened.device is not None else None
-        return replace(blank, median_us=screened.time.median_us, error=error, device_us=device_us)
+        return screened(blank, outcome)
 
     def _note(self, entry: _Entry, position: int, trial: Trial) -> None:
         self._trials[trial.backend, config_key(trial.config)] = trial
@@ -245,6 +238,18 @@ class SubjectRun:
         of = sum(entry.strategy.limit for entry in self._entries)
         if self._shop.progress is not None:
             self._shop.progress(ProgressEvent(self._subject.label, len(self._trials), of, self._best_us, phase))
+
+
+def screened(blank: Trial, outcome: Outcome) -> Trial:
+    """The trial that a screening (:func:`fuseplan.search.jobs.screen_config`) makes of an untimed one."""
+    if not outcome.ok:
+        return replace(blank, reason=outcome.failure)
+    found: jobs.Screened = outcome.value
+    error = min(found.verdict.error, 1e300)
+    if found.time is None:
+        return replace(blank, reason=f"wrong result: {found.verdict.reason}", error=error)
+    device_us = found.device.median_us if found.device is not None else None
+    return replace(blank, median_us=found.time.median_us, error=error, device_us=device_us)
 
 
 def _shares(trials: int, backends: int) -> list[int]:

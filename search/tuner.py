@@ -7,6 +7,8 @@ is stored at once, so a tune that is killed goes on where it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from fuseplan.kernels.backend import Backend, Target
@@ -19,11 +21,12 @@ from fuseplan.search.record import Measurement, RecordKey, Trial, TuningRecord, 
 from fuseplan.search.sequence import Part
 from fuseplan.search.subject import Subject
 from fuseplan.search.timers import Timer, timer_for
-from fuseplan.search.trials import SubjectRun
+from fuseplan.search.trials import SubjectRun, screened
 from fuseplan.search.worker import Executor, WorkerPool
 from fuseplan.search.workshop import (
     OPENING,
     PLAYING_OFF,
+    SCREENING,
     STORING,
     TIMING_OPS,
     Budget,
@@ -172,6 +175,30 @@ class Tuner:
             SubjectError: The unfused chain or its reference fails, or no back end takes part.
         """
         return self._released(SubjectRun(self._shop, subject, self.key(subject), (), whole=False).screen_defaults)
+
+    def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
+        """The kernels of records, compiled beside each other, checked and timed shortly; nothing of it is stored.
+
+        Returns:
+            A trial each; one that failed has the reason.
+        """
+        backends = {backend.name: backend for backend in self.backends}
+        here = [(backends[record.backend], subject.ir, record.config, self.target)
+                for subject, record in kernels if record.backend in backends]
+        compiled = iter(self._shop.compile(here) if here else ())
+        found = []
+        for subject, record in kernels:
+            blank = Trial(record.key, record.backend, record.config, created=now())
+            backend = backends.get(record.backend)
+            if backend is None:
+                found.append(replace(blank, reason=f"no back end called {record.backend} can be used here"))
+                continue
+            outcome = next(compiled)
+            if outcome.ok:
+                screen = partial(self._shop.call, SCREENING, jobs.screen_config, self._shop.bench)
+                outcome = self._released(partial(screen, subject, backend, record.config))
+            found.append(screened(blank, outcome))
+        return found
 
     def play_off(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()

@@ -1,0 +1,145 @@
+"""The first commands on a machine whose device has shipped records: an empty folder, everything found, nothing stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import report_samples as samples
+
+from fuseplan.costmodel.device import current_identity
+from fuseplan.planner import cli, session
+from fuseplan.planner.recheck import Rechecked, verdict
+from fuseplan.planner.stored import stored
+from fuseplan.search import layered, transfer
+from fuseplan.search.database import Database
+from fuseplan.search.record import RecordKey
+
+Run = Callable[..., tuple[int, str, str]]
+TOY = ("--module", "toy_models:gated", "--device", "cpu")
+BUDGET = ("--trials", "1", "--seconds", "0.1")
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*argv: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.run([str(arg) for arg in argv])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The device types that were probed; a probe finds the sample device."""
+    found: list[str] = []
+
+    def fake(kind: str, *_: object, **__: object) -> object:
+        found.append(kind)
+        return replace(samples.SPEC, identity=current_identity("cpu"))
+
+    monkeypatch.setattr(session, "probe", fake)
+    return found
+
+
+@pytest.fixture
+def shipped(plan: Run, probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with records of this machine's processor, as the package has them of an H200."""
+    elsewhere, folder = tmp_path / "elsewhere.db", tmp_path / "records"
+    assert plan("tune", *TOY, *BUDGET, "--db", elsewhere)[0] == 0
+    folder.mkdir()
+    device = current_identity("cpu").key()
+    with Database(elsewhere) as database:
+        transfer.export(database, folder / f"{device}-eager.jsonl")
+    monkeypatch.setattr(layered, "FOLDER", folder)
+    probes.clear()
+    return folder
+
+
+def test_tune_report_and_explain_work_in_this_order(
+    plan: Run, shipped: Path, probes: list[str], tmp_path: Path
+) -> None:
+    db = tmp_path / "mine.db"
+    status, out, err = plan("tune", *TOY, *BUDGET, "--db", db)
+    assert status == 0, err
+    assert "nothing was measured" in out and "come with fuseplan" in out
+    assert "shipped" in out and "silu+mul 3x24 float32" in out
+    assert probes == ["cpu"]
+    with Database(db) as database:
+        assert database.get_device(current_identity("cpu").key()) is not None
+        assert not list(database.plans()) and not list(database.records())
+        assert len(stored(database, Rechecked, "recheck")) == 1
+    assert "measured again 1 of the kernels that come with fuseplan" in out
+    for command in (("report", "--model", "toy_models:gated", "--device", "cpu"), ("explain", *TOY)):
+        status, out, err = plan(*command, "--db", db)
+        assert status == 0, err
+        assert "shipped" in out or "comes with fuseplan" in out
+    again = plan("tune", *TOY, *BUDGET, "--db", db)
+    assert again[0] == 0 and probes == ["cpu"]
+
+
+def test_report_and_explain_work_before_any_tune(plan: Run, shipped: Path, tmp_path: Path) -> None:
+    db = tmp_path / "mine.db"
+    status, out, err = plan("report", "--device", "cpu", "--db", db)
+    assert status == 0, err
+    assert "silu+mul 3x24 float32" in out and "shipped" in out
+    status, out, err = plan("explain", *TOY, "--db", db)
+    assert status == 0, err
+    assert "plan that comes with fuseplan, measured on another such device" in out and "why: the" in out
+    status, _, err = plan("report", "--model", "toy_models:gated", "--device", "cpu", "--db", db)
+    assert status == 2 and "plan tune" in err and "`plan report` without --model" in err
+    for style in ("csv", "markdown", "html"):
+        status, _, err = plan("report", "--format", style, "--device", "cpu", "--db", db, "--out", tmp_path / "r")
+        assert status == 0, err
+
+
+def test_what_is_measured_here_lies_over_what_is_shipped(plan: Run, shipped: Path, tmp_path: Path) -> None:
+    db = tmp_path / "mine.db"
+    status, out, err = plan("tune", *TOY, *BUDGET, "--db", db, "--no-shipped")
+    assert status == 0, err
+    assert "measured again" not in out and "nothing was measured" not in out
+    status, out, err = plan("report", "--model", "toy_models:gated", "--device", "cpu", "--db", db)
+    assert status == 0 and "stored" in out and "shipped" not in out
+
+
+def test_shipped_records_of_other_versions_are_not_reported(plan: Run, shipped: Path, tmp_path: Path) -> None:
+    (path,) = shipped.iterdir()
+    with Database(tmp_path / "older.db") as database:
+        transfer.import_bundle(database, path)
+        for record in list(database.records()):
+            older = replace(record.evidence, versions=replace(record.evidence.versions, torch="1.0"))
+            database.put_record(replace(record, evidence=older))
+        for one in list(database.plans()):
+            older = replace(one.evidence, versions=replace(one.evidence.versions, torch="1.0"))
+            database.put_plan(replace(one, evidence=older))
+        transfer.export(database, path)
+    status, _, err = plan("report", "--device", "cpu", "--db", tmp_path / "mine.db")
+    assert status == 2 and "run `plan tune` first" in err
+
+
+def checked(stored_us: float, measured_us: float | None, failure: str = "") -> Rechecked:
+    return Rechecked(RecordKey("w", "d"), "silu 3x8", stored_us, measured_us, failure)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ((1.0, 1.1, 0.9), ["1.00x their stored times (0.90x to 1.10x)", "hold here"]),
+        ((1.5, 1.6, 1.0), ["1.50x", "do not hold here", "--no-shipped"]),
+        ((0.5, 0.6, 0.7), ["0.60x", "do not hold here", "--no-shipped"]),
+    ],
+)
+def test_the_verdict_gives_the_ratio_and_what_to_do(ratios: tuple[float, ...], words: list[str]) -> None:
+    line = verdict(checked(10.0, 10.0 * ratio) for ratio in ratios)
+    assert "\n" not in line and all(word in line for word in words), line
+
+
+def test_the_verdict_names_a_kernel_that_fails_here() -> None:
+    line = verdict([checked(10.0, 10.0), checked(10.0, None, "wrong result")])
+    assert "1 failed here (silu 3x8: wrong result)" in line and "--no-shipped" in line
+    assert verdict([]) == ""
+

@@ -184,13 +184,14 @@ class Planner:
             if found.hit is None and self.tuner is not None:
                 found = self._find_all([key])[key]  # another process may have tuned it meanwhile
             try:
-                record, source = (found.hit, "database") if found.hit else self._decide(graph, region, book, scout)
+                if found.hit is not None:
+                    planned[key] = found.hit, "database", found.shipped
+                else:
+                    planned[key] = (*self._decide(graph, region, book, scout), False)
             except Exception as error:
                 if on_failure is None:
                     raise
                 on_failure(region, error)
-            else:
-                planned[key] = record, source, found.shipped and source == "database"
         plans = tuple(RegionPlan(region, *planned[region.key]) for region in regions if region.key in planned)
         return GraphPlan(plans, spent_us)
 

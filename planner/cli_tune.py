@@ -185,7 +185,9 @@ def outcome(result: TuneResult) -> str:
     shipped = sum(region.shipped for _, region in distinct)
     stored = len(distinct) - tuned - shipped
     if not tuned:
-        came = f"come with fuseplan ({shipped}) or from the database ({stored})" if shipped else "came from the database"
+        came = "came from the database"
+        if shipped:
+            came = f"come with fuseplan ({shipped}) or from the database ({stored})"
         return f"nothing was measured: all {len(distinct)} distinct regions {came} ({result.elapsed_s:.1f} s)"
     known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "")
     return (

@@ -1,4 +1,4 @@
-"""The first commands on a machine whose device has shipped records: an empty folder, everything found, nothing stored."""
+"""The first commands on a machine whose device has shipped records: an empty folder, everything found."""
 
 from __future__ import annotations
 

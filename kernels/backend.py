@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -54,6 +54,39 @@ class Tunable:
     choices: tuple[int | str, ...]
 
 
+def misfit(config: Config, parameters: Iterable[Tunable], complete: bool = True) -> str | None:
+    """Why ``config`` is no choice among ``parameters``, or None. The reason repeats nothing of what it holds.
+
+    Args:
+        config: From anywhere: a stored one may hold any text and any number.
+        parameters: What it may hold.
+        complete: Every parameter must be there.
+    """
+    known = {parameter.name: parameter.choices for parameter in parameters}
+    if not known.keys() >= config.keys():
+        return f"it has parameters that are unknown here (known: {', '.join(known) or 'none'})"
+    if complete and (missing := known.keys() - config.keys()):
+        return f"it lacks {', '.join(sorted(missing))}"
+    for name, value in config.items():
+        # 1 == 1.0 == True, but their texts differ.
+        if type(value) not in (int, str) or value not in known[name]:
+            return f"its {name} is none of the choices here"
+    return None
+
+
+def checked(config: Config, parameters: Iterable[Tunable]) -> Config:
+    """``config``, if it holds nothing but choices of ``parameters``; it may lack some.
+
+    Whatever turns a config into text or into a loop's bound asks here first.
+
+    Raises:
+        BuildError: It holds something else.
+    """
+    if reason := misfit(config, parameters, complete=False):
+        raise BuildError(f"the configuration cannot be used: {reason}")
+    return config
+
+
 @dataclass(frozen=True)
 class Resources:
     """Facts read back from a compiled kernel. None where the back end cannot know.
@@ -86,6 +119,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     device_type: ClassVar[str]
+    #: Every parameter that some kernel has here, with every value that one can be built with.
+    parameters: ClassVar[tuple[Tunable, ...]] = ()
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -106,6 +141,14 @@ class Backend(ABC):
     @abstractmethod
     def default_config(self, ir: KernelIR, target: Target) -> Config:
         """The configuration used when nothing has been tuned; always feasible."""
+
+    def refuse_config(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        """Why ``config`` is none that a search could have chosen for ``ir`` here, or None. Enumerates nothing.
+
+        Asked of every stored config before it is built. The reason repeats no text of the config.
+        """
+        reason = misfit(config, self.tunables(ir, target)) or self.infeasible(ir, config, target)
+        return None if reason is None or _same(config, self.default_config(ir, target)) else reason
 
     def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
         """Configurations worth trying before any search, best guess first; () when there is no opinion."""
@@ -150,6 +193,10 @@ class Backend(ABC):
             return made[0] if len(made) == 1 else made
 
         return call
+
+
+def _same(one: Config, other: Config) -> bool:
+    return dict(one) == dict(other) and all(type(one[name]) is type(other[name]) for name in other)
 
 
 def config_key(config: Config) -> str:

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuseplan.kernels.backend import Backend, BuildError, Config, Resources, Target, Tunable
+from fuseplan.kernels.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
 from fuseplan.kernels.cpp_build import COMPILER_NAMES, Compiler, build_library, default_cache_dir, find_compiler
 from fuseplan.kernels.cpp_config import (
+    PARAMETERS,
     config_space,
     default_settings,
-    refuse_config,
+    infeasible,
     run_settings,
 )
 from fuseplan.kernels.cpp_emitter import generate
@@ -31,6 +32,7 @@ class CppBackend(Backend):
 
     name: ClassVar[str] = "cpp"
     device_type: ClassVar[str] = "cpu"
+    parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
 
     def __init__(self, cache_dir: Path | None = None, compilers: tuple[str, ...] = COMPILER_NAMES) -> None:
         self._cache_dir = cache_dir or default_cache_dir()
@@ -59,14 +61,19 @@ class CppBackend(Backend):
 
     def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
         """Why ``config`` cannot pay off, or None."""
-        return refuse_config(ir, config, target)
+        return infeasible(ir, config, target)
 
     def default_config(self, ir: KernelIR, target: Target) -> Config:
         """Chosen by bytes and rows."""
         return default_settings(ir, target)
 
     def source(self, ir: KernelIR, config: Config) -> str:
-        """The C++ text; only ``unroll``, ``stage`` and ``stream`` change it."""
+        """The C++ text; only ``unroll``, ``stage`` and ``stream`` change it.
+
+        Raises:
+            BuildError: The config holds what no kernel has, or a size has no C++ spelling.
+        """
+        config = checked(config, PARAMETERS)
         stage, stream = (bool(int(config.get(name, 0))) for name in ("stage", "stream"))
         return generate(ir, int(config["unroll"]), stage, stream)
 

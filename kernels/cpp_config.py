@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from fuseplan.kernels.backend import Config, Target, Tunable
+from fuseplan.kernels.backend import Config, Target, Tunable, checked
 from fuseplan.kernels.cpp_emitter import simplified_segments
 from fuseplan.kernels.cpp_entry import is_strided, is_tiled
 from fuseplan.kernels.cpp_launch import RunSettings
@@ -37,6 +37,17 @@ _UNROLLS = (2, 4)
 _STREAM_BYTES = 16 * 1024 * 1024
 #: Bytes of traffic that take as long as one special-function application on one element.
 _BYTES_PER_SFU = 8
+
+
+#: Every parameter that some kernel has, and what it can be built and run with.
+PARAMETERS = (
+    Tunable("threads", tuple(range(1, 4097))),
+    Tunable("rows_per_task", tuple(range(1, _ROWS_PER_TASK[-1] + 1))),
+    Tunable("col_tile", tuple(2**power for power in range(5, 15))),
+    Tunable("unroll", (1, 2, 4)),
+    Tunable("stage", (0, 1)),
+    Tunable("stream", (0, 1)),
+)
 
 
 def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
@@ -74,7 +85,7 @@ def can_stage(segments: tuple[Segment, ...]) -> bool:
     return any(phase.stages for segment in segments for phase in schedule(segment, stage=True))
 
 
-def refuse_config(ir: KernelIR, config: Config, target: Target) -> str | None:
+def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     """Why a configuration cannot pay off, or None."""
     threads, rows, tile = (int(config[name]) for name in ("threads", "rows_per_task", "col_tile"))
     if threads > max(target.cores, 1):
@@ -176,7 +187,12 @@ def _is_static(segments: tuple[Segment, ...]) -> bool:
 
 
 def run_settings(ir: KernelIR, config: Config, target: Target) -> RunSettings:
-    """The part of a configuration that is passed at run time."""
+    """The part of a configuration that is passed at run time.
+
+    Raises:
+        BuildError: It holds what no kernel has.
+    """
+    config = checked(config, PARAMETERS)
     segments = simplified_segments(ir)
     static = not ir.symbols
     elements = sum(segment.num_rows * segment.cols for segment in segments) if static else _GIL_ELEMENTS

@@ -34,7 +34,7 @@ from fuseplan.kernels.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.ninetoothed_emitter import KERNEL_NAME, emit_ninetoothed
 from fuseplan.kernels.ninetoothed_views import View, Views
 from fuseplan.kernels.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped, plainly
-from fuseplan.kernels.triton_config import MAX_PERSISTENT_COLS, default_config, infeasible, tunables
+from fuseplan.kernels.triton_config import MAX_PERSISTENT_COLS, PARAMETERS, default_config, infeasible, tunables
 from fuseplan.kernels.triton_tile import needs_int64, next_power_of_2, segment_programs, tile_of
 
 _GENERATION = threading.Lock()
@@ -53,6 +53,7 @@ class NinetoothedBackend(GpuBackend):
     """
 
     name: ClassVar[str] = "ninetoothed"
+    parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
 
     def __init__(self, cache_dir: Path | str | None = None) -> None:
         self.store = ModuleStore("ninetoothed", cache_dir)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 
-from fuseplan.kernels.backend import Config
+from fuseplan.kernels.backend import Config, checked
 from fuseplan.kernels.index import Index
 from fuseplan.kernels.ir import KernelIR, Load, Segment, Store
 from fuseplan.kernels.ninetoothed_views import View, Views, has_view
+from fuseplan.kernels.triton_config import PARAMETERS
 from fuseplan.kernels.triton_helpers import plain_helper_sources
 from fuseplan.kernels.triton_tile import Tile, segment_programs, tile_of
 from fuseplan.kernels.triton_values import ValueEmitter, as_emitted, index_extent, literal
@@ -27,7 +28,11 @@ def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
     Args:
         ir: The kernel, with static sizes and rows that fit one block where they are reduced.
         config: ``block_rows``, ``block_cols`` and ``loads``.
+
+    Raises:
+        BuildError: The config holds what no kernel has.
     """
+    config = checked(config, PARAMETERS)
     ir = KernelIR(ir.buffers, tuple(as_emitted(segment, ir.buffers) for segment in ir.segments))
     views = Views(ir)
     names = ", ".join(view.name for view in views.all)

@@ -24,7 +24,7 @@ from fuseplan.kernels.gpu_direct import find_launcher
 from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.overlap import is_overlapped, plainly
-from fuseplan.kernels.triton_config import default_config, infeasible, tunables
+from fuseplan.kernels.triton_config import PARAMETERS, default_config, infeasible, tunables
 from fuseplan.kernels.triton_emitter import KERNEL_NAME, buffer_names, emit_triton
 from fuseplan.kernels.triton_index import symbol_argument
 from fuseplan.kernels.triton_suggestions import suggestions
@@ -42,6 +42,7 @@ class TritonBackend(GpuBackend):
     """
 
     name: ClassVar[str] = "triton"
+    parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
 
     def __init__(self, cache_dir: Path | str | None = None) -> None:
         self.store = ModuleStore("triton", cache_dir)

@@ -7,11 +7,7 @@ from collections.abc import Iterable
 from fuseplan.kernels.backend import Config, Target, Tunable
 from fuseplan.kernels.index import Index, Size, is_static
 from fuseplan.kernels.ir import ITEMSIZE, KernelIR, Load, Segment
-from fuseplan.kernels.overlap import (
-    default_overlap,
-    overlap_tunables,
-    pointless_overlap,
-)
+from fuseplan.kernels.overlap import OVERLAP, OVERLAP_CHOICES, default_overlap, overlap_tunables, pointless_overlap
 from fuseplan.kernels.schedule import reduction_depths, schedule
 from fuseplan.kernels.triton_tile import Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
 
@@ -32,6 +28,17 @@ _NARROW_COLS = 512
 _RESCALING: Config = {"block_rows": 1, "block_cols": 8192, "num_warps": 32}
 #: What a dynamic size counts as where a choice needs a number.
 _TYPICAL_SIZE = 4096
+
+
+#: Every parameter that some kernel has, and what it can be built with.
+PARAMETERS = (
+    Tunable(OVERLAP, ("none", *OVERLAP_CHOICES)),
+    Tunable("block_rows", (1, 2, 4, 8, 16, 32, 64, 128)),
+    Tunable("block_cols", tuple(2**power for power in range(MAX_PERSISTENT_COLS.bit_length()))),
+    Tunable("num_warps", (1, 2, 4, 8, 16, 32)),
+    Tunable("loads", ("early", "late")),
+    Tunable("num_stages", (1, 2, 3)),
+)
 
 
 def _static(size: Size, otherwise: int = _TYPICAL_SIZE) -> int:

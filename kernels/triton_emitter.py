@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from textwrap import indent
 
-from fuseplan.kernels.backend import BuildError, Config
+from fuseplan.kernels.backend import BuildError, Config, checked
 from fuseplan.kernels.ir import KernelIR, Segment
 from fuseplan.kernels.overlap import OVERLAP_IMPORT, is_overlapped
+from fuseplan.kernels.triton_config import PARAMETERS
 from fuseplan.kernels.triton_helpers import helper_sources
 from fuseplan.kernels.triton_index import size_text, symbol_argument
 from fuseplan.kernels.triton_segment import SegmentEmitter
@@ -35,8 +36,9 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
         wide: Do index arithmetic in 64 bits.
 
     Raises:
-        BuildError: A size cannot be written as integer arithmetic.
+        BuildError: A size cannot be written as integer arithmetic, or the config holds what no kernel has.
     """
+    config = checked(config, PARAMETERS)
     signature = ", ".join([*buffer_names(ir), *(symbol_argument(name) for name in ir.symbols)])
     try:
         bodies = [SegmentEmitter(ir.buffers, buffer_names(ir), segment, config).lines() for segment in ir.segments]

@@ -12,8 +12,8 @@ from fuseplan.kernels.cpp_config import (
     config_space,
     count_tasks,
     default_settings,
+    infeasible,
     ir_bytes,
-    refuse_config,
     run_settings,
     stage_bytes,
     thread_choices,
@@ -33,7 +33,7 @@ SAMPLES = [
 def test_the_default_is_feasible_and_names_every_tunable(sample: samples.Sample, cores: int) -> None:
     target = Target("cpu", "native", cores)
     config = default_settings(sample.ir, target)
-    assert refuse_config(sample.ir, config, target) is None
+    assert infeasible(sample.ir, config, target) is None
     assert set(config) == {tunable.name for tunable in config_space(sample.ir, target)}
 
 
@@ -71,14 +71,14 @@ def test_what_cannot_matter_has_one_choice() -> None:
 def test_refusals_name_their_reason(changes: dict[str, int], reason: str) -> None:
     ir = samples.softmax(8, 200_000).ir
     config = {"threads": 1, "rows_per_task": 1, "col_tile": 4096, "unroll": 2, "stage": 0, "stream": 0, **changes}
-    assert reason in (refuse_config(ir, config, Target("cpu", "native", 4)) or "")
+    assert reason in (infeasible(ir, config, Target("cpu", "native", 4)) or "")
 
 
 def test_a_tile_wider_than_the_row_is_refused_when_a_smaller_one_covers_it() -> None:
     ir, target = samples.broadcast_add(64, 3000).ir, Target("cpu", "native", 1)
     base = {"threads": 1, "rows_per_task": 1, "unroll": 2, "stage": 0, "stream": 0}
     tiles = next(one.choices for one in config_space(ir, target) if one.name == "col_tile")
-    feasible = [tile for tile in tiles if refuse_config(ir, {**base, "col_tile": tile}, target) is None]
+    feasible = [tile for tile in tiles if infeasible(ir, {**base, "col_tile": tile}, target) is None]
     assert feasible == [1024, 4096]
 
 

@@ -208,6 +208,8 @@ def test_refusals_and_build_errors_say_why(backend: TritonBackend, tmp_path: Pat
     with pytest.raises(BuildError, match="gfx942"):
         backend.prepare(sample.ir, config, Target("cuda", "gfx942", 304))
     with pytest.raises(BuildError, match="could not compile"):
+        backend.prepare(sample.ir, config, Target("cuda", "sm_20", 16))
+    with pytest.raises(BuildError, match="num_warps"):
         backend.prepare(sample.ir, {**config, "num_warps": 3}, SM90)
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -12,6 +12,14 @@ from fuseplan.planner.resolve import OnMiss
 Numerics = Literal["fp32", "eager"]
 Regime = Literal["eager", "graph"]
 
+#: What the names of ``torch.compile``'s modes ask for; Hugging Face's ``CompileConfig`` passes ``"reduce-overhead"``.
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {"cuda_graphs": True},
+    "max-autotune": {"cuda_graphs": True, "on_miss": "tune"},
+    "max-autotune-no-cudagraphs": {"on_miss": "tune"},
+}
+
 _CHOICES = {"on_miss": get_args(OnMiss), "numerics": get_args(Numerics), "regime": get_args(Regime)}
 
 
@@ -66,17 +74,20 @@ class DispatchOptions:
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> DispatchOptions:
-    """The options of one ``torch.compile`` call.
+    """The options of one ``torch.compile`` call; those given win over what the mode asks for.
 
     Raises:
-        ConfigError: An option or value is unknown; the message names the nearest one.
+        ConfigError: A mode, an option or a value is unknown; the message names the nearest one.
 
     >>> parse_options({"on_miss": "unfused"}).on_miss
     'unfused'
+    >>> parse_options(None, mode="reduce-overhead").cuda_graphs
+    True
     """
-    if mode not in (None, "default"):
-        raise ConfigError(f"mode {mode!r} is not supported by backend 'fuseplan'; pass options={{...}} instead")
-    given = dict(options or {})
+    mode = "default" if mode is None else mode
+    if mode not in MODES:
+        raise ConfigError(f"unknown mode {mode!r} of backend 'fuseplan'; {_advice(str(mode), MODES)}")
+    given = {**MODES[mode], **(options or {})}
     known = [field.name for field in fields(DispatchOptions)]
     for name, value in given.items():
         if name not in known:

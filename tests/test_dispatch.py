@@ -18,6 +18,7 @@ import fuseplan.planner
 from fuseplan.planner.dispatch import fuseplan as backend
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.options import parse_options
+from fuseplan.planner.resolve import Resolved
 
 
 @pytest.fixture(autouse=True)
@@ -181,11 +182,64 @@ def test_unknown_options_are_named(options: dict[str, Any], message: str) -> Non
     assert str(caught.value) == message
 
 
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no database is named, this test's own."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+
 def test_a_mistake_in_options_reaches_the_caller(db: Path) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="did you mean 'on_miss'"):
         compiled(swiglu, db, on_mis="tune")(torch.ones(2, 2), torch.ones(2, 2))
-    with pytest.raises(ConfigError, match="mode 'max-autotune' is not supported"):
-        parse_options({}, "max-autotune")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"unknown mode .*did you mean 'reduce-overhead'"):
+        torch.compile(swiglu, backend="fuseplan", mode="reduce-overheads")(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("mode", "cuda_graphs", "on_miss"),
+    [
+        ("default", False, "model"),
+        ("reduce-overhead", True, "model"),
+        ("max-autotune", True, "tune"),
+        ("max-autotune-no-cudagraphs", False, "tune"),
+    ],
+)
+def test_modes_of_torch_compile_are_understood(
+    mode: str, cuda_graphs: bool, on_miss: str, own_folder: None, kernels: ReferenceBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolved: list[Any] = []
+    graphed: list[Any] = []
+
+    def resolve(session: Any, graph: Any, on_miss: Any, tally: Any) -> Resolved:
+        resolved.append(on_miss)
+        return Resolved((), ())
+
+    def keep(call: Any, *args: Any) -> Any:
+        graphed.append(args)
+        return call
+
+    monkeypatch.setattr("fuseplan.planner.dispatch.resolve", resolve)
+    monkeypatch.setattr("fuseplan.planner.dispatch.graphed", keep)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(torch.compile(swiglu, backend="fuseplan", mode=mode)(x, x), swiglu(x, x))
+    assert (len(graphed), resolved) == (cuda_graphs, [on_miss])
+
+
+def test_options_win_over_the_mode() -> None:
+    parsed = parse_options({"on_miss": "unfused"}, "max-autotune")
+    assert (parsed.on_miss, parsed.cuda_graphs) == ("unfused", True)
+
+
+def test_generate_compiles_with_a_compile_config_as_hugging_face_makes_it(
+    own_folder: None, kernels: ReferenceBackend
+) -> None:
+    from transformers import CompileConfig
+
+    config = CompileConfig(backend="fuseplan", dynamic=False, fullgraph=True)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(torch.compile(swiglu, **config.to_dict())(x, x), swiglu(x, x))
+    assert fuseplan.planner.stats().groups_fused == 1
 
 
 def test_debug_compares_each_kernel_in_its_first_call(

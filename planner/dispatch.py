@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,7 +30,6 @@ from fuseplan.planner.normalise import normalise
 from fuseplan.planner.options import DispatchOptions, parse_options
 from fuseplan.planner.placement import Traced
 from fuseplan.planner.plan import PlanSettings
-from fuseplan.planner.recipes import mutates
 from fuseplan.planner.resolve import resolve
 from fuseplan.planner.session import Session, open_session
 from fuseplan.planner.tally import Tally, new_tally
@@ -55,13 +54,13 @@ def fuseplan(
         gm: The graph.
         example_inputs: Its inputs: tensors and integers.
         options: See :class:`~fuseplan.planner.options.DispatchOptions`.
-        mode: Only None or ``"default"``.
+        mode: A name of :data:`~fuseplan.planner.options.MODES`.
 
     Returns:
         A function with the graph's signature. It never fails where the graph itself would not.
 
     Raises:
-        ConfigError: An option or value is unknown.
+        ConfigError: A mode, an option or a value is unknown.
     """
     parsed = parse_options(options, mode)
     tally = new_tally(_compile_id())
@@ -89,8 +88,8 @@ def compile_graph(
     for name, number in asdict(module.meta["attention"]).items():
         tally.count(name, number)
     normalised = normalise(module)
-    if _may_alias(example_inputs) and any(mutates(op) for op in normalised.graph):
-        raise RefusedError("inputs share memory and the graph writes in place")
+    if _writes_shared(example_inputs, normalised.written):
+        raise RefusedError("inputs share memory that the graph writes to")
     traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes)
     device_type = _device_type(example_inputs)
     session = _open(device_type, options)
@@ -176,7 +175,10 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
     return device_type
 
 
-def _may_alias(example_inputs: Sequence[Any]) -> bool:
-    """True when two inputs lie in one storage (Dynamo passes the same tensor only once)."""
-    storages = Counter(item.untyped_storage()._cdata for item in example_inputs if isinstance(item, torch.Tensor))
-    return any(count > 1 for count in storages.values())
+def _writes_shared(example_inputs: Sequence[Any], written: Collection[int]) -> bool:
+    """True when memory that is written holds two inputs (Dynamo passes the same tensor only once)."""
+    storages = {
+        at: item.untyped_storage()._cdata for at, item in enumerate(example_inputs) if isinstance(item, torch.Tensor)
+    }
+    counts = Counter(storages.values())
+    return any(counts[storages[at]] > 1 for at in written)

@@ -83,13 +83,10 @@ class DatabaseError(FuseplanError):
 
 
 class CompilerMissingError(FuseplanError):
-    """No C++ compiler on this machine."""
+    """No kernel back end can run on this machine: on a CPU, there is no C++ compiler."""
 
-    def __init__(self, tried: Iterable[str] = ("c++", "g++", "clang++")) -> None:
-        super().__init__(
-            f"no C++ compiler found (tried {', '.join(tried)}); install g++ or clang++, "
-            "until then every group runs unfused"
-        )
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"no kernel back end can be used, so there is nothing to tune ({reason})")
 
 
 class DeviceError(FuseplanError):

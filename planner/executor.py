@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +28,6 @@ from fuseplan.planner.fallback import (
     Fused,
     GroupPlan,
     RefusedError,
-    UnfusedChain,
     failure_reason,
 )
 from fuseplan.planner.flow import flow_of
@@ -35,6 +35,7 @@ from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.placement import Placement, Traced, fused_graph
 from fuseplan.planner.reuse import plan_reuse
 from fuseplan.planner.tally import Tally
+from fuseplan.planner.unfused import run_unfused
 from fuseplan.planner.view_chains import collapse_views
 
 logger = logging.getLogger("fuseplan")
@@ -104,8 +105,8 @@ def executable(
         if isinstance(slot, _Slot) and slot in placed:
             group = placed[slot]
             tally.fused(group.plan.source)
-            chain = UnfusedChain(traced.graph, group.plan.ops, group.lowered)
-            namespace[name] = FirstCall(group, chain, namespace, name, tally, debug, overwriting.get(slot))
+            unfused = partial(run_unfused, traced, group.plan.ops, group.lowered, target.device_type)
+            namespace[name] = FirstCall(group, unfused, namespace, name, tally, debug, overwriting.get(slot))
     if debug:
         logger.info("fused graph:\n%s", module.code)
     return forward

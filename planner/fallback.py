@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,10 +14,7 @@ from fuseplan.kernels.index import evaluate
 from fuseplan.kernels.ir import Buffer, KernelIR
 from fuseplan.kernels.reference import torch_dtype
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.execute import run_node
-from fuseplan.planner.graph import DataflowGraph, OpNode
 from fuseplan.planner.lower import Lowered, NotLowerable
-from fuseplan.planner.subject import group_nodes
 from fuseplan.planner.tally import Source, Tally
 
 #: ``fused(*inputs, *symbol values)``: a tensor, or a tuple of tensors where the group has several outputs.
@@ -84,7 +81,7 @@ class FirstCall:
 
     Args:
         group: The group with its kernel.
-        chain: Its ATen ops.
+        unfused: Runs its ATen ops on given arguments (:func:`~fuseplan.planner.unfused.run_unfused`).
         namespace: Where calls look the kernel up, by ``name``.
         name: Its name there.
         tally: Counts a failure.
@@ -95,7 +92,7 @@ class FirstCall:
     def __init__(
         self,
         group: BuiltGroup,
-        chain: UnfusedChain,
+        unfused: Callable[[Sequence[Any]], tuple[Any, Fused]],
         namespace: dict[str, Any],
         name: str,
         tally: Tally,
@@ -104,7 +101,7 @@ class FirstCall:
     ) -> None:
         self._group = group
         self._later = group.call if in_place is None else in_place
-        self._chain = chain
+        self._unfused = unfused
         self._namespace = namespace
         self._name = name
         self._tally = tally
@@ -119,8 +116,8 @@ class FirstCall:
             reason = f"first call failed: {failure_reason(error)}"
             self._tally.fall_back(reason, group.plan.source)
             logger.warning("group %s runs unfused from now on: %s", group.plan.label or self._name, reason)
-            self._namespace[self._name] = self._chain
-            return self._chain(*args)
+            result, self._namespace[self._name] = self._unfused(args)
+            return result
         self._namespace[self._name] = self._later
         if self._debug:
             self._compare(result, args)
@@ -128,7 +125,7 @@ class FirstCall:
 
     def _compare(self, result: Any, args: Sequence[Any]) -> None:
         """Log how far the kernel is from the ATen ops; one that works in place is tried on copies, too."""
-        label, expected = self._group.plan.label or self._name, self._chain(*args)
+        label, (expected, _) = self._group.plan.label or self._name, self._unfused(args)
         difference = largest_difference(result, expected)
         logger.info("%s differs from its ATen ops by at most %.3g", label, difference)
         if self._later is not self._group.call:
@@ -148,57 +145,26 @@ def check_layouts(ir: KernelIR, args: Sequence[Any]) -> None:
     count = len(ir.inputs)
     symbols = dict(zip(ir.symbols, args[count:], strict=True))
     for buffer, tensor in zip(ir.inputs, args[:count], strict=True):
-        expected = _layout(buffer, symbols)
+        expected = layout_of(buffer, symbols)
         actual = (tuple(tensor.shape), tuple(tensor.stride()))
-        if not _same_layout(actual, expected) or tensor.dtype != torch_dtype(buffer.dtype):
+        if not same_layout(actual, expected) or tensor.dtype != torch_dtype(buffer.dtype):
             raise RefusedError(f"input is {tensor.dtype} {actual}, the kernel expects {buffer.dtype} {expected}")
 
 
 #: Shape and strides.
-_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _same_layout(one: _Layout, other: _Layout) -> bool:
+def same_layout(one: Layout, other: Layout) -> bool:
     """Equal, but for strides over a single element, which are free."""
     return one[0] == other[0] and all(
         own == its for extent, own, its in zip(one[0], one[1], other[1], strict=True) if extent != 1
     )
 
 
-def _laid_out(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor itself when its strides are those, else a copy that has them."""
-    if _same_layout((tuple(tensor.shape), tuple(tensor.stride())), (shape, strides)):
-        return tensor
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _layout(buffer: Buffer, symbols: Mapping[str, int]) -> _Layout:
+def layout_of(buffer: Buffer, symbols: Mapping[str, int]) -> Layout:
+    """Shape and strides of a buffer for these sizes."""
     return (
         tuple(evaluate(extent, symbols) for extent in buffer.shape),
         tuple(evaluate(stride, symbols) for stride in buffer.strides),
     )
-
-
-class UnfusedChain:
-    """A group as the ATen ops it replaced, called like its kernel; results are laid out like the kernel's."""
-
-    def __init__(self, graph: DataflowGraph, ops: Iterable[str], lowered: Lowered) -> None:
-        self._nodes: tuple[OpNode, ...] = group_nodes(graph, ops, lowered)
-        self._inputs = lowered.inputs
-        self._outputs = lowered.outputs
-        self._symbols = lowered.ir.symbols
-        self._buffers = lowered.ir.outputs
-
-    def __call__(self, *args: Any) -> Any:
-        count = len(self._inputs)
-        values: dict[str, torch.Tensor] = dict(zip(self._inputs, args[:count], strict=True))
-        symbols = dict(zip(self._symbols, args[count:], strict=True))
-        device = args[0].device if count else None
-        for node in self._nodes:
-            results = run_node(node, [values[name] for name in node.inputs], device, symbols)
-            values.update(zip(node.outputs, results, strict=True))
-        outputs = tuple(
-            _laid_out(values[name], *_layout(buffer, symbols))
-            for name, buffer in zip(self._outputs, self._buffers, strict=True)
-        )
-        return outputs[0] if len(outputs) == 1 else outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -160,6 +160,7 @@ class Planner:
         graph: DataflowGraph,
         scout: Scout | None = None,
         on_failure: Callable[[Region, Exception], None] | None = None,
+        keys: Collection[str] | None = None,
     ) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
 
@@ -168,8 +169,9 @@ class Planner:
             scout: Has prepared some of its regions already.
             on_failure: Told about a region that cannot be planned, which is then left out with all regions equal to
                 it. Without it the error is raised.
+            keys: Of the regions to plan; None for all.
         """
-        regions = find_regions(graph)
+        regions = [region for region in find_regions(graph) if keys is None or region.key in keys]
         book = scout.book(graph) if scout is not None else self._book(graph)
         planned: dict[str, tuple[PlanRecord, Source, bool]] = {}
         distinct = unique_regions(regions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +29,7 @@ MAX_RATIO = 4
 
 logger = logging.getLogger("fuseplan")
 _LOGGED: set[tuple[str, str]] = set()
+_WARNED: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,13 @@ class Resolved:
 def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> Resolved:
     """Plan ``graph``, whose sizes may be dynamic (they are looked up by their hints, then by neighbouring sizes).
 
-    Never raises for lack of a plan: what cannot be planned stays unfused and is counted in ``tally``.
+    Never raises for lack of a plan: what cannot be planned stays unfused and is counted in ``tally``. Where no kernel
+    can be built at all nothing is looked up: the graph is refused, and the first one warns.
     """
+    if (reason := session.unusable()) is not None:
+        tally.refuse(reason)
+        _warn_once(f"fuseplan fuses nothing here: {reason}")
+        return Resolved((), ())
     start = time.perf_counter()
     planner = session.planner()
     static = bind_graph(graph)
@@ -68,6 +75,14 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     groups = tuple(_groups(session, graph, plans, tally))
     tally.spent(time.perf_counter() - start)
     return Resolved(tuple(plans), groups)
+
+
+def _warn_once(message: str) -> None:
+    """Log every time, warn in the first: a process compiles hundreds of graphs."""
+    logger.info(message)
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, stacklevel=2)
 
 
 def _report_misses(planner: Planner, graph: DataflowGraph, regions: Iterable[Region], tally: Tally) -> None:
@@ -163,15 +178,15 @@ def _plans_on_miss(
     try:
         if on_miss == "tune":
             with session.tuner(Budget.on(session.target.device_type)) as tuner:
-                planned = session.planner(tuner).plan_graph(graph, on_failure=drop)
+                planned = session.planner(tuner).plan_graph(graph, on_failure=drop, keys=keys)
         else:
-            planned = session.planner().plan_graph(graph, on_failure=drop)
+            planned = session.planner().plan_graph(graph, on_failure=drop, keys=keys)
     except Exception as error:  # there is no tuner, or it cannot be shut down
         reason = f"planning failed: {failure_reason(error)}"
         tally.refuse(reason)
         logger.warning("%d regions run unfused: %s", len(regions), reason)
         return []
-    return [plan for plan in planned.regions if plan.region.key in keys]
+    return list(planned.regions)
 
 
 # -- groups -----------------------------------------------------------------------------------------------

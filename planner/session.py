@@ -60,6 +60,13 @@ class Session:
         """The user's records over those that ship with the package."""
         return _with_shipped(self.database, self.device) if self.shipped else LayeredDatabase(self.database, ())
 
+    def unusable(self) -> str | None:
+        """Why no kernel can be built here by any back end, None where one can."""
+        reasons = {backend.name: backend.unavailable() for backend in self.backends}
+        if not all(reasons.values()):
+            return None
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
     def with_spec(self, spec: DeviceSpec) -> Session:
         """The same session with a newly measured device, stored."""
         self.database.put_device(self.device, json.loads(spec.to_json()))
@@ -97,11 +104,9 @@ class Session:
         Raises:
             CompilerMissingError: No kernel back end can be used here.
         """
-        reasons = {backend.name: backend.unavailable() for backend in self.backends}
-        if all(reasons.values()):
-            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise CompilerMissingError(f"no kernel back end can be used, so there is nothing to tune ({listed})")
-        usable = [backend for backend in self.backends if reasons[backend.name] is None]
+        if (reason := self.unusable()) is not None:
+            raise CompilerMissingError(reason)
+        usable = [backend for backend in self.backends if backend.unavailable() is None]
         return Tuner(
             self.database, self.target, usable, self.device, budget, seed, self.settings.regime,
             self.settings.numerics, executor, progress=progress, account=account,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.index import Size, evaluate, symbols_of
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import torch_dtype
 from fuseplan.planner.binding import bind_spec
@@ -111,22 +114,63 @@ def reference_results(
 
 
 def chain_module(
-    nodes: Iterable[OpNode], inputs: Sequence[str], outputs: Sequence[str], device: str | None = None
+    nodes: Iterable[OpNode], inputs: Sequence[str], outputs: Sequence[str], device: str | None = None,
+    symbols: Sequence[str] = (),
 ) -> fx.GraphModule:
-    """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs) -> tuple of outputs``."""
+    """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs, *sizes) -> tuple of outputs``.
+
+    Args:
+        nodes: The ops.
+        inputs: Names of the values that are given.
+        outputs: Names of the values to return.
+        device: Where ops without operands create their result.
+        symbols: Names of the dynamic sizes whose numbers are given after the inputs.
+
+    A node of the graph that computes one value has its name as ``meta["value"]``.
+    """
     graph = fx.Graph()
     values: dict[str, fx.Node] = {name: graph.placeholder(f"arg{number}") for number, name in enumerate(inputs)}
+    sizes = {name: graph.placeholder(f"size{number}") for number, name in enumerate(symbols)}
+    for name, made in values.items():
+        made.meta["value"] = name
     for node in nodes:
-        args, kwargs = bind_call(node, [values[name] for name in node.inputs], None, device)
+        sized = replace(node, attrs=_computed(node.attrs, graph, sizes))
+        args, kwargs = bind_call(sized, [values[name] for name in node.inputs], None, device)
         call = graph.call_function(resolve_op(node.op), tuple(args), dict(kwargs))
         if len(node.outputs) == 1:
             values[node.outputs[0]] = call
+            call.meta["value"] = node.outputs[0]
             continue
         for number, name in enumerate(node.outputs):
             values[name] = graph.call_function(_item, (call, number))
     graph.output(tuple(values[name] for name in outputs))
     graph.eliminate_dead_code()
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _computed(value: Any, graph: fx.Graph, sizes: Mapping[str, fx.Node]) -> Any:
+    """Attributes with nodes in place of dynamic sizes."""
+    if isinstance(value, Mapping):
+        return {name: _computed(item, graph, sizes) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_computed(item, graph, sizes) for item in value]
+    if not isinstance(value, sympy.Expr):
+        return value
+    names = sorted(symbols_of(value))
+    return graph.call_function(_SizeOf(value, names), tuple(sizes[name] for name in names))
+
+
+class _SizeOf:
+    """A dynamic size as a function of its symbols, which remembers its results; FX asks it for its name."""
+
+    __name__ = __qualname__ = "size_of"
+    __module__ = "fuseplan"
+
+    def __init__(self, size: Size, names: Sequence[str]) -> None:
+        self._of = cache(lambda *numbers: evaluate(size, dict(zip(names, numbers, strict=True))))
+
+    def __call__(self, *numbers: int) -> int:
+        return self._of(*numbers)
 
 
 def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ def fresh_start() -> Iterator[None]:
     torch._dynamo.reset()
     fuseplan.planner.reset_stats()
     resolve._LOGGED.clear()
+    resolve._WARNED.clear()
     torch.manual_seed(0)
     with torch.no_grad():
         yield

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> ReferenceBackend:
         ({"build_failure": "ld: no space left"}, "BuildError: ld: no space left"),
         ({"fails_in_call": True}, "first call failed: RuntimeError: illegal instruction"),
         ({"refusal": "no bfloat16"}, "cpp: no bfloat16"),
-        ({"missing": "no C++ compiler found"}, "cpp: no C++ compiler found"),
     ],
 )
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -67,6 +69,67 @@ def test_a_failing_back_end_costs_only_the_group(
     assert done.fallbacks == {reason: 2}
     assert (done.groups_fused, done.unfused) == (0, 2)
     assert len(broken.calls) == (2 if broken.fails_in_call else 0)  # tried once each, never again
+
+
+@pytest.mark.parametrize("on_miss", ["model", "tune", "unfused"])
+def test_without_a_compiler_the_first_warning_and_every_graph_say_so(
+    on_miss: str, db: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="fuseplan")
+    use(monkeypatch, ReferenceBackend(missing="no C++ compiler found"))
+    x = torch.randn(3, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for function in (swiglu, lambda one, other: swiglu(other, one)):
+            torch.testing.assert_close(compiled(function, db, on_miss=on_miss)(x, x), swiglu(x, x))
+    said = [str(one.message) for one in caught if "fuseplan" in str(one.message)]
+    assert said == ["fuseplan fuses nothing here: cpp: no C++ compiler found"]
+    assert fuseplan.planner.stats().fallbacks == {"cpp: no C++ compiler found": 2}
+    assert sum("cpp: no C++ compiler found" in message for message in caplog.messages) == 2
+
+
+class Calls:
+    """Python functions that are entered while it is installed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            self.names.append(frame.f_code.co_name)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_group_that_failed_is_not_interpreted_afterwards(dynamic: bool, db: Path, monkeypatch: Any) -> None:
+    use(monkeypatch, ReferenceBackend(fails_in_call=True))
+    made: list[Any] = []
+
+    def keeping(gm: Any, example_inputs: Any) -> Any:
+        made.append(backend(gm, example_inputs, options={"db": str(db)}))
+        return made[-1]
+
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        twice = torch.sigmoid(torch.cat([x, x]) * 2.0)
+        return twice.view(2, x.shape[0], x.shape[1]).sum(-1), twice[x.shape[0] :]
+
+    sizes = (5, 9) if dynamic else (5,)
+    fast = torch.compile(halves, backend=keeping, dynamic=dynamic)
+    for rows in sizes:
+        x = torch.randn(rows, 7)
+        for one, other in zip(fast(x), halves(x), strict=True):
+            torch.testing.assert_close(one, other)
+    done = fuseplan.planner.stats()
+    assert len(made) == 1 and done.unfused > 0 and done.groups_fused == 0
+    calls = Calls()
+    arguments = (rows, 7, x) if dynamic else (x,)
+    sys.setprofile(calls)
+    try:
+        made[0](*arguments)
+    finally:
+        sys.setprofile(None)
+    # The graph's own function, one for each group that failed, and sizes that are remembered.
+    groups = done.unfused
+    assert len([name for name in calls.names if name != "__call__"]) <= 1 + groups + 1, calls.names
 
 
 def test_one_failing_group_leaves_the_others_fused(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
@@ -203,4 +266,15 @@ def test_inputs_that_share_memory_and_are_written_stay_unfused(db: Path, kernels
     mine, theirs = torch.ones(4, 3), torch.ones(4, 3)
     result = compiled(overlapping, db)(mine, mine[1:])
     torch.testing.assert_close(result, overlapping(theirs, theirs[1:]))
-    assert refusals() == ["inputs share memory and the graph writes in place"]
+    assert refusals() == ["inputs share memory that the graph writes to"]
+
+
+def test_inputs_that_share_memory_stay_fused_where_other_memory_is_written(db: Path, kernels: ReferenceBackend) -> None:
+    def shifted(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(part)
+        made[1:] = torch.sigmoid(part[:-1]) * 2.0
+        return (x[: part.shape[0]] + made) * torch.tanh(made)
+
+    x = torch.randn(6, 3)
+    torch.testing.assert_close(compiled(shifted, db)(x, x[2:]), shifted(x, x[2:]))
+    assert fuseplan.planner.stats().fallbacks == {} and fuseplan.planner.stats().groups_fused > 0

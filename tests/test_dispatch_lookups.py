@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,30 @@ def test_tune_on_miss_stores_a_plan(db: Path, kernels: ReferenceBackend, monkeyp
     torch._dynamo.reset()
     compiled(swiglu, db)(x, x)
     assert fuseplan.planner.stats().from_database == 1
+
+
+def test_what_a_neighbouring_size_serves_is_not_tuned(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
+    def two_regions(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(swiglu(x, y) @ weight) * 2.0
+
+    inputs = torch.randn(5, 8), torch.randn(5, 8)
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    store_plans(swiglu, inputs, db, ({"s0": 4}, {"s0": 8}))
+    tuned: list[list[str]] = []
+    by_model = Planner._by_model
+
+    def decide(planner: Planner, graph: Any, region: Any, book: Any, scout: Any) -> Any:
+        tuned.append([graph.op(name).op for name in region.ops])
+        return by_model(planner, graph, region, book), "tuned"
+
+    monkeypatch.setattr("fuseplan.planner.session.Session.tuner", lambda self, budget: nullcontext())
+    monkeypatch.setattr(Planner, "_decide", decide)
+    result = compiled(two_regions, db, on_miss="tune")(*inputs, weight := torch.randn(8, 6))
+    torch.testing.assert_close(result, two_regions(*inputs, weight))
+    assert tuned == [["aten.tanh.default", "aten.mul.Tensor"]]
+    done = fuseplan.planner.stats()
+    assert (done.bucketed, done.from_database, done.from_tuned) == (1, 1, 1)
 
 
 def test_a_stored_do_not_fuse_is_obeyed(db: Path, kernels: ReferenceBackend) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fuseplan.planner.bench import EAGER, INDUCTOR, OURS, BenchRow, failure, mode_rows
+from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
 from fuseplan.planner.build import Model, rewind
+from fuseplan.planner.peers_inductor import without_chatter
 from fuseplan.planner.session import Session
 from fuseplan.planner.tally import reset_stats, stats
 from fuseplan.planner.workload import Workload
@@ -144,7 +146,8 @@ def bench_model(
             reset_stats()
             try:
                 forward = Forward(_compiled(session, model, name), args, own, workload)
-                output = first_tensor(forward())
+                with without_chatter() if name == MAX_AUTOTUNE else nullcontext():
+                    output = first_tensor(forward())
             except Exception as error:  # a peer that cannot compile the model must not end the bench
                 note = failure(error)
                 yield from (BenchRow(contestant=name, mode=mode, note=note, **common) for mode in modes)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +43,19 @@ def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max
     if not _same(program(list(inputs)), expected):
         return whole  # its calling convention is not the plain one for this chain
     return lambda *operands: program(list(operands))
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """Keep what TorchInductor prints of each matmul it tunes, and of choices that do not fit, off the terminal."""
+    log = logging.getLogger("torch._inductor.select_algorithm")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _same(outputs: Any, expected: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -22,7 +23,7 @@ from fuseplan.planner.bench_cells import cell
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.fallback import GroupPlan
 from fuseplan.planner.peers import FLASHINFER, LIGER, PEERS, Case, Contestant, PeerError, fused, peer_names
-from fuseplan.planner.peers_inductor import _equal
+from fuseplan.planner.peers_inductor import _equal, without_chatter
 from fuseplan.planner.recipes import kind_of
 from fuseplan.search.verify import errors
 
@@ -339,3 +340,15 @@ def test_contestants_by_default_take_inputs_and_return_outputs() -> None:
     plain = Contestant(lambda one: one + 1)
     assert plain.operands([x]) == (x,)
     assert plain.outputs(x, ()) == [x] and plain.outputs((x, x), ()) == [x, x]
+
+
+def test_what_max_autotune_prints_of_each_matmul_stays_off_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("torch._inductor.select_algorithm")
+    before = log.level
+    with without_chatter():
+        sys.stderr.write("Autotune Choices Stats:\n")
+        log.error("Runtime error during autotuning")
+    assert capsys.readouterr().err == ""
+    assert log.level == before
+    sys.stderr.write("an error of our own\n")
+    assert capsys.readouterr().err == "an error of our own\n"

@@ -67,7 +67,7 @@ template <class T> FP_INLINE T fp_remainder(T a, T b) { return a - b * fp_floord
   FP_INLINE float fp_##name(float x) { return __builtin_##name##f(x); }                     \
   FP_INLINE double fp_##name(double x) { return __builtin_##name(x); }                      \
   FP_INLINE vd fp_##name(vd x) { return each(x, [](double t) { return __builtin_##name(t); }); }
-FP_LIBM(floor) FP_LIBM(ceil) FP_LIBM(exp) FP_LIBM(exp2) FP_LIBM(log) FP_LIBM(sin) FP_LIBM(cos) FP_LIBM(tanh) FP_LIBM(erf)
+FP_LIBM(floor) FP_LIBM(ceil) FP_LIBM(exp) FP_LIBM(exp2) FP_LIBM(log) FP_LIBM(log1p) FP_LIBM(sin) FP_LIBM(cos) FP_LIBM(tanh) FP_LIBM(erf)
 FP_INLINE float fp_pow(float x, float y) { return __builtin_powf(x, y); }
 FP_INLINE double fp_pow(double x, double y) { return __builtin_pow(x, y); }
 FP_INLINE vf fp_pow(vf x, vf y) { return each(x, y, [](float a, float b) { return __builtin_powf(a, b); }); }
@@ -163,6 +163,11 @@ FP_INLINE vf fp_log(vf x) {
   y = x == 0.0f ? splat<vf>(-__builtin_inff()) : y;
   y = x < 0.0f ? splat<vf>(__builtin_nanf("")) : y;
   return (x == __builtin_inff()) | (x != x) ? x : y;
+}
+
+FP_INLINE vf fp_log1p(vf x) {  // what rounding 1 + x loses, over 1 + x, is what the logarithm lacks
+  vf u = 1.0f + x, lost = (x - (u - 1.0f)) / u;
+  return fp_log(u) + ((u > 0.0f) & (u < __builtin_inff()) ? lost : splat<vf>(0.0f));
 }
 
 FP_INLINE vf fp_tanh(vf x) {

@@ -69,7 +69,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Gather:
-    """The part of an address that is data: ``value`` (an int64 value id) times ``stride``, for ``extent`` such rows."""
+    """The part of an address that is data: ``value`` (an int64 value id) times ``stride``, for ``extent`` such rows.
+
+    Where several coordinates are data, ``value`` is their distance from the first element, ``stride`` is 1, and
+    ``extent`` is the least of their sizes: every one of them may be any number below it.
+    """
 
     value: int
     stride: Size

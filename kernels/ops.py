@@ -89,6 +89,7 @@ _ROWS: tuple[OpSpec, ...] = (
     OpSpec("exp", 1, torch.exp, "fp_exp({0})", "_exp({0})", unit="sfu"),
     OpSpec("exp2", 1, torch.exp2, "fp_exp2({0})", "tl.exp2({0})", unit="sfu"),
     OpSpec("log", 1, torch.log, "fp_log({0})", "tl.log({0})", unit="sfu"),
+    OpSpec("log1p", 1, torch.log1p, "fp_log1p({0})", "_log1p({0})", flops=4.0, unit="sfu"),
     OpSpec("sqrt", 1, torch.sqrt, "fp_sqrt({0})", "tl.sqrt({0})", unit="sfu"),
     OpSpec("rsqrt", 1, torch.rsqrt, "fp_rsqrt({0})", "tl.rsqrt({0})", unit="sfu"),
     OpSpec("sin", 1, torch.sin, "fp_sin({0})", "_sin({0})", flops=2.0, unit="sfu"),

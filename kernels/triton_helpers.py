@@ -59,6 +59,17 @@ def _sigmoid(x):
     return result
 '''
 
+# What rounding 1 + x loses, over 1 + x, is what the logarithm lacks.
+_LOG1P = '''
+@triton.jit
+def _log1p(x):
+    """Logarithm of 1 + x, accurate for small x too."""
+    u = 1.0 + x
+    usual = (u > 0.0) & (u < float("inf"))
+    lost = (x - (u - 1.0)) / tl.where(usual, u, 1.0)
+    return tl.log(u) + tl.where(usual, lost, 0.0)
+'''
+
 # Rational and polynomial approximations below 0.625: Cephes tanh and tanhf (Moshier). Above: 1 - 2 / (1 + exp(2|x|)).
 _TANH = '''
 @triton.jit
@@ -203,6 +214,7 @@ _HELPERS = {
     "_remainder": _REMAINDER,
     "_exp": _EXP,
     "_sigmoid": _SIGMOID,
+    "_log1p": _LOG1P,
     "_tanh": _TANH,
     "_erf": _ERF,
     "_round": _ROUND,

@@ -12,14 +12,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.kernels.index import Index, Size, flatten
+from fuseplan.kernels.index import Index, Size, as_size, divides, flatten
 from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
 from fuseplan.kernels.rewrite import cheaper_arithmetic
 from fuseplan.planner.coalesce import coalesce, split_words
 from fuseplan.planner.graph import DataflowGraph, TensorSpec
 from fuseplan.planner.puller import AcrossColumns, Group, NotLowerable, Puller, Space, column
 from fuseplan.planner.recipes import find_recipe, kind_of
-from fuseplan.planner.views import Position
+from fuseplan.planner.views import Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "group_outputs", "lower"]
 
@@ -102,6 +102,8 @@ class _Plan:
     cols: Size
     #: For each tensor dimension the axis that walks it, None when it stays at 0.
     axes: tuple[int | None, ...]
+    #: The shape whose dimensions those are, where a folded row is several of the value's own (row-major) dimensions.
+    viewed: tuple[Size, ...] | None = None
 
 
 class _Lowering:
@@ -151,6 +153,13 @@ class _Lowering:
             order = _row_order(plans[largest], self.graph.specs[largest])
             beside = [value for value in wanted if plans[value] == plans[largest]]
             ordered |= {value: _reordered(plans[value], order) for value in (*sharing, *beside)}
+            if plans[largest].viewed is not None:
+                # A result beside it that folds nothing walks the same rows, not rows of its own.
+                shape = self.graph.specs[largest].shape
+                ordered |= {
+                    value: ordered[largest] for value in wanted
+                    if self._reduced_size(value) is None and self.graph.specs[value].shape == shape
+                }
         return list((plans | ordered).items())
 
     def _space(self, value: str) -> _Plan:
@@ -169,6 +178,9 @@ class _Lowering:
         # for across the columns, and the value is tried again with rows alone.
         if rank and spec.shape[-1] == reduced and value not in self.row_wise:
             return _Plan(spec.shape[:-1], reduced, tuple(range(rank)))
+        viewed = _viewed_as_rows(spec.shape, reduced)
+        if viewed is not None:
+            return _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed)
         if rank and isinstance(spec.shape[-1], int) and spec.shape[-1] == 1:
             return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))
         return _Plan(spec.shape, reduced, tuple(range(rank)))
@@ -189,8 +201,9 @@ class _Lowering:
                 continue
             if producer in self.members:
                 recipe = find_recipe(node.op)
-                if recipe is not None and recipe.reduced_dim is not None:
-                    sizes.append(recipe.reduced_size(node, self.graph.specs))
+                size = recipe.reduced_size(node, self.graph.specs) if recipe is not None else None
+                if size is not None:
+                    sizes.append(size)
             stack.extend(node.inputs)
         distinct = list(dict.fromkeys(sizes))
         if len(distinct) > 1:
@@ -242,6 +255,8 @@ class _Lowering:
                     else Index.coord(axis, space.rows[axis])
                     for axis in plan.axes
                 )
+                if plan.viewed is not None:
+                    position = reshape_position(position, plan.viewed, spec.shape)
                 if piece > 0 and col_axis not in plan.axes:
                     break
                 stored = Puller(self.group, space).stored(value, position)
@@ -276,7 +291,18 @@ def _without_unit_rows(plan: _Plan) -> _Plan:
     kept = [axis for axis, extent in enumerate(plan.rows) if not (isinstance(extent, int) and extent == 1)]
     numbers: dict[int | None, int] = {axis: number for number, axis in enumerate((*kept, len(plan.rows)))}
     rows = tuple(plan.rows[axis] for axis in kept)
-    return _Plan(rows, plan.cols, tuple(numbers.get(axis) for axis in plan.axes))
+    return _Plan(rows, plan.cols, tuple(numbers.get(axis) for axis in plan.axes), plan.viewed)
+
+
+def _viewed_as_rows(shape: tuple[Size, ...], length: Size) -> tuple[Size, ...] | None:
+    """``shape`` with its last dimensions as rows of ``length`` elements each; None where one or none of them fits."""
+    inner: Size = 1
+    for kept in reversed(range(len(shape))):
+        count = divides(length, as_size(shape[kept] * inner))
+        if count is not None and kept < len(shape) - 1 and divides(inner, length) is not None:
+            return (*shape[:kept], count, length)
+        inner = as_size(shape[kept] * inner)
+    return None
 
 
 def _memory_order(spec: TensorSpec) -> list[int]:
@@ -289,6 +315,8 @@ def _memory_order(spec: TensorSpec) -> list[int]:
 
 def _row_order(plan: _Plan, spec: TensorSpec) -> list[int]:
     """The row axes of ``plan`` from slowest to fastest in the memory of its value."""
+    if plan.viewed is not None:
+        return list(range(len(plan.rows)))
     axes = [plan.axes[dim] for dim in _memory_order(spec)]
     return [axis for axis in axes if axis is not None and axis < len(plan.rows)]
 
@@ -296,7 +324,8 @@ def _row_order(plan: _Plan, spec: TensorSpec) -> list[int]:
 def _reordered(plan: _Plan, order: Sequence[int]) -> _Plan:
     """The same space with its row axes in another order."""
     places: dict[int | None, int] = {axis: place for place, axis in enumerate((*order, len(plan.rows)))}
-    return _Plan(tuple(plan.rows[axis] for axis in order), plan.cols, tuple(places.get(axis) for axis in plan.axes))
+    rows = tuple(plan.rows[axis] for axis in order)
+    return _Plan(rows, plan.cols, tuple(places.get(axis) for axis in plan.axes), plan.viewed)
 
 
 def _static_size(spec: TensorSpec) -> int:

@@ -29,7 +29,7 @@ from fuseplan.planner.views import Position
 
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | {"bfloat16", "float16"}
-#: Stands for the coordinate that data gives, while an address is made.
+#: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
 _DATA_AXIS = -1
 
 
@@ -121,13 +121,13 @@ class Puller:
         spec = self.specs[value]
         if node is None or spec.dtype not in _ROUNDED:
             return self.cast(self.pull(value, position), register_type(spec.dtype))
-        return self.cast(self._computed(node, position), register_type(spec.dtype))
+        return self.cast(self._computed(node, value, position), register_type(spec.dtype))
 
     def _produce(self, value: str, position: Position) -> int:
         graph = self._group.graph
         node = self._member(value)
         if node is not None:
-            return self._rounded(self._computed(node, position), self.specs[value].dtype)
+            return self._rounded(self._computed(node, value, position), self.specs[value].dtype)
         producer = graph.producer(value)
         if producer is not None and kind_of(graph.op(producer), graph.specs) == "view":
             view = graph.op(producer)
@@ -146,11 +146,12 @@ class Puller:
         node = graph.op(producer)
         return None if kind_of(node, graph.specs) == "view" else node
 
-    def _computed(self, node: OpNode, position: Position) -> int:
+    def _computed(self, node: OpNode, value: str, position: Position) -> int:
         recipe = find_recipe(node.op)
         if recipe is None:
             raise NotLowerable(f"{node.op} has no lowering")
-        return recipe.build(self, node, position)
+        builds = (recipe.build, *recipe.others)
+        return builds[node.outputs.index(value)](self, node, position)
 
     def _rounded(self, value: int, dtype: str) -> int:
         """What is left of a value in its own dtype, where that matters to those who read it."""
@@ -255,18 +256,22 @@ class Puller:
             total = self.apply(combine, total, element(column(space, piece)))
         return space.emit(Reduce(self.dtype_of(total), kind, total))
 
-    def lookup(self, node: OpNode, value: str, position: Position, dim: int, at: int) -> int:
-        """``value`` at ``position`` with the value id ``at`` as its coordinate along ``dim``.
+    def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
+        """``value`` at ``position``, where the coordinates along the dimensions ``picked`` are data: value ids.
 
-        Where ``at`` is no position of ``value`` (ATen raises, or worse), nothing is read and the result is NaN (0 for
-        integers).
+        Where one of them is no position of ``value`` (ATen raises, or worse), nothing is read and the result is NaN (0
+        for integers).
 
         Raises:
-            NotLowerable: The group computes ``value`` itself, or reads it through a view that cuts ``dim`` up.
+            NotLowerable: The group computes ``value`` itself, or reads it through a view that cuts such a dimension up.
         """
-        graph, extent = self._group.graph, self.specs[value].shape[dim]
-        marker = Index(0, ((Coord(_DATA_AXIS, extent), 1),))
-        position = (*position[:dim], marker, *position[dim + 1 :])
+        graph = self._group.graph
+        extents = {dim: self.specs[value].shape[dim] for dim in picked}
+        axes = {dim: _DATA_AXIS - number for number, dim in enumerate(picked)}
+        position = tuple(
+            Index(0, ((Coord(axes[dim], extents[dim]), 1),)) if dim in picked else index
+            for dim, index in enumerate(position)
+        )
         while (producer := graph.producer(value)) is not None and kind_of(graph.op(producer), graph.specs) == "view":
             view = graph.op(producer)
             value, position = VIEW_MAPS[view.op](view, value, position, graph.specs)
@@ -274,17 +279,38 @@ class Puller:
             raise NotLowerable(f"{node.op} looks up {value}, which the group computes")
         spec = self.specs[value]
         index = flatten(position, spec.strides)
-        if not index.is_affine_in(_DATA_AXIS):
+        if not all(index.is_affine_in(axis) for axis in axes.values()):
             raise NotLowerable(f"{node.op} looks up {value} through a view that cuts the dimension up")
-        at = self.cast(at, "int64")
-        inside = self.apply("lt", at, self.iota(Index(extent)))
-        inside = self.apply("logical_and", self.apply("ge", at, self.const(0, "int64")), inside)
-        mask = inside if self._mask is None else self.apply("logical_and", self._mask, inside)
+        ids = {dim: self.cast(at, "int64") for dim, at in picked.items()}
+        mask = self._mask
+        for dim, at in ids.items():
+            inside = self.apply("lt", at, self.iota(Index(extents[dim])))
+            inside = self.apply("logical_and", self.apply("ge", at, self.const(0, "int64")), inside)
+            mask = inside if mask is None else self.apply("logical_and", mask, inside)
         dtype = register_type(spec.dtype)
         missing = math.nan if dtype.startswith("float") else 0.0
-        gather = Gather(at, index.coefficient(_DATA_AXIS), extent)
-        rest = index.substitute({_DATA_AXIS: Index(0)})
+        strides = {dim: index.coefficient(axis) for dim, axis in axes.items()}
+        gather = self._gather(ids, strides, extents)
+        rest = index.substitute({axis: Index(0) for axis in axes.values()})
         return self._space.emit(Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
+
+    def _gather(self, ids: Mapping[int, int], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
+        """One term of an address for all coordinates that are data: their distance from the first element."""
+        (first, at), *others = ids.items()
+        if not others:
+            return Gather(at, strides[first], extents[first])
+        parts = [self.apply("mul", at, self.iota(Index(strides[dim]))) for dim, at in ids.items()]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.apply("add", total, part)
+        known = [extent for extent in extents.values() if isinstance(extent, int)]
+        return Gather(total, 1, min(known) if known else extents[first])
+
+    def row_shape(self, node: OpNode) -> tuple[Size, ...]:
+        """Operand 0's shape as a folding op walks it: what counts its rows, then the number of elements of a row."""
+        recipe = find_recipe(node.op)
+        assert recipe is not None
+        return recipe.row_shape(node, self.specs)
 
     def row_position(self, node: OpNode, position: Position) -> Position:
         """Check that ``position`` names one row (mentions no column): a row statistic is asked for once per row."""

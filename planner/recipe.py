@@ -27,20 +27,34 @@ class Recipe:
     """How an op is lowered.
 
     Attributes:
-        build: Emits the value at a position of the op's result.
-        reduced_dim: Gives the dimensions the op folds; None for pointwise ops.
+        build: Emits the value at a position of the op's (first) result.
+        reduced_dim: Gives the dimensions of operand 0 that the op folds (none where it writes a short fold out); None
+            for pointwise ops.
         refuse: Gives the reason when this instance cannot be lowered (an unsupported attribute), else None.
+        rows: Gives ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
+        others: The same as ``build`` for each further result.
     """
 
     build: Build
     reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
     refuse: Callable[[OpNode, Specs], str | None] | None = None
+    rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None
+    others: tuple[Build, ...] = ()
 
-    def reduced_size(self, node: OpNode, specs: Specs) -> Size:
-        """Number of elements folded into each result."""
+    def reduced_size(self, node: OpNode, specs: Specs) -> Size | None:
+        """Number of elements folded into each result; None when the op folds no row here."""
+        if self.reduced_dim is None or not self.reduced_dim(node, specs):
+            return None
+        return self.row_shape(node, specs)[-1]
+
+    def row_shape(self, node: OpNode, specs: Specs) -> tuple[Size, ...]:
+        """Operand 0's shape as the op walks it: what counts its rows, then the number of elements of a row."""
         assert self.reduced_dim is not None
         shape = specs[node.inputs[0]].shape
-        return product(shape[dim] for dim in self.reduced_dim(node, specs))
+        if self.rows is not None:
+            return self.rows(node, specs)
+        kept = len(shape) - len(self.reduced_dim(node, specs))
+        return (*shape[:kept], product(shape[kept:]))
 
 
 def result_type(p: Puller, node: OpNode) -> RegisterType:

@@ -10,6 +10,9 @@ from typing import Literal, TypeAlias
 
 from fuseplan.planner.graph import OpNode
 from fuseplan.planner.recipe import DTYPES, Recipe
+from fuseplan.planner.recipes_activation import activation_recipes
+from fuseplan.planner.recipes_index import indexing_recipes
+from fuseplan.planner.recipes_norm import normalising_recipes
 from fuseplan.planner.recipes_pointwise import pointwise_recipes
 from fuseplan.planner.recipes_rearrange import rearranging_recipes
 from fuseplan.planner.recipes_reduce import reducing_recipes
@@ -19,7 +22,10 @@ __all__ = ["RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "kind_of",
 
 OpKind: TypeAlias = Literal["view", "compute", "extern"]
 
-RECIPES: dict[str, Recipe] = {**pointwise_recipes(), **rearranging_recipes(), **reducing_recipes()}
+RECIPES: dict[str, Recipe] = {
+    **pointwise_recipes(), **activation_recipes(), **rearranging_recipes(), **indexing_recipes(), **reducing_recipes(),
+    **normalising_recipes(),
+}
 
 
 def find_recipe(op: str) -> Recipe | None:
@@ -53,6 +59,8 @@ def why_extern(node: OpNode, specs: Specs) -> str | None:
     if recipe.reduced_dim is not None:
         rank = len(specs[node.inputs[0]].shape)
         dims = recipe.reduced_dim(node, specs)
-        if sorted(dims) != list(range(rank - len(dims), rank)) or len(dims) != 1:
-            return f"{node.op}: reduces dimensions {dims} of {rank}; only the last one is supported"
+        if sorted(dims) != list(range(rank - len(dims), rank)):
+            return f"{node.op}: reduces dimensions {dims} of {rank}; only the last ones are supported"
+        if len(dims) == rank > 1:
+            return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
     return recipe.refuse(node, specs) if recipe.refuse is not None else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fuseplan.kernels.ir import RegisterType, register_type
 from fuseplan.planner.graph import OpNode
-from fuseplan.planner.recipe import Recipe, argument, float_result, result_type
+from fuseplan.planner.recipe import INTEGERS, Recipe, argument, float_result, result_type
 from fuseplan.planner.recipes_convert import bitwise_recipes, convert
 from fuseplan.planner.views import Position, Specs
 
@@ -72,6 +72,21 @@ def _div(p: Puller, node: OpNode, position: Position) -> int:
     return p.apply("div", a, argument(p, node, "other", 1, position, dtype))
 
 
+def _floor_divide(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    return p.apply("int_floordiv", p.operand(node, 0, position, dtype), p.const(node.attrs["other"], dtype))
+
+
+def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
+    """Integers by a number that is known: ATen raises where a divisor is zero, and rounds floats in another way."""
+    if node.attrs.get("rounding_mode", "floor") != "floor":
+        return f"{node.op}: rounding mode {node.attrs['rounding_mode']}"
+    if specs[node.outputs[0]].dtype not in INTEGERS:
+        return f"{node.op}: result of dtype {specs[node.outputs[0]].dtype}, only integers are supported"
+    divisor = node.attrs.get("other")
+    return None if isinstance(divisor, int) and divisor else f"{node.op}: the divisor is no number other than zero"
+
+
 def _rsub(p: Puller, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     a = p.operand(node, 0, position, dtype)
@@ -110,47 +125,6 @@ def _pow_tensor(p: Puller, node: OpNode, position: Position) -> int:
     return p.apply("pow", base, p.operand(node, len(node.inputs) - 1, position, dtype))
 
 
-def _silu(p: Puller, node: OpNode, position: Position) -> int:
-    x = p.operand(node, 0, position, result_type(p, node))
-    return p.apply("mul", x, p.apply("sigmoid", x))
-
-
-def _gelu(p: Puller, node: OpNode, position: Position) -> int:
-    """0.5 x (1 + erf(x / sqrt 2)), or the tanh approximation (Hendrycks & Gimpel, arXiv:1606.08415).
-
-    The latter is 0.5 x (1 + tanh u), which is x sigmoid(2u): one exponential, and nothing cancels where it is small.
-    """
-    dtype = result_type(p, node)
-    x = p.operand(node, 0, position, dtype)
-    if node.attrs.get("approximate", "none") == "tanh":
-        double = 2.0 * math.sqrt(2.0 / math.pi)
-        curve = p.apply("mul", p.apply("mul", x, x), p.const(0.044715 * double, dtype))
-        inner = p.apply("mul", x, p.apply("add", curve, p.const(double, dtype)))
-        return p.apply("mul", x, p.apply("sigmoid", inner))
-    curve = p.apply("erf", p.apply("mul", x, p.const(math.sqrt(0.5), dtype)))
-    half = p.apply("mul", x, p.const(0.5, dtype))
-    return p.apply("mul", half, p.apply("add", curve, p.const(1.0, dtype)))
-
-
-def _relu(p: Puller, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    return p.apply("maximum", p.operand(node, 0, position, dtype), p.const(0, dtype))
-
-
-def _clamp(p: Puller, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    x = p.operand(node, 0, position, dtype)
-    low = node.attrs.get("min", node.attrs.get("min_val"))
-    high = node.attrs.get("max", node.attrs.get("max_val"))
-    if low is not None:
-        x = p.apply("maximum", x, p.const(low, dtype))
-    return x if high is None else p.apply("minimum", x, p.const(high, dtype))
-
-
-def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:
-    return None if len(node.inputs) == 1 else f"{node.op}: tensor bounds are not supported"
-
-
 def _where(p: Puller, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     condition = p.operand(node, 0, position, "bool")
@@ -177,7 +151,8 @@ def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
 def pointwise_recipes() -> dict[str, Recipe]:
     """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
-    for name in ("exp", "exp2", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal"):
+    for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
+                 "reciprocal"):
         rows[f"aten.{name}.default"] = _unary(name)
     for name in ("neg", "abs", "floor", "ceil", "round"):
         rows[f"aten.{name}.default"] = _unary(name)
@@ -185,16 +160,15 @@ def pointwise_recipes() -> dict[str, Recipe]:
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _binary(name)
     for name in ("div", "true_divide"):
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = Recipe(_div, refuse=float_result)
-    rows["aten.maximum.default"], rows["aten.minimum.default"] = _binary("maximum"), _binary("minimum")
+    rows["aten.maximum.default"] = rows["aten.max.other"] = _binary("maximum")
+    rows["aten.minimum.default"] = rows["aten.min.other"] = _binary("minimum")
+    for name in ("floor_divide.default", "floor_divide.Scalar", "div.Scalar_mode", "div.Tensor_mode"):
+        rows[f"aten.{name}"] = Recipe(_floor_divide, refuse=_floor_divide_refuse)
     rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub)
     rows["aten.pow.Tensor_Scalar"] = Recipe(_pow_scalar, refuse=float_result)
     rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = Recipe(_pow_tensor, refuse=float_result)
     rows["aten.square.default"] = Recipe(
         lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), 2))
-    rows["aten.silu.default"], rows["aten.gelu.default"] = Recipe(_silu), Recipe(_gelu)
-    rows["aten.relu.default"] = Recipe(_relu)
-    for name in ("clamp.default", "clamp_min.default", "clamp_max.default", "hardtanh.default"):
-        rows[f"aten.{name}"] = Recipe(_clamp, refuse=_clamp_refuse)
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _comparison(name)
     for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):

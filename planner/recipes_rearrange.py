@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fuseplan.kernels.index import Index, Size, as_size, product
+from fuseplan.kernels.index import Index, Size, as_size, divides, known_less_equal, product
+from fuseplan.kernels.ir import RegisterType
 from fuseplan.planner.graph import OpNode
 from fuseplan.planner.recipe import Recipe, result_type
 from fuseplan.planner.views import MAY_COPY, VIEW_MAPS, Position, Specs, normalise_dim, reshape_position
@@ -50,12 +51,16 @@ def _triangle(keep: str) -> Recipe:
 
 
 def _cat(p: Puller, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
+    return _joined(p, node.inputs, dim, position, result_type(p, node))
+
+
+def _joined(p: Puller, values: Sequence[str], dim: int, position: Position, dtype: RegisterType) -> int:
+    """What lies at ``position`` of ``values`` put one after another along ``dim``."""
     index = position[dim]
     # ATen skips empty parts, and one-dimensional empty ones whatever the rank of the others.
-    shapes = {value: p.specs[value].shape for value in node.inputs}
-    parts = [value for value in node.inputs if len(shapes[value]) == len(position) and shapes[value][dim] != 0]
+    shapes = {value: p.specs[value].shape for value in values}
+    parts = [value for value in values if len(shapes[value]) == len(position) and shapes[value][dim] != 0]
     starts: list[Size] = [0]
     for value in parts:
         starts.append(as_size(starts[-1] + shapes[value][dim]))
@@ -65,6 +70,98 @@ def _cat(p: Puller, node: OpNode, position: Position) -> int:
         return puller.cast(puller.pull(parts[number], moved), dtype)
 
     return _choose(p, index, starts, piece, 0)
+
+
+def _diff(p: Puller, node: OpNode, position: Position) -> int:
+    """The next element less this one, along a dimension at whose ends other tensors may be put on."""
+    dtype = result_type(p, node)
+    dim = normalise_dim(node.attrs.get("dim", -1), len(position))
+    itself, *others = node.inputs
+    before = [] if "prepend" in node.attrs or not others else [others.pop(0)]
+    values = (*before, itself, *others)
+    here = _joined(p, values, dim, position, dtype)
+    following = (*position[:dim], position[dim] + 1, *position[dim + 1 :])
+    return p.apply("sub", _joined(p, values, dim, following, dtype), here)
+
+
+def _diff_refuse(node: OpNode, specs: Specs) -> str | None:
+    if node.attrs.get("n", 1) != 1:
+        return f"{node.op}: differences of order {node.attrs['n']}"
+    return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
+
+
+def _margins(node: OpNode, specs: Specs) -> list[tuple[Size, Size]]:
+    """For each dimension, how much a pad puts before and after it (below zero: takes away)."""
+    given, rank = node.attrs["pad"], len(specs[node.inputs[0]].shape)
+    pairs = [(given[at], given[at + 1]) for at in range(0, len(given), 2)]
+    return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+
+
+def _pad(p: Puller, node: OpNode, position: Position) -> int:
+    """The operand with a constant around it, which reads nothing."""
+    source, dtype = node.inputs[0], result_type(p, node)
+    margins, shape = _margins(node, p.specs), p.specs[source].shape
+
+    def at(puller: Puller, moved: Position) -> int:
+        dim = len(moved)
+        if dim == len(shape):
+            return puller.cast(puller.pull(source, moved), dtype)
+        before, after = margins[dim]
+        end = as_size(before + shape[dim])
+        # Where each part of the dimension starts, and whether it is the operand's.
+        parts: list[tuple[Size, bool]] = [(0, False), (before, True)] if _adds(before) else [(0, True)]
+        parts += [(end, False)] if _adds(after) else []
+        inside = (*moved, position[dim] + as_size(-before))
+
+        def piece(q: Puller, number: int) -> int:
+            return at(q, inside) if parts[number][1] else q.const(node.attrs.get("value") or 0, dtype)
+
+        return _choose(puller, position[dim], [*(start for start, _ in parts), as_size(end + after)], piece, 0)
+
+    return at(p, ())
+
+
+def _adds(margin: Size) -> bool:
+    return not isinstance(margin, int) or margin > 0
+
+
+def _pad_refuse(node: OpNode, specs: Specs) -> str | None:
+    mode = node.attrs.get("mode", "constant")
+    if mode != "constant":
+        return f"{node.op}: mode {mode}"
+    sizes = (size for pair in _margins(node, specs) for size in pair)
+    known = all(isinstance(size, int) or known_less_equal(0, size) for size in sizes)
+    return None if known else f"{node.op}: whether it adds or takes away is not known"
+
+
+def _repeat(p: Puller, node: OpNode, position: Position) -> int:
+    source = node.inputs[0]
+    shape = p.specs[source].shape
+    own = position[len(position) - len(shape) :] if shape else ()
+    repeats = node.attrs["repeats"][len(position) - len(shape) :]
+    return p.pull(source, tuple(
+        index if isinstance(times, int) and times == 1 else index % extent
+        for index, extent, times in zip(own, shape, repeats, strict=True)
+    ))
+
+
+def _upsample(p: Puller, node: OpNode, position: Position) -> int:
+    source = node.inputs[0]
+    factors = _factors(node, p.specs)
+    return p.pull(source, tuple(index // factor for index, factor in zip(position, factors, strict=True)))
+
+
+def _factors(node: OpNode, specs: Specs) -> list[Size]:
+    """How many times each dimension grows; 0 where that is no whole number."""
+    pairs = zip(specs[node.inputs[0]].shape, specs[node.outputs[0]].shape, strict=True)
+    return [divides(size, grown) or 0 for size, grown in pairs]
+
+
+def _upsample_refuse(node: OpNode, specs: Specs) -> str | None:
+    # ATen multiplies by a float, which is exact for these.
+    if all(isinstance(factor, int) and factor > 0 and factor & (factor - 1) == 0 for factor in _factors(node, specs)):
+        return None
+    return f"{node.op}: a size does not grow by a power of two"
 
 
 def _choose(p: Puller, index: Index, starts: list[Size], piece: Callable[[Puller, int], int], first: int) -> int:
@@ -104,29 +201,6 @@ def _repeat_interleave(p: Puller, node: OpNode, position: Position) -> int:
     return p.pull(source, (*position[:dim], position[dim] // repeats, *position[dim + 1 :]))
 
 
-def _embedding(p: Puller, node: OpNode, position: Position) -> int:
-    """Rows of a table. An index outside it, which ATen refuses, gives NaN and reads nothing."""
-    row = p.operand(node, 1, position[:-1])
-    return p.lookup(node, node.inputs[0], (Index(0), position[-1]), 0, row)
-
-
-def _index_select(p: Puller, node: OpNode, position: Position) -> int:
-    dim = normalise_dim(node.attrs["dim"], len(position))
-    return p.lookup(node, node.inputs[0], position, dim, p.pull(node.inputs[1], (position[dim],)))
-
-
-def _gather(p: Puller, node: OpNode, position: Position) -> int:
-    dim = normalise_dim(node.attrs["dim"], len(position))
-    return p.lookup(node, node.inputs[0], position, dim, p.pull(node.inputs[1], position))
-
-
-def _ranks_refuse(node: OpNode, specs: Specs) -> str | None:
-    ranks = [len(specs[value].shape) for value in node.inputs]
-    if node.op == "aten.index_select.default":
-        return None if ranks[0] and ranks[1] == 1 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
-    return None if ranks[0] == ranks[1] != 0 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
-
-
 def rearranging_recipes() -> dict[str, Recipe]:
     """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
@@ -141,9 +215,12 @@ def rearranging_recipes() -> dict[str, Recipe]:
     rows["aten.tril.default"], rows["aten.triu.default"] = _triangle("lower"), _triangle("upper")
     rows["aten.cat.default"] = rows["aten.concat.default"] = Recipe(_cat)
     rows["aten.stack.default"] = Recipe(_stack)
-    rows["aten.embedding.default"] = Recipe(_embedding)
-    rows["aten.index_select.default"] = Recipe(_index_select, refuse=_ranks_refuse)
-    rows["aten.gather.default"] = Recipe(_gather, refuse=_ranks_refuse)
+    rows["aten.diff.default"] = Recipe(_diff, refuse=_diff_refuse)
+    rows["aten.pad.default"] = rows["aten.constant_pad_nd.default"] = Recipe(_pad, refuse=_pad_refuse)
+    rows["aten.repeat.default"] = Recipe(_repeat)
+    for dims in (1, 2, 3):
+        for name in ("vec", "default"):
+            rows[f"aten.upsample_nearest{dims}d.{name}"] = Recipe(_upsample, refuse=_upsample_refuse)
     rows["aten.repeat_interleave.self_int"] = Recipe(_repeat_interleave)
     for name in MAY_COPY:
         rows[name] = Recipe(_copy_reshape)

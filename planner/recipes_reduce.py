@@ -1,18 +1,18 @@
-"""Recipes of ops that fold the last dimension: sums, means, softmax, normalisations."""
+"""Recipes of ops that fold the last dimensions: sums, means, softmax, the position of the largest element."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fuseplan.kernels.index import Index, Size
-from fuseplan.kernels.ir import RegisterType
+from fuseplan.kernels.ir import RegisterType, register_type
 from fuseplan.planner.graph import OpNode
-from fuseplan.planner.recipe import Recipe, float_result, result_type
-from fuseplan.planner.views import Position, Specs, normalise_dim
+from fuseplan.planner.recipe import Build, Recipe, float_result, result_type
+from fuseplan.planner.views import Position, Specs, normalise_dim, reshape_position
 
 if TYPE_CHECKING:
     from fuseplan.planner.puller import Puller
@@ -26,35 +26,40 @@ def _reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
     return tuple(normalise_dim(dim, rank) for dim in (dims if isinstance(dims, tuple | list) else (dims,)))
 
 
-def _normalised_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    rank = len(specs[node.inputs[0]].shape)
-    return tuple(range(rank - len(node.attrs["normalized_shape"]), rank))
-
-
-def _row_of(p: Puller, node: OpNode, position: Position) -> Position:
+def row_of(p: Puller, node: OpNode, position: Position) -> Position:
     """The leading coordinates of the row that the result element at ``position`` comes from."""
-    rank = len(p.specs[node.inputs[0]].shape)
-    return p.row_position(node, position[: rank - 1])
+    kept = len(p.row_shape(node)) - 1
+    return p.row_position(node, position[:kept])
 
 
-def _fold(p: Puller, node: OpNode, row: Position, kind: str, element: Callable[[int], int], dtype: RegisterType) -> int:
+def fold(p: Puller, node: OpNode, row: Position, kind: str, element: Callable[[int], int], dtype: RegisterType) -> int:
     """Fold ``element(x)`` over the row ``row`` of operand 0."""
-    extent = p.specs[node.inputs[0]].shape[-1]
-    return p.reduce(kind, node, extent, lambda col: element(p.cast(p.pull(node.inputs[0], (*row, col)), dtype)))
+    return fold_columns(p, node, row, kind, lambda x, _: element(p.cast(x, dtype)))
 
 
-def _float_type(p: Puller, node: OpNode) -> RegisterType:
+def fold_columns(p: Puller, node: OpNode, row: Position, kind: str, element: Callable[[int, Index], int]) -> int:
+    """Fold ``element(x, column)`` over the row ``row`` of operand 0."""
+    source = node.inputs[0]
+    walked, shape = p.row_shape(node), p.specs[source].shape
+
+    def at(col: Index) -> int:
+        return element(p.pull(source, reshape_position((*row, col), walked, shape)), col)
+
+    return p.reduce(kind, node, walked[-1], at)
+
+
+def float_type(p: Puller, node: OpNode) -> RegisterType:
     return "float64" if p.specs[node.inputs[0]].dtype == "float64" else "float32"
 
 
 def _plain_fold(kind: str) -> Recipe:
     def build(p: Puller, node: OpNode, position: Position) -> int:
-        return _fold(p, node, _row_of(p, node, position), kind, lambda x: x, result_type(p, node))
+        return fold(p, node, row_of(p, node, position), kind, lambda x: x, result_type(p, node))
 
     return Recipe(build, _reduced_dims)
 
 
-def _mean_of(p: Puller, total: int, count: Size, correction: float = 0.0) -> int:
+def mean_of(p: Puller, total: int, count: Size, correction: float = 0.0) -> int:
     """``total / (count - correction)``."""
     dtype = p.dtype_of(total)
     if isinstance(count, int):
@@ -67,35 +72,35 @@ def _mean_of(p: Puller, total: int, count: Size, correction: float = 0.0) -> int
 
 
 def _mean(p: Puller, node: OpNode, position: Position) -> int:
-    total = _fold(p, node, _row_of(p, node, position), "sum", lambda x: x, _float_type(p, node))
-    return _mean_of(p, total, p.specs[node.inputs[0]].shape[-1])
+    total = fold(p, node, row_of(p, node, position), "sum", lambda x: x, float_type(p, node))
+    return mean_of(p, total, p.row_shape(node)[-1])
 
 
-def _moments(p: Puller, node: OpNode, row: Position, correction: float = 0.0) -> tuple[int, int]:
+def moments(p: Puller, node: OpNode, row: Position, correction: float = 0.0) -> tuple[int, int]:
     """Mean and variance of a row, two passes: the variance of the deviations does not cancel."""
-    dtype = _float_type(p, node)
-    extent = p.specs[node.inputs[0]].shape[-1]
-    mean = _mean_of(p, _fold(p, node, row, "sum", lambda x: x, dtype), extent)
+    dtype = float_type(p, node)
+    extent = p.row_shape(node)[-1]
+    mean = mean_of(p, fold(p, node, row, "sum", lambda x: x, dtype), extent)
 
     def squared(x: int) -> int:
         deviation = p.apply("sub", x, mean)
         return p.apply("mul", deviation, deviation)
 
-    return mean, _mean_of(p, _fold(p, node, row, "sum", squared, dtype), extent, correction)
+    return mean, mean_of(p, fold(p, node, row, "sum", squared, dtype), extent, correction)
 
 
 def _var(p: Puller, node: OpNode, position: Position) -> int:
     correction = node.attrs.get("correction", 1 if node.attrs.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
-    return _moments(p, node, _row_of(p, node, position), float(correction))[1]
+    return moments(p, node, row_of(p, node, position), float(correction))[1]
 
 
 def _softmax(log: bool) -> Recipe:
     def build(p: Puller, node: OpNode, position: Position) -> int:
-        dtype = _float_type(p, node)
-        row = _row_of(p, node, position)
-        top = _fold(p, node, row, "max", lambda x: x, dtype)
-        total = _fold(p, node, row, "sum", lambda x: p.apply("exp", p.apply("sub", x, top)), dtype)
+        dtype = float_type(p, node)
+        row = row_of(p, node, position)
+        top = fold(p, node, row, "max", lambda x: x, dtype)
+        total = fold(p, node, row, "sum", lambda x: p.apply("exp", p.apply("sub", x, top)), dtype)
         shifted = p.apply("sub", p.cast(p.pull(node.inputs[0], position), dtype), top)
         if log:
             return p.apply("sub", shifted, p.apply("log", total))
@@ -105,44 +110,97 @@ def _softmax(log: bool) -> Recipe:
     return Recipe(build, _reduced_dims, float_result)
 
 
-def _affine(p: Puller, node: OpNode, position: Position, value: int, names: tuple[str, ...]) -> int:
-    """``value * weight + bias`` with the optional operands of a normalisation."""
-    dtype = p.dtype_of(value)
-    number = 1
-    for name, op in zip(names, ("mul", "add"), strict=False):
-        if name in node.attrs or number >= len(node.inputs):
-            continue
-        value = p.apply(op, value, p.operand(node, number, position, dtype))
-        number += 1
-    return value
+def _pooled_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    rank = len(specs[node.inputs[0]].shape)
+    return (rank - 2, rank - 1)
 
 
-def _layer_norm(p: Puller, node: OpNode, position: Position) -> int:
-    dtype = _float_type(p, node)
-    mean, variance = _moments(p, node, _row_of(p, node, position))
-    scale = p.apply("rsqrt", p.apply("add", variance, p.const(node.attrs.get("eps", 1e-5), dtype)))
-    x = p.cast(p.pull(node.inputs[0], position), dtype)
-    return _affine(p, node, position, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
+def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
+    whole = all(isinstance(size, int) and size == 1 for size in specs[node.outputs[0]].shape[-2:])
+    return float_result(node, specs) if whole else f"{node.op}: to another size than 1 x 1"
 
 
-def _rms_norm(p: Puller, node: OpNode, position: Position) -> int:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, arXiv:1910.07467)."""
-    dtype = _float_type(p, node)
-    total = _fold(p, node, _row_of(p, node, position), "sum", lambda x: p.apply("mul", x, x), dtype)
-    eps = node.attrs.get("eps")
-    if eps is None:  # ATen's default: the machine epsilon of the type it computes in
-        eps = torch.finfo(torch.float64 if dtype == "float64" else torch.float32).eps
-    mean = _mean_of(p, total, p.specs[node.inputs[0]].shape[-1])
-    scale = p.apply("rsqrt", p.apply("add", mean, p.const(eps, dtype)))
-    x = p.cast(p.pull(node.inputs[0], position), dtype)
-    return _affine(p, node, position, p.apply("mul", x, scale), ("weight",))
+# -- where the largest or smallest element is -------------------------------------------------------------
+
+
+def _position_of(kind: str) -> Build:
+    """The first position of a row's extreme; NaN counts as the most extreme of all, as in ATen."""
+
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = register_type(p.specs[node.inputs[0]].dtype)
+        row = row_of(p, node, position)
+        best = fold(p, node, row, kind, lambda x: x, dtype)
+
+        def at(x: int, column: Index) -> int:
+            hit = p.apply("eq", x, best)
+            if dtype.startswith("float"):
+                hit = p.apply("logical_or", hit, p.apply("ne", x, x))
+            return p.apply("where", hit, p.iota(column), p.iota(Index(p.row_shape(node)[-1])))
+
+        return p.cast(fold_columns(p, node, row, "min", at), result_type(p, node))
+
+    return build
+
+
+def _numbers_refuse(node: OpNode, specs: Specs) -> str | None:
+    return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
+
+
+def _extreme(kind: str) -> Recipe:
+    """The extreme and its position."""
+    return replace(_plain_fold(kind), refuse=_numbers_refuse, others=(_position_of(kind),))
+
+
+# -- short folds over another dimension -------------------------------------------------------------------
+
+#: Elements that a sum over another dimension than the last adds one by one.
+MAX_WRITTEN_OUT = 16
+
+
+def _short_dim(node: OpNode, specs: Specs) -> int | None:
+    """The one dimension that a sum folds, if it is short and another than the last."""
+    shape = specs[node.inputs[0]].shape
+    dims = _reduced_dims(node, specs)
+    if len(dims) != 1 or dims[0] == len(shape) - 1:
+        return None
+    extent = shape[dims[0]]
+    return dims[0] if isinstance(extent, int) and 0 < extent <= MAX_WRITTEN_OUT else None
+
+
+def _summed_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    return _reduced_dims(node, specs) if _short_dim(node, specs) is None else ()
+
+
+def _written_out(p: Puller, node: OpNode, position: Position) -> int | None:
+    """A short sum, element by element; None where a row is to be folded."""
+    dim = _short_dim(node, p.specs)
+    if dim is None:
+        return None
+    source, dtype = node.inputs[0], result_type(p, node)
+    if dtype == "float32" and p.specs[source].dtype == "float64":
+        dtype = "float64"
+    rest = position[dim + 1 :] if node.attrs.get("keepdim") else position[dim:]
+    extent = p.specs[source].shape[dim]
+    terms = [p.cast(p.pull(source, (*position[:dim], Index(at), *rest)), dtype) for at in range(extent)]
+    return reduce(lambda total, term: p.apply("add", total, term), terms)
+
+
+def _sum(p: Puller, node: OpNode, position: Position) -> int:
+    written = _written_out(p, node, position)
+    if written is not None:
+        return written
+    return fold(p, node, row_of(p, node, position), "sum", lambda x: x, result_type(p, node))
 
 
 def reducing_recipes() -> dict[str, Recipe]:
     """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
-    rows["aten.sum.dim_IntList"] = _plain_fold("sum")
+    rows["aten.sum.dim_IntList"] = Recipe(_sum, _summed_dims)
     rows["aten.amax.default"], rows["aten.amin.default"] = _plain_fold("max"), _plain_fold("min")
+    for kind in ("max", "min"):
+        rows[f"aten.{kind}.dim"] = _extreme(kind)
+        rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, _numbers_refuse)
+    rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, _pooled_dims, _pool_refuse)
     rows["aten.mean.dim"] = Recipe(_mean, _reduced_dims, float_result)
     for name in ("var.dim", "var.correction"):
         rows[f"aten.{name}"] = Recipe(_var, _reduced_dims, float_result)
@@ -150,6 +208,4 @@ def reducing_recipes() -> dict[str, Recipe]:
         rows[f"aten.{name}"] = _softmax(log=False)
     for name in ("log_softmax.int", "_log_softmax.default"):
         rows[f"aten.{name}"] = _softmax(log=True)
-    rows["aten.layer_norm.default"] = Recipe(_layer_norm, _normalised_dims, float_result)
-    rows["aten.rms_norm.default"] = Recipe(_rms_norm, _normalised_dims, float_result)
     return rows

@@ -9,6 +9,7 @@ import torch
 from graphs import Builder, wide
 
 from fuseplan.kernels.reference import run_reference
+from fuseplan.planner.graph import Ref
 from fuseplan.planner.lower import lower
 from fuseplan.planner.recipes import RECIPES, kind_of, mutates, why_extern
 from fuseplan.planner.subject import _widened, chain_module, group_nodes
@@ -28,6 +29,11 @@ BYTES = torch.randint(-128, 128, (3, 5, 7), dtype=torch.int8)
 SHIFTS = torch.tensor([0, 1, 4, 31, 32, 99, -1])
 BITWISE = [f"{left}{name}{right}" for name in ("and", "or", "xor") for left, right in (("bitwise_", ""), ("__", "__"))]
 SHIFTED = ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
+TAILS = torch.tensor([-1e4, -200.0, -90.0, -20.0, -1e-3, -0.0, 1e-30, 1e-3, 1.0, 19.0, 20.0, 21.0, 90.0, 1e4])
+TIES = torch.randint(-2, 3, (3, 5, 7)).float()
+HOLES = torch.where(torch.rand(3, 5, 7) < 0.1, torch.nan, torch.where(X > 1, torch.inf, X))
+IMAGE = torch.randn(2, 6, 3, 5) + 0.5
+GAIN = torch.randn(6)
 B = X > 0
 C = T > 0
 
@@ -57,12 +63,26 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("aten.true_divide.Scalar", (X,), {"other": 7.0}),
     ("aten.maximum.default", (X, T), {}),
     ("aten.minimum.default", (X, T), {}),
+    ("aten.max.other", (X, T), {}),
+    ("aten.max.other", (COUNTS, MORE), {}),
+    ("aten.min.other", (X, COL), {}),
+    ("aten.floor_divide.default", (COUNTS - 4,), {"other": 3}),
+    ("aten.floor_divide.default", (WORDS,), {"other": -7}),
+    ("aten.floor_divide.Scalar", (BYTES,), {"other": 2}),
+    ("aten.div.Scalar_mode", (COUNTS - 4,), {"other": 3, "rounding_mode": "floor"}),
+    ("aten.div.Tensor_mode", (COUNTS - 4,), {"other": -3, "rounding_mode": "floor"}),
     ("aten.rsub.Scalar", (X,), {"other": 1.0, "alpha": 3}),
     ("aten.rsub.Tensor", (X, T), {}),
     *(("aten.pow.Tensor_Scalar", (P,), {"exponent": e}) for e in (2, 3, 1, 0.5, -0.5, -1, 1.7)),
     ("aten.pow.Tensor_Tensor", (P, X), {}),
     ("aten.pow.Scalar", (X,), {"self": 2.0}),
     ("aten.gelu.default", (X,), {}),
+    *((f"aten.{name}.default", (X * 4,), {}) for name in ("relu6", "hardsigmoid", "hardswish", "mish", "leaky_relu")),
+    ("aten.leaky_relu.default", (X,), {"negative_slope": 0.3}),
+    ("aten.log_sigmoid.default", (TAILS,), {}),
+    ("aten.softplus.default", (TAILS,), {}),
+    ("aten.softplus.default", (TAILS,), {"beta": 2.5, "threshold": 3}),
+    ("aten.log1p.default", (TAILS.abs(),), {}),
     ("aten.gelu.default", (X,), {"approximate": "tanh"}),
     ("aten.clamp.default", (X,), {"min": -0.5, "max": 0.5}),
     ("aten.clamp.default", (X,), {"max": 0.1}),
@@ -139,6 +159,27 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("aten.index_select.default", (X, torch.tensor([6, 1], dtype=torch.int32)), {"dim": -1}),
     ("aten.gather.default", (X, COUNTS[:2, :3] % 7), {"dim": 2}),
     ("aten.gather.default", (T, COUNTS % 5), {"dim": 1}),
+    ("aten.index.Tensor", (X, torch.tensor([2, 0, -1, 1])), {"indices": (Ref(1),)}),
+    ("aten.index.Tensor", (T, torch.tensor([[4, -5], [0, 1]])), {"indices": (None, Ref(1))}),
+    ("aten.index.Tensor", (T, torch.tensor([[4, -5], [0, 1]]), COUNTS[0, 0, :2] % 7), {
+        "indices": (None, Ref(1), Ref(2))}),
+    ("aten.index.Tensor", (X, torch.tensor([[2], [0]]), torch.tensor([-3, 6, 0])), {"indices": (Ref(1), None, Ref(2))}),
+    ("aten.index.Tensor", (B, torch.tensor([1, 0]), torch.tensor([-1, 3], dtype=torch.int32)), {
+        "indices": (Ref(1), Ref(2))}),
+    ("aten.diff.default", (X,), {}),
+    ("aten.diff.default", (T, X[:, :2]), {"dim": 1, "append": None}),
+    ("aten.diff.default", (T, X[:2]), {"dim": 0, "prepend": None}),
+    ("aten.diff.default", (COUNTS, COUNTS[:, :, :1], COUNTS[:, :, :3]), {}),
+    ("aten.pad.default", (T,), {"pad": (1, 2), "value": 0.5}),
+    ("aten.pad.default", (X,), {"pad": (0, 0, 0, 3, 1, 0), "mode": "constant", "value": None}),
+    ("aten.pad.default", (X,), {"pad": (-2, 3, 2, -1)}),
+    ("aten.constant_pad_nd.default", (COUNTS,), {"pad": (0, 5), "value": 7}),
+    ("aten.repeat.default", (T,), {"repeats": (1, 2, 3)}),
+    ("aten.repeat.default", (ROW,), {"repeats": (4, 1, 2)}),
+    *((f"aten.upsample_nearest{dims}d.vec", (torch.randn(2, 3, *(3, 5, 2)[:dims]),), {
+        "output_size": None, "scale_factors": (2.0, 4.0, 2.0)[:dims]}) for dims in (1, 2, 3)),
+    *((f"aten.upsample_nearest{dims}d.default", (torch.randn(2, 3, *(3, 5, 2)[:dims]),), {
+        "output_size": (6, 20, 2)[:dims]}) for dims in (1, 2, 3)),
     ("aten.repeat_interleave.self_int", (X,), {"repeats": 2, "dim": -1}),
     ("aten.repeat_interleave.self_int", (T,), {"repeats": 3, "dim": 1}),
     ("aten.repeat_interleave.self_int", (T,), {"repeats": 2}),
@@ -149,10 +190,24 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("aten.sum.dim_IntList", (X,), {"dim": (-1,), "keepdim": True}),
     ("aten.sum.dim_IntList", (T,), {"dim": (2,)}),
     ("aten.sum.dim_IntList", (EDGE,), {"dim": (2,)}),
+    ("aten.sum.dim_IntList", (X,), {"dim": (1,)}),
+    ("aten.sum.dim_IntList", (T,), {"dim": (0,), "keepdim": True}),
+    ("aten.sum.dim_IntList", (COUNTS,), {"dim": (-2,)}),
+    ("aten.sum.dim_IntList", (T,), {"dim": (1, 2)}),
+    ("aten.sum.dim_IntList", (X.reshape(3, 5, 7, 1).expand(3, 5, 7, 5),), {"dim": (2, -1), "keepdim": True}),
+    ("aten.argmax.default", (TIES,), {"dim": -1}),
+    ("aten.argmax.default", (HOLES,), {"dim": -1, "keepdim": True}),
+    ("aten.argmax.default", (COUNTS,), {"dim": 2}),
+    ("aten.argmin.default", (TIES,), {"dim": -1}),
+    ("aten.argmin.default", (HOLES,), {"dim": -1}),
+    ("aten.argmin.default", (ROW,), {"dim": None}),
     ("aten.amax.default", (X,), {"dim": (-1,)}),
     ("aten.amin.default", (X,), {"dim": (2,), "keepdim": True}),
     ("aten.mean.dim", (X,), {"dim": (-1,), "keepdim": True}),
     ("aten.mean.dim", (ROW,), {"dim": (0,)}),
+    ("aten.mean.dim", (IMAGE,), {"dim": (2, 3)}),
+    ("aten.mean.dim", (IMAGE.to(memory_format=torch.channels_last),), {"dim": (-1, -2), "keepdim": True}),
+    ("aten.adaptive_avg_pool2d.default", (IMAGE,), {"output_size": (1, 1)}),
     ("aten.var.correction", (X,), {"dim": (-1,), "correction": 1, "keepdim": True}),
     ("aten.var.correction", (X,), {"dim": (-1,), "correction": 0}),
     ("aten.var.dim", (X,), {"dim": (-1,), "unbiased": False}),
@@ -163,6 +218,15 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("aten._log_softmax.default", (X,), {"dim": 2, "half_to_float": False}),
     ("aten.layer_norm.default", (X, ROW, ROW + 1), {"normalized_shape": (7,), "eps": 1e-5}),
     ("aten.layer_norm.default", (T,), {"normalized_shape": (7,), "weight": None, "bias": None}),
+    ("aten.layer_norm.default", (X, X[0], X[1]), {"normalized_shape": (5, 7), "eps": 1e-5}),
+    ("aten.group_norm.default", (IMAGE, GAIN, GAIN + 1), {"num_groups": 2, "eps": 1e-5}),
+    ("aten.group_norm.default", (IMAGE.to(memory_format=torch.channels_last), GAIN), {"num_groups": 3, "bias": None}),
+    ("aten.group_norm.default", (IMAGE[:, :, 0, 0],), {"num_groups": 1, "weight": None, "bias": None}),
+    ("aten.group_norm.default", (IMAGE[:, :, 0],), {"num_groups": 6, "weight": None, "bias": None}),
+    ("aten.batch_norm.default", (IMAGE, GAIN, GAIN + 1, GAIN - 1, GAIN.abs()), {
+        "training": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": True}),
+    ("aten.batch_norm.default", (IMAGE[:, :, 0, 0], GAIN, GAIN.abs()), {
+        "weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-3, "cudnn_enabled": False}),
     ("aten.rms_norm.default", (X, ROW), {"normalized_shape": (7,), "eps": 1e-6}),
     ("aten.rms_norm.default", (X.double(),), {"normalized_shape": (7,), "weight": None}),
 ]
@@ -187,14 +251,45 @@ def test_recipe_computes_the_aten_op(op: str, operands: tuple[torch.Tensor, ...]
     torch.testing.assert_close(result.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
+#: Ops with a value and its position as results.
+PAIRS = ("aten.max.dim", "aten.min.dim")
+
+
+@pytest.mark.parametrize("op", PAIRS)
+@pytest.mark.parametrize("operand", [X, T, TIES, HOLES, COUNTS], ids=["plain", "strided", "ties", "nan", "integers"])
+@pytest.mark.parametrize("kept", [0, 1], ids=["value", "position"])
+def test_an_extreme_and_its_position(op: str, operand: torch.Tensor, kept: int) -> None:
+    builder = Builder(x=operand)
+    values = builder.many(op, "x", outputs=2, dim=-1, keepdim=True)
+    for wanted in (values, values[kept : kept + 1]):
+        graph = builder.graph(*wanted)
+        lowered = lower(graph, values[:1])
+        assert set(lowered.outputs) == set(wanted)
+        results = run_reference(lowered.ir, builder.values(lowered.inputs))
+        for value, result in zip(lowered.outputs, results, strict=True):
+            torch.testing.assert_close(result, builder.tensors[value].to(result.dtype), rtol=0, atol=0, equal_nan=True)
+
+
 def test_every_recipe_has_a_sample() -> None:
-    assert set(RECIPES) == {op for op, _, _ in SAMPLES}
+    assert set(RECIPES) == {*PAIRS, *(op for op, _, _ in SAMPLES)}
 
 
 @pytest.mark.parametrize(
     ("op", "operands", "attrs", "words"),
     [
-        ("aten.sum.dim_IntList", (X,), {"dim": (0,)}, "reduces dimensions"),
+        ("aten.sum.dim_IntList", (torch.randn(17, 3),), {"dim": (0,)}, "reduces dimensions"),
+        ("aten.sum.dim_IntList", (X,), {"dim": (0, 1, 2)}, "reduces all"),
+        ("aten.index.Tensor", (X, B), {"indices": (Ref(1),)}, "as many elements as are true"),
+        ("aten.floor_divide.default", (COUNTS, MORE + 1), {}, "no number"),
+        ("aten.floor_divide.default", (X,), {"other": 2}, "only integers"),
+        ("aten.div.Tensor_mode", (COUNTS,), {"other": 2, "rounding_mode": "trunc"}, "trunc"),
+        ("aten.pad.default", (X,), {"pad": (1, 1), "mode": "reflect"}, "reflect"),
+        ("aten.diff.default", (X,), {"n": 2}, "order 2"),
+        ("aten.upsample_nearest1d.default", (X,), {"output_size": (21,)}, "power of two"),
+        ("aten.adaptive_avg_pool2d.default", (IMAGE,), {"output_size": (1, 2)}, "1 x 1"),
+        ("aten.batch_norm.default", (IMAGE, GAIN, GAIN), {
+            "weight": None, "bias": None, "training": True, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": True},
+         "training"),
         ("aten.softmax.int", (X,), {"dim": 1}, "reduces dimensions"),
         ("aten.div.Tensor", (X.to(torch.complex64), P), {}, "complex64"),
         ("aten.linear.default", (X, torch.randn(4, 7)), {}, "no recipe"),

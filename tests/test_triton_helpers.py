@@ -12,7 +12,7 @@ from fuseplan.kernels.triton_helpers import helper_sources, plain_helper_sources
 
 TL = SimpleNamespace(
     float32=torch.float32, float64=torch.float64, where=torch.where, floor=torch.floor, sin=torch.sin, cos=torch.cos,
-    abs=torch.abs, exp=torch.exp, exp2=torch.exp2, rsqrt=torch.rsqrt, erf=torch.erf,
+    abs=torch.abs, exp=torch.exp, exp2=torch.exp2, rsqrt=torch.rsqrt, erf=torch.erf, log=torch.log,
     minimum=lambda x, limit, propagate_nan: x.clamp(max=limit), PropagateNan=SimpleNamespace(ALL=True),
 )
 
@@ -54,6 +54,16 @@ def test_trigonometry_of_what_is_no_angle(name: str) -> None:
     assert found[:3].isnan().all()
     assert torch.equal(found[3:], getattr(torch, name)(x[3:]))
     assert torch.equal(found[3:].signbit(), getattr(torch, name)(x[3:]).signbit())
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_logarithm_of_one_plus_a_small_number_is_that_number(plain: bool) -> None:
+    sizes = 10.0 ** torch.linspace(-37, 38, 200_001, dtype=torch.float64)
+    x = torch.cat([sizes, -sizes[sizes < 1]]).float()
+    found, expected = helper("_log1p", plain)(x).double(), torch.log1p(x.double())
+    assert float(((found - expected).abs() / expected.abs()).max()) < 4 * 2.0**-24
+    edges = torch.tensor([0.0, -1.0, -2.0, float("inf"), float("nan")])
+    assert torch.equal(helper("_log1p", plain)(edges).nan_to_num(nan=7.0), torch.log1p(edges).nan_to_num(nan=7.0))
 
 
 def test_double_precision_keeps_the_librarys() -> None:

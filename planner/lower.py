@@ -16,7 +16,7 @@ from fuseplan.kernels.index import Index, Size, as_size, divides, flatten
 from fuseplan.kernels.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
 from fuseplan.kernels.rewrite import cheaper_arithmetic
 from fuseplan.planner.coalesce import coalesce, split_words
-from fuseplan.planner.graph import DataflowGraph, TensorSpec
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.puller import AcrossColumns, Group, NotLowerable, Puller, Space, column
 from fuseplan.planner.recipes import find_recipe, kind_of
 from fuseplan.planner.views import Position, reshape_position
@@ -178,8 +178,8 @@ class _Lowering:
         # for across the columns, and the value is tried again with rows alone.
         if rank and spec.shape[-1] == reduced and value not in self.row_wise:
             return _Plan(spec.shape[:-1], reduced, tuple(range(rank)))
-        viewed = _viewed_as_rows(spec.shape, reduced)
-        if viewed is not None:
+        viewed = _viewed_as_rows(spec.shape, reduced) if self._folds_several_dimensions(value) else None
+        if viewed is not None and value not in self.row_wise:
             return _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed)
         if rank and isinstance(spec.shape[-1], int) and spec.shape[-1] == 1:
             return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))
@@ -187,7 +187,18 @@ class _Lowering:
 
     def _reduced_size(self, value: str) -> Size | None:
         """Length of the rows folded on the way to ``value`` (None without reductions)."""
-        sizes: list[Size] = []
+        distinct = list(dict.fromkeys(shape[-1] for _, shape in self._folds(value)))
+        if len(distinct) > 1:
+            raise NotLowerable(f"reductions over rows of different lengths ({distinct[0]} and {distinct[1]})")
+        return distinct[0] if distinct else None
+
+    def _folds_several_dimensions(self, value: str) -> bool:
+        """Whether a row folded on the way to ``value`` is more than one dimension of an operand."""
+        return any(shape != self.graph.specs[node.inputs[0]].shape for node, shape in self._folds(value))
+
+    def _folds(self, value: str) -> list[tuple[OpNode, tuple[Size, ...]]]:
+        """The group's ops that fold rows on the way to ``value``, each with its operand's shape as it walks it."""
+        found: list[tuple[OpNode, tuple[Size, ...]]] = []
         seen: set[str] = set()
         stack = [value]
         while stack:
@@ -199,16 +210,11 @@ class _Lowering:
             node = self.graph.op(producer)
             if producer not in self.members and kind_of(node, self.graph.specs) != "view":
                 continue
-            if producer in self.members:
-                recipe = find_recipe(node.op)
-                size = recipe.reduced_size(node, self.graph.specs) if recipe is not None else None
-                if size is not None:
-                    sizes.append(size)
+            recipe = find_recipe(node.op) if producer in self.members else None
+            if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
+                found.append((node, recipe.row_shape(node, self.graph.specs)))
             stack.extend(node.inputs)
-        distinct = list(dict.fromkeys(sizes))
-        if len(distinct) > 1:
-            raise NotLowerable(f"reductions over rows of different lengths ({distinct[0]} and {distinct[1]})")
-        return distinct[0] if distinct else None
+        return found
 
     def _leaves(self, wanted: tuple[str, ...]) -> list[str]:
         """Values from outside that the ops name as operands, views looked through."""
@@ -299,7 +305,7 @@ def _viewed_as_rows(shape: tuple[Size, ...], length: Size) -> tuple[Size, ...] |
     inner: Size = 1
     for kept in reversed(range(len(shape))):
         count = divides(length, as_size(shape[kept] * inner))
-        if count is not None and kept < len(shape) - 1 and divides(inner, length) is not None:
+        if count is not None and count != 0 and kept < len(shape) - 1 and divides(inner, length) is not None:
             return (*shape[:kept], count, length)
         inner = as_size(shape[kept] * inner)
     return None

@@ -23,6 +23,7 @@ from fuseplan.kernels.reference import run_reference
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ir_samples import dynamic_samples, label, static_samples
+from recipe_samples import recipe_samples
 
 #: Largest error against float64, relative to 1 + |value|: half a unit in the last place of the stored type (some of
 #: them for fp32 and fp64).
@@ -118,7 +119,7 @@ def main(name: str, cache_dir: str) -> None:
     round_to_nearest()
     backend = backend_under_test(name, cache_dir)
     rows = []
-    for sample in [*static_samples(), *dynamic_samples()]:
+    for sample in [*static_samples(), *dynamic_samples(), *recipe_samples()]:
         refused = backend.refuse(sample.ir, SM90)
         if refused:
             rows.append({"sample": label(sample), "config": {}, "error": 0.0, "refused": refused})

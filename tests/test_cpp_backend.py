@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from recipe_samples import recipe_samples
 
 from fuseplan.kernels.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.cpp_backend import CppBackend
@@ -25,7 +26,7 @@ TARGET = Target("cpu", "native", 2)
 TILED = [samples.swiglu(3, 1500), samples.geglu(2, 1027, "bfloat16"), samples.broadcast_add(3, 1100)]
 SAMPLES = [
     pytest.param(one, id=samples.label(one))
-    for one in [*samples.static_samples(), *samples.dynamic_samples(), *TILED]
+    for one in [*samples.static_samples(), *samples.dynamic_samples(), *TILED, *recipe_samples()]
 ]
 
 ONE_OF_EACH = [*{one.values[0].name: one for one in SAMPLES}.values()]

@@ -15,6 +15,7 @@ from pathlib import Path
 import ir_samples as samples
 import pytest
 from ir_samples import Sample, label
+from recipe_samples import recipe_samples
 
 from fuseplan.kernels.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.gpu_build import _cuobjdump, compile_kernel
@@ -83,6 +84,12 @@ def test_the_default_config_is_a_feasible_point_of_the_space(sample: Sample, bac
     assert all(default[t.name] in t.choices for t in backend.tunables(sample.ir, SM90))
     assert backend.infeasible(sample.ir, default, SM90) is None
     assert backend.refuse(sample.ir, SM90) is None
+
+
+@pytest.mark.parametrize("sample", recipe_samples(), ids=label)
+def test_what_recipes_ask_for_compiles_for_sm90(sample: Sample, backend: TritonBackend) -> None:
+    resources = backend.prepare(sample.ir, backend.default_config(sample.ir, SM90), SM90)
+    assert resources.spill_bytes == 0
 
 
 def test_feasible_configs_build_distinct_kernels(backend: TritonBackend) -> None:

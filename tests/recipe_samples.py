@@ -1,0 +1,59 @@
+"""Kernels that recipes lower to, where they ask for what no hand-built sample has: for every back end's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from graphs import Builder
+from ir_samples import Sample
+
+from fuseplan.planner.graph import Ref
+from fuseplan.planner.lower import lower
+
+
+def _sample(name: str, op: str, *operands: torch.Tensor, results: int = 1, **attrs: Any) -> Sample:
+    names = [f"x{number}" for number in range(len(operands))]
+    given = dict(zip(names, operands, strict=True))
+    builder = Builder(**given)
+    values = builder.many(op, *names, outputs=results, **attrs)
+    return Sample(name, lower(builder.graph(*values), values[:1]).ir, overrides=lambda name, _: given[name])
+
+
+def recipe_samples() -> list[Sample]:
+    """One of each kind at odd sizes, made anew and equal every time."""
+    generator = torch.Generator().manual_seed(0)
+
+    def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape, generator=generator)
+
+    half = torch.bfloat16
+    holes = torch.where(floats(5, 37) > 1, torch.nan, floats(5, 37))
+    tails = torch.cat([torch.tensor([-1e4, -88.0, -20.0, -1e-3, -0.0, 1e-30, 20.0, 21.0, 1e4]), floats(28) * 9])
+    return [
+        _sample("max_position", "aten.max.dim", holes, results=2, dim=-1),
+        _sample("max_position", "aten.max.dim", integers(3, 129), results=2, dim=-1, keepdim=True),
+        _sample("max_position", "aten.max.dim", floats(4, 70, dtype=half).round(), results=2, dim=1),
+        _sample("argmin", "aten.argmin.default", integers(7, 33).float(), dim=-1),
+        _sample("group_norm", "aten.group_norm.default", floats(2, 6, 5, 7), floats(6), floats(6), num_groups=3),
+        _sample("group_norm", "aten.group_norm.default", floats(1, 4, 8, 16, dtype=half), floats(4, dtype=half),
+                floats(4, dtype=half), num_groups=2),
+        _sample("group_norm_last", "aten.group_norm.default",
+                floats(2, 6, 3, 5).to(memory_format=torch.channels_last), floats(6), floats(6), num_groups=2),
+        _sample("batch_norm", "aten.batch_norm.default", floats(2, 3, 5, 7), floats(3), floats(3), floats(3),
+                floats(3).abs(), training=False, momentum=0.1, eps=1e-5, cudnn_enabled=True),
+        _sample("pooled", "aten.mean.dim", floats(2, 3, 5, 7), dim=(2, 3)),
+        _sample("indexed", "aten.index.Tensor", floats(5, 9, 33), integers(4), indices=(Ref(1),)),
+        _sample("indexed", "aten.index.Tensor", floats(5, 9, 33, dtype=half), integers(2, 1), integers(3),
+                indices=(Ref(1), None, Ref(2))),
+        _sample("padded", "aten.pad.default", floats(3, 5, 37), pad=(2, 5, 1, 0), value=-1.5),
+        _sample("differences", "aten.diff.default", floats(3, 37), floats(3, 1), append=None),
+        _sample("repeated", "aten.repeat.default", floats(3, 37), repeats=(2, 1, 3)),
+        _sample("upsampled", "aten.upsample_nearest2d.default", floats(2, 3, 5, 9), output_size=(10, 36)),
+        _sample("floor_divided", "aten.floor_divide.default", integers(3, 37), other=-3),
+        _sample("softplus", "aten.softplus.default", tails),
+        _sample("summed", "aten.sum.dim_IntList", floats(6, 4, 37, dtype=half), dim=(1,)),
+    ]

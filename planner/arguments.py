@@ -22,16 +22,26 @@ class TracedTensor:
     fake: torch.Tensor
 
 
+#: No address, and not the number that stands for the random number generator.
+_FIRST_RENEWED = -2
+
+
 @dataclass
 class Storages:
     """Which traced tensors share memory at run time."""
 
     _merged: dict[int, int] = field(default_factory=dict)
+    _renewals: int = 0
 
     def of(self, tensor: TracedTensor) -> int:
         """Identity of the memory: equal for a tensor, its views, and what an in-place op returns."""
         address = int(tensor.fake.untyped_storage()._cdata)
         return self._merged.get(address, address)
+
+    def renew(self, tensor: TracedTensor) -> None:
+        """Declare that from now on what the trace shows in the memory of ``tensor`` counts as another memory."""
+        self._renewals += 1
+        self._merged[int(tensor.fake.untyped_storage()._cdata)] = _FIRST_RENEWED - self._renewals
 
     def merge(self, tensor: TracedTensor, other: TracedTensor) -> None:
         """Declare that ``tensor`` is in the memory of ``other``, although the trace shows two storages."""

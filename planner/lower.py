@@ -267,7 +267,8 @@ class _Lowering:
                     break
                 stored = Puller(self.group, space).stored(value, position)
                 space.stores.append(Store(self._output_buffer(value), flatten(position, spec.strides), stored))
-            if value in self.row_wise and any(plan.axes[-1] not in axes for axes in space.folded[folded:]):
+            last = next((axis for axis in reversed(plan.axes) if axis is not None), None)
+            if value in self.row_wise and last is not None and any(last not in axes for axes in space.folded[folded:]):
                 raise NotLowerable(f"{value} would fold a row again for each of its elements")
         return space
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from torch import fx
 
 from fuseplan.planner.arguments import Bound, Storages, TracedTensor, bind_arguments, tensor_call, tensors_in
 from fuseplan.planner.errors import CaptureError
+from fuseplan.planner.functional import functional_twin, is_laid_out_alike, is_read_later, unordered_readers
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.hazards import Access, live, order_edges
+from fuseplan.planner.recipes import RECIPES
 from fuseplan.planner.sizes import SizeNames
 from fuseplan.planner.spelling import Call, respell
 
@@ -95,6 +97,10 @@ class _Builder:
     results: tuple[Any, ...] = ()
     names: SizeNames = field(default_factory=SizeNames)
     storages: Storages = field(default_factory=Storages)
+    #: Pairs of ops that must keep their order although no access says so.
+    ordered: list[tuple[str, str]] = field(default_factory=list)
+    #: Values that an in-place op wrote over, whose result counts as memory of its own.
+    overwritten: set[str] = field(default_factory=set)
     #: Results of ops without operands (``full``, ``arange``).
     from_nothing: set[str] = field(default_factory=set)
     #: What each fx node stands for: a TracedTensor, a size or constant, a tuple of these, or a module.
@@ -208,11 +214,49 @@ class _Builder:
         results, value = self._results(node)
         if not results:
             raise CaptureError(f"op {name} ({node.name}) returns no tensor; it cannot be placed in a dataflow graph")
+        twin = functional_twin(target) if len(results) == len(bound.written) == 1 else None
+        if twin is not None and self._may_be_functional(node, twin, bound.written[0]):
+            self._append_functional(str(twin), bound, results, node)
+            return value
         if len(results) == 1 and bound.operands and not bound.written and self._is_same(name, bound, results[0]):
             # A split into a single part lists it.
             return bound.operands[0] if isinstance(value, TracedTensor) else bound.operands[:1]
         self._append(name, bound, results, node, random=_is_random(target, bound.attrs))
         return value
+
+    def _may_be_functional(self, node: fx.Node, twin: torch._ops.OpOverload, written: TracedTensor) -> bool:
+        """Whether nobody can tell that the in-place call ``node`` wrote to an operand: it may be fused as ``twin``.
+
+        The operand is an intermediate, no view of it or of what it lies in exists, and all its readers came before.
+        """
+        name, storage = written.name, self.storages.of(written)
+        if str(twin) not in RECIPES or name in self.placeholders or name in self.constants:
+            return False
+        tensors = [(one, value) for one, value in self._traced() if value.name not in self.overwritten]
+        if any(self.storages.of(value) == storage and value.name != name for _, value in tensors):
+            return False
+        standing_for = [one for one, value in tensors if value.name == name]
+        if is_read_later([self.nodes[name], *standing_for], node, self.values):
+            return False
+        return is_laid_out_alike(node, twin)
+
+    def _traced(self) -> Iterator[tuple[fx.Node, TracedTensor]]:
+        """Every tensor so far, with a node that stands for it."""
+        for node, value in self.values.items():
+            for item in tensors_in(value):
+                yield node, item
+
+    def _append_functional(self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node) -> None:
+        """Add an in-place call as the op ``name``, whose result is in memory of its own."""
+        (written,) = bound.written
+        storage = self.storages.of(written)
+        readers = [op for op in self.ops if storage in self.accesses[op.name].touched]
+        self._append(name, replace(bound, written=()), results, node, random=False, fresh=True)
+        made = self.ops[-1]
+        # Where the op stays as it is, it writes over what they read.
+        self.ordered.extend((reader, made.name) for reader in unordered_readers(readers, made, self.ops))
+        self.overwritten.add(written.name)
+        self.storages.renew(written)
 
     def _is_same(self, op: str, bound: Bound, result: TracedTensor) -> bool:
         """True when the op handed back its operand: same memory, same layout, same bits."""
@@ -225,7 +269,9 @@ class _Builder:
         offsets = [self.names.size(tensor.fake.storage_offset()) for tensor in (operand, result)]
         return offsets[0] == offsets[1] and self._spec(operand.fake) == self._spec(result.fake)
 
-    def _append(self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node, random: bool) -> None:
+    def _append(
+        self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node, random: bool, fresh: bool = False
+    ) -> None:
         for result in results:
             self._define(result.name, result.fake, node)
         source, result = next(iter(bound.operands), None), results[0]
@@ -246,7 +292,7 @@ class _Builder:
         self.ops.append(made)
         touched = frozenset(map(self.storages.of, bound.operands))
         written = frozenset(map(self.storages.of, bound.written))
-        is_view = bool(touched) and not written and touched.issuperset(map(self.storages.of, results))
+        is_view = bool(touched) and not written and not fresh and touched.issuperset(map(self.storages.of, results))
         self.accesses[made.name] = Access(frozenset() if is_view else touched, written, random)
 
     def _is_elsewhere(self, tensor: TracedTensor) -> bool:
@@ -302,12 +348,16 @@ class _Builder:
             [name for name in self.specs if name in defined and name in kept],
             self.outputs,
             self.names.hints,
-            order_edges(ops, self.accesses),
+            [*order_edges(ops, self.accesses), *self._ordered_among(ops)],
         )
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
         return Normalised(
             graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results, self._written()
         )
+
+    def _ordered_among(self, ops: Iterable[OpNode]) -> list[tuple[str, str]]:
+        kept = {op.name for op in ops}
+        return [(before, after) for before, after in self.ordered if before in kept and after in kept]
 
     def _written(self) -> frozenset[int]:
         storages = {storage for access in self.accesses.values() for storage in access.written}

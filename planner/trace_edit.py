@@ -65,7 +65,7 @@ def insert_call(
 
 def evaluate_fake(node: fx.Node) -> None:
     """Work a node's fake value out from those of its operands."""
-    node.meta["val"] = _fake_result(node.target, node.args, node.kwargs, {})
+    node.meta["val"] = fake_result(node.target, node.args, node.kwargs, {})
 
 
 def change_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -75,7 +75,7 @@ def change_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any
         Whether it could be done; nothing is changed where not.
     """
     try:
-        value = _fake_result(node.target, args, kwargs, {})
+        value = fake_result(node.target, args, kwargs, {})
     except Exception:  # an op may refuse operands for any reason: the call stays as it is
         return False
     values = follow(node, value)
@@ -141,7 +141,7 @@ class _Moved:
             raise ValueError(f"{node} may tell that memory is laid out otherwise")
         if node.op != "call_function" or not _can_be_evaluated(node.target):
             return False
-        fresh = _fake_result(node.target, node.args, node.kwargs, self.values)
+        fresh = fake_result(node.target, node.args, node.kwargs, self.values)
         pairs = _pairs(node, fresh)
         shared = [(_storage(old) in self._before, _storage(new) in self._after) for old, new in pairs]
         if not any(map(any, shared)) and all(old.stride() == new.stride() for old, new in pairs):
@@ -174,7 +174,7 @@ def _pairs(node: fx.Node, fresh: Any) -> list[tuple[torch.Tensor, torch.Tensor]]
     return list(zip(*found, strict=True))
 
 
-def _fake_result(target: Any, args: Any, kwargs: Any, values: Mapping[fx.Node, Any]) -> Any:
+def fake_result(target: Any, args: Any, kwargs: Any, values: Mapping[fx.Node, Any]) -> Any:
     """What a call gives for fake values: those in ``values``, or else of the nodes."""
     def value(one: fx.Node) -> Any:
         # In-place ops may change what a tensor looks like, too.

@@ -100,6 +100,28 @@ def test_a_row_is_not_folded_again_for_each_of_its_elements() -> None:
         lower(graph, compute_ops(graph))
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_as_many_channels_as_positions_are_no_rows(keepdim: bool) -> None:
+    b = Builder(x=torch.randn(3, 12, 3, 4))
+    pooled = b("aten.mean.dim", "x", dim=(2, 3), keepdim=keepdim)
+    assert [(segment.rows, segment.cols) for segment in check(b, pooled).ir.segments] == [((36,), 12)]
+
+
+def test_what_a_group_norm_reads_is_stored_as_its_rows_are_walked() -> None:
+    b = Builder(x=torch.randn(2, 6, 3, 5), t=torch.randn(2, 6, 1, 1), w=torch.randn(6))
+    total = b("aten.add.Tensor", "x", "t")
+    gated = b("aten.silu.default", b("aten.group_norm.default", total, "w", num_groups=3, bias=None))
+    lowered = check(b, total, gated)
+    assert [(segment.rows, segment.cols) for segment in lowered.ir.segments] == [((6,), 30)]
+
+
+def test_a_pooled_scale_is_applied_where_it_is_made() -> None:
+    b = Builder(x=torch.randn(3, 4, 3, 5))
+    scale = b("aten.sigmoid.default", b("aten.mean.dim", "x", dim=(2, 3), keepdim=True))
+    lowered = check(b, b("aten.mul.Tensor", "x", scale))
+    assert [(segment.rows, segment.cols) for segment in lowered.ir.segments] == [((12,), 15)]
+
+
 _LAYOUTS = st.permutations(range(4))
 
 

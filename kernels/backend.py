@@ -148,7 +148,7 @@ class Backend(ABC):
         Asked of every stored config before it is built. The reason repeats no text of the config.
         """
         reason = misfit(config, self.tunables(ir, target)) or self.infeasible(ir, config, target)
-        return None if reason is None or _same(config, self.default_config(ir, target)) else reason
+        return None if reason is None or same_config(config, self.default_config(ir, target)) else reason
 
     def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
         """Configurations worth trying before any search, best guess first; () when there is no opinion."""
@@ -195,7 +195,8 @@ class Backend(ABC):
         return call
 
 
-def _same(one: Config, other: Config) -> bool:
+def same_config(one: Config, other: Config) -> bool:
+    """Whether two configs hold the same numbers and words: 1, 1.0, True and "1" are four different things."""
     return dict(one) == dict(other) and all(type(one[name]) is type(other[name]) for name in other)
 
 

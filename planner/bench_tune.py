@@ -16,7 +16,6 @@ from fuseplan.planner.bench_cells import Cell
 from fuseplan.planner.bench_pace import Turns
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.learning import Learner
-from fuseplan.planner.regions import find_regions
 from fuseplan.planner.scout import Scout
 from fuseplan.planner.session import Session
 from fuseplan.search.tuner import Budget, Tuner
@@ -95,7 +94,7 @@ class CellTuner:
     def _tune(self, cell: Cell) -> bool:
         graph = self._graph(cell)
         known = self._session.planner()
-        if all(known.look_up(region.key) is not None for region in find_regions(graph)):
+        if not known.undecided(graph):
             return False
         plan = self._session.planner(self._started(), learner=self._learner).plan_graph(graph, self._scout)
         pairs = [(one.region, one.record) for one in plan.regions]

@@ -27,7 +27,8 @@ def regions_to_tune(session: Session, graphs: Sequence[tuple[str, DataflowGraph]
     found = []
     for _, graph in graphs:
         keys = list(unique_regions(find_regions(graph)))
-        found.append([key not in seen and planner.look_up(key) is None for key in keys])
+        missing = {region.key for region in planner.undecided(graph)}
+        found.append([key not in seen and key in missing for key in keys])
         seen.update(keys)
     return found
 

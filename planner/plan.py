@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from fuseplan.costmodel.device import DeviceSpec
@@ -14,6 +15,7 @@ from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.measured import MeasuredRegion
 from fuseplan.planner.partition import Prices, RegionProblem, guided_partition, predicted_partition, region_problem
+from fuseplan.planner.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.plan_record import PlanWriter, region_label
 from fuseplan.planner.prices import GroupBook, MeasuredPrices, ModelPrices
 from fuseplan.planner.regions import find_regions, unique_regions
@@ -25,6 +27,8 @@ from fuseplan.search.record import GroupChoice, PlanRecord, RecordKey
 from fuseplan.search.tuner import Tuner
 
 Source = Literal["database", "tuned", "model"]
+
+logger = logging.getLogger("fuseplan")
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,8 @@ class Planner:
         self.settings = settings if settings is not None else PlanSettings()
         self.tuner = tuner
         self._on_region = on_region
+        #: Why stored plans are not used although they were found, by region key.
+        self.refused: dict[str, str] = {}
 
     @property
     def spec(self) -> DeviceSpec | None:
@@ -176,7 +182,7 @@ class Planner:
         planned: dict[str, tuple[PlanRecord, Source, bool]] = {}
         distinct = unique_regions(regions)
         start = time.perf_counter()
-        stored = self._find_all(distinct)
+        stored = self._find_all(book, (occurrences[0] for occurrences in distinct.values()))
         spent_us = (time.perf_counter() - start) * 1e6
         for number, (key, occurrences) in enumerate(distinct.items(), 1):
             region = occurrences[0]
@@ -184,7 +190,7 @@ class Planner:
                 self._on_region(region_label(graph, region), number, len(distinct))
             found = stored[key]
             if found.hit is None and self.tuner is not None:
-                found = self._find_all([key])[key]  # another process may have tuned it meanwhile
+                found = self._find_all(book, [region])[key]  # another process may have tuned it meanwhile
             try:
                 if found.hit is not None:
                     planned[key] = found.hit, "database", found.shipped
@@ -201,23 +207,41 @@ class Planner:
         return RecordKey(region_key, self.device, self.settings.regime, self.settings.numerics)
 
     def look_up(self, region_key: str) -> PlanRecord | None:
-        """The stored plan of exactly this region, if it is current."""
-        return self.look_up_all([region_key]).get(region_key)
+        """What is stored for exactly this region, if it is current; not checked, so nothing of it may be run."""
+        key = self.key(region_key)
+        return self.store.get_plans([key])[key].hit
 
-    def look_up_all(self, region_keys: Iterable[str]) -> dict[str, PlanRecord]:
-        """The stored plans of exactly these regions that are current, by region; asked for all at once."""
-        found = self._find_all(region_keys).items()
+    def look_up_all(self, graph: DataflowGraph, regions: Iterable[Region]) -> dict[str, PlanRecord]:
+        """The stored plans of regions of a static graph that are current and checked, by region key."""
+        found = self._find_all(self._book(graph), regions).items()
         return {workload: lookup.hit for workload, lookup in found if lookup.hit is not None}
 
-    def _find_all(self, region_keys: Iterable[str]) -> dict[str, Lookup[PlanRecord]]:
-        asked = [self.key(region_key) for region_key in region_keys]
-        return {key.workload: lookup for key, lookup in self.store.get_plans(asked).items()}
+    def _find_all(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
+        """Asked for all at once."""
+        by_key = {self.key(region.key): region for region in regions}
+        return {
+            key.workload: self._checked(book, by_key[key], lookup)
+            for key, lookup in self.store.get_plans(by_key).items()
+        }
+
+    def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
+        """The look-up, or one that found nothing where a hit cannot be the region's plan."""
+        if lookup.hit is None:
+            return lookup
+        try:
+            return replace(lookup, record=PlanCheck(book, self.backends, self.target).accepted(region, lookup.hit))
+        except Exception as error:  # whatever else the check trips over: it costs this region alone
+            reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
+        if region.key not in self.refused:
+            self.refused[region.key] = reason
+            logger.warning("the stored plan of %s is not used: %s", region_label(book.graph, region), reason)
+        return Lookup()
 
     def undecided(self, graph: DataflowGraph) -> list[Region]:
         """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""
-        distinct = unique_regions(find_regions(graph))
-        stored = self.look_up_all(distinct)
-        return [occurrences[0] for key, occurrences in distinct.items() if key not in stored]
+        distinct = [occurrences[0] for occurrences in unique_regions(find_regions(graph)).values()]
+        stored = self.look_up_all(graph, distinct)
+        return [region for region in distinct if region.key not in stored]
 
     def _decide(
         self, graph: DataflowGraph, region: Region, book: GroupBook, scout: Scout | None

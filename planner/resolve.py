@@ -61,8 +61,10 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     regions = find_regions(static)
     tally.count("regions", len(regions))
     distinct = unique_regions(regions)
-    found = planner.look_up_all(distinct)
-    missing = {key: occurrences[0] for key, occurrences in distinct.items() if key not in found}
+    found = planner.look_up_all(static, (occurrences[0] for occurrences in distinct.values()))
+    # What is stored and unsound runs unfused, unless it can be replaced by something measured.
+    known = found.keys() if on_miss == "tune" else found.keys() | planner.refused.keys()
+    missing = {key: occurrences[0] for key, occurrences in distinct.items() if key not in known}
     plans = [RegionPlan(region, found[region.key], "database") for region in regions if region.key in found]
     if missing:
         _report_misses(planner, static, missing.values(), tally)
@@ -72,6 +74,8 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         served = {frozenset(plan.region.ops) for plan in near}
         left = [region for region in waiting if frozenset(region.ops) not in served]
         plans += [*near, *_plans_on_miss(session, static, left, on_miss, tally)]
+    for reason in planner.refused.values():
+        tally.quarantine(f"a stored plan is not used: {reason}")
     groups = tuple(_groups(session, graph, plans, tally))
     tally.spent(time.perf_counter() - start)
     return Resolved(tuple(plans), groups)
@@ -146,12 +150,13 @@ def _tuned(
     for size in sizes:
         if wanted <= found.keys():
             break
+        bound = bind_graph(graph, {name: size})
         asked = [
             region
-            for region in find_regions(bind_graph(graph, {name: size}))
+            for region in find_regions(bound)
             if (ops := frozenset(region.ops)) in wanted and ops not in found
         ]
-        stored = planner.look_up_all(region.key for region in asked)
+        stored = planner.look_up_all(bound, asked)
         for region in asked:
             if region.key in stored:
                 found[frozenset(region.ops)] = (size, RegionPlan(region, stored[region.key], "database"))
@@ -202,9 +207,7 @@ def _groups(
         if not fused:
             tally.count("planned_unfused")
         for choice in fused:
-            if choice.backend not in backends:
-                tally.fall_back(f"no back end called {choice.backend} for {session.target.device_type}")
-            elif unavailable[choice.backend]:
+            if unavailable[choice.backend]:
                 tally.fall_back(f"{choice.backend}: {unavailable[choice.backend]}")
             else:
                 names = plan.group_ops(choice)

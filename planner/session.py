@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fuseplan.costmodel.calibrate import Sample, calibrate
 from fuseplan.costmodel.device import DeviceSpec, DeviceSpecError, current_identity
 from fuseplan.costmodel.probe import probe
-from fuseplan.kernels.backend import Backend, Target
+from fuseplan.kernels.backend import Backend, Target, misfit
 from fuseplan.kernels.index import Index
 from fuseplan.kernels.ir import Buffer, KernelIR, Load, Segment, Store
 from fuseplan.kernels.registry import backends_for, local_target
@@ -125,7 +125,7 @@ class Session:
             samples = [
                 sample for record in self.database.records()
                 if record.key.device == self.device and not versions.mismatch(record.evidence.versions)
-                for sample in record_samples(record, backend.name)
+                for sample in record_samples(record, backend)
             ]
             known = spec.calibrations.get(backend.name)
             if samples and (known is None or known.samples < len(samples)):
@@ -133,9 +133,11 @@ class Session:
         return self.with_spec(spec)
 
 
-def record_samples(record: TuningRecord, backend: str) -> list[Sample]:
-    """The best kernel's time of a record, where that kernel is of ``backend``."""
-    if record.fused is None or record.backend != backend or not record.work.launches:
+def record_samples(record: TuningRecord, backend: Backend) -> list[Sample]:
+    """The best kernel's time of a record, where that kernel is of ``backend`` and could have been built by it."""
+    if record.fused is None or record.backend != backend.name or not record.work.launches:
+        return []
+    if misfit(record.config, backend.parameters, complete=False):
         return []
     mode = launch_mode(record.config, record.key.regime)
     return [Sample(record.work, mode, record.fused.median_us, family=record.label.split(" ")[0])]

@@ -33,6 +33,7 @@ class CompileStats:
         unfused: Groups that a plan wanted fused and that run as ATen ops; ``fallbacks`` says why.
         planned_unfused: Regions whose answer is "do not fuse".
         misses: Regions that the database did not know.
+        quarantined: Stored plans that cannot be those of their regions; ``fallbacks`` says why.
         bucketed: Regions answered by the plan of a neighbouring size of the token dimension.
         lookup_s: Seconds spent planning, look-ups included.
         recordings: CUDA graphs recorded.
@@ -52,6 +53,7 @@ class CompileStats:
     unfused: int = 0
     planned_unfused: int = 0
     misses: int = 0
+    quarantined: int = 0
     bucketed: int = 0
     lookup_s: float = 0.0
     recordings: int = 0
@@ -82,6 +84,8 @@ class Stats(CompileStats):
             f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
         ]
         lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
+        if self.quarantined:
+            lines.append(f"{self.quarantined} stored plans are unsound and not used; `plan tune` replaces them")
         if self.in_place:
             lines.append(f"{self.in_place} results in the memory of operands that were needed no more")
         if self.grouped_queries:
@@ -130,6 +134,12 @@ class Tally:
     def refuse(self, reason: str) -> None:
         """A whole graph runs unfused."""
         with self._lock:
+            self._fallbacks[reason] += 1
+
+    def quarantine(self, reason: str) -> None:
+        """A stored plan is not used, since it is unsound."""
+        with self._lock:
+            self._counts["quarantined"] += 1
             self._fallbacks[reason] += 1
 
     def note(self, reason: str) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fuseplan.kernels.backend import Backend, Config, Target, Tunable, config_key
+from fuseplan.kernels.backend import Backend, Config, Target, Tunable, config_key, same_config
 from fuseplan.kernels.ir import KernelIR
 
 #: Combinations looked at; a space beyond it is thinned evenly, so that enumeration stays well under a second.
@@ -47,7 +47,9 @@ class Space:
 
     def find(self, config: Config) -> int | None:
         """Position of a configuration; None when it is not in the space."""
-        return self._index.get(config_key(config))
+        position = self._index.get(config_key(config))
+        # Texts may be equal where values are not: 1 and "1".
+        return position if position is not None and same_config(self.configs[position], config) else None
 
     def neighbours(self, position: int) -> list[int]:
         """Configurations that differ in one parameter, in tunable order.

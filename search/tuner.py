@@ -6,6 +6,7 @@ is stored at once, so a tune that is killed goes on where it was.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,8 @@ from fuseplan.search.workshop import (
 __all__ = ["Budget", "ProgressEvent", "Tuner"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger("fuseplan")
 
 #: What compiling for a GPU imports.
 _COMPILERS = ("fuseplan.kernels.gpu_build:warm_up", "ninetoothed")
@@ -133,12 +136,25 @@ class Tuner:
         if force:
             self.database.forget_trials(key)
         elif stored is not None and not self.versions.mismatch(stored.evidence.versions):
-            return stored
+            reason = self._refuse_record(subject, stored)
+            if reason is None:
+                return stored
+            logger.warning("the stored record of %s is not used: %s", subject.label, reason)
         hints = [*([stored] if stored is not None else []), *neighbours]
         record = self._released(SubjectRun(self._shop, subject, key, hints).execute)
         with self.account.spend(STORING):
             self.database.put_record(record)
         return record
+
+    def _refuse_record(self, subject: Subject, record: TuningRecord) -> str | None:
+        """Why a stored answer can be none for ``subject`` here, or None; its numbers are taken as they are."""
+        if not record.backend:
+            return "it fuses without a kernel" if record.fuse else None
+        backend = next((one for one in self.backends if one.name == record.backend), None)
+        if backend is None:
+            return "its back end cannot be used here"
+        reason = backend.refuse_config(subject.ir, record.config, self.target)
+        return f"{backend.name} could not have chosen its configuration: {reason}" if reason else None
 
     def tune_all(self, subjects: Iterable[Subject]) -> list[TuningRecord]:
         """Tune one after the other."""

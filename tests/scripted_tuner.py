@@ -53,7 +53,7 @@ class ScriptedTuner:
 
     def screen(self, subject: GroupSubject) -> Trial:
         self.screened.append(subject.label)
-        return Trial(RecordKey(subject.key, "dev"), "cpp", {"tile": 1}, self.fused_us(subject) * self.noisy())
+        return Trial(RecordKey(subject.key, "dev"), "cpp", {"unroll": 1}, self.fused_us(subject) * self.noisy())
 
     def precompile(self, subjects: Iterable[GroupSubject]) -> None:
         """There is nothing to compile."""
@@ -81,7 +81,7 @@ class ScriptedTuner:
         self.tuned.append(subject.label)
         fuse = not self.refuses(subject)
         record = TuningRecord(
-            RecordKey(subject.key, "dev"), subject.label, fuse, "cpp", {"tile": 4},
+            RecordKey(subject.key, "dev"), subject.label, fuse, "cpp", {"unroll": 2},
             measured(self.fused_us(subject) * self.noisy()),
             measured(self.unfused_us * len(compute_nodes(subject))), 0.5, 0.1, 0.01, 1e-7, 1e-7, (), (), {}, 4, 2, 2,
             {}, Evidence(now(), Versions.current("cpu"), 0, 0.1), subject.work,

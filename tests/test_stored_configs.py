@@ -113,3 +113,13 @@ def test_a_config_that_lacks_a_parameter_is_refused(backend: Backend) -> None:
 def test_checked_hands_back_what_it_was_given(backend: Backend) -> None:
     honest = backend.default_config(samples.softmax(64, 300).ir, TARGETS[type(backend)])
     assert checked(honest, backend.parameters) is honest
+
+
+def test_a_space_finds_what_it_holds_and_not_what_is_spelled_alike(backend: Backend) -> None:
+    sample, target = samples.softmax(64, 300), TARGETS[type(backend)]
+    space = enumerate_space(backend, sample.ir, target)
+    assert space.find(space.default) == 0
+    for name, value in space.default.items():
+        if isinstance(value, int):
+            assert space.find(with_value(space.default, name, str(value))) is None
+            assert space.find(with_value(space.default, name, float(value))) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fuseplan.search.account import TimeAccount
 from fuseplan.search.database import Database
 from fuseplan.search.record import Versions
 from fuseplan.search.sequence import Part
+from fuseplan.search.space import enumerate_space
 from fuseplan.search.timers import Operands, Run, Sampler, Timer
 from fuseplan.search.tuner import ProgressEvent, Tuner
 from fuseplan.search.worker import InlineExecutor, Outcome
@@ -243,3 +245,25 @@ def test_a_config_has_to_be_good_with_a_cold_cache_too(db: Database) -> None:
     assert record.fuse and record.fused is not None
     assert dict(record.config) != {"tile": 128, "unroll": 4}
     assert record.fused.median_us >= 20.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config": {"tile": 48, "unroll": 1}}, {"config": {"tile": "128", "unroll": 4}}, {"config": {}},
+        {"config": {"tile": 256, "unroll": 8}}, {"config": {"tile": 16, "unroll": 1, "import os": 1}},
+        {"backend": "gone"}, {"backend": ""},
+    ],
+)
+def test_a_stored_answer_that_cannot_be_one_is_measured_anew(
+    db: Database, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    first = tuner(db).tune(SUBJECT)
+    db.put_record(replace(first, **changes))
+    journal = tmp_path / "journal"
+    again = tuner(db, FakeBackend(journal=str(journal))).tune(SUBJECT)
+    assert (again.backend, dict(again.config)) == ("fake", {"tile": 128, "unroll": 4})
+    space = enumerate_space(FakeBackend(), SUBJECT.ir, CPU)
+    built = {line.split(" ")[1] for line in journal.read_text().splitlines()}
+    assert built <= {config_key(config) for config in space.configs}
+    assert db.get_record(first.key).hit == again

@@ -36,14 +36,26 @@ def is_static(*sizes: Size) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def evaluate(size: Size, values: Mapping[str, int]) -> int:
+def evaluate(size: Size, values: Mapping[str, int | float]) -> int:
     """The number a size stands for once its symbols have values."""
     if isinstance(size, int):
         return size
-    result = size.subs({sym: values[sym.name] for sym in size.free_symbols})
-    if not result.is_Integer:
+    result = number(size, values)
+    if not isinstance(result, int):
         raise ValueError(f"size {size} is not an integer for {dict(values)}")
-    return int(result)
+    return result
+
+
+def number(expression: Any, values: Mapping[str, int | float]) -> int | float:
+    """The number that any expression over sizes stands for: an ``int`` where it is an integer, else a ``float``.
+
+    Raises:
+        KeyError: A symbol has no value.
+    """
+    result = expression.subs({sym: values[sym.name] for sym in expression.free_symbols})
+    if result in (sympy.true, sympy.false):
+        return bool(result)
+    return int(result) if result.is_Integer else float(result)
 
 
 def symbols_of(*sizes: Size) -> set[str]:

@@ -33,7 +33,7 @@ class OpSpec:
         triton: Triton spelling.
         flops: Operations counted per application.
         unit: The unit they run on.
-        result: ``"same"`` as the operands' register type, or ``"bool"``.
+        result: ``"same"`` as the operands' register type, or a register type.
     """
 
     name: str
@@ -43,7 +43,7 @@ class OpSpec:
     triton: str
     flops: float = 1.0
     unit: Unit = "fp32"
-    result: Literal["same", "bool"] = "same"
+    result: Literal["same", "bool", "float32"] = "same"
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ _ROWS: tuple[OpSpec, ...] = (
     # A shift by the number of bits or more is undefined here: the lowering bounds it.
     OpSpec("shift_left", 2, torch.bitwise_left_shift, "({0} << {1})", "({0} << {1})"),
     OpSpec("shift_right", 2, torch.bitwise_right_shift, "({0} >> {1})", "({0} >> {1})"),
+    # The float whose bits an int32 holds: a number that changes from call to call (kernels/scalars.py).
+    OpSpec("as_float", 1, lambda a: a.to(torch.int32).view(torch.float32), "bit_cast<float>((int)({0}))",
+           "({0}).to(tl.int32).to(tl.float32, bitcast=True)", flops=0.0, result="float32"),
     # -- special functions --------------------------------------------------------------------------------
     OpSpec("exp", 1, torch.exp, "fp_exp({0})", "_exp({0})", unit="sfu"),
     OpSpec("exp2", 1, torch.exp2, "fp_exp2({0})", "tl.exp2({0})", unit="sfu"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from fuseplan.kernels.index import evaluate
+from fuseplan.kernels.index import evaluate, number
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 
 
@@ -18,7 +18,7 @@ def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> 
     """
     if not graph.symbols:
         return graph
-    values = {**graph.symbols, **(sizes or {})}
+    values = graph.completed({**graph.symbols, **(sizes or {})})
     specs = {name: bind_spec(spec, values) for name, spec in graph.specs.items()}
     def bound(node: OpNode) -> OpNode:
         attrs = {name: bind_value(value, values) for name, value in node.attrs.items()}
@@ -31,7 +31,7 @@ def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> 
     return made
 
 
-def bind_spec(spec: TensorSpec, values: Mapping[str, int]) -> TensorSpec:
+def bind_spec(spec: TensorSpec, values: Mapping[str, int | float]) -> TensorSpec:
     if spec.is_static:
         return spec
     return TensorSpec(
@@ -41,10 +41,10 @@ def bind_spec(spec: TensorSpec, values: Mapping[str, int]) -> TensorSpec:
     )
 
 
-def bind_value(value: Any, values: Mapping[str, int]) -> Any:
-    """An attribute with the sizes in it replaced, however nested."""
+def bind_value(value: Any, values: Mapping[str, int | float]) -> Any:
+    """An attribute with the sizes and numbers in it replaced, however nested."""
     if isinstance(value, sympy.Expr):
-        return evaluate(value, values)
+        return number(value, values)
     if isinstance(value, tuple | list):
         return tuple(bind_value(item, values) for item in value)
     return value

@@ -90,7 +90,7 @@ def compile_graph(
     normalised = normalise(module)
     if _writes_shared(example_inputs, normalised.written):
         raise RefusedError("inputs share memory that the graph writes to")
-    traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes)
+    traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes, normalised.scalars)
     device_type = _device_type(example_inputs)
     session = _open(device_type, options)
     try:

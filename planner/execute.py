@@ -11,7 +11,7 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 
-from fuseplan.kernels.index import evaluate
+from fuseplan.kernels.index import number
 from fuseplan.planner.errors import ShapeError, UnknownOpError
 from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
 
@@ -46,7 +46,7 @@ def _known_ops(namespace: str, packet: str) -> list[str]:
 def bind_call(
     node: OpNode,
     values: Sequence[Any],
-    symbols: Mapping[str, int] | None = None,
+    symbols: Mapping[str, int | float] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments of the ATen call ``node`` stands for.
@@ -144,14 +144,14 @@ def _refs(values: Any) -> Iterator[Ref]:
             yield from _refs(value)
 
 
-def _argument_value(name: str, value: Any, values: Sequence[Any], symbols: Mapping[str, int]) -> Any:
+def _argument_value(name: str, value: Any, values: Sequence[Any], symbols: Mapping[str, int | float]) -> Any:
     """What ATen takes for an attribute: names become torch objects, symbols numbers, ``Ref`` the operand."""
     if isinstance(value, Ref):
         return values[value.position]
     if isinstance(value, tuple | list):
         return [_argument_value(name, item, values, symbols) for item in value]
     if isinstance(value, sympy.Expr):
-        return evaluate(value, symbols)
+        return number(value, symbols)
     if isinstance(value, str):
         if name in _DTYPE_ARGUMENTS or name == "layout":
             return getattr(torch, value)
@@ -166,7 +166,7 @@ def run_node(
     node: OpNode,
     inputs: Sequence[torch.Tensor],
     device: torch.device | str | None = None,
-    symbols: Mapping[str, int] | None = None,
+    symbols: Mapping[str, int | float] | None = None,
 ) -> list[torch.Tensor]:
     """Execute one op eagerly.
 
@@ -206,7 +206,7 @@ def bind_symbols(specs: Mapping[str, TensorSpec], tensors: Mapping[str, torch.Te
 def run_graph(
     graph: DataflowGraph,
     inputs: Mapping[str, torch.Tensor],
-    symbols: Mapping[str, int] | None = None,
+    symbols: Mapping[str, int | float] | None = None,
     opaque: Mapping[str, Callable[..., Any]] | None = None,
 ) -> list[torch.Tensor]:
     """Execute a whole graph op by op in capture order: the unfused oracle.
@@ -225,7 +225,9 @@ def run_graph(
     missing = [name for name in graph.inputs if name not in inputs]
     if missing:
         raise ShapeError(f"graph input {missing[0]} is missing ({len(missing)} of {len(graph.inputs)} are)")
-    sizes = {**bind_symbols(graph.specs, {name: inputs[name] for name in graph.inputs}), **(symbols or {})}
+    sizes = graph.completed(
+        {**bind_symbols(graph.specs, {name: inputs[name] for name in graph.inputs}), **(symbols or {})}
+    )
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
     values: dict[str, torch.Tensor] = dict(inputs)
     for node in graph:

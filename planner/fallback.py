@@ -162,7 +162,7 @@ def same_layout(one: Layout, other: Layout) -> bool:
     )
 
 
-def layout_of(buffer: Buffer, symbols: Mapping[str, int]) -> Layout:
+def layout_of(buffer: Buffer, symbols: Mapping[str, int | float]) -> Layout:
     """Shape and strides of a buffer for these sizes."""
     return (
         tuple(evaluate(extent, symbols) for extent in buffer.shape),

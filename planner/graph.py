@@ -8,8 +8,9 @@ from typing import Any
 
 import networkx as nx
 
-from fuseplan.kernels.index import Size, evaluate, is_static, product, row_major_strides
+from fuseplan.kernels.index import Size, evaluate, is_static, number, product, row_major_strides
 from fuseplan.kernels.ir import ITEMSIZE
+from fuseplan.kernels.scalars import float32_bits
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class TensorSpec:
     def is_static(self) -> bool:
         return is_static(*self.shape, *self.strides)
 
-    def nbytes(self, symbols: Mapping[str, int] | None = None) -> int:
+    def nbytes(self, symbols: Mapping[str, int | float] | None = None) -> int:
         """Bytes of all elements (broadcast dimensions counted in full)."""
         return evaluate(self.numel, symbols or {}) * ITEMSIZE.get(self.dtype, 1)
 
@@ -75,7 +76,9 @@ class DataflowGraph:
         specs: Tensor spec of every value, graph inputs included.
         inputs: Graph input values (activations and parameters), in call order.
         outputs: Graph output values.
-        symbols: Dynamic sizes with the value seen at capture (the hint).
+        symbols: Dynamic sizes with the value seen at capture (the hint), and numbers that change with them or by
+            themselves: a float hint belongs to a symbol that is no integer.
+        derived: Definitions of the symbols that depend on others, as sympy expressions.
         fresh: Graph inputs that stand for what another kernel has just produced (of a part of a model, cut out).
     """
 
@@ -87,14 +90,16 @@ class DataflowGraph:
         specs: Mapping[str, TensorSpec],
         inputs: Iterable[str],
         outputs: Iterable[str],
-        symbols: Mapping[str, int] | None = None,
+        symbols: Mapping[str, int | float] | None = None,
         order: Iterable[tuple[str, str]] = (),
+        derived: Mapping[str, Any] | None = None,
     ) -> None:
         self.graph: nx.DiGraph[str] = nx.DiGraph()
         self.specs = dict(specs)
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.symbols = dict(symbols or {})
+        self.derived = dict(derived or {})
         self._producer: dict[str, str] = {}
         self._consumers: dict[str, list[str]] = {}
         self._position: dict[str, int] = {}
@@ -146,6 +151,19 @@ class DataflowGraph:
     def is_returned(self, value: str) -> bool:
         """True when the graph returns ``value``."""
         return value in self._returned
+
+    @property
+    def kernel_sizes(self) -> dict[str, int]:
+        """The symbols' hints as kernels take them."""
+        return {name: float32_bits(hint) if isinstance(hint, float) else hint for name, hint in self.symbols.items()}
+
+    def completed(self, sizes: Mapping[str, int | float]) -> dict[str, int | float]:
+        """``sizes`` and the values of those derived symbols that they determine."""
+        found = dict(sizes)
+        for name, definition in self.derived.items():
+            if all(free.name in sizes for free in definition.free_symbols):
+                found[name] = type(self.symbols[name])(number(definition, sizes))
+        return found
 
     def producer(self, value: str) -> str | None:
         """Name of the op that produces ``value``; None for a graph input."""

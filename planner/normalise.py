@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
@@ -36,6 +37,7 @@ class Normalised:
         nodes: The fx node that computes each value (for an op with several results, the op's own node).
         placeholders: Position among the module's arguments of each tensor input; constants are not in it.
         sizes: Position among the module's arguments of each dynamic size that is passed as an integer.
+        scalars: The fx node that computes a number from sizes, or reads it from an argument, by symbol.
         constants: Tensors that the trace holds as attributes; they are graph inputs too.
         opaque: Callables of ops that are no ATen call (higher-order ops), by op name in the graph: they take the
             op's inputs as tensors and return a list of tensors.
@@ -51,6 +53,7 @@ class Normalised:
     opaque: Mapping[str, Callable[..., list[torch.Tensor]]]
     results: tuple[Any, ...]
     written: frozenset[int] = frozenset()
+    scalars: Mapping[str, fx.Node] = field(default_factory=dict)
 
 
 def normalise(module: fx.GraphModule) -> Normalised:
@@ -89,6 +92,7 @@ class _Builder:
     nodes: dict[str, fx.Node] = field(default_factory=dict)
     placeholders: dict[str, int] = field(default_factory=dict)
     size_arguments: dict[str, int] = field(default_factory=dict)
+    scalars: dict[str, fx.Node] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     opaque: dict[str, Callable[..., list[torch.Tensor]]] = field(default_factory=dict)
     ops: list[OpNode] = field(default_factory=list)
@@ -179,7 +183,10 @@ class _Builder:
             container, index = self._resolve(node.args[0]), node.args[1]
             return container[index]
         if isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return self.names.expression(fake)
+            number = self.names.expression(fake)
+            if isinstance(number, sympy.Symbol):
+                self.scalars.setdefault(number.name, node)
+            return number
         if target in _MODE_SWITCHES:
             return None
         if target is torch.amp.autocast_mode._enter_autocast:
@@ -349,10 +356,12 @@ class _Builder:
             self.outputs,
             self.names.hints,
             [*order_edges(ops, self.accesses), *self._ordered_among(ops)],
+            self.names.derived,
         )
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
         return Normalised(
-            graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results, self._written()
+            graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results, self._written(),
+            self.scalars,
         )
 
     def _ordered_among(self, ops: Iterable[OpNode]) -> list[tuple[str, str]]:

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from fuseplan.kernels.scalars import float32_bits
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.recipes import kind_of
 
@@ -32,12 +35,14 @@ class Traced:
         graph: The normalised graph of ``module``.
         node_of: The FX node that computes each value of ``graph``.
         sizes: Position among the arguments of each dynamic size that is passed as an integer.
+        scalars: The FX node that computes a number from sizes, or reads it from an argument, by symbol.
     """
 
     module: fx.GraphModule
     graph: DataflowGraph
     node_of: Mapping[str, fx.Node]
     sizes: Mapping[str, int] = field(default_factory=dict)
+    scalars: Mapping[str, fx.Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ class _Rewrite:
         if unit.node is not None:
             return list(unit.node.all_input_nodes)
         assert unit.placement is not None
-        sizes = [self.symbols.node(name) for name in unit.placement.symbols]
+        sizes = [node for name in unit.placement.symbols for node in self.symbols.nodes(name)]
         return [self._node(value) for value in unit.placement.inputs] + sizes
 
     def _is_root(self, node: fx.Node) -> bool:
@@ -250,32 +255,68 @@ def _item_nodes(traced: Traced) -> dict[str, fx.Node]:
 
 
 class _SymbolSources:
-    """Where the value of each dynamic size comes from at call time: an integer argument, or a tensor's size."""
+    """Where a symbol's value comes from at call time.
+
+    An argument or a number that the trace computes; a tensor's size or stride; or, for a derived symbol that is
+    neither, its definition.
+    """
 
     def __init__(self, traced: Traced) -> None:
         source = traced.module.graph
         placeholders = [node for node in source.nodes if node.op == "placeholder"]
-        self._passed = {name: placeholders[position] for name, position in traced.sizes.items()}
-        self._sized: dict[str, tuple[fx.Node, int]] = {}
+        self._given = {name: node for name, node in traced.scalars.items() if node.graph is source}
+        self._given |= {name: placeholders[position] for name, position in traced.sizes.items()}
+        self._hints, self._derived = traced.graph.symbols, traced.graph.derived
+        #: A tensor, what to ask it for, and the dimension.
+        self._sized: dict[str, tuple[fx.Node, Any, int]] = {}
         self._made: dict[str, fx.Node] = {}
         for value in traced.graph.inputs:
-            node = traced.node_of[value]
-            for dim, extent in enumerate(traced.graph.specs[value].shape):
-                if getattr(extent, "is_Symbol", False) and node.graph is source:
-                    self._sized.setdefault(extent.name, (node, dim))
+            node, spec = traced.node_of[value], traced.graph.specs[value]
+            if node.graph is source:
+                self._find(node, torch.ops.aten.sym_size.int, spec.shape)
+                self._find(node, torch.ops.aten.sym_stride.int, spec.strides)
+
+    def _find(self, node: fx.Node, question: Any, sizes: Sequence[Any]) -> None:
+        for dim, size in enumerate(sizes):
+            if getattr(size, "is_Symbol", False):
+                self._sized.setdefault(size.name, (node, question, dim))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._passed or name in self._sized
+        if name in self._given or name in self._sized:
+            return True
+        return name in self._derived and all(free.name in self for free in self._derived[name].free_symbols)
 
-    def node(self, name: str) -> fx.Node:
-        """The node that must exist before the size is known."""
-        return self._passed[name] if name in self._passed else self._sized[name][0]
+    def nodes(self, name: str) -> list[fx.Node]:
+        """The nodes that must exist before the value is known."""
+        if name in self._given:
+            return [self._given[name]]
+        if name in self._sized:
+            return [self._sized[name][0]]
+        return [node for free in self._derived[name].free_symbols for node in self.nodes(free.name)]
 
     def emit(self, name: str, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """The size as an argument in the new graph."""
-        if name in self._passed:
-            return made[self._passed[name]]
+        """A kernel's argument in the new graph: an integer as it is, any other number as its float32 bits."""
+        key = f"{name} as an argument"
+        if not isinstance(self._hints.get(name), float):
+            return self._number(name, graph, made)
+        if key not in self._made:
+            self._made[key] = graph.call_function(float32_bits, (self._number(name, graph, made),))
+        return self._made[key]
+
+    def _number(self, name: str, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        if name in self._given:
+            return made[self._given[name]]
         if name not in self._made:
-            node, dim = self._sized[name]
-            self._made[name] = graph.call_function(torch.ops.aten.sym_size.int, (made[node], dim))
+            if name in self._sized:
+                node, question, dim = self._sized[name]
+                self._made[name] = graph.call_function(question, (made[node], dim))
+            else:
+                self._made[name] = self._compute(self._derived[name], graph, made)
         return self._made[name]
+
+    def _compute(self, definition: Any, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Python's arithmetic for a definition, as ``torch.compile`` itself spells it."""
+        operands = {free: fx.Proxy(self._number(free.name, graph, made)) for free in definition.free_symbols}
+        result = sympy_interp(PythonReferenceAnalysis, operands, definition)
+        assert isinstance(result, fx.Proxy)
+        return result.node

@@ -47,7 +47,7 @@ class GroupBook:
     def static(self, group: Candidate) -> Lowered:
         """The group's kernel with its sizes bound; errors are those of :meth:`lowered`."""
         lowered = self.lowered(group)
-        return replace(lowered, ir=lowered.ir.bind(self.graph.symbols))
+        return replace(lowered, ir=lowered.ir.bind(self.graph.kernel_sizes))
 
     def lowered(self, group: Candidate) -> Lowered:
         """The group's kernel.
@@ -80,7 +80,7 @@ class GroupBook:
         if group.ops not in self._works:
             lowered = self.lowered(group)
             hot = hot_inputs(self.graph, lowered.inputs)
-            self._works[group.ops] = kernel_work(lowered.ir.bind(self.graph.symbols), hot)
+            self._works[group.ops] = kernel_work(lowered.ir.bind(self.graph.kernel_sizes), hot)
         return self._works[group.ops]
 
     def backend_for(self, group: Candidate, backends: Sequence[Backend], target: Target) -> Backend | None:

@@ -201,7 +201,7 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
 
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     lowered = lower(graph, (node.name,), outputs=node.outputs)
-    fused = kernel_work(lowered.ir.bind(graph.symbols), hot_inputs(graph, lowered.inputs))
+    fused = kernel_work(lowered.ir.bind(graph.kernel_sizes), hot_inputs(graph, lowered.inputs))
     effort = aten_effort(graph, node)
     return replace(
         fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,

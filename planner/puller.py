@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
 
 from fuseplan.kernels.index import Coord, Index, Size, as_size, flatten, known_less_equal
 from fuseplan.kernels.ir import (
@@ -205,7 +208,10 @@ class Puller:
     def dtype_of(self, value: int) -> RegisterType:
         return self._space.body[value].dtype
 
-    def const(self, number: float | int | bool, dtype: RegisterType) -> int:
+    def const(self, number: Any, dtype: RegisterType) -> int:
+        """A number that is the same everywhere: a Python number, or an expression in what changes between calls."""
+        if isinstance(number, sympy.Expr):
+            return self._scalar(number, dtype)
         if dtype.startswith("float"):
             number = float(number)
         elif dtype == "bool":
@@ -213,6 +219,14 @@ class Puller:
         else:
             number = int(number)
         return self._space.emit(Const(dtype, number))
+
+    def _scalar(self, number: sympy.Expr, dtype: RegisterType) -> int:
+        value = self.iota(Index(number))
+        if number.is_integer:
+            return self.cast(value, dtype)
+        if dtype == "float64":
+            raise NotLowerable(f"{number} is no integer and changes between calls; kernels take it as float32")
+        return self.cast(self.apply("as_float", self.cast(value, "int32")), dtype)
 
     def iota(self, index: Index) -> int:
         """The integer value of an index expression, as int64."""
@@ -231,7 +245,7 @@ class Puller:
     def apply(self, op: str, *args: int) -> int:
         """A scalar op of the op table; operands must already share a register type."""
         spec = OPS[op]
-        dtype: RegisterType = "bool" if spec.result == "bool" else self.dtype_of(args[-1])
+        dtype = self.dtype_of(args[-1]) if spec.result == "same" else spec.result
         return self._space.emit(Apply(dtype, op, args))
 
     def masked(self, mask: int) -> Puller:

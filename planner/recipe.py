@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import sympy
 
 from fuseplan.kernels.index import Size, product
 from fuseplan.kernels.ir import RegisterType, register_type
@@ -60,6 +62,11 @@ class Recipe:
 def result_type(p: Puller, node: OpNode) -> RegisterType:
     """Register type of the op's result."""
     return register_type(p.specs[node.outputs[0]].dtype)
+
+
+def is_float(value: Any) -> bool:
+    """True for an attribute that is a float, or stands for one that changes between calls."""
+    return isinstance(value, float) or (isinstance(value, sympy.Expr) and not value.is_integer)
 
 
 def argument(p: Puller, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:

@@ -59,7 +59,7 @@ def why_extern(node: OpNode, specs: Specs) -> str | None:
     if recipe.reduced_dim is not None:
         rank = len(specs[node.inputs[0]].shape)
         dims = recipe.reduced_dim(node, specs)
-        if sorted(dims) != list(range(rank - len(dims), rank)):
+        if not rank or sorted(dims) != list(range(rank - len(dims), rank)):
             return f"{node.op}: reduces dimensions {dims} of {rank}; only the last ones are supported"
         if len(dims) == rank > 1:
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fuseplan.kernels.ir import RegisterType, register_type
 from fuseplan.planner.graph import OpNode
-from fuseplan.planner.recipe import INTEGERS, Recipe, argument, float_result, result_type
+from fuseplan.planner.recipe import INTEGERS, Recipe, argument, float_result, is_float, result_type
 from fuseplan.planner.recipes_convert import bitwise_recipes, convert
 from fuseplan.planner.views import Position, Specs
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def _promoted(p: Puller, node: OpNode) -> RegisterType:
     """Register type in which a comparison's operands meet."""
     types = [register_type(p.specs[value].dtype) for value in node.inputs]
-    types += ["float32" for key in ("other", "self") if isinstance(node.attrs.get(key), float)]
+    types += ["float32" for key in ("other", "self") if is_float(node.attrs.get(key))]
     order: tuple[RegisterType, ...] = ("float64", "float32", "int64", "int32", "bool")
     best = min(order.index(t) for t in types)
     if "other" in node.attrs and order[best] == "bool":
@@ -67,7 +67,7 @@ def _div(p: Puller, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     a = argument(p, node, "self", 0, position, dtype)
     other = node.attrs.get("other")
-    if other is not None and other != 0 and math.frexp(other)[0] in (0.5, -0.5):
+    if isinstance(other, int | float) and other != 0 and math.frexp(other)[0] in (0.5, -0.5):
         return p.apply("mul", a, p.const(1.0 / other, dtype))  # exact: a power of two
     return p.apply("div", a, argument(p, node, "other", 1, position, dtype))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fuseplan.kernels.index import Index, Size, as_size, divides, known_less_equal, product
 from fuseplan.kernels.ir import RegisterType
 from fuseplan.planner.graph import OpNode
-from fuseplan.planner.recipe import Recipe, result_type
+from fuseplan.planner.recipe import Recipe, is_float, result_type
 from fuseplan.planner.views import MAY_COPY, VIEW_MAPS, Position, Specs, normalise_dim, reshape_position
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _arange(p: Puller, node: OpNode, position: Position) -> int:
 
 
 def _arange_refuse(node: OpNode, specs: Specs) -> str | None:
-    if any(isinstance(node.attrs.get(name), float) for name in ("start", "step")):
+    if any(is_float(node.attrs.get(name)) for name in ("start", "step")):
         return f"{node.op}: float start or step"
     step = node.attrs.get("step", 1)
     return f"{node.op}: step {step} is not positive" if isinstance(step, int) and step <= 0 else None

@@ -119,6 +119,8 @@ def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Re
     A plan is used only between two tuned sizes, neither more than ``MAX_RATIO`` away: the nearer one serves.
     """
     for name, hint in graph.symbols.items():
+        if name in graph.derived or not isinstance(hint, int):
+            continue
         below = _tuned(planner, graph, name, _powers_down(hint), regions)
         above = _tuned(planner, graph, name, _powers_up(hint), regions) if below else {}
         both = below.keys() & above.keys()

@@ -183,7 +183,7 @@ def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str
     with mode:
         module = make_fx(_runner(nodes, graph, device), pre_dispatch=True)(*fakes)
     normalised = normalise(module)
-    return Traced(module, normalised.graph, normalised.nodes, normalised.sizes)
+    return Traced(module, normalised.graph, normalised.nodes, normalised.sizes, normalised.scalars)
 
 
 def _fake(spec: TensorSpec, device: str) -> torch.Tensor:

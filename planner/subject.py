@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import sympy
@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.index import Size, evaluate, symbols_of
+from fuseplan.kernels.index import number, symbols_of
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import torch_dtype
+from fuseplan.kernels.scalars import float_of_bits
 from fuseplan.planner.binding import bind_spec
 from fuseplan.planner.execute import bind_call, resolve_op
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
@@ -115,7 +116,7 @@ def reference_results(
 
 def chain_module(
     nodes: Iterable[OpNode], inputs: Sequence[str], outputs: Sequence[str], device: str | None = None,
-    symbols: Sequence[str] = (),
+    symbols: Sequence[str] = (), source: DataflowGraph | None = None,
 ) -> fx.GraphModule:
     """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs, *sizes) -> tuple of outputs``.
 
@@ -124,7 +125,8 @@ def chain_module(
         inputs: Names of the values that are given.
         outputs: Names of the values to return.
         device: Where ops without operands create their result.
-        symbols: Names of the dynamic sizes whose numbers are given after the inputs.
+        symbols: Names of the dynamic sizes that are given after the inputs, as a kernel takes them.
+        source: The graph that the sizes are of.
 
     A node of the graph that computes one value has its name as ``meta["value"]``.
     """
@@ -134,43 +136,55 @@ def chain_module(
     for name, made in values.items():
         made.meta["value"] = name
     for node in nodes:
-        sized = replace(node, attrs=_computed(node.attrs, graph, sizes))
+        sized = replace(node, attrs=_computed(node.attrs, graph, sizes, source))
         args, kwargs = bind_call(sized, [values[name] for name in node.inputs], None, device)
         call = graph.call_function(resolve_op(node.op), tuple(args), dict(kwargs))
         if len(node.outputs) == 1:
             values[node.outputs[0]] = call
             call.meta["value"] = node.outputs[0]
             continue
-        for number, name in enumerate(node.outputs):
-            values[name] = graph.call_function(_item, (call, number))
+        for slot, name in enumerate(node.outputs):
+            values[name] = graph.call_function(_item, (call, slot))
     graph.output(tuple(values[name] for name in outputs))
     graph.eliminate_dead_code()
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _computed(value: Any, graph: fx.Graph, sizes: Mapping[str, fx.Node]) -> Any:
-    """Attributes with nodes in place of dynamic sizes."""
+def _computed(value: Any, graph: fx.Graph, sizes: Mapping[str, fx.Node], source: DataflowGraph | None) -> Any:
+    """Attributes with nodes in place of what changes between calls."""
     if isinstance(value, Mapping):
-        return {name: _computed(item, graph, sizes) for name, item in value.items()}
+        return {name: _computed(item, graph, sizes, source) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_computed(item, graph, sizes) for item in value]
+        return [_computed(item, graph, sizes, source) for item in value]
     if not isinstance(value, sympy.Expr):
         return value
+    derived, hints = ({}, {}) if source is None else (source.derived, source.symbols)
+    value = value.xreplace(
+        {free: derived[free.name] for free in value.free_symbols if free.name not in sizes and free.name in derived}
+    )
     names = sorted(symbols_of(value))
-    return graph.call_function(_SizeOf(value, names), tuple(sizes[name] for name in names))
+    floats = frozenset(name for name in names if isinstance(hints.get(name), float))
+    return graph.call_function(_NumberOf(value, names, floats), tuple(sizes[name] for name in names))
 
 
-class _SizeOf:
-    """A dynamic size as a function of its symbols, which remembers its results; FX asks it for its name."""
+class _NumberOf:
+    """A number as a function of a kernel's last arguments, which remembers results; FX asks it for its name."""
 
-    __name__ = __qualname__ = "size_of"
+    __name__ = __qualname__ = "number_of"
     __module__ = "fuseplan"
 
-    def __init__(self, size: Size, names: Sequence[str]) -> None:
-        self._of = cache(lambda *numbers: evaluate(size, dict(zip(names, numbers, strict=True))))
+    def __init__(self, expression: Any, names: Sequence[str], floats: Collection[str]) -> None:
+        @lru_cache(maxsize=256)
+        def compute(*given: int) -> int | float:
+            values = {
+                name: float_of_bits(one) if name in floats else one for name, one in zip(names, given, strict=True)
+            }
+            return number(expression, values)
 
-    def __call__(self, *numbers: int) -> int:
-        return self._of(*numbers)
+        self._compute = compute
+
+    def __call__(self, *given: int) -> int | float:
+        return self._compute(*given)
 
 
 def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
@@ -211,7 +225,7 @@ def group_subject(
         NotLowerable: When the group cannot be one kernel.
     """
     lowered = lower(graph, ops, numerics, outputs)
-    ir = lowered.ir.bind(graph.symbols)
+    ir = lowered.ir.bind(graph.kernel_sizes)
     nodes = group_nodes(graph, ops, lowered)
     values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)
     hot = hot_inputs(graph, lowered.inputs)

@@ -36,7 +36,7 @@ def run_unfused(
 
 def _generated(traced: Traced, ops: Sequence[str], lowered: Lowered, device_type: str) -> Fused:
     nodes = group_nodes(traced.graph, ops, lowered)
-    module = chain_module(nodes, lowered.inputs, lowered.outputs, device_type, lowered.ir.symbols)
+    module = chain_module(nodes, lowered.inputs, lowered.outputs, device_type, lowered.ir.symbols, traced.graph)
     for node in module.graph.nodes:
         if (value := node.meta.get("value")) is not None:
             node.meta["traced"] = traced.node_of[value].name

@@ -28,6 +28,7 @@ from fuseplan.kernels.ir import (
 )
 from fuseplan.kernels.ops import op_spec
 from fuseplan.kernels.reference import torch_dtype
+from fuseplan.kernels.scalars import float32_bits
 
 
 class Body:
@@ -67,8 +68,8 @@ class Body:
         return self._add(Iota(dtype, index))  # type: ignore[arg-type]
 
     def __call__(self, op: str, *args: int) -> int:
-        dtype = "bool" if op_spec(op).result == "bool" else self.instrs[args[-1]].dtype
-        return self._add(Apply(dtype, op, args))
+        result = op_spec(op).result
+        return self._add(Apply(self.instrs[args[-1]].dtype if result == "same" else result, op, args))
 
     def cast(self, arg: int, dtype: str) -> int:
         return self._add(Cast(dtype, arg))  # type: ignore[arg-type]
@@ -577,6 +578,20 @@ def early_store(rows: int, cols: int, dtype: str = "float32") -> Sample:
     return Sample("early_store", _kernel(buffers, b))
 
 
+def scaled_by_number(rows: Size, cols: int, dtype: str, scale: float, sizes: dict[str, int]) -> Sample:
+    """A float that changes between calls travels as bits: each row by itself, and its mean, times that number."""
+    buffers = [
+        contiguous("x", dtype, (rows, cols)), contiguous("y", dtype, (rows, cols), True),
+        contiguous("mean", "float32", (rows,), True),
+    ]
+    b = Body(buffers, (rows,), cols)
+    number = b("as_float", b.cast(b.iota(Index(symbol("scale"))), "int32"))
+    x = b.load("x", b.at)
+    b.store("y", b.at, b("mul", x, number))
+    b.store("mean", b.at[:1], b("mul", b("mul", b.reduce("sum", x), b.const(1.0 / cols)), number))
+    return Sample("scaled_by_number", _kernel(buffers, b), {**sizes, "scale": float32_bits(scale)})
+
+
 def dynamic_samples() -> list[Sample]:
     """Kernels with symbolic sizes: rows alone, columns too, and a sequence length inside strides."""
     n, m = symbol("n"), symbol("m")
@@ -588,6 +603,7 @@ def dynamic_samples() -> list[Sample]:
         swiglu(n, 48, "float32", {"n": 7}),
         rope(2, n, 4, 2, 16, "bfloat16", {"n": 3}),
         row_statistics(n, m, "float32", {"n": 4, "m": 33}),
+        scaled_by_number(n, 37, "float32", -0.37, {"n": 5}), scaled_by_number(n, 64, "bfloat16", 1e-3, {"n": 3}),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Compiling a random program with fuseplan, through ``torch.compile`` or by a shorter way, and judging what it gives."""
+"""Compiling a random program with fuseplan, through ``torch.compile`` or by a shorter way, and judging the results."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run_program(program: Program, options: Mapping[str, Any], through_dynamo: bo
     Args:
         program: The program; a dynamic one is called with both of its sets of sizes.
         options: Options of the back end.
-        through_dynamo: Compile with ``torch.compile``. Else the back end gets a graph of one call, which it traces through;
-            the second sizes are then left out where they break what the graph assumes of sizes.
+        through_dynamo: Compile with ``torch.compile``. Else the back end gets a graph of one call, through which it
+            traces; the second sizes are then left out where they break what the graph assumes of sizes.
     """
     fuseplan.planner.reset_stats()
     given = {**options, "numerics": program.numerics}

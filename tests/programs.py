@@ -154,9 +154,9 @@ _JOINS = (
 _FOLDS = (
     "{v}.sum(-1)", "{v}.sum(-1, keepdim=True)", "{v}.mean(-1, keepdim=True)", "{v}.mean(-1)", "{v}.mean(0)",
     "{v}.sum()", "{v}.var(-1, correction=0)", "{v}.softmax(-1)", "{v}.log_softmax(-1)", "{v}.softmax(0)",
-    "F.layer_norm({v}, {v}.shape[-1:])", "F.rms_norm({v}, {v}.shape[-1:], None, 1e-5)", "{v}.cumsum(-1)", "{v}.sum((0, 1))",
-    "{v} * torch.rsqrt({v}.float().square().mean(-1, keepdim=True) + 1e-5)", "{v}.sum(-1, keepdim=True) + {v}",
-    "{v}.norm(dim=-1)",
+    "F.layer_norm({v}, {v}.shape[-1:])", "F.rms_norm({v}, {v}.shape[-1:], None, 1e-5)", "{v}.cumsum(-1)",
+    "{v}.sum((0, 1))", "{v} * torch.rsqrt({v}.float().square().mean(-1, keepdim=True) + 1e-5)",
+    "{v}.sum(-1, keepdim=True) + {v}", "{v}.norm(dim=-1)",
 )
 _EXACT_FOLDS = ("{v}.amax(-1)", "{v}.amin(-1, keepdim=True)", "{v}.amax(0)", "{v}.argmax(-1)", "{v}.max(-1)[0]")
 _MATRIX = (
@@ -226,7 +226,7 @@ class _Grower:
                 return not dtype.is_floating_point and dtype != torch.bool
             if kind == "bool":
                 return dtype == torch.bool
-            return dtype != torch.bool and (kind == "number" or self.is_exact(name)) or kind == "any"
+            return kind == "any" or (dtype != torch.bool and (kind == "number" or self.is_exact(name)))
 
         return self._pick(fits)
 
@@ -282,12 +282,10 @@ class _Grower:
         spaces, self.spaces = self.spaces, copies
         whole = not self.tensor(step.target).is_floating_point()
         shared = {name for name in self.names if _shares(self.tensor(name), self.tensor(step.target))}
-        if (whole and not all(map(lambda name: name in shared or _was_exact(spaces[0], self.rounded, name), read))) or (
-            not all(self._is_fine(name) for name in shared)
-        ):
+        rounded = {name for name in self.names if not _was_exact(spaces[0], self.rounded, name)}
+        if (whole and rounded.intersection(read) - shared) or not all(map(self._is_fine, shared)):
             self.spaces = spaces
             return
-        rounded = {name for name in self.names if not _was_exact(spaces[0], self.rounded, name)}
         self.rounded = {self.tensor(name).untyped_storage().data_ptr() for name in rounded}
         if not whole or not exact:
             self.rounded.add(self.tensor(step.target).untyped_storage().data_ptr())

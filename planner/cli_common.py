@@ -66,12 +66,12 @@ def device_key(kind: Literal["cpu", "cuda"]) -> str:
 
 
 def open_database(url: str | None, kind: Literal["cpu", "cuda"] | None = None, write: bool = True) -> Database:
-    """The tuning database; look-ups compare versions when ``kind`` is given. Opened for reading, it never raises."""
+    """The tuning database; look-ups compare versions when ``kind`` is given. One that cannot be used is an error."""
     from fuseplan.search.database import Database
     from fuseplan.search.record import Versions
 
     versions = Versions.current(kind) if kind is not None else None
-    return Database(url, mode="write" if write else "read", versions=versions)
+    return Database(url, mode="write" if write else "inspect", versions=versions)
 
 
 def stored_spec(database: Database, key: str) -> DeviceSpec | None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fuseplan.planner.cli_common import DbOption, Device, console, device_type, open_database, print_frame
-
-if TYPE_CHECKING:
-    from fuseplan.search.database import Database
+from fuseplan.planner.cli_common import DbOption, Device, device_type, open_database, print_frame
 
 app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
 
@@ -23,12 +20,12 @@ def list_records(db: DbOption = None) -> None:
     database = open_database(db, write=False)
     frame = ls(database)
     if frame.empty:
-        console().print(f"no records in {_where(database)}; `plan tune --model llama` makes some")
+        typer.echo(f"no records in {database.where}; `plan tune --model llama` makes some")
         return
     frame["workload"] = frame["workload"].str.slice(0, 12)
     frame["gain"] = frame["gain"].map("{:.0%}".format)
     spare = ("regime", "created", "device", "backend")
-    print_frame(frame.drop(columns=["numerics", "stale"]), title=_where(database), digits=1, spare=spare)
+    print_frame(frame.drop(columns=["numerics", "stale"]), title=database.where, digits=1, spare=spare)
 
 
 @app.command()
@@ -49,7 +46,7 @@ def show(
         labels = [record.label for record in database.records()] + [plan.label for plan in database.plans()]
         close = nearest(key, labels)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "; list them with `plan db ls`"
-        raise ConfigError(f"no record matches {key!r} in {_where(database)}{hint}")
+        raise ConfigError(f"no record matches {key!r} in {database.where}{hint}")
     for record in found:
         typer.echo(json.dumps({type(record).__name__: dataclasses.asdict(record)}, indent=2))
 
@@ -65,7 +62,7 @@ def export_records(
 
     database = open_database(db, write=False)
     count = export(database, file, device)
-    typer.echo(f"{count} entries of {_where(database)} written to {file}")
+    typer.echo(f"{count} entries of {database.where} written to {file}")
 
 
 @app.command("import")
@@ -76,7 +73,7 @@ def import_records(
     from fuseplan.search.transfer import import_bundle
 
     database = open_database(db)
-    typer.echo(f"{import_bundle(database, file)} entries of {file} imported into {_where(database)}")
+    typer.echo(f"{import_bundle(database, file)} entries of {file} imported into {database.where}")
 
 
 @app.command()
@@ -89,9 +86,9 @@ def verify(db: DbOption = None) -> None:
     for problem in problems:
         typer.echo(f"{problem.table}: {problem.row}: {problem.what}")
     if problems:
-        typer.echo(f"{len(problems)} problems in {_where(database)}; `plan db prune` deletes what cannot be read")
+        typer.echo(f"{len(problems)} problems in {database.where}; `plan db prune` deletes what cannot be read")
         raise typer.Exit(2)
-    typer.echo(f"{_where(database)} is sound")
+    typer.echo(f"{database.where} is sound")
 
 
 @app.command()
@@ -108,8 +105,6 @@ def prune(
     database = open_database(db)
     keep = Versions.current(device_type(Device.AUTO)) if stale else None
     removed = delete(database, keep_versions=keep, device=device, misses=misses)
-    typer.echo(", ".join(f"{count} {table}" for table, count in removed.items()) + f" deleted from {_where(database)}")
+    counts = ", ".join(f"{count} {table}" for table, count in removed.items() if count)
+    typer.echo(f"{counts or 'nothing'} deleted from {database.where}")
 
-
-def _where(database: Database) -> str:
-    return str(database.url.render_as_string())

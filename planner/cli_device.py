@@ -32,7 +32,7 @@ def probe(
         plot.expanduser().parent.mkdir(parents=True, exist_ok=True)
         bandwidth_figure(session.spec).savefig(plot.expanduser(), dpi=150)
         typer.echo(f"plot written to {plot}")
-    typer.echo(f"stored in {session.database.url.render_as_string()}")
+    typer.echo(f"stored in {session.database.where}")
 
 
 def backends() -> None:

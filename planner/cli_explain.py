@@ -61,7 +61,7 @@ def explain(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
     )
     settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
-    session = open_session(kind, db, settings, mode="read")
+    session = open_session(kind, db, settings, mode="inspect")
     chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
     if not chosen:
         names = [name for name, _ in graphs]

@@ -89,7 +89,7 @@ def load(
     key = device_key if device_key is not None else current_identity(kind).key()
     # Which software another machine has is not known here.
     versions = Versions.current(kind) if device_key is None else None
-    database = LayeredDatabase(Database(db, mode="read", versions=versions), shipped_files(key))
+    database = LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(key))
     if regime not in (None, "eager", "graph"):
         raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
     return load_report(database, key, stored_spec(database, key), model_name(model, device), regime)

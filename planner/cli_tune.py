@@ -160,7 +160,7 @@ def say(result: TuneResult, name: str) -> None:
     typer.echo(outcome(result))
     for line in filter(None, [recheck.verdict(result.rechecked)]):
         typer.echo(line)
-    typer.echo(f"stored in {session.database.url.render_as_string()}")
+    typer.echo(f"stored in {session.database.where}")
 
 
 _SHOWN = ["workload", "group", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source"]

@@ -20,7 +20,7 @@ from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.planner.pricing import launch_mode
 from fuseplan.search.account import TimeAccount
-from fuseplan.search.database import Database
+from fuseplan.search.database import Database, Mode
 from fuseplan.search.layered import LayeredDatabase, shipped_files
 from fuseplan.search.record import TuningRecord, Versions
 from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
@@ -144,7 +144,7 @@ def record_samples(record: TuningRecord, backend: Backend) -> list[Sample]:
 
 
 def open_session(
-    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: str = "write"
+    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: Mode = "write"
 ) -> Session:
     """Open the database and recognise the device; nothing is measured.
 
@@ -152,7 +152,7 @@ def open_session(
         device_type: ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is a device).
         database: File or SQLAlchemy URL; None for the user's default file.
         settings: What plans are made for.
-        mode: ``"write"``, or ``"read"`` which never raises.
+        mode: How the database is opened; one in mode ``"read"`` never raises.
 
     Raises:
         DeviceError: There is no such device here.
@@ -172,7 +172,7 @@ def open_session(
     versions = Versions.current(device_type)
     settings = settings if settings is not None else PlanSettings()
     target = replace(target, in_graph=device_type == "cuda" and settings.regime == "graph")
-    opened = Database(database, "write" if mode == "write" else "read", versions)
+    opened = Database(database, mode, versions)
     return Session(
         database=opened,
         device=identity.key(),

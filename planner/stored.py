@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +22,7 @@ def stored(database: CaptureStore, kind: type[_T], prefix: str) -> list[_T]:
     found = []
     for data in database.captures(f"{prefix}/").values():
         try:
-            found.append(codec.loads(kind, json.dumps(data)))
+            found.append(codec.from_data(kind, data))
         except RecordError:
             continue
     return found

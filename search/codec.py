@@ -8,15 +8,22 @@ import hashlib
 import itertools
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fuseplan.search.errors import RecordError
+from fuseplan.search.limits import Limit
+from fuseplan.search.plain import brief, plain
 
 T = TypeVar("T")
 #: Reads a value from what JSON holds.
 Decoder: TypeAlias = Callable[[Any], Any]
+#: Half of a surrogate pair, as JSON writes it.
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+#: Characters of a stored name in a message.
+_LONGEST = 60
 
 
 def dumps(record: Any) -> str:
@@ -31,24 +38,63 @@ def loads(cls: type[T], text: str) -> T:
     """The ``cls`` that :func:`dumps` wrote.
 
     Raises:
-        RecordError: ``text`` is not JSON, or a field is missing, unknown or of the wrong type.
+        RecordError: ``text`` is not JSON, or as :func:`from_data`.
     """
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RecordError(f"{cls.__name__}: not valid JSON ({error})") from error
+    return from_data(cls, parse(text, cls.__name__))
+
+
+def from_data(cls: type[T], data: Any) -> T:
+    """The ``cls`` that the parsed JSON ``data`` describes.
+
+    Raises:
+        RecordError: A field is missing, unknown, of the wrong type or outside its limits (:mod:`.limits`).
+    """
     kind: Any = cls
     try:
         value: T = _decoder(kind)(data)
     except _Misfit as misfit:
         root = cls.__name__
-        raise RecordError("; ".join(f"{root}{where}: {reason}" for where, reason in misfit.reasons)) from None
+        raise RecordError(plain("; ".join(f"{root}{where}: {reason}" for where, reason in misfit.reasons))) from None
     return value
+
+
+def parse(text: object, what: str) -> Any:
+    """What JSON text holds: no number that JSON has not, no name twice in an object, no half of a character.
+
+    Args:
+        text: The text, as it was stored.
+        what: Stands before the reason in an error.
+
+    Raises:
+        RecordError: It is not such text.
+    """
+    if not isinstance(text, str):
+        raise RecordError(f"{what}: expected text, found {type(text).__name__}")
+    try:
+        found = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
+        if _HALF.search(text):  # perhaps half a character, which no file and no terminal can hold
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except RecursionError:
+        raise RecordError(f"{what} is not JSON (nested too deeply)") from None
+    except ValueError as error:  # not JSON, or a number of more digits than Python reads
+        raise RecordError(f"{what} is not JSON ({error})") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name stands twice in {brief(found)}")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
 
 
 def checksum(text: str) -> str:
     """sha256 of a stored text."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 class _Misfit(Exception):
@@ -59,7 +105,7 @@ class _Misfit(Exception):
         self.reasons = reasons
 
     def inside(self, where: str) -> _Misfit:
-        return _Misfit(*((where + path, reason) for path, reason in self.reasons))
+        return _Misfit(*((where[:_LONGEST] + path, reason) for path, reason in self.reasons))
 
 
 def _misfit(reason: str) -> _Misfit:
@@ -70,6 +116,8 @@ def _misfit(reason: str) -> _Misfit:
 def _decoder(kind: Any) -> Decoder:
     """What reads a value of a type; made once per type, because a look-up reads hundreds of values."""
     origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _limited_decoder(args[0], args[1:])
     if dataclasses.is_dataclass(kind):
         return _dataclass_decoder(kind)
     if origin in (Union, types.UnionType):
@@ -77,16 +125,34 @@ def _decoder(kind: Any) -> Decoder:
     if origin is tuple:
         return _sequence_decoder(args[0]) if len(args) == 2 and args[1] is Ellipsis else _tuple_decoder(args)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return _mapping_decoder(args[1])
+        return _mapping_decoder(*args)
     if origin is Literal:
         return _literal_decoder(args)
-    return _float if kind is float else _scalar_decoder(kind)
+    if kind is Any:
+        return lambda data: data
+    if kind is float:
+        return _float
+    return _scalar_decoder(kind)
+
+
+def _limited_decoder(kind: Any, limits: tuple[Limit, ...]) -> Decoder:
+    decode_any = _decoder(kind)
+
+    def decode(data: Any) -> Any:
+        value = decode_any(data)
+        for limit in limits:
+            if reason := limit(value):
+                raise _misfit(reason)
+        return value
+
+    return decode
 
 
 def _dataclass_decoder(kind: Any) -> Decoder:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     fields = dataclasses.fields(kind)
     decoders = {field.name: _decoder(hints[field.name]) for field in fields}
+    find_flaw: Callable[[Any], str] | None = getattr(kind, "flaw", None)
     required = {
         field.name for field in fields
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -97,8 +163,14 @@ def _dataclass_decoder(kind: Any) -> Decoder:
             raise _misfit(f"expected an object, found {type(data).__name__}")
         if not required <= data.keys() <= decoders.keys():
             unknown, missing = sorted(data.keys() - decoders.keys()), sorted(required - data.keys())
-            raise _misfit(f"unknown fields {unknown}, missing fields {missing}")
-        return kind(**_decode_values(decoders, data))
+            raise _misfit(f"unknown fields {brief(unknown)}, missing fields {missing}")
+        try:
+            value = kind(**_decode_values(decoders, data))
+        except ValueError as error:  # the class itself refuses them
+            raise _misfit(str(error)) from None
+        if find_flaw is not None and (reason := find_flaw(value)):
+            raise _misfit(reason)
+        return value
 
     return decode
 
@@ -114,12 +186,14 @@ def _decode_values(decoders: Mapping[str, Decoder], data: dict[str, Any]) -> dic
     return values
 
 
-def _mapping_decoder(kind: Any) -> Decoder:
-    decode_value = _decoder(kind)
+def _mapping_decoder(name_kind: Any, kind: Any) -> Decoder:
+    decode_name, decode_value = _decoder(name_kind), _decoder(kind)
 
     def decode(data: Any) -> dict[str, Any]:
         if not isinstance(data, dict):
             raise _misfit(f"expected an object, found {type(data).__name__}")
+        for name in data:
+            decode_name(name)
         return _decode_values(dict.fromkeys(data, decode_value), data)
 
     return decode
@@ -182,18 +256,22 @@ def _list(data: Any) -> list[Any]:
 def _literal_decoder(allowed: tuple[Any, ...]) -> Decoder:
     def decode(data: Any) -> Any:
         if data not in allowed:
-            raise _misfit(f"{data!r} is not one of {allowed}")
+            raise _misfit(f"{brief(data)} is not one of {allowed}")
         return data
 
     return decode
 
 
 def _float(data: Any) -> float:
-    if isinstance(data, int | float) and not isinstance(data, bool):
-        if not math.isfinite(data):
-            raise _misfit(f"{data!r} is not finite")
-        return float(data)
-    raise _misfit(f"expected float, found {data!r}")
+    if type(data) is not float and type(data) is not int:
+        raise _misfit(f"expected float, found {brief(data)}")
+    try:
+        value = float(data)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise _misfit(f"{brief(data)} is not finite")
+    return value
 
 
 def _scalar_decoder(kind: Any) -> Decoder:
@@ -202,6 +280,6 @@ def _scalar_decoder(kind: Any) -> Decoder:
     def decode(data: Any) -> Any:
         if readable and type(data) is kind:
             return data
-        raise _misfit(f"expected {getattr(kind, '__name__', kind)}, found {data!r}")
+        raise _misfit(f"expected {getattr(kind, '__name__', kind)}, found {brief(data)}")
 
     return decode

@@ -8,31 +8,40 @@ re-validation, never served as a hit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Engine, RowMapping, Select, Table, and_, select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import ColumnElement, Connection, Engine, Select, Table, and_, select
 
 from fuseplan.search import codec, tables
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
+from fuseplan.search.location import NOWHERE, describe, resolve_url
+from fuseplan.search.plain import plain
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.rows import (
+    R,
     batches,
-    json_or_empty,
     json_row,
     key_columns,
+    read_device,
+    read_json,
+    read_miss,
+    read_record,
+    read_trial,
     record_row,
     records_of,
     same_key,
     trial_row,
 )
 
-R = TypeVar("R", TuningRecord, PlanRecord)
+Mode = Literal["write", "inspect", "read"]
+_D = TypeVar("_D")
+_JsonReader: TypeAlias = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -66,35 +75,46 @@ class Database:
 
     Args:
         location: File path or SQLAlchemy URL; None for the user's default file.
-        mode: ``"write"`` creates what is missing and sets a corrupt file aside. ``"read"`` never raises and never
-            writes records: what cannot be read is empty, with one warning.
+        mode: ``"write"`` creates what is missing and sets a corrupt database of ours aside. ``"inspect"`` changes
+            nothing. ``"read"`` never raises and never writes records: what cannot be read is empty, with one warning.
         versions: Software versions that look-ups compare with; None accepts any.
 
     Raises:
-        DatabaseError: In ``"write"`` mode, the location cannot be used; the message says what to do.
+        DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.
     """
 
     def __init__(
         self,
         location: str | Path | None = None,
-        mode: Literal["write", "read"] = "write",
+        mode: Mode = "write",
         versions: Versions | None = None,
     ) -> None:
-        self.url = tables.resolve_url(location)
         self.mode = mode
         self.versions = versions
         self._warned = False
-        self._engine: Engine | None
-        if mode == "write":
-            self._engine = tables.open_for_writing(self.url)
-        else:
-            try:
-                self._engine = tables.open_for_reading(self.url)
-            except DatabaseError as error:
-                self._engine = None
-                self._warn(str(error))
+        self._broken = False
+        self._engine: Engine | None = None
+        self.url = NOWHERE
+        try:
+            self.url = resolve_url(location)
+            self._engine = tables.open_for_writing(self.url) if mode == "write" else tables.open_for_reading(self.url)
+        except DatabaseError as error:
+            if mode != "read":
+                raise
+            self._broken = True
+            self._warn(str(error))
         if self._engine is not None:
             tables.close_with(self, self._engine)
+
+    @property
+    def broken(self) -> bool:
+        """Whether something that is there could not be read, and was taken for empty."""
+        return self._broken
+
+    @property
+    def where(self) -> str:
+        """The location in messages, without any password."""
+        return describe(self.url)
 
     def __enter__(self) -> Database:
         return self
@@ -144,27 +164,25 @@ class Database:
 
     def get_device(self, device: str) -> dict[str, Any] | None:
         """The stored device spec, as the JSON object it was stored from."""
-        return self._get_json(tables.DEVICES, tables.DEVICES.c.device == device)
+        return self._get_json(read_device, tables.DEVICES, tables.DEVICES.c.device == device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
-        """Store a device spec (any JSON object) under the device's identity."""
+        """Store a device spec (as JSON) under the device's identity."""
         self._put_json(tables.DEVICES, {"device": device}, spec)
 
     def devices(self) -> dict[str, dict[str, Any]]:
-        """Every stored device spec by identity."""
-        rows = self._select(tables.DEVICES)
-        return {row["device"]: json_or_empty(row["payload"]) for row in rows}
+        """Every readable device spec by identity, as the JSON object it was stored from."""
+        return dict(self._sound(read_device, tables.DEVICES, self._select(tables.DEVICES)))
 
     def get_capture(self, name: str) -> dict[str, Any] | None:
         """A cached capture, or None."""
-        return self._get_json(tables.CAPTURES, tables.CAPTURES.c.name == name)
+        return self._get_json(read_json, tables.CAPTURES, tables.CAPTURES.c.name == name)
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Readable captures whose names start with ``prefix``, oldest first."""
         where = tables.CAPTURES.c.name.startswith(prefix, autoescape=True)
         rows = self._select(tables.CAPTURES, where, order=("created", "name"))
-        sound = (row for row in rows if codec.checksum(row["payload"]) == row["checksum"])
-        return {row["name"]: json_or_empty(row["payload"]) for row in sound}
+        return dict(self._sound(read_json, tables.CAPTURES, rows))
 
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
         """Cache a capture (any JSON object)."""
@@ -186,11 +204,7 @@ class Database:
         if versions is not None:
             where = and_(where, table.c.versions == codec.dumps(versions))
         rows = self._select(table, where, order=("created", "config_hash"))
-        found = []
-        for row in rows:
-            with contextlib.suppress(RecordError):
-                found.append(codec.loads(Trial, row["payload"]))
-        return found
+        return list(self._sound(read_trial, table, rows))
 
     def forget_trials(self, key: RecordKey) -> None:
         """Close a key's trials, so that the next tune starts from nothing."""
@@ -210,17 +224,22 @@ class Database:
                 where = same_key(table, key)
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
-        except (DatabaseError, SQLAlchemyError, TypeError, ValueError):
+        except (DatabaseError, *tables.DRIVER_ERRORS, TypeError, ValueError):
             return False
         return True
 
     @contextlib.contextmanager
     def _miss_engine(self) -> Iterator[Engine]:
-        """An engine that can write, although this object may be open for reading only."""
+        """An engine that can write, although this object may be open for reading only.
+
+        What could not be read is not touched: it may be anybody's.
+        """
         if self.mode == "write" and self._engine is not None:
             yield self._engine
             return
-        engine = tables.open_for_writing(self.url)
+        if self._broken:
+            raise DatabaseError(f"{self.where} cannot be read")
+        engine = tables.open_for_writing(self.url, set_aside=False)
         try:
             yield engine
         finally:
@@ -228,10 +247,8 @@ class Database:
 
     def misses(self) -> list[dict[str, Any]]:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
-        rows = [dict(row) for row in self._select(tables.MISSES)]
-        for row in rows:
-            row["payload"] = json_or_empty(row["payload"])
-        return sorted(rows, key=lambda row: (-row["count"], row["workload"]))
+        misses = self._sound(read_miss, tables.MISSES, self._select(tables.MISSES))
+        return sorted(misses, key=lambda miss: (-miss["count"], miss["workload"]))
 
     # -- plumbing shared with maintenance and transfer ----------------------------------------------------
 
@@ -239,11 +256,11 @@ class Database:
     def writing(self) -> Iterator[Connection]:
         """A transaction that holds the write lock; driver errors come out as :class:`DatabaseError`."""
         if self.mode != "write" or self._engine is None:
-            raise ReadOnlyDatabaseError(f"{self.url.render_as_string()} was opened for reading only")
+            raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
         try:
             with tables.transaction(self._engine) as connection:
                 yield connection
-        except SQLAlchemyError as error:
+        except tables.DRIVER_ERRORS as error:
             raise tables.explain(error, self._engine) from None
 
     @property
@@ -253,23 +270,24 @@ class Database:
 
     def _select(
         self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
-    ) -> list[RowMapping]:
+    ) -> list[dict[str, Any]]:
         query = select(table)
         if where is not None:
             query = query.where(where)
         columns = [table.c[name] for name in order] or list(table.primary_key)
         return self._run(query.order_by(*columns))
 
-    def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[RowMapping]:
+    def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         if self._engine is None:
             return []
         try:
             with self._engine.connect() as connection:
-                return list(connection.execute(query, parameters).mappings())
-        except SQLAlchemyError as error:
+                return [row._asdict() for row in connection.execute(query, parameters)]
+        except tables.DRIVER_ERRORS as error:
             explained = tables.explain(error, self._engine)
-            if self.mode == "write":
+            if self.mode != "read":
                 raise explained from None
+            self._broken = True
             self._warn(str(explained))
             return []
 
@@ -277,38 +295,31 @@ class Database:
         found: dict[RecordKey, Lookup[R]] = dict.fromkeys(keys, Lookup())
         for asked in batches(found):
             for row in self._run(records_of(table), asked):
-                key = RecordKey(row["workload"], asked["device"], asked["regime"], asked["numerics"])
-                found[key] = self._lookup(cls, row)
+                for record in self._sound(functools.partial(read_record, cls), table, [{**asked, **row}]):
+                    if record.key in found:
+                        found[record.key] = self._lookup(record)
         return found
 
-    def _lookup(self, cls: type[R], row: RowMapping) -> Lookup[R]:
-        record = self._decode(cls, row)
-        if record is None:
-            return Lookup()
+    def _lookup(self, record: R) -> Lookup[R]:
         return Lookup(record, self.versions.mismatch(record.evidence.versions) if self.versions is not None else ())
 
     def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
-        for row in self._select(table):
-            record = self._decode(cls, row)
-            if record is not None:
-                yield record
+        return self._sound(functools.partial(read_record, cls), table, self._select(table))
 
-    def _decode(self, cls: type[R], row: RowMapping) -> R | None:
-        """The record of a row; a damaged row is reported and treated as absent."""
-        try:
-            if codec.checksum(row["payload"]) != row["checksum"]:
-                raise RecordError("checksum does not match")
-            return codec.loads(cls, row["payload"])
-        except RecordError as error:
-            self._warn(f"{self.url.render_as_string()}: damaged {cls.__name__} '{row['label']}' ({error}); ignored")
-            return None
+    def _sound(
+        self, read: Callable[[Mapping[str, Any]], _D], table: Table, rows: Iterable[Mapping[str, Any]]
+    ) -> Iterator[_D]:
+        """What ``read`` makes of each row; a damaged one is reported and treated as absent."""
+        for row in rows:
+            try:
+                yield read(row)
+            except RecordError as error:
+                name = plain(str(row.get("label", row[next(iter(table.primary_key)).name])))
+                self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
-    def _get_json(self, table: Table, where: ColumnElement[bool]) -> dict[str, Any] | None:
-        rows = self._select(table, where)
-        if not rows or codec.checksum(rows[0]["payload"]) != rows[0]["checksum"]:
-            return None
-        value = json_or_empty(rows[0]["payload"])
-        return value or None
+    def _get_json(self, read: _JsonReader, table: Table, where: ColumnElement[bool]) -> dict[str, Any] | None:
+        found = dict(self._sound(read, table, self._select(table, where)))
+        return next(iter(found.values()), None) or None
 
     def _put_json(self, table: Table, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
         row = json_row(key, value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fuseplan.search import codec
-from fuseplan.search.database import Database, Lookup, R
+from fuseplan.search.database import Database, Lookup
 from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, TuningRecord, Versions
+from fuseplan.search.rows import R
 from fuseplan.search.transfer import checked_lines
 
 _KINDS: Mapping[type, str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
@@ -133,8 +133,8 @@ class LayeredDatabase:
     def _devices(self, device: str) -> Iterator[dict[str, Any]]:
         for line in itertools.chain.from_iterable(self._lines):
             if line.startswith('{"device"'):
-                with contextlib.suppress(ValueError):
-                    stored = json.loads(line)
+                with contextlib.suppress(RecordError):
+                    stored = codec.parse(line, "shipped device")
                     if stored.get("device") == device and isinstance(stored.get("spec"), dict):
                         yield stored["spec"]
 
@@ -166,8 +166,8 @@ def _data_lines(path: Path, _state: tuple[int, int]) -> tuple[str, ...]:
 
 def _decode(cls: type[R], kind: str, line: str) -> R | None:
     try:
-        return codec.loads(cls, json.dumps(json.loads(line)[kind]))
-    except (RecordError, ValueError) as error:
+        return codec.from_data(cls, codec.parse(line, kind)[kind])
+    except (RecordError, LookupError, TypeError) as error:
         warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
         return None
 

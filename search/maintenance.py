@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import select
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import ColumnElement, Table, literal_column, select
 
-from fuseplan.search import codec, tables
+from fuseplan.search import codec, rows, tables
 from fuseplan.search.database import Database
 from fuseplan.search.errors import DatabaseError, RecordError
+from fuseplan.search.plain import plain
 from fuseplan.search.record import PlanRecord, TuningRecord, Versions
 
 if TYPE_CHECKING:
@@ -27,9 +29,9 @@ def ls(database: Database, versions: Versions | None = None) -> pd.DataFrame:
     """One row per record and plan (columns :data:`LS_COLUMNS`); ``stale`` names version fields that differ."""
     import pandas as pd
 
-    rows = [_tuning_row(record, versions) for record in database.records()]
-    rows += [_plan_row(plan, versions) for plan in database.plans()]
-    return pd.DataFrame(rows, columns=list(LS_COLUMNS))
+    found = [_tuning_row(record, versions) for record in database.records()]
+    found += [_plan_row(plan, versions) for plan in database.plans()]
+    return pd.DataFrame(found, columns=list(LS_COLUMNS))
 
 
 def _tuning_row(record: TuningRecord, versions: Versions | None) -> tuple[object, ...]:
@@ -71,42 +73,54 @@ class Problem:
 
 
 def verify(database: Database) -> list[Problem]:
-    """Check the file's integrity, the schema, and that every stored record can be read; [] when all is well."""
+    """Check the file's integrity, the schema, and that every stored row can be read; [] when all is well.
+
+    What cannot be read at all is a problem too: nothing is known of it.
+    """
     engine = database.engine
     if engine is None:
-        return []
+        return [Problem("file", "", f"there is no tuning database at {database.where}")]
     problems: list[Problem] = []
     try:
         tables.check_schema(engine)
+        tables.check_columns(engine)
         with engine.connect() as connection:
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
-                problems += [Problem("file", "", what) for what in found if what != "ok"]
-            for table, cls in ((tables.TUNINGS, TuningRecord), (tables.PLANS, PlanRecord)):
-                for row in connection.execute(select(table)).mappings():
-                    what = _row_problem(row["payload"], row["checksum"], cls)
-                    if what:
-                        problems.append(Problem(table.name, f"{row['label']} {row['workload']}", what))
-            for table in (tables.DEVICES, tables.CAPTURES):
-                for row in connection.execute(select(table)).mappings():
-                    if codec.checksum(row["payload"]) != row["checksum"]:
-                        name = next(iter(row.values()))
-                        problems.append(Problem(table.name, str(name), "checksum does not match"))
+                problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
+            for table in _READERS:
+                stored = [row._asdict() for row in connection.execute(select(table))]
+                found_here = ((row, _row_problem(table, row)) for row in stored)
+                problems += [Problem(table.name, _name(table, row), what) for row, what in found_here if what]
     except DatabaseError as error:
         problems.append(Problem("file", "", str(error)))
-    except SQLAlchemyError as error:
+    except tables.DRIVER_ERRORS as error:
         problems.append(Problem("file", "", str(tables.explain(error, engine))))
     return problems
 
 
-def _row_problem(payload: str, checksum: str, cls: type[TuningRecord] | type[PlanRecord]) -> str:
-    if codec.checksum(payload) != checksum:
-        return "checksum does not match"
+#: What reads a row of each table, and raises :class:`RecordError` where nobody can.
+_READERS: Mapping[Table, Callable[[Mapping[str, Any]], object]] = {
+    tables.TUNINGS: functools.partial(rows.read_record, TuningRecord),
+    tables.PLANS: functools.partial(rows.read_record, PlanRecord),
+    tables.DEVICES: rows.read_device,
+    tables.CAPTURES: rows.read_json,
+    tables.TRIALS: rows.read_trial,
+    tables.MISSES: rows.read_miss,
+}
+
+
+def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
     try:
-        codec.loads(cls, payload)
+        _READERS[table](row)
     except RecordError as error:
         return str(error)
     return ""
+
+
+def _name(table: Table, row: Mapping[str, Any]) -> str:
+    names = [name for name in ("label", table.primary_key.columns[0].name) if name in row]
+    return plain(" ".join(str(row[name]) for name in names))
 
 
 def prune(
@@ -125,21 +139,25 @@ def prune(
         device: Delete every record of this device.
         trials: Delete trials of finished tunes.
         misses: Delete logged misses.
-        damaged: Delete rows that cannot be read.
+        damaged: Delete rows that cannot be read, of every table.
     """
     removed: dict[str, int] = {}
     with database.writing() as connection:
-        for table, cls in ((tables.TUNINGS, TuningRecord), (tables.PLANS, PlanRecord)):
+        for table in _READERS:
+            records = table in (tables.TUNINGS, tables.PLANS)
             removed[table.name] = 0
-            for row in list(connection.execute(select(table)).mappings()):
-                outdated = keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
-                broken = damaged and bool(_row_problem(row["payload"], row["checksum"], cls))
-                if outdated or broken or row["device"] == device:
-                    same = [table.c[column.name] == row[column.name] for column in table.primary_key]
-                    connection.execute(table.delete().where(*same))
-                    removed[table.name] += 1
+            # Not by its key: that may be what is damaged.
+            lite = connection.dialect.name == "sqlite"
+            place: list[ColumnElement[Any]] = [literal_column("rowid")] if lite else list(table.primary_key)
+            named = [column.label(f"place{number}") for number, column in enumerate(place)]
+            for row in [row._asdict() for row in connection.execute(select(table, *named))]:
+                broken = damaged and bool(_row_problem(table, row))
+                outdated = records and keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
+                if broken or outdated or (records and row["device"] == device):
+                    same = [column == row[name.name] for column, name in zip(place, named, strict=True)]
+                    removed[table.name] += connection.execute(table.delete().where(*same)).rowcount
         if trials:
-            removed["trials"] = connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
+            removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
         if misses:
-            removed["misses"] = connection.execute(tables.MISSES.delete()).rowcount
+            removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
     return removed

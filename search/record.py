@@ -12,15 +12,20 @@ import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from fuseplan.costmodel.work import Work
+from fuseplan.search import limits
+from fuseplan.search.limits import Amount, Count, Label, Measured, OptionalKey, Parameter, Positions, Signed, Word
+from fuseplan.search.plain import brief
 
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
 SCHEMA_VERSION = 1
 
 #: Dispatch regimes a time may be measured in: host launch included, or replayed from a CUDA graph.
 Regime = Literal["eager", "graph"]
+#: A configuration by parameter name.
+_Config: TypeAlias = Mapping[Word, Parameter | Word]
 
 
 def now() -> str:
@@ -39,20 +44,20 @@ class RecordKey:
         numerics: ``"fp32"`` or ``"eager"``.
     """
 
-    workload: str
-    device: str
-    regime: str = "eager"
-    numerics: str = "fp32"
+    workload: limits.Key
+    device: limits.Key
+    regime: limits.Regime = "eager"
+    numerics: limits.Numerics = "fp32"
 
 
 @dataclass(frozen=True)
 class Versions:
     """Software that produced a record; empty where it plays no part. A mismatch makes a record stale, not wrong."""
 
-    fuseplan: str
-    torch: str
-    triton: str = ""
-    driver: str = ""
+    fuseplan: Word
+    torch: Word
+    triton: Word = ""
+    driver: Word = ""
 
     @staticmethod
     def current(device_type: str) -> Versions:
@@ -101,12 +106,12 @@ class Measurement:
         noise: Relative A/A noise of the run the samples come from; 0 where it was not measured.
     """
 
-    median_us: float
-    spread_us: float
-    samples: int
-    rounds: int
-    regime: str
-    noise: float = 0.0
+    median_us: Measured
+    spread_us: Amount
+    samples: Count
+    rounds: Count
+    regime: limits.Regime
+    noise: Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,11 @@ class Evidence:
         reason: Why the answer is what it is, in words.
     """
 
-    created: str
+    created: limits.Time
     versions: Versions
-    seed: int
-    elapsed_s: float
-    clocks_mhz: Mapping[str, float] = field(default_factory=dict)
+    seed: limits.Seed
+    elapsed_s: Amount
+    clocks_mhz: Mapping[str, Amount] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -148,14 +153,14 @@ class Trial:
     """
 
     key: RecordKey
-    backend: str
-    config: Mapping[str, int | str]
-    median_us: float | None = None
+    backend: Word
+    config: _Config
+    median_us: Measured | None = None
     reason: str = ""
-    error: float | None = None
+    error: Amount | None = None
     duplicate_of: str = ""
-    created: str = ""
-    device_us: float | None = None
+    created: limits.Time = ""
+    device_us: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -170,19 +175,19 @@ class Finalist:
         gain: Median paired gain over the unfused chain, relative to it (0.5 = half its time); 0 for itself.
     """
 
-    name: str
-    backend: str
-    config: Mapping[str, int | str]
+    name: Label
+    backend: Word
+    config: _Config
     time: Measurement
-    gain: float
+    gain: Signed
 
 
 @dataclass(frozen=True)
 class Rejection:
     """A configuration that was tried and lost its place before timing, and why."""
 
-    backend: str
-    config: Mapping[str, int | str]
+    backend: Word
+    config: _Config
     reason: str
 
 
@@ -215,26 +220,30 @@ class TuningRecord:
     """
 
     key: RecordKey
-    label: str
+    label: Label
     fuse: bool
-    backend: str
-    config: Mapping[str, int | str]
+    backend: Word
+    config: _Config
     fused: Measurement | None
     unfused: Measurement
-    gain: float
-    default_gain: float
-    threshold: float
-    error: float
-    eager_error: float
+    gain: Signed
+    default_gain: Signed
+    threshold: Amount
+    error: Amount
+    eager_error: Amount
     finalists: tuple[Finalist, ...]
     rejected: tuple[Rejection, ...]
-    refusals: Mapping[str, str]
-    enumerated: int
-    compiled: int
-    measured: int
-    resources: Mapping[str, int]
+    refusals: Mapping[Word, str]
+    enumerated: Count
+    compiled: Count
+    measured: Count
+    resources: Mapping[Word, Count]
     evidence: Evidence
-    work: Work = field(default_factory=Work)
+    work: Annotated[Work, limits.possible_work] = field(default_factory=Work)
+
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        return "fuses without a kernel" if self.fuse and (self.fused is None or not self.backend) else ""
 
     @property
     def best_us(self) -> float:
@@ -259,16 +268,22 @@ class GroupChoice:
         delay_us: How much longer it was held to take in its region, whose data share the cache.
     """
 
-    ops: tuple[int, ...]
+    ops: Positions
     kind: Literal["fused", "unfused", "extern"]
-    workload: str = ""
-    label: str = ""
-    backend: str = ""
-    config: Mapping[str, int | str] = field(default_factory=dict)
-    predicted_us: float = 0.0
-    lower_bound_us: float = 0.0
-    measured_us: float | None = None
-    delay_us: float = 0.0
+    workload: OptionalKey = ""
+    label: Label = ""
+    backend: Word = ""
+    config: _Config = field(default_factory=dict)
+    predicted_us: Amount = 0.0
+    lower_bound_us: Amount = 0.0
+    measured_us: Amount | None = None
+    delay_us: Signed = 0.0
+
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        if not self.ops:
+            return "runs no op"
+        return "is fused by no back end" if self.kind == "fused" and not self.backend else ""
 
 
 @dataclass(frozen=True)
@@ -286,14 +301,14 @@ class Alternative:
         delay_us: How much longer it was held to take in its region than by itself.
     """
 
-    ops: tuple[int, ...]
-    label: str
+    ops: Positions
+    label: Label
     reason: str
-    predicted_us: float | None = None
-    measured_us: float | None = None
+    predicted_us: Amount | None = None
+    measured_us: Amount | None = None
     kind: Literal["fused", "unfused"] = "fused"
-    workload: str = ""
-    delay_us: float = 0.0
+    workload: OptionalKey = ""
+    delay_us: Signed = 0.0
 
 
 @dataclass(frozen=True)
@@ -318,16 +333,21 @@ class PlanRecord:
     """
 
     key: RecordKey
-    label: str
+    label: Label
     groups: tuple[GroupChoice, ...]
-    planned_us: float
-    unfused_us: float
-    margin: float
-    predicted_us: float
+    planned_us: Amount
+    unfused_us: Amount
+    margin: Signed
+    predicted_us: Amount
     rejected: tuple[Alternative, ...]
-    enumerated: int
-    measured: int
-    gap: float
-    peak_bytes: int
-    unfused_peak_bytes: int
+    enumerated: Count
+    measured: Count
+    gap: Signed
+    peak_bytes: Count
+    unfused_peak_bytes: Count
     evidence: Evidence
+
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        ops = [op for group in self.groups for op in group.ops]
+        return f"{brief(ops)} runs an op twice" if len(set(ops)) < len(ops) else ""

@@ -5,14 +5,22 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, select
 
+from fuseplan.costmodel.device import SCHEMA_VERSION as SPEC_VERSION
+from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.backend import config_key
 from fuseplan.search import codec
 from fuseplan.search.errors import RecordError
+from fuseplan.search.limits import Count, Label, Time
+from fuseplan.search.plain import brief
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.tables import MISSES
+
+R = TypeVar("R", TuningRecord, PlanRecord)
 
 #: Keys in one statement; databases bound the number of parameters.
 _BATCH = 500
@@ -86,10 +94,83 @@ def json_row(key: Mapping[str, str], value: Mapping[str, Any]) -> dict[str, Any]
     return {**key, "payload": payload, "checksum": codec.checksum(payload), "created": now()}
 
 
-def json_or_empty(text: str) -> dict[str, Any]:
-    """The JSON object in ``text``; {} where there is none."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+# -- reading: rows may hold anything, whatever their columns were declared to hold -----------------------------
+
+
+def read_record(cls: type[R], row: Mapping[str, Any]) -> R:
+    """The record in a row with its key columns.
+
+    Raises:
+        RecordError: The row is damaged, or holds what cannot have been written here.
+    """
+    record = codec.loads(cls, _payload(row))
+    _check_key(row, record.key)
+    return record
+
+
+def read_trial(row: Mapping[str, Any]) -> Trial:
+    """The trial in a row; errors as :func:`read_record`."""
+    trial = codec.loads(Trial, row["payload"])
+    _check_key(row, trial.key)
+    if (row["backend"], row["config_hash"]) != (trial.backend, codec.checksum(config_key(trial.config))):
+        raise RecordError("is stored under another configuration")
+    codec.loads(Versions, row["versions"])
+    return trial
+
+
+def read_miss(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A miss's columns, its payload decoded; errors as :func:`read_record`."""
+    miss = {name: row[name] for name in MISSES.c.keys()}  # noqa: SIM118
+    return asdict(codec.from_data(_Miss, miss | {"payload": codec.parse(row["payload"], "payload")}))
+
+
+def read_json(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name and the JSON object of a row that :func:`json_row` made; errors as :func:`read_record`."""
+    name = next(iter(row.values()))
+    value = codec.parse(_payload(row), "payload")
+    if not isinstance(name, str) or not isinstance(value, dict):
+        raise RecordError("is no JSON object with a name")
+    return name, value
+
+
+def read_device(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The key of a device and its spec, as the JSON object it was stored from; errors as :func:`read_record`."""
+    name, spec = read_json(row)
+    device_spec(spec)
+    return name, spec
+
+
+def device_spec(data: Mapping[str, Any]) -> DeviceSpec:
+    """The device spec that was stored as a JSON object; errors as :func:`read_record`."""
+    version = data.get("schema_version")
+    if version != SPEC_VERSION:
+        raise RecordError(f"DeviceSpec: has schema version {brief(version)}, this fuseplan reads {SPEC_VERSION}")
+    return codec.from_data(DeviceSpec, {name: value for name, value in data.items() if name != "schema_version"})
+
+
+@dataclass(frozen=True)
+class _Miss:
+    """The columns of a miss."""
+
+    workload: str
+    device: str
+    regime: str
+    numerics: str
+    label: Label
+    payload: Mapping[str, Any]
+    first_seen: Time
+    count: Count
+
+
+def _payload(row: Mapping[str, Any]) -> str:
+    payload = row["payload"]
+    if not isinstance(payload, str):
+        raise RecordError(f"payload: expected text, found {type(payload).__name__}")
+    if codec.checksum(payload) != row["checksum"]:
+        raise RecordError("checksum does not match")
+    return payload
+
+
+def _check_key(row: Mapping[str, Any], key: RecordKey) -> None:
+    if any(row[name] != value for name, value in key_columns(key).items()):
+        raise RecordError("is stored under another key")

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from sqlalchemy import (
     Column,
     Connection,
@@ -25,7 +24,6 @@ from sqlalchemy import (
     create_engine,
     event,
     inspect,
-    make_url,
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
@@ -40,6 +38,9 @@ from fuseplan.search.errors import (
     ReadOnlyDatabaseError,
     SchemaVersionError,
 )
+from fuseplan.search.files import APPLICATION_ID, FileIdentity, check_ours, file_size, identity, move_aside
+from fuseplan.search.location import describe, server_limits, sqlite_file, without_secrets
+from fuseplan.search.plain import brief, plain
 from fuseplan.search.record import SCHEMA_VERSION, now
 
 METADATA = MetaData()
@@ -50,6 +51,10 @@ _INHERITED: list[Any] = []
 _FIXED = "immutable=1"
 #: Seconds a writer waits for another process's transaction.
 _BUSY_S = 30.0
+#: How often a corrupt file is replaced before giving up.
+_ATTEMPTS = 3
+#: What drivers raise: their own errors, and Python's for values that they cannot read or bind.
+DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError)
 
 
 def _key(name: str) -> Column[str]:
@@ -88,35 +93,16 @@ MISSES = Table(
 CAPTURES = Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
 
 
-def default_path() -> Path:
-    """Where the database lives unless the user says otherwise."""
-    return Path(platformdirs.user_data_dir("fuseplan", appauthor=False)) / "tuning.db"
+def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
+    """An engine whose tables exist.
 
-
-def resolve_url(location: str | Path | None) -> URL:
-    """A SQLAlchemy URL from a URL, a file path, or None for the default file."""
-    if location is None:
-        location = default_path()
-    if isinstance(location, str) and "://" in location:
-        try:
-            return make_url(location)
-        except SQLAlchemyError as error:
-            raise DatabaseError(f"database URL {location!r} cannot be read: {error}") from None
-    return URL.create("sqlite", database=str(Path(location).expanduser()))
-
-
-def sqlite_file(url: URL) -> Path | None:
-    """The file behind a SQLite URL; None for other dialects and for memory databases."""
-    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
-        return None
-    return Path(url.database)
-
-
-def open_for_writing(url: URL) -> Engine:
-    """An engine whose tables exist; a corrupt file is set aside first, with a warning that names both files.
+    Args:
+        url: The location.
+        set_aside: A corrupt database of ours is kept beside a fresh one, with a warning that names both files.
 
     Raises:
         ReadOnlyDatabaseError: The location cannot be written.
+        CorruptDatabaseError: It is damaged, and is a server's or not to be set aside.
         SchemaVersionError, ForeignDatabaseError: The database is not ours to change; it was not modified.
         DatabaseError: Anything else, named.
     """
@@ -126,18 +112,22 @@ def open_for_writing(url: URL) -> Engine:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReadOnlyDatabaseError(_not_writable(url, error)) from None
-        if file.is_dir():
-            raise DatabaseError(f"database path {file} is a folder; pass a file, such as {file / 'tuning.db'}")
+        file_size(file)
     engine = _engine(url)
-    try:
-        _create_or_check(engine)
-    except CorruptDatabaseError as error:
-        if file is None:
-            raise
-        moved = quarantine(file)
-        warnings.warn(f"{error}; kept as {moved}, started afresh", stacklevel=3)
-        _create_or_check(engine)
-    return engine
+    for _ in range(_ATTEMPTS):
+        found = None if file is None else identity(file)
+        try:
+            _create_or_check(engine)
+            return engine
+        except CorruptDatabaseError as error:
+            if file is None or found is None or not set_aside:
+                raise
+            engine.dispose()
+            # None: another process has been quicker, and what lies there now is fresh.
+            moved = move_aside(file, found, str(error))
+            if moved is not None:
+                warnings.warn(f"{error}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
+    raise CorruptDatabaseError(f"tuning database {describe(url)} is corrupt again each time that it is made afresh")
 
 
 def open_for_reading(url: URL) -> Engine | None:
@@ -150,13 +140,16 @@ def open_for_reading(url: URL) -> Engine | None:
     if file is None:
         engine = _engine(url)
         return engine if check_schema(engine) else None
-    if not file.exists() or file.stat().st_size == 0:
+    if not file_size(file):
         return None
     engine = _engine(url, "mode=ro")
     try:
         usable = check_schema(engine)
+    except CorruptDatabaseError as error:
+        check_ours(file, str(error))
+        raise
     except DatabaseError as error:
-        if isinstance(error, CorruptDatabaseError | SchemaVersionError | ForeignDatabaseError):
+        if isinstance(error, SchemaVersionError | ForeignDatabaseError):
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
         engine = _engine(url, _FIXED)
@@ -165,14 +158,15 @@ def open_for_reading(url: URL) -> Engine | None:
 
 
 def _engine(url: URL, sqlite_mode: str = "") -> Engine:
-    if url.get_backend_name() != "sqlite":
-        try:
-            return create_engine(url, pool_pre_ping=True)
-        except (SQLAlchemyError, ImportError) as error:
-            raise DatabaseError(f"cannot open database {url.render_as_string()}: {error}") from None
     file = sqlite_file(url)
     if file is None:
-        engine = create_engine(url, connect_args={"timeout": _BUSY_S})
+        try:
+            limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else server_limits(url)
+            engine = create_engine(url, connect_args=limits)
+        except (*DRIVER_ERRORS, ImportError) as error:
+            raise DatabaseError(f"cannot open database {describe(url)}: {without_secrets(str(error), url)}") from None
+        if url.get_backend_name() != "sqlite":
+            return engine
     else:
         target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
         # To open a file costs several times a look-up in it, so one connection is kept. A file that is declared never
@@ -204,20 +198,16 @@ def _close(engine: Engine, process: int) -> None:
 def _leave_what_is_not_ours(engine: Engine, file: Path) -> None:
     """Open the database again in a forked process, and when another file has taken its place."""
 
-    def identity() -> tuple[int, int, int]:
-        try:
-            found = file.stat()
-        except OSError:
-            return os.getpid(), 0, 0
-        return os.getpid(), found.st_dev, found.st_ino
+    def owner_and_file() -> tuple[int, FileIdentity | None]:
+        return os.getpid(), identity(file)
 
     @event.listens_for(engine, "connect")
     def _connect(_connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
-        record.info["identity"] = identity()
+        record.info["identity"] = owner_and_file()
 
     @event.listens_for(engine, "checkout")
     def _checkout(_connection: sqlite3.Connection, record: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
-        if record.info["identity"] == identity():
+        if record.info["identity"] == owner_and_file():
             return
         if record.info["identity"][0] != os.getpid():
             _INHERITED.append(record.dbapi_connection)
@@ -231,6 +221,10 @@ def _own_transactions(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def _connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None
+        # One value that is no Unicode would cost the whole result; this way it fails its own checksum.
+        connection.text_factory = _lenient_text
+        # What a file's schema says is not run: it may be anybody's.
+        connection.execute("PRAGMA trusted_schema=OFF")
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -244,18 +238,27 @@ def _own_transactions(engine: Engine) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
+def _lenient_text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
 def _create_or_check(engine: Engine) -> None:
     if check_schema(engine):
         if engine.dialect.name == "sqlite":
             _quick_check(engine)
+        check_columns(engine)
         return
     try:
         with engine.execution_options(fuseplan_write=True).begin() as connection:
+            if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")
             METADATA.create_all(connection)
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
             upsert(connection, META, {"name": "application", "value": _APPLICATION})
             upsert(connection, META, {"name": "schema_version", "value": str(SCHEMA_VERSION)})
             upsert(connection, META, {"name": "created", "value": now()})
-    except DBAPIError as error:
+    except DRIVER_ERRORS as error:
         raise explain(error, engine) from None
 
 
@@ -263,7 +266,7 @@ def _quick_check(engine: Engine) -> None:
     try:
         with engine.connect() as connection:
             found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
-    except DBAPIError as error:
+    except DRIVER_ERRORS as error:
         raise explain(error, engine) from None
     if found != ["ok"]:
         raise _corrupt(engine, "; ".join(found))
@@ -280,21 +283,38 @@ def check_schema(engine: Engine) -> bool:
             names = set(inspect(connection).get_table_names())
             if META.name not in names:
                 if names and engine.dialect.name == "sqlite":
+                    listed = plain(", ".join(sorted(names)[:3]))
                     raise ForeignDatabaseError(
-                        f"{describe(engine)} holds tables of another application ({', '.join(sorted(names)[:3])}); "
+                        f"{describe(engine.url)} holds tables of another application ({listed}); "
                         "pass another file with --db"
                     )
                 return False
             rows = connection.execute(select(META.c.name, META.c.value)).all()
             meta = {str(name): str(value) for name, value in rows}
-    except DBAPIError as error:
+    except DRIVER_ERRORS as error:
         raise explain(error, engine) from None
     if meta.get("schema_version") != str(SCHEMA_VERSION):
         raise SchemaVersionError(
-            f"{describe(engine)} has schema version {meta.get('schema_version', 'unknown')}, this fuseplan reads "
+            f"{describe(engine.url)} has schema version {brief(meta.get('schema_version'))}, this fuseplan reads "
             f"{SCHEMA_VERSION}; it was left as it is: use the fuseplan that wrote it, or pass another file with --db"
         )
     return True
+
+
+def check_columns(engine: Engine) -> None:
+    """Raise :class:`ForeignDatabaseError` unless every table is there with the columns that this version writes."""
+    for table in METADATA.sorted_tables:
+        try:
+            with engine.connect() as connection:
+                there = inspect(connection).has_table(table.name)
+                columns = {column["name"] for column in inspect(connection).get_columns(table.name)} if there else set()
+        except DRIVER_ERRORS as error:
+            raise explain(error, engine) from None
+        if missing := {column.name for column in table.columns} - columns:
+            raise ForeignDatabaseError(
+                f"{describe(engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so this fuseplan did "
+                "not write it; it was left as it is: pass another file with --db"
+            )
 
 
 @contextlib.contextmanager
@@ -302,20 +322,6 @@ def transaction(engine: Engine) -> Iterator[Connection]:
     """A transaction that takes the write lock when it begins."""
     with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
         yield connection
-
-
-def quarantine(file: Path) -> Path:
-    """Rename a file (and SQLite's companions) beside itself; the new name of the main file."""
-    stamp = now().replace(":", "").replace("+0000", "Z")
-    target = file.with_name(f"{file.name}.corrupt-{stamp}")
-    number = 1
-    while target.exists():
-        number += 1
-        target = file.with_name(f"{file.name}.corrupt-{stamp}-{number}")
-    for suffix in ("-wal", "-shm", ""):
-        with contextlib.suppress(FileNotFoundError):
-            file.with_name(file.name + suffix).rename(target.with_name(target.name + suffix))
-    return target
 
 
 def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: tuple[str, ...] = ()) -> None:
@@ -334,27 +340,21 @@ def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: t
             connection.execute(table.insert().values(**row))
 
 
-def describe(engine: Engine) -> str:
-    """The database's name in messages, without any password."""
-    if engine.dialect.name != "sqlite":
-        return engine.url.render_as_string()
-    return engine.url.database or "the memory database"
-
-
-def explain(error: SQLAlchemyError, engine: Engine) -> DatabaseError:
+def explain(error: Exception, engine: Engine) -> DatabaseError:
     """The error of our family that a driver's error stands for."""
-    text = str(getattr(error, "orig", None) or error)
+    text = without_secrets(str(getattr(error, "orig", None) or error), engine.url)
     low = text.lower()
     if "not a database" in low or "malformed" in low or "corrupt" in low:
         return _corrupt(engine, text)
+    name = describe(engine.url)
     if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
-        return ReadOnlyDatabaseError(f"{describe(engine)} cannot be written ({text}); pass a writable file with --db")
-    return DatabaseError(f"{describe(engine)}: {text}")
+        return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); pass a writable file with --db")
+    return DatabaseError(f"{name}: {text}")
 
 
 def _corrupt(engine: Engine, why: str) -> CorruptDatabaseError:
-    return CorruptDatabaseError(f"tuning database {describe(engine)} is corrupt ({why})")
+    return CorruptDatabaseError(f"tuning database {describe(engine.url)} is corrupt ({why})")
 
 
 def _not_writable(url: URL, error: Exception) -> str:
-    return f"tuning database {url.database} cannot be written ({error}); pass a writable file with --db"
+    return f"tuning database {describe(url)} cannot be written ({error}); pass a writable file with --db"

@@ -13,9 +13,10 @@ from typing import Any
 
 from fuseplan.search import codec, tables
 from fuseplan.search.database import Database
-from fuseplan.search.errors import ImportRefusedError, RecordError, SchemaVersionError
+from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError
+from fuseplan.search.plain import brief
 from fuseplan.search.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
-from fuseplan.search.rows import json_row, record_row
+from fuseplan.search.rows import device_spec, json_row, record_row
 
 _FORMAT = "fuseplan-records"
 
@@ -37,9 +38,14 @@ def export(database: Database, path: Path, device: str | None = None) -> int:
 
     Returns:
         How many lines of data were written.
+
+    Raises:
+        DatabaseError: The database, or a part of it, cannot be read; ``path`` is as it was.
     """
     header = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()}
     lines = [_line(header), *_data_lines(database, device)]
+    if database.engine is None or database.broken:
+        raise DatabaseError(f"there is no readable tuning database at {database.where}, so nothing was exported")
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     lines.append(_line({"trailer": {"count": len(lines) - 1, "sha256": digest}}))
     path = path.expanduser()
@@ -90,7 +96,7 @@ def checked_lines(path: Path) -> list[str]:
         ImportRefusedError, SchemaVersionError: As :func:`read_bundle`.
     """
     try:
-        lines = path.expanduser().read_text().splitlines(keepends=True)
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ImportRefusedError(f"cannot read export file {path}: {error}") from None
     header = _object(lines[0], path, 1) if lines else {}
@@ -98,7 +104,7 @@ def checked_lines(path: Path) -> list[str]:
         raise ImportRefusedError(f"{path} is not a fuseplan export (its first line has no format {_FORMAT!r})")
     if header.get("schema_version") != SCHEMA_VERSION:
         raise SchemaVersionError(
-            f"{path} has schema version {header.get('schema_version')}, this fuseplan reads {SCHEMA_VERSION}; "
+            f"{path} has schema version {brief(header.get('schema_version'))}, this fuseplan reads {SCHEMA_VERSION}; "
             "export it again with a matching fuseplan"
         )
     _check_trailer(lines, path)
@@ -112,7 +118,7 @@ def _check_trailer(lines: list[str], path: Path) -> None:
         raise ImportRefusedError(f"{path} is truncated: it has no trailer line; {again}")
     if trailer.get("count") != len(lines) - 2:
         raise ImportRefusedError(
-            f"{path} is truncated: {len(lines) - 2} of {trailer.get('count')} records are there; {again}"
+            f"{path} is truncated: {len(lines) - 2} of {brief(trailer.get('count'))} records are there; {again}"
         )
     if hashlib.sha256("".join(lines[:-1]).encode()).hexdigest() != trailer.get("sha256"):
         raise ImportRefusedError(f"{path} was altered: its checksum does not match; {again}")
@@ -120,9 +126,9 @@ def _check_trailer(lines: list[str], path: Path) -> None:
 
 def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError:
-        raise ImportRefusedError(f"{path}, line {number} is not JSON: the file is truncated or damaged") from None
+        value = codec.parse(line, f"line {number}")
+    except RecordError as error:
+        raise ImportRefusedError(f"{path}, {error}: the file is truncated or damaged") from None
     if not isinstance(value, dict):
         raise ImportRefusedError(f"{path}, line {number} is not a JSON object")
     return value
@@ -135,13 +141,14 @@ def _parse(items: list[dict[str, Any]], path: Path) -> Bundle:
     for number, item in enumerate(items, 2):
         try:
             if "tuning_record" in item:
-                records.append(codec.loads(TuningRecord, json.dumps(item["tuning_record"])))
+                records.append(codec.from_data(TuningRecord, item["tuning_record"]))
             elif "plan_record" in item:
-                plans.append(codec.loads(PlanRecord, json.dumps(item["plan_record"])))
+                plans.append(codec.from_data(PlanRecord, item["plan_record"]))
             elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
+                device_spec(item["spec"])
                 devices[item["device"]] = item["spec"]
             else:
-                raise RecordError(f"unknown kind of line ({', '.join(sorted(item))})")
+                raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
         except RecordError as error:
             raise ImportRefusedError(f"{path}, line {number}: {error}; nothing was imported") from None
     return Bundle(devices, tuple(records), tuple(plans))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from search_records import HERE, plan, tuning
+from search_records import HERE, SPEC, plan, tuning
 
 from fuseplan.search import transfer
 from fuseplan.search.database import Database
@@ -32,6 +32,6 @@ def export_sample(db: Database, target: Path) -> Path:
         db.put_record(tuning(f"w{n}"))
     db.put_record(tuning("w9", device="gpu-b"))
     db.put_plan(plan())
-    db.put_device("cpu-a", {"x": 1})
+    db.put_device("cpu-a", SPEC)
     assert transfer.export(db, target) == 6
     return target

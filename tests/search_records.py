@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import report_samples
+
 from fuseplan.search.record import (
     Alternative,
     Evidence,
@@ -15,6 +20,8 @@ from fuseplan.search.record import (
     Versions,
 )
 
+#: A measured device, as it is stored.
+SPEC: dict[str, Any] = json.loads(report_samples.SPEC.to_json())
 HERE = Versions("0.1.0", "2.13.0", "3.9.0", "580.1")
 
 

@@ -164,12 +164,16 @@ def test_ctrl_c_says_how_to_go_on(plan: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert err.strip() == cli.INTERRUPTED
 
 
-def test_a_corrupt_database_is_one_warning_line(plan: Run, tmp_path: Path) -> None:
-    path = tmp_path / "tuning.db"
+@pytest.mark.parametrize("command", ["ls", "show x", "verify", "export out.jsonl", "import in.jsonl", "prune"])
+def test_what_is_no_database_is_one_line(plan: Run, tmp_path: Path, command: str) -> None:
+    path, backup = tmp_path / "tuning.db", tmp_path / "out.jsonl"
     path.write_bytes(b"SQLite format 3\0" + b"junk" * 500)
-    status, out, err = plan("db", "ls", "--db", path)
-    assert status == 0 and "no records" in out
-    assert len(err.strip().splitlines()) == 1 and err.startswith("plan: warning: ")
+    backup.write_text("a good backup")
+    status, out, err = plan("db", *command.replace("out.jsonl", str(backup)).split(), "--db", path)
+    assert status == 2 and out == ""
+    assert len(err.strip().splitlines()) == 1 and err.startswith("plan: error: ")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "tuning.db"]
+    assert backup.read_text() == "a good backup"
 
 
 # -- probe --------------------------------------------------------------------------------------------------------

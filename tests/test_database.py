@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from database_files import quiet
-from search_records import HERE, plan, tuning
+from search_records import HERE, SPEC, plan, tuning
 from sqlalchemy import select
 
 from fuseplan.search import tables
@@ -79,10 +79,10 @@ def test_other_versions_are_stale_not_a_hit(path: Path, db: Database) -> None:
 
 def test_devices_and_captures(db: Database) -> None:
     assert db.get_device("a") is None
-    db.put_device("a", {"name": "Test", "l2_bytes": 4096})
-    db.put_device("a", {"name": "Test", "l2_bytes": 8192})
-    assert db.get_device("a") == {"name": "Test", "l2_bytes": 8192}
-    assert db.devices() == {"a": {"name": "Test", "l2_bytes": 8192}}
+    db.put_device("a", SPEC | {"noise": 0.5})
+    db.put_device("a", SPEC)
+    assert db.get_device("a") == SPEC
+    assert db.devices() == {"a": SPEC}
     db.put_capture("llama", {"nodes": [1, 2]})
     assert db.get_capture("llama") == {"nodes": [1, 2]}
     assert db.get_capture("gpt2") is None

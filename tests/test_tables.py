@@ -14,7 +14,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateTable
 
-from fuseplan.search import tables
+from fuseplan.search import location, tables
 from fuseplan.search.database import Database
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError
 
@@ -43,7 +43,7 @@ def test_a_reader_cannot_write(db: Database, path: Path) -> None:
 
 def test_the_default_file_is_in_the_users_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert tables.default_path() == tmp_path / "fuseplan" / "tuning.db"
+    assert location.default_path() == tmp_path / "fuseplan" / "tuning.db"
     Database().put_record(tuning())
     assert (tmp_path / "fuseplan" / "tuning.db").exists()
 
@@ -79,7 +79,7 @@ def test_a_file_in_a_read_only_folder_can_be_read(
 
     def no_room_for_shared_memory(url: URL, mode: str = "") -> Engine:
         modes.append(mode)
-        return real(tables.resolve_url(path.parent / "absent.db") if mode == "mode=ro" else url, mode)
+        return real(location.resolve_url(path.parent / "absent.db") if mode == "mode=ro" else url, mode)
 
     monkeypatch.setattr(tables, "_engine", no_room_for_shared_memory)
     assert quiet(path).get_record(tuning().key).hit
@@ -107,7 +107,7 @@ def test_a_memory_database_works() -> None:
     database = Database("sqlite://")
     database.put_record(tuning())
     assert database.get_record(tuning().key).hit
-    assert "memory" in tables.describe(database.engine)  # type: ignore[arg-type]
+    assert "memory" in database.where
 
 
 def test_statements_compile_for_postgresql() -> None:

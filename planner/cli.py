@@ -13,6 +13,7 @@ from typing import Annotated, TextIO
 import typer
 
 from fuseplan.planner import cli_bench, cli_db, cli_device, cli_explain, cli_patterns, cli_report, cli_tune
+from fuseplan.search.plain import plain
 
 INTERRUPTED = "interrupted; finished work is stored, run the same command to go on"
 
@@ -109,7 +110,7 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()) or "no message"
+    return plain(" ".join(text.split())) or "no message"
 
 
 def _show_warning(

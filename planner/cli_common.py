@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from fuseplan.search.plain import plain
+
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
@@ -104,6 +106,7 @@ def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Se
     import pandas as pd
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     screen = console()
     numeric = {name for name in frame.columns if pd.api.types.is_numeric_dtype(frame[name])}
@@ -113,11 +116,12 @@ def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Se
         if sum(widths.values()) + 3 * len(widths) <= screen.width:
             break
         del widths[name]
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    heading = Text(plain(title)) if title else None
+    table = Table(title=heading, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for name in widths:
         table.add_column(str(name), justify="right" if name in numeric else "left", no_wrap=name in numeric)
     for row in zip(*(texts[name] for name in widths), strict=True):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     screen.print(table)
 
 
@@ -126,12 +130,17 @@ _WIDEST = 44
 
 
 def cell_text(value: object, digits: int = 2) -> str:
-    """A table cell: numbers at ``digits`` decimals, nothing for a missing value."""
+    """A table cell: numbers at ``digits`` decimals, nothing for a missing value, text without what a terminal obeys."""
     if value is None or (isinstance(value, float) and value != value):
         return ""
     if isinstance(value, float):
         return f"{value:,.{digits}f}"
-    return str(value)
+    return plain(str(value))
+
+
+def print_text(text: str) -> None:
+    """Print lines that may hold stored text, without what a terminal obeys."""
+    typer.echo("\n".join(map(plain, text.split("\n"))))
 
 
 def write_text(path: Path, text: str) -> None:

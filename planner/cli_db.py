@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fuseplan.planner.cli_common import DbOption, Device, device_type, open_database, print_frame
+from fuseplan.planner.cli_common import DbOption, Device, device_type, open_database, print_frame, print_text
 
 app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
 
@@ -84,7 +84,7 @@ def verify(db: DbOption = None) -> None:
     database = open_database(db, write=False)
     problems = check(database)
     for problem in problems:
-        typer.echo(f"{problem.table}: {problem.row}: {problem.what}")
+        print_text(f"{problem.table}: {problem.row}: {problem.what}")
     if problems:
         typer.echo(f"{len(problems)} problems in {database.where}; `plan db prune` deletes what cannot be read")
         raise typer.Exit(2)

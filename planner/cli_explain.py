@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, device_type
+from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, device_type, print_text
 from fuseplan.planner.cli_source import (
     ConfigOption,
     DecodeOption,
@@ -70,8 +70,8 @@ def explain(
     for name, graph in chosen:
         plan = session.planner().plan_graph(graph)
         for line in words.explain(session, name, graph, plan):
-            typer.echo(line)
+            print_text(line)
         if source:
             for label, text in words.sources(session, graph, plan):
-                typer.echo(f"\n// ---- {label}\n{text}")
+                print_text(f"\n// ---- {label}\n{text}")
         typer.echo("")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, device_type, print_frame, write_text
+from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, device_type, print_frame, print_text, write_text
 
 if TYPE_CHECKING:
     from fuseplan.planner.report import ReportData
@@ -67,7 +68,9 @@ def report(
     else:
         text = _text(data, topic, style)
         if out is None:
-            typer.echo(text, nl=False)
+            # A pipe gets what is stored; a terminal would obey it.
+            echo = print_text if sys.stdout.isatty() else typer.echo
+            echo(text.removesuffix("\n"))
         else:
             write_text(out, text)
             typer.echo(f"report written to {out}")
@@ -123,7 +126,7 @@ def _print(data: ReportData, topic: Topic) -> None:
             print_frame(frames.miss_frame(data).drop(columns=["key"]), title="Look-ups without a plan")
         typer.echo(frames.headline(groups))
     for line in accuracy_text(data):
-        typer.echo(line)
+        print_text(line)
 
 
 def _text(data: ReportData, topic: Topic, style: Format) -> str:

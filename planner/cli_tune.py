@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
+from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame, print_text
 from fuseplan.planner.cli_source import (
     ConfigOption,
     DecodeOption,
@@ -157,7 +157,7 @@ def say(result: TuneResult, name: str) -> None:
     spare = ("config", "ops", "backend", "workload", "source")
     print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
     typer.echo(report.headline(groups))
-    typer.echo(outcome(result))
+    print_text(outcome(result))
     for line in filter(None, [recheck.verdict(result.rechecked)]):
         typer.echo(line)
     typer.echo(f"stored in {session.database.where}")

@@ -18,6 +18,7 @@ from fuseplan.planner.errors import PlanError, nearest
 from fuseplan.planner.samples import RegionSamples
 from fuseplan.planner.samples import load as stored_samples
 from fuseplan.planner.summary import RegionSummary, WorkloadSummary
+from fuseplan.search.plain import plain
 from fuseplan.search.record import GroupChoice, PlanRecord, RecordKey, TuningRecord
 
 if TYPE_CHECKING:
@@ -295,4 +296,4 @@ def _markdown_cell(value: object, digits: int) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.{digits}f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return plain(str(value)).replace("|", "\\|").replace("<", "&lt;")

@@ -47,6 +47,10 @@ def _distinct(value: object) -> str:
     return "" if isinstance(value, Sequence) and len(set(value)) == len(value) else f"{brief(value)} names an op twice"
 
 
+def _short_line(value: object) -> str:
+    return "" if isinstance(value, str) and value.isprintable() and len(value) <= 500 else f"{brief(value)} is no label"
+
+
 #: Far above what anybody measures, far below where sums and ratios overflow.
 _MOST = 1e15
 _AMOUNT = Range(0.0, _MOST)
@@ -66,8 +70,8 @@ Regime: TypeAlias = Annotated[str, Form(re.compile("eager|graph"), "a regime")]
 Numerics: TypeAlias = Annotated[str, Form(re.compile("fp32|eager"), "one of the numerics")]
 Time: TypeAlias = Annotated[str, Form(re.compile(r"[0-9T:.+Z-]{0,40}"), "a time")]
 Seed: TypeAlias = Annotated[int, Range(-(2**63), 2**64)]
-#: What people read; see :func:`fuseplan.search.plain.plain` for how it is shown.
-Label: TypeAlias = Annotated[str, Form(re.compile(r".{0,500}", re.DOTALL), "a short text")]
+#: What people read, made from names of ops and sizes.
+Label: TypeAlias = Annotated[str, _short_line]
 Parameter: TypeAlias = Annotated[int, Range(-(2**31), 2**31 - 1)]
 #: Positions of ops in a region.
 Positions: TypeAlias = Annotated[tuple[Annotated[int, Range(0, 2**31 - 1)], ...], _distinct]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, select
 
@@ -15,7 +16,7 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.backend import config_key
 from fuseplan.search import codec
 from fuseplan.search.errors import RecordError
-from fuseplan.search.limits import Count, Label, Time
+from fuseplan.search.limits import Count, Form, Key, Label, Numerics, Regime, Time
 from fuseplan.search.plain import brief
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.tables import MISSES
@@ -128,9 +129,9 @@ def read_json(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The name and the JSON object of a row that :func:`json_row` made; errors as :func:`read_record`."""
     name = next(iter(row.values()))
     value = codec.parse(_payload(row), "payload")
-    if not isinstance(name, str) or not isinstance(value, dict):
-        raise RecordError("is no JSON object with a name")
-    return name, value
+    if not isinstance(value, dict):
+        raise RecordError("payload: expected an object")
+    return codec.from_data(_Named, {"name": name}).name, value
 
 
 def read_device(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -152,14 +153,21 @@ def device_spec(data: Mapping[str, Any]) -> DeviceSpec:
 class _Miss:
     """The columns of a miss."""
 
-    workload: str
-    device: str
-    regime: str
-    numerics: str
+    workload: Key
+    device: Key
+    regime: Regime
+    numerics: Numerics
     label: Label
     payload: Mapping[str, Any]
     first_seen: Time
     count: Count
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What a device or a capture is called: ``cpu-...``, ``summary/...``."""
+
+    name: Annotated[str, Form(re.compile(r"[A-Za-z0-9_.+/-]{1,255}"), "a name")]
 
 
 def _payload(row: Mapping[str, Any]) -> str:

@@ -81,7 +81,10 @@ def spoil(path: Path, table: str, value: str) -> None:
             raw.execute(f"update {table} set checksum = ? where {TABLES[table]} = ?", (digest, name))
 
 
-def check_that_it_costs_only_itself(path: Path, table: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def check_that_they_cost_only_themselves(
+    path: Path, damaged: set[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``damaged`` tables have an odd row; all have a sound one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Database(path, "read", HERE) as reader:
@@ -91,7 +94,7 @@ def check_that_it_costs_only_itself(path: Path, table: str, tmp_path: Path, capf
             assert "sound" in reader.captures("")
             assert len(reader.misses()) >= 1
             assert reader.trials(tuning("sound").key)
-            assert [problem.table for problem in maintenance.verify(reader)] == [table]
+            assert sorted(problem.table for problem in maintenance.verify(reader)) == sorted(damaged)
     db = ["--db", str(path)]
     exported = tmp_path / "out.jsonl"
     for command, status in (
@@ -109,32 +112,23 @@ def check_that_it_costs_only_itself(path: Path, table: str, tmp_path: Path, capf
 
 
 @pytest.mark.parametrize("value", PAYLOADS.values(), ids=PAYLOADS)
-@pytest.mark.parametrize("table", TABLES)
-def test_an_odd_payload(
-    path: Path, tmp_path: Path, table: str, value: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    spoil(path, table, value)
-    check_that_it_costs_only_itself(path, table, tmp_path, capfd)
+def test_an_odd_payload(path: Path, tmp_path: Path, value: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for table in TABLES:
+        spoil(path, table, value)
+    check_that_they_cost_only_themselves(path, set(TABLES), tmp_path, capfd)
 
 
-def _is_damage(path: Path) -> bool:
-    return bool(maintenance.verify(Database(path, "inspect")))
-
-
-@pytest.mark.parametrize("value", ["NULL", "x'ff'", "7", "cast(x'ff' as text)", "''"])
-@pytest.mark.parametrize("table", TABLES)
-def test_an_odd_key(path: Path, tmp_path: Path, table: str, value: str, capfd: pytest.CaptureFixture[str]) -> None:
-    run_sql(path, f"update {table} set {TABLES[table]} = {value} where {TABLES[table]} = ?", name_of_odd(table))
-    if not _is_damage(path):  # a miss, a device or a capture may be called anything
-        assert table in ("misses", "devices", "captures")
-        return
-    check_that_it_costs_only_itself(path, table, tmp_path, capfd)
+@pytest.mark.parametrize("value", ["NULL", "x'ff'", "cast(x'ff' as text)", "''"])
+def test_an_odd_key(path: Path, tmp_path: Path, value: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for table, column in TABLES.items():
+        run_sql(path, f"update {table} set {column} = {value} where {column} = ?", name_of_odd(table))
+    check_that_they_cost_only_themselves(path, set(TABLES), tmp_path, capfd)
 
 
 @pytest.mark.parametrize("value", ["NULL", "'many'", "x'01'", "-3", "1.5", "'\ud7ff'"])
 def test_an_odd_count_of_misses(path: Path, tmp_path: Path, value: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_sql(path, f"update misses set count = {value} where workload = ?", "odd")
-    check_that_it_costs_only_itself(path, "misses", tmp_path, capfd)
+    check_that_they_cost_only_themselves(path, {"misses"}, tmp_path, capfd)
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -184,4 +178,4 @@ def test_what_cannot_have_been_written_is_damage(
         (problem,) = maintenance.verify(database)
     assert problem.table == table
     assert re.search(message, problem.what)
-    check_that_it_costs_only_itself(path, table, tmp_path, capfd)
+    check_that_they_cost_only_themselves(path, {table}, tmp_path, capfd)

@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 import torch
 
 from fuseplan.kernels.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
-from fuseplan.kernels.cpp_build import COMPILER_NAMES, Compiler, build_library, default_cache_dir, find_compiler
+from fuseplan.kernels.cpp_build import (
+    COMPILER_NAMES,
+    Compiler,
+    build_library,
+    default_cache_dir,
+    required_compiler,
+)
 from fuseplan.kernels.cpp_config import (
     PARAMETERS,
     config_space,
@@ -40,8 +46,10 @@ class CppBackend(Backend):
 
     def unavailable(self) -> str | None:
         """Why no kernel can be built here, or None."""
-        if find_compiler(self._compilers) is None:
-            return f"no C++17 compiler on PATH (looked for {', '.join(self._compilers)}); install g++ or clang++"
+        try:
+            self._compiler()
+        except BuildError as error:
+            return str(error)
         return None
 
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
@@ -103,10 +111,7 @@ class CppBackend(Backend):
         return call
 
     def _compiler(self) -> Compiler:
-        compiler = find_compiler(self._compilers)
-        if compiler is None:
-            raise BuildError(f"cpp: {self.unavailable()}")
-        return compiler
+        return required_compiler(self._compilers)
 
     def _build(self, ir: KernelIR, config: Config) -> tuple[Path, Resources]:
         library = build_library(self.source(ir, config), self._compiler(), self._cache_dir)

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,8 @@ import platformdirs
 import torch
 
 from fuseplan.kernels.backend import BuildError
+from fuseplan.kernels.limited import run_limited
+from fuseplan.kernels.own_folder import exposed, own_folder
 
 #: Searched for on PATH, in this order.
 COMPILER_NAMES = ("c++", "g++", "clang++")
@@ -30,7 +33,9 @@ COMPILER_NAMES = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w", "-fPIC", "-shared")
 #: Ways to ask for this processor's instructions, best first (clang spells the second one on ARM).
 _NATIVE_FLAGS: tuple[tuple[str, ...], ...] = (("-march=native",), ("-mcpu=native",), ())
+#: Seconds that one kernel may take, and that all trials of compilers may take together.
 _COMPILE_LIMIT_S = 120
+_PROBE_LIMIT_S = 30
 _DIGEST_BYTES = 32
 
 
@@ -43,34 +48,78 @@ class Compiler:
     native: tuple[str, ...]
 
 
-@lru_cache(maxsize=8)
 def find_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler | None:
-    """The first compiler on PATH that builds a C++17 shared library, or None."""
+    """The first compiler on PATH that builds a C++17 shared library, or None; searched for once in a process."""
+    found = _search(names)
+    return found if isinstance(found, Compiler) else None
+
+
+def required_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler:
+    """The compiler that :func:`find_compiler` finds.
+
+    Raises:
+        BuildError: There is none, or none that works; the message says why.
+    """
+    found = _search(names)
+    if isinstance(found, Compiler):
+        return found
+    raise BuildError(found)
+
+
+@lru_cache(maxsize=8)
+def _search(names: tuple[str, ...]) -> Compiler | str:
+    """The compiler, or what stands against each that is on PATH. All trials together have one limit."""
+    deadline = time.monotonic() + _PROBE_LIMIT_S
+    problems: dict[str, str] = {}
     for name in names:
         path = shutil.which(name)
-        version = _output([path, "--version"]) if path is not None else None
-        if path is None or not version:
+        if path is None or os.path.realpath(path) in problems:
             continue
-        for native in _NATIVE_FLAGS:
-            if _builds(path, native):
-                return Compiler(path, version.splitlines()[0], native)
-    return None
+        try:
+            return _tried_out(path, deadline)
+        except (OSError, subprocess.SubprocessError, BuildError) as error:
+            problems[os.path.realpath(path)] = f"{path}: {_why(error)}"
+    if problems:
+        return f"no C++ compiler works ({'; '.join(problems.values())})"
+    return f"no C++17 compiler on PATH (looked for {', '.join(names)}); install g++ or clang++"
 
 
-def _builds(path: str, native: tuple[str, ...]) -> bool:
+def _tried_out(path: str, deadline: float) -> Compiler:
+    """A compiler that has built a library.
+
+    Raises:
+        BuildError: It fails; the message is its own.
+        OSError: It cannot be started, or the temporary folder not be written.
+        subprocess.TimeoutExpired: It has not answered by the deadline.
+    """
+    def output(*arguments: str) -> str:
+        done = run_limited([path, *arguments], max(0.0, deadline - time.monotonic()))
+        if done.returncode != 0:
+            raise BuildError(_first_error(done.stderr))
+        return done.stdout
+
+    version = output("--version")
     with tempfile.TemporaryDirectory(prefix="fuseplan-") as folder:
         source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
         source.write_text("constexpr int one() { return 1; }\nstatic_assert(one() == 1);\n")
-        return _output([path, *_FLAGS, *native, str(source), "-o", str(library)]) is not None and library.is_file()
+        reason = "it builds nothing"
+        for native in _NATIVE_FLAGS:
+            try:
+                output(*_FLAGS, *native, str(source), "-o", str(library))
+            except BuildError as error:
+                reason = str(error).replace(folder + os.sep, "")
+                continue
+            if version and library.is_file():
+                return Compiler(path, version.splitlines()[0], native)
+    raise BuildError(reason)
 
 
-def _output(command: Sequence[str]) -> str | None:
-    """Standard output of a command, or None when it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+def _why(error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"it did not answer within {_PROBE_LIMIT_S:g} s"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'it'}: {error.strerror or error}"
+    return str(error)
 
 
 @lru_cache(maxsize=1)
@@ -87,6 +136,10 @@ def processor() -> str:
 def default_cache_dir() -> Path:
     """The user's cache folder for compiled kernels."""
     return Path(platformdirs.user_cache_dir("fuseplan")) / "cpp"
+
+
+#: Compilers that have hung on a kernel in this process: the next kernel would be waited for as long.
+_HUNG: set[Compiler] = set()
 
 
 def build_library(source: str, compiler: Compiler, cache_dir: Path, flags: Sequence[str] = ()) -> Path:
@@ -106,18 +159,19 @@ def build_library(source: str, compiler: Compiler, cache_dir: Path, flags: Seque
     """
     parts = [source, compiler.path, compiler.version, *compiler.native, *_FLAGS, *flags, processor()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    path = cache_dir / f"{key}.so"
-    if not is_sound(path):
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        path = own_folder(cache_dir) / f"{key}.so"
+        if not is_sound(path):
             _compile(source, compiler, flags, path)
-        except OSError as error:
-            raise BuildError(f"cpp: cannot write the kernel cache {cache_dir}: {error.strerror or error}") from error
+    except OSError as error:
+        raise BuildError(f"cpp: cannot write the kernel cache {cache_dir}: {error.strerror or error}") from error
     return path
 
 
 def is_sound(path: Path) -> bool:
-    """True when a cache entry exists and its digest is right: a truncated library would crash the process."""
+    """True when a cache entry is this user's and its digest is right: a truncated library would crash the process."""
+    if exposed(path):
+        return False
     try:
         content = path.read_bytes()
     except OSError:
@@ -127,18 +181,25 @@ def is_sound(path: Path) -> bool:
 
 
 def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) -> None:
+    if compiler in _HUNG:
+        raise BuildError(f"cpp: {compiler.path} took more than {_COMPILE_LIMIT_S} s before, and is not asked again")
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         text, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         text.write_text(source)
         command = [compiler.path, *_FLAGS, *compiler.native, *flags, str(text), "-o", str(library)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_LIMIT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"cpp: {compiler.path} did not finish: {error}") from error
+            # Its own temporary files go beside the result: the system's folder for them may be full.
+            done = run_limited(command, _COMPILE_LIMIT_S, {**os.environ, "TMPDIR": folder})
+        except subprocess.TimeoutExpired:
+            _HUNG.add(compiler)
+            raise BuildError(f"cpp: {compiler.path} did not finish within {_COMPILE_LIMIT_S} s") from None
+        except OSError as error:
+            raise BuildError(f"cpp: {compiler.path} cannot be started: {error.strerror or error}") from error
         if done.returncode != 0:
             raise BuildError(f"cpp: {compiler.path} failed: {_first_error(done.stderr).replace(folder + os.sep, '')}")
         content = library.read_bytes()
         library.write_bytes(content + hashlib.sha256(content).digest())
+        library.chmod(0o700)
         library.replace(path)
 
 

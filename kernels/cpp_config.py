@@ -42,7 +42,7 @@ _BYTES_PER_SFU = 8
 #: Every parameter that some kernel has, and what it can be built and run with.
 PARAMETERS = (
     Tunable("threads", tuple(range(1, 4097))),
-    Tunable("rows_per_task", tuple(range(1, _ROWS_PER_TASK[-1] + 1))),
+    Tunable("rows_per_task", tuple(range(1, 65))),
     Tunable("col_tile", tuple(2**power for power in range(5, 15))),
     Tunable("unroll", (1, 2, 4)),
     Tunable("stage", (0, 1)),

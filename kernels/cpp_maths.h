@@ -194,7 +194,8 @@ FP_INLINE vf fp_erf(vf x) {  // one rational function, within 6 units in the las
   q = q * s + 0x1.eaf7b0p-7f;
   q = q * s + 0x1.d3b0fcp-4f;
   q = q * s + 0x1.0125ccp-1f;
-  return p * t / (q * s + 1.0f);
+  // Exactly 1 where erfc is below half a unit in the last place: gelu multiplies what is left by as much as 1e38.
+  return fp_abs(x) > 3.9f ? with_sign(splat<vf>(1.0f), x) : p * t / (q * s + 1.0f);
 }
 #else
 FP_INLINE vf fp_erf(vf x) {

@@ -39,7 +39,7 @@ typedef vi vm;  // a mask: all bits of a lane set, or none
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };
 struct f8 { unsigned char bits; };  // e4m3fn: no infinities, NaN is 0x7f, the largest number 448
-struct b8 { unsigned char bits; };
+struct bool8 { unsigned char bits; };
 
 template <class To, class From> FP_INLINE To bit_cast(From from) {
   To to;
@@ -117,13 +117,13 @@ FP_INLINE int get(const int* p) { return *p; }
 FP_INLINE int get(const short* p) { return *p; }
 FP_INLINE int get(const signed char* p) { return *p; }
 FP_INLINE int get(const unsigned char* p) { return *p; }
-FP_INLINE bool get(const b8* p) { return p->bits != 0; }
+FP_INLINE bool get(const bool8* p) { return p->bits != 0; }
 
 template <class T, class V> FP_INLINE void put(T* p, V v) { *p = (T)v; }
 FP_INLINE void put(bf16* p, float v) { p->bits = (unsigned short)bf16_bits<unsigned>(v); }
 FP_INLINE void put(f16* p, float v) { p->bits = (unsigned short)f16_bits<unsigned>(v); }
 FP_INLINE void put(f8* p, float v) { p->bits = (unsigned char)f8_bits<unsigned>(v); }
-FP_INLINE void put(b8* p, bool v) { p->bits = v; }
+FP_INLINE void put(bool8* p, bool v) { p->bits = v; }
 
 // Where the compilers' generic code is far from one instruction, it is spelled out. FP_WIDE: a vector of 16-bit lanes
 // fills a register of its own.
@@ -187,7 +187,7 @@ FP_INLINE vi load(const int* p) { return read<vi>(p); }
 FP_INLINE vi load(const short* p) { return convert<vi>(read<vs>(p)); }
 FP_INLINE vi load(const signed char* p) { return convert<vi>(read<vc>(p)); }
 FP_INLINE vi load(const unsigned char* p) { return convert<vi>(read<vb>(p)); }
-FP_INLINE vm load(const b8* p) { return convert<vi>(read<vb>(p)) != 0; }
+FP_INLINE vm load(const bool8* p) { return convert<vi>(read<vb>(p)) != 0; }
 
 FP_INLINE void store(float* p, vf v) { write_result(p, v); }
 FP_INLINE void store(double* p, vd v) { write(p, v); }
@@ -200,7 +200,7 @@ FP_INLINE void store(int* p, vi v) { write(p, v); }
 FP_INLINE void store(short* p, vi v) { write(p, convert<vs>(v)); }
 FP_INLINE void store(signed char* p, vi v) { write(p, convert<vc>(v)); }
 FP_INLINE void store(unsigned char* p, vi v) { write(p, convert<vb>(v)); }
-FP_INLINE void store(b8* p, vm v) { write(p, convert<vb>(v & 1)); }
+FP_INLINE void store(bool8* p, vm v) { write(p, convert<vb>(v & 1)); }
 
 FP_INLINE float round_bf16(float x) { return bit_cast<float>(bf16_bits<unsigned>(x) << 16); }
 FP_INLINE vf round_bf16(vf x) { return bit_cast<vf>(bf16_bits<vu>(x) << 16); }

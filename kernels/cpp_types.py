@@ -25,7 +25,7 @@ SCALAR_TYPE = {"float32": "float", "float64": "double", "int64": "i64", "int32":
 VECTOR_TYPE = {"float32": "vf", "float64": "vd", "int64": "vl", "int32": "vi", "bool": "vm"}
 STORAGE_TYPE = {
     "float64": "double", "float32": "float", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "int",
-    "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "b8",
+    "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool8",
     "float8_e4m3fn": "f8",
 }
 

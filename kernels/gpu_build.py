@@ -20,6 +20,7 @@ from typing import Any
 import platformdirs
 
 from fuseplan.kernels.backend import BuildError, Resources, Target
+from fuseplan.kernels.own_folder import exposed, own_folder
 
 #: Storage type -> Triton's spelling in a kernel signature.
 POINTER_TYPES: Mapping[str, str] = {
@@ -62,18 +63,29 @@ class ModuleStore:
     """
 
     def __init__(self, kind: str, cache_dir: Path | str | None = None) -> None:
-        self.folder = Path(cache_dir or platformdirs.user_cache_dir("fuseplan")) / kind
+        self._wanted = Path(cache_dir or platformdirs.user_cache_dir("fuseplan")) / kind
+
+    @property
+    def folder(self) -> Path:
+        """Where modules are kept and loaded from: nobody else may write there.
+
+        Raises:
+            BuildError: It cannot be made.
+        """
+        try:
+            return own_folder(self._wanted)
+        except OSError as error:
+            raise BuildError(f"cannot write generated kernels to {self._wanted}: {error}") from error
 
     def write(self, source: str) -> Path:
         """The file that holds ``source``; written whole or not at all, so that processes can share the folder."""
         path = self.folder / f"kernel_{digest(source)}.py"
-        if not path.exists():
+        if exposed(path) or path.read_text(encoding="utf-8", errors="replace") != source:
             self.write_text(path, source)
         return path
 
     def write_text(self, path: Path, text: str) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fuseplan.kernels.backend import BuildError
-from fuseplan.kernels.cpp_build import Compiler, default_cache_dir, find_compiler
+from fuseplan.kernels.cpp_build import default_cache_dir, required_compiler
 from fuseplan.kernels.extension import load_extension, torch_flags
 
 logger = logging.getLogger("fuseplan")
@@ -169,7 +169,7 @@ def load_module(cache_dir: Path | None = None) -> Any:
     Raises:
         BuildError: There is no C++ compiler, or it does not build.
     """
-    return load_extension(_MODULE, _HERE / "gpu_launcher.cpp", _compiler(), cache_dir or default_cache_dir())
+    return load_extension(_MODULE, _HERE / "gpu_launcher.cpp", required_compiler(), cache_dir or default_cache_dir())
 
 
 def load_allocator(cache_dir: Path | None = None) -> Any:
@@ -181,18 +181,11 @@ def load_allocator(cache_dir: Path | None = None) -> Any:
     return load_extension(
         _ALLOCATOR,
         _HERE / "tensor_allocator.cpp",
-        _compiler(),
+        required_compiler(),
         cache_dir or default_cache_dir(),
         torch_flags(_ALLOCATOR),
         f"torch {torch.__version__} {torch.version.git_version}",
     )
-
-
-def _compiler() -> Compiler:
-    compiler = find_compiler()
-    if compiler is None:
-        raise BuildError("no C++ compiler (c++, g++ or clang++) was found on PATH")
-    return compiler
 
 
 def find_native(device_type: str) -> Native:

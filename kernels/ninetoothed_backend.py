@@ -34,6 +34,7 @@ from fuseplan.kernels.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.ninetoothed_emitter import KERNEL_NAME, emit_ninetoothed
 from fuseplan.kernels.ninetoothed_views import View, Views
 from fuseplan.kernels.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped, plainly
+from fuseplan.kernels.own_folder import exposed
 from fuseplan.kernels.triton_config import MAX_PERSISTENT_COLS, PARAMETERS, default_config, infeasible, tunables
 from fuseplan.kernels.triton_tile import needs_int64, next_power_of_2, segment_programs, tile_of
 
@@ -167,7 +168,7 @@ def _generate_cached(folder: Path, source: str, num_warps: int, overlap: str) ->
     """The function, from the file of an earlier generation where there is one: generating takes a tenth of a second."""
     store = ModuleStore(folder.name, folder.parent)
     path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{overlap}|{source}')}.py"
-    if not path.exists():
+    if exposed(path):
         function = _make(store.load(source), num_warps)
         text = Path(inspect.getfile(function.fn)).read_text(encoding="utf-8")
         store.write_text(path, _overlapped_module(text, {OVERLAP: overlap}))

@@ -16,6 +16,7 @@ from recipe_samples import recipe_samples
 
 from fuseplan.kernels.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.cpp_backend import CppBackend
+from fuseplan.kernels.cpp_types import STORAGE_TYPE
 from fuseplan.kernels.index import symbol
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import run_reference
@@ -175,3 +176,20 @@ def test_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
     assert "no-such-compiler" in (backend.unavailable() or "")
     with pytest.raises(BuildError, match="install"):
         backend.load(sample.ir, backend.default_config(sample.ir, TARGET), TARGET)
+
+
+@pytest.mark.parametrize("count", [9, 24])
+def test_many_buffers_of_every_type(backend: CppBackend, count: int) -> None:
+    """Each input is copied to an output of its own type: no name of a buffer may hide that of a type."""
+    kinds = [dtype for dtype in STORAGE_TYPE if dtype != "float8_e4m3fn"]
+    dtypes = [kinds[number % len(kinds)] for number in range(count)]
+    buffers = [samples.contiguous(f"x{number}", dtype, (3, 5)) for number, dtype in enumerate(dtypes)]
+    buffers += [samples.contiguous(f"y{number}", dtype, (3, 5), True) for number, dtype in enumerate(dtypes)]
+    b = samples.Body(buffers, (3,), 5)
+    for number in range(count):
+        b.store(f"y{number}", b.at, b.load(f"x{number}", b.at))
+    ir = KernelIR(tuple(buffers), (b.segment(),))
+    inputs = [torch.randint(0, 2, (3, 5)).to(getattr(torch, dtype)) for dtype in dtypes]
+    made = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(*inputs)
+    for one, other in zip(made, inputs, strict=True):
+        assert torch.equal(one, other)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import ir_samples as samples
 import pytest
 import sympy
 
 from fuseplan.kernels.backend import BuildError
+from fuseplan.kernels.cpp_emitter import prelude
 from fuseplan.kernels.cpp_text import constant_text, size_text
 from fuseplan.kernels.cpp_types import assign_registers, index_bounds
 from fuseplan.kernels.index import Index, symbol
@@ -114,3 +116,11 @@ def test_an_unspellable_size_is_refused() -> None:
 )
 def test_constants_are_exact(kind: str, value: float, text: str) -> None:
     assert constant_text(kind, value) == text
+
+
+def test_no_generated_name_is_one_of_the_prelude_s() -> None:
+    """Generated names are a letter or a word, and numbers; the ninth buffer once hid the type of a stored boolean."""
+    generated = r"(?:[bcenpqrt]|scratch|segment|pass)\d+|s\d+_\w+|a\d+_\d+"
+    words = set(re.findall(r"\b[A-Za-z_]\w*\b", re.sub(r'//.*|"[^"]*"', "", prelude())))
+    assert {"bf16", "bool8", "vf", "fp_exp"} <= words
+    assert [word for word in words if re.fullmatch(generated, word)] == []

@@ -10,7 +10,7 @@ import ir_samples as samples
 import pytest
 from fake_driver import Machine, aligned, compiled_kernel, needs_compiler, pretend_cuda
 
-from fuseplan.kernels import gpu_direct
+from fuseplan.kernels import cpp_build, gpu_direct
 from fuseplan.kernels.backend import SM90, BuildError
 from fuseplan.kernels.gpu_direct import Entry, entry_of, ptx_parameter_bits
 from fuseplan.kernels.gpu_launch import Variant
@@ -81,10 +81,10 @@ def test_without_a_compiler_or_a_driver_there_is_a_reason(
     monkeypatch: pytest.MonkeyPatch, fresh_search: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="fuseplan")
-    monkeypatch.setattr(gpu_direct, "find_compiler", lambda: None)
+    monkeypatch.setattr(cpp_build, "_search", lambda names: "no C++17 compiler on PATH")
     for _ in range(2):
         assert gpu_direct.find_launcher() is None
-        assert gpu_direct.launcher_problem() == "no C++ compiler (c++, g++ or clang++) was found on PATH"
+        assert gpu_direct.launcher_problem() == "no C++17 compiler on PATH"
     assert len(caplog.messages) == 1
 
 

@@ -25,7 +25,7 @@ MAKERS = [CppBackend, TritonBackend, NinetoothedBackend]
 CODE = '"""\nimport sys\nsys.fuseplan_was_here = True\n"""'
 #: The first three are equal to honest choices; their texts are not.
 HOSTILE: list[Any] = [
-    True, 1.0, "1", CODE, "1;system(\"true\")", "\n#include </etc/passwd>\n", "", 0, -1, 17, 2**31, 2**63, 10**400,
+    True, 1.0, "1", CODE, "1;system(\"true\")", "\n#include </etc/passwd>\n", "", 0, -1, 97, 2**31, 2**63, 10**400,
     math.nan, math.inf, None, [1], {"a": 1}, "１",
 ]
 

@@ -1,0 +1,161 @@
+"""Compilers that hang, fail or have nowhere to write: what is said, and that nothing of them is left running."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuseplan.kernels import cpp_build
+from fuseplan.kernels.backend import BuildError
+from fuseplan.kernels.cpp_backend import CppBackend
+from fuseplan.kernels.cpp_build import Compiler, build_library, find_compiler, required_compiler
+from fuseplan.kernels.limited import run_limited
+
+#: The compiler proper: a child of the driver, which would go on without it.
+HANGS = """
+sh -c 'echo $$ > "{pids}.new"; mv "{pids}.new" "{pids}"; while :; do sleep 1000; done' &
+wait
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    cpp_build._search.cache_clear()
+    yield
+    cpp_build._search.cache_clear()
+    cpp_build._HUNG.clear()
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Path:
+    return tmp_path / "pids"
+
+
+@pytest.fixture
+def runs_out(monkeypatch: pytest.MonkeyPatch, pids: Path) -> list[float]:
+    """Every limit runs out as soon as the compiler proper is there; the limits that were given."""
+    limits: list[float] = []
+    original = subprocess.Popen.communicate
+
+    def communicate(self: Any, input: Any = None, timeout: float | None = None) -> Any:
+        if timeout is None or not hanging(self.args):
+            return original(self, input, timeout)
+        limits.append(timeout)
+        while not pids.exists():
+            time.sleep(0.005)
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    return limits
+
+
+def hanging(args: Sequence[str]) -> bool:
+    return "hangs" in args[0] and ("--version" not in args or "at-once" in args[0])
+
+
+def ended(pid: int) -> bool:
+    """Wait for the end of a process that was killed."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], 60)[0])
+    finally:
+        os.close(handle)
+
+
+def test_what_a_driver_has_started_ends_with_it(tmp_path: Path, pids: Path, runs_out: list[float]) -> None:
+    driver = script(tmp_path / "hangs", HANGS.format(pids=pids))
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_limited([driver], 5.0)
+    assert runs_out == [5.0] and ended(int(pids.read_text()))
+
+
+def test_an_interrupt_ends_it_too(tmp_path: Path, pids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def communicate(self: Any, *args: Any, **options: Any) -> Any:
+        while not pids.exists():
+            time.sleep(0.005)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    with pytest.raises(KeyboardInterrupt):
+        run_limited([script(tmp_path / "hangs", HANGS.format(pids=pids))], 5.0)
+    assert ended(int(pids.read_text()))
+
+
+def test_output_and_status_are_handed_back(tmp_path: Path) -> None:
+    done = run_limited([script(tmp_path / "cc", 'echo "out $1"; printf "\\377err" >&2; exit 3'), "x"], 60.0)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out x\n", "\ufffderr")
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs-at-once"])
+def test_a_compiler_that_hangs_costs_one_limit_once(
+    name: str, tmp_path: Path, pids: Path, runs_out: list[float]
+) -> None:
+    """Also under its other names, and for all ways to ask for this processor's instructions."""
+    driver = script(tmp_path / name, 'case "$*" in --version) [ "${0%at-once}" = "$0" ] && echo 1 && exit;; esac'
+                    + HANGS.format(pids=pids))
+    twin = tmp_path / f"{name}++"
+    twin.symlink_to(driver)
+    backend = CppBackend(tmp_path, (driver, str(twin)))
+    for _ in range(3):
+        reason = backend.unavailable()
+        assert reason is not None and driver in reason and "did not answer within 30 s" in reason
+    assert len(runs_out) == 1 and runs_out[0] <= 30 and ended(int(pids.read_text()))
+
+
+def test_the_next_compiler_is_tried(tmp_path: Path) -> None:
+    broken = script(tmp_path / "broken", "echo 'broken: error: no licence' >&2; exit 1")
+    with pytest.raises(BuildError, match="broken: broken: error: no licence"):
+        required_compiler((broken,))
+    good = find_compiler()
+    if good is not None:
+        assert find_compiler((broken, good.path)) == good
+
+
+def test_no_name_on_path_is_said() -> None:
+    with pytest.raises(BuildError, match=r"no C\+\+17 compiler on PATH \(looked for nowhere\)"):
+        required_compiler(("nowhere",))
+
+
+def test_a_full_temporary_folder_is_the_reason_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: Any) -> Any:
+        raise OSError(28, "No space left on device", "/tmp/fuseplan-x")
+
+    driver = script(tmp_path / "cc", "echo 1")
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    reason = str(CppBackend(tmp_path, (driver,)).unavailable())
+    assert "No space left on device" in reason and "/tmp/fuseplan-x" in reason and "on PATH" not in reason
+
+
+def test_kernels_do_not_wait_for_a_compiler_that_hung_before(
+    tmp_path: Path, pids: Path, runs_out: list[float]
+) -> None:
+    compiler = Compiler(script(tmp_path / "hangs", HANGS.format(pids=pids)), "1", ())
+    with pytest.raises(BuildError, match="did not finish within 120 s"):
+        build_library("int one;", compiler, tmp_path / "cache")
+    assert ended(int(pids.read_text()))
+    with pytest.raises(BuildError, match="is not asked again"):
+        build_library("int two;", compiler, tmp_path / "cache")
+    assert runs_out == [120] and [*(tmp_path / "cache").iterdir()] == []
+
+
+def test_a_compiler_s_own_files_go_beside_the_result(tmp_path: Path) -> None:
+    compiler = Compiler(script(tmp_path / "cc", 'echo "error: $TMPDIR" >&2; exit 1'), "1", ())
+    with pytest.raises(BuildError, match=str(tmp_path / "cache")):
+        build_library("int one;", compiler, tmp_path / "cache")

@@ -19,6 +19,10 @@ class BuildError(Exception):
     """A kernel could not be generated or compiled; the message names the back end and the reason."""
 
 
+class MachineError(BuildError):
+    """The machine failed, not the kernel: a full disk, a folder that cannot be written, a compiler that is gone."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The device a kernel is compiled for; enough to compile without the device being present.

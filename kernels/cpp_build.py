@@ -23,7 +23,7 @@ from pathlib import Path
 import platformdirs
 import torch
 
-from fuseplan.kernels.backend import BuildError
+from fuseplan.kernels.backend import BuildError, MachineError
 from fuseplan.kernels.limited import run_limited
 from fuseplan.kernels.own_folder import exposed, own_folder
 
@@ -36,6 +36,9 @@ _NATIVE_FLAGS: tuple[tuple[str, ...], ...] = (("-march=native",), ("-mcpu=native
 #: Seconds that one kernel may take, and that all trials of compilers may take together.
 _COMPILE_LIMIT_S = 120
 _PROBE_LIMIT_S = 30
+#: What a compiler says when the machine fails it, whatever it compiles.
+_STARVED = ("No space left on device", "Cannot allocate memory", "Read-only file system", "Disk quota exceeded",
+            "fatal error: Killed signal")
 _DIGEST_BYTES = 32
 
 
@@ -164,7 +167,7 @@ def build_library(source: str, compiler: Compiler, cache_dir: Path, flags: Seque
         if not is_sound(path):
             _compile(source, compiler, flags, path)
     except OSError as error:
-        raise BuildError(f"cpp: cannot write the kernel cache {cache_dir}: {error.strerror or error}") from error
+        raise MachineError(f"cpp: cannot write the kernel cache {cache_dir}: {error.strerror or error}") from error
     return path
 
 
@@ -194,9 +197,11 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
             _HUNG.add(compiler)
             raise BuildError(f"cpp: {compiler.path} did not finish within {_COMPILE_LIMIT_S} s") from None
         except OSError as error:
-            raise BuildError(f"cpp: {compiler.path} cannot be started: {error.strerror or error}") from error
+            raise MachineError(f"cpp: {compiler.path} cannot be started: {error.strerror or error}") from error
         if done.returncode != 0:
-            raise BuildError(f"cpp: {compiler.path} failed: {_first_error(done.stderr).replace(folder + os.sep, '')}")
+            starved = any(words in done.stderr for words in _STARVED)
+            kind = MachineError if starved else BuildError
+            raise kind(f"cpp: {compiler.path} failed: {_first_error(done.stderr).replace(folder + os.sep, '')}")
         content = library.read_bytes()
         library.write_bytes(content + hashlib.sha256(content).digest())
         library.chmod(0o700)

@@ -19,7 +19,7 @@ from typing import Any
 
 import platformdirs
 
-from fuseplan.kernels.backend import BuildError, Resources, Target
+from fuseplan.kernels.backend import BuildError, MachineError, Resources, Target
 from fuseplan.kernels.own_folder import exposed, own_folder
 
 #: Storage type -> Triton's spelling in a kernel signature.
@@ -91,7 +91,7 @@ class ModuleStore:
                 file.write(text)
             Path(temporary).replace(path)
         except OSError as error:
-            raise BuildError(f"cannot write generated kernels to {path.parent}: {error}") from error
+            raise MachineError(f"cannot write generated kernels to {path.parent}: {error}") from error
 
     def load(self, source: str) -> ModuleType:
         """The module of ``source``, imported from its file (Triton reads a kernel's text from there)."""
@@ -176,7 +176,8 @@ def _compile(function: Any, spec: KernelSpec, target: Target, more_options: Mapp
     except BuildError:
         raise
     except Exception as error:
-        raise BuildError(f"triton could not compile the kernel for {target.arch}: {_complaint(error)}") from error
+        kind = MachineError if isinstance(_innermost(error), OSError) else BuildError
+        raise kind(f"triton could not compile the kernel for {target.arch}: {_complaint(error)}") from error
 
 
 def _registers_and_spills(compiled: Any) -> tuple[int | None, int | None]:
@@ -216,10 +217,15 @@ def compute_capability(target: Target) -> int:
 
 def _complaint(error: BaseException) -> str:
     """The innermost cause's last line: Triton wraps the reason in source excerpts."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = _innermost(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def read_resources(compiled: Any) -> Resources:

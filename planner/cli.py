@@ -55,7 +55,7 @@ def _root(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit status: 0 done, 1 a defect of ours, 2 a user's mistake, 130 Ctrl-C."""
+    """Run one command line and return its status: 0 done, 1 our or the machine's fault, 2 the user's, 130 Ctrl-C."""
     debug = "--debug" in argv
     args = [arg for arg in argv if arg != "--debug"]
     with warnings.catch_warnings():
@@ -83,12 +83,12 @@ def _report(error: Exception) -> int:
 
 
 def describe(error: Exception) -> tuple[str, int]:
-    """One line for people, and the exit status: 2 for what the user can mend, 1 for a defect of ours."""
+    """One line for people, and the exit status: 2 for what the user can mend, 1 for a defect of ours or the machine."""
     if any(base.__name__ == "ClickException" for base in type(error).__mro__):
         message: str = getattr(error, "format_message", error.__str__)()
         return _one_line(message), 2
     if isinstance(error, _user_errors()):
-        return _one_line(str(error)), 2
+        return _one_line(str(error)), 1 if isinstance(error, _machine_errors()) else 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     return f"{type(error).__name__}: {_one_line(str(error))} (add --debug for the traceback)", 1
@@ -107,6 +107,13 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
         known += [DeviceSpecError, BuildError]
     return tuple(known)
+
+
+def _machine_errors() -> tuple[type[Exception], ...]:
+    """No mistake in the command: the machine fails it."""
+    from fuseplan.search.errors import MachineFailureError, NothingCompilesError
+
+    return MachineFailureError, NothingCompilesError
 
 
 def _one_line(text: str) -> str:

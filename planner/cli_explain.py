@@ -68,8 +68,9 @@ def explain(
         close = nearest(workload or "", names) or names
         raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
     for name, graph in chosen:
-        plan = session.planner().plan_graph(graph)
-        for line in words.explain(session, name, graph, plan):
+        failures: list[str] = []
+        plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
+        for line in [*words.explain(session, name, graph, plan), *failures]:
             print_text(line)
         if source:
             for label, text in words.sources(session, graph, plan):

@@ -62,6 +62,9 @@ def tune(
         bool,
         typer.Option("--shipped/--no-shipped", help="Take the records that come with fuseplan for this device."),
     ] = True,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure anew what is stored or shipped; the new answers replace it.")
+    ] = False,
     regime: RegimeOption = Regime.EAGER,
     device: DeviceOption = Device.AUTO,
     db: DbOption = None,
@@ -75,6 +78,7 @@ def tune(
     with account.spend("starting"):
         from fuseplan.planner.plan import PlanSettings
         from fuseplan.planner.session import open_session
+        from fuseplan.search.record import now
         from fuseplan.search.tuner import Budget, make_pool
 
         kind = device_type(device)
@@ -95,11 +99,13 @@ def tune(
             with account.spend("capturing"):
                 name, graphs = capture()
             session = ready(open_session(kind, db, settings), account)
-        session = replace(session, shipped=shipped)
+        session = replace(session, shipped=shipped, since=now() if again else "")
         result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed, account, pool)
     with account.spend("reporting"):
         say(result, name)
     typer.echo(account.line())
+    if complain(result):
+        raise typer.Exit(1)
 
 
 def probe_beside(session: Session, work: Callable[[], T], account: TimeAccount | None = None) -> tuple[Session, T]:
@@ -149,7 +155,9 @@ def say(result: TuneResult, name: str) -> None:
     from fuseplan.planner import recheck, report
 
     session = result.session
-    data = report.load_report(session.store, session.device, session.spec, name)
+    if not result.distinct():
+        return
+    data = report.load_report(replace(session, since="").store, session.device, session.spec, name)
     groups = report.group_frame(data)
     sources = source_of_groups(result)
     shown = groups[groups["key"].isin(sources)]
@@ -161,6 +169,22 @@ def say(result: TuneResult, name: str) -> None:
     for line in filter(None, [recheck.verdict(result.rechecked)]):
         typer.echo(line)
     typer.echo(f"stored in {session.database.where}")
+
+
+def complain(result: TuneResult) -> bool:
+    """Name what was not decided; True when that is more than a region or some noise."""
+    from fuseplan.search.errors import NothingCompilesError
+
+    for failure in result.failures:
+        typer.echo(f"plan: warning: {failure}", err=True)
+    hidden = sum(plan.record.undecided for _, plan in result.distinct())
+    if hidden:
+        typer.echo(
+            f"plan: warning: noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "
+            "planned by the cost model", err=True,
+        )
+    nothing_compiles = any(isinstance(failure.error, NothingCompilesError) for failure in result.failures)
+    return nothing_compiles or (bool(result.failures) and not result.distinct())
 
 
 _SHOWN = ["workload", "group", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source"]

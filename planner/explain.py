@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.planner.candidates import Enumeration, enumerate_candidates, region_dependencies
+from fuseplan.planner.fallback import failure_reason
 from fuseplan.planner.flow import flow_of
-from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.plan import GraphPlan, RegionPlan
+from fuseplan.planner.plan_record import region_label
 from fuseplan.planner.prices import GroupBook, fused_mode
 from fuseplan.planner.recipes import kind_of, why_extern
 from fuseplan.planner.regions import find_boundaries
@@ -40,6 +42,13 @@ def explain(session: Session, workload: str, graph: DataflowGraph, plan: GraphPl
         yield ""
         yield f"Region {number} of {len(unique)}, {_times(counts[one.region.key])}: {one.record.label}"
         yield from _RegionWords(session, graph, book, one).lines()
+
+
+def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Exception], None]:
+    """Adds a line for each region that cannot be planned."""
+    return lambda region, error: lines.append(
+        f"\n{region_label(graph, region)}: not planned, runs unfused: {failure_reason(error)}"
+    )
 
 
 def _externs(graph: DataflowGraph) -> Iterator[str]:

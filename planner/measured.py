@@ -36,10 +36,11 @@ _FAILED = f"{_BY_PRICES} (their interleaved run failed)"
 
 @dataclass(frozen=True)
 class Decided:
-    """A partition and, in words, how it was decided."""
+    """A partition and, in words, how it was decided; ``undecided`` where noise hid an answer it rests on."""
 
     result: GuidedResult
     reason: str
+    undecided: bool = False
 
 
 class MeasuredRegion:
@@ -62,9 +63,15 @@ class MeasuredRegion:
         self.margin = margin
         self.max_measured = max_measured
         self._given_up: set[Choice] = set()
+        self._unclear = False
 
     def decide(self) -> Decided:
         """Measure, tune, and choose."""
+        decided = self._decide()
+        unclear = self._unclear or any(record.undecided for record in self.prices.records.values())
+        return replace(decided, undecided=unclear)
+
+    def _decide(self) -> Decided:
         incumbent = self._incumbent()
         self._tune(incumbent)
         found = self._search(incumbent)
@@ -125,12 +132,15 @@ class MeasuredRegion:
             return gain, True, _BY_PRICES
         self._tune(incumbent)  # the challenger is tuned already
         gain = self._price_gain(challenger, incumbent)
+        if gain == 1.0:  # a group of the incumbent must not be fused: it has no time
+            return gain, True, _BY_PRICES
         if gain <= self.margin:
             return gain, False, _BY_PRICES
         contest = self.play_off(challenger, incumbent)
         if contest is None:
             return gain, True, _FAILED
         gain = contest.gain(_CHALLENGER, _INCUMBENT)
+        self._unclear = contest.undecided(_CHALLENGER, _INCUMBENT)
         return gain, contest.accepts(_CHALLENGER, _INCUMBENT) and gain > self.margin, _INTERLEAVED
 
     def _price_gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> float:

@@ -273,7 +273,9 @@ class Planner:
         limit = self._limit(problem)
         decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
         self.learner.update()
-        record = self._writer(graph, region, prices).record(decided.result, time.monotonic() - began, decided.reason)
+        elapsed_s = time.monotonic() - began
+        writer = self._writer(graph, region, prices)
+        record = writer.record(decided.result, elapsed_s, decided.reason, decided.undecided)
         found = region_samples(
             record.key, record.label, graph, region, record.enumerated, prices.samples.items()
         )

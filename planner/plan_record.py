@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.kernels.in_place import WritesInPlace
 from fuseplan.planner.candidates import region_dependencies
+from fuseplan.planner.errors import PlanError
 from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.memory import NamedReuse, peak_bytes
@@ -48,13 +49,19 @@ class PlanWriter:
         self.seed = seed
         self.alternatives = alternatives
 
-    def record(self, result: GuidedResult, elapsed_s: float, reason: str) -> PlanRecord:
-        """The record of ``result``; ``reason`` says in words how it was found."""
+    def record(self, result: GuidedResult, elapsed_s: float, reason: str, undecided: bool = False) -> PlanRecord:
+        """The record of ``result``; ``reason`` says in words how it was found.
+
+        Raises:
+            PlanError: A group of the partition has no time.
+        """
         chosen = in_running_order(self.graph, self.region, result.chosen)
         groups = tuple(self._group(priced) for priced in chosen)
         # Times that are stored are of kernels by themselves, as those of the unfused ops are.
         planned_us = sum(self._alone_us(priced) for priced in chosen)
         unfused_us = sum(self._unfused_us(priced) for priced in chosen) or result.unfused_s * 1e6
+        if not math.isfinite(planned_us + unfused_us):
+            raise PlanError(f"{region_label(self.graph, self.region)}: a group of the partition has no measured time")
         singles = [choice.group for choice in self.prices.book.unfused_choices(self.region)]
         return PlanRecord(
             key=self.key,
@@ -76,6 +83,7 @@ class PlanWriter:
             evidence=Evidence(
                 now(), Versions.current(self.prices.target.device_type), self.seed, round(elapsed_s, 3), reason=reason
             ),
+            undecided=undecided,
         )
 
     def _tuning(self, choice: Choice) -> TuningRecord | None:

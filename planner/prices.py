@@ -247,6 +247,6 @@ class MeasuredPrices(ModelPrices):
 
 def fused_s(record: TuningRecord) -> float:
     """Time of a record's kernel; infinite for "do not fuse": other groups, or single ops, cover its ops then."""
-    if not record.fuse or record.fused is None:
+    if record.fused is None or not (record.fuse or record.undecided):
         return math.inf
     return record.fused.median_us * 1e-6

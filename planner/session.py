@@ -20,7 +20,7 @@ from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.planner.pricing import launch_mode
 from fuseplan.search.account import TimeAccount
-from fuseplan.search.database import Database, Mode
+from fuseplan.search.database import Database, Mode, reservations
 from fuseplan.search.layered import LayeredDatabase, shipped_files
 from fuseplan.search.record import TuningRecord, Versions
 from fuseplan.search.tuner import Budget, ProgressEvent, Tuner
@@ -45,6 +45,7 @@ class Session:
         backends: Its kernel back ends, whether or not they can run here.
         settings: What plans are made for.
         shipped: Whether the records that come with the package count as stored.
+        since: What was stored before this time (ISO 8601) is measured anew; "" for nothing.
     """
 
     database: Database
@@ -54,11 +55,14 @@ class Session:
     backends: tuple[Backend, ...]
     settings: PlanSettings
     shipped: bool = True
+    since: str = ""
 
     @property
     def store(self) -> LayeredDatabase:
         """The user's records over those that ship with the package."""
-        return _with_shipped(self.database, self.device) if self.shipped else LayeredDatabase(self.database, ())
+        return LayeredDatabase(
+            self.database, shipped_files(self.device) if self.shipped else (), since=self.since
+        )
 
     def unusable(self) -> str | None:
         """Why no kernel can be built here by any back end, None where one can."""
@@ -109,7 +113,7 @@ class Session:
         usable = [backend for backend in self.backends if backend.unavailable() is None]
         return Tuner(
             self.database, self.target, usable, self.device, budget, seed, self.settings.regime,
-            self.settings.numerics, executor, progress=progress, account=account,
+            self.settings.numerics, executor, progress=progress, account=account, since=self.since,
         )
 
     def recalibrated(self) -> Session:
@@ -124,7 +128,7 @@ class Session:
         for backend in self.backends:
             samples = [
                 sample for record in self.database.records()
-                if record.key.device == self.device and not versions.mismatch(record.evidence.versions)
+                if record.key.device == self.device and not reservations(record, versions)
                 for sample in record_samples(record, backend)
             ]
             known = spec.calibrations.get(backend.name)
@@ -173,18 +177,15 @@ def open_session(
     settings = settings if settings is not None else PlanSettings()
     target = replace(target, in_graph=device_type == "cuda" and settings.regime == "graph")
     opened = Database(database, mode, versions)
+    known = LayeredDatabase(opened, shipped_files(identity.key())) if mode == "read" else opened
     return Session(
         database=opened,
         device=identity.key(),
-        spec=stored_spec(opened if mode == "write" else _with_shipped(opened, identity.key()), identity.key()),
+        spec=stored_spec(known, identity.key()),
         target=target,
         backends=backends_for(device_type),
         settings=settings,
     )
-
-
-def _with_shipped(database: Database, device: str) -> LayeredDatabase:
-    return LayeredDatabase(database, shipped_files(device))
 
 
 def stored_spec(database: Database | LayeredDatabase, device: str) -> DeviceSpec | None:

@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
-from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.fallback import failure_reason
+from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.plan import GraphPlan, RegionPlan
+from fuseplan.planner.plan_record import region_label
 from fuseplan.planner.recheck import Rechecked, recheck
 from fuseplan.planner.session import Session
 from fuseplan.search.account import TimeAccount
+from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.tuner import Budget, ProgressEvent
 from fuseplan.search.worker import Executor
 
@@ -29,6 +33,18 @@ class WorkloadPlan:
 
 
 @dataclass(frozen=True)
+class RegionFailure:
+    """A region of a workload that could not be planned, and why."""
+
+    workload: str
+    label: str
+    error: Exception
+
+    def __str__(self) -> str:
+        return f"{self.workload}: {self.label} is not planned and runs unfused: {failure_reason(self.error)}"
+
+
+@dataclass(frozen=True)
 class TuneResult:
     """What a tune did.
 
@@ -37,12 +53,14 @@ class TuneResult:
         session: The session with the calibration that the new records gave.
         elapsed_s: Wall time of planning and tuning (capture and probe not included).
         rechecked: Shipped kernels that were measured here to see whether their times hold.
+        failures: Regions that could not be planned.
     """
 
     plans: tuple[WorkloadPlan, ...]
     session: Session
     elapsed_s: float
     rechecked: tuple[Rechecked, ...] = ()
+    failures: tuple[RegionFailure, ...] = ()
 
     def distinct(self) -> list[tuple[str, RegionPlan]]:
         """Each distinct region once, with the workload it first occurs in."""
@@ -75,6 +93,8 @@ def tune(
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each region and each group is stored as soon as it is done.
 
+    A region that cannot be planned costs only itself, unless the fault is the machine's or the database's.
+
     Args:
         session: A session whose device is probed.
         graphs: Workload names and their static graphs.
@@ -87,11 +107,14 @@ def tune(
 
     Raises:
         CompilerMissingError: No kernel back end can be used here.
+        MachineFailureError: The machine fails what a tune needs; what was finished is stored.
+        DatabaseError: The database cannot be written.
     """
     start = time.monotonic()
     account = account if account is not None else TimeAccount()
     budget = budget or Budget.on(session.target.device_type)
     plans: list[WorkloadPlan] = []
+    failures: list[RegionFailure] = []
     learner = Learner(session.spec)
     with ExitStack() as stack:
         stack.enter_context(account.spend("planning"))
@@ -104,17 +127,26 @@ def tune(
                 scout.send(graph, session.planner(tuner).undecided(graph))
         for workload, graph in listed:
             told = _for_workload(on_region, workload)
-            plan = session.planner(tuner, told, learner).plan_graph(graph, scout)
+            note = partial(_note, failures, workload, graph)
+            plan = session.planner(tuner, told, learner).plan_graph(graph, scout, note)
             plans.append(WorkloadPlan(workload, plan))
         taken_over = [(graph, one.plan) for (_, graph), one in zip(listed, plans, strict=True)]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)
-    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked)
+    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(failures))
     if not result.measured:
         return result
     with account.spend("calibrating"):
         learner.update(final=True)
         return replace(result, session=replace(session, spec=learner.spec).recalibrated())
+
+
+def _note(
+    failures: list[RegionFailure], workload: str, graph: DataflowGraph, region: Region, error: Exception
+) -> None:
+    if isinstance(error, MachineFailureError | DatabaseError):
+        raise error
+    failures.append(RegionFailure(workload, region_label(graph, region), error))
 
 
 def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, int, int], None] | None:

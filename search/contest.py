@@ -17,6 +17,10 @@ from fuseplan.search.timers import Operands, Run, Sampler, Timer
 
 #: A gain below this is never worth a change of plan.
 MIN_GAIN = 0.01
+#: Noise up to which a gain that is within it is an answer: the two are alike. Beyond it, it is none.
+MAX_NOISE = 0.2
+#: How many times longer the runs take that repeat one without an answer.
+_LONGER = (2, 4)
 #: What a change of plan may lose under one of several conditions for a gain in their mean.
 MAX_LOSS = 0.01
 #: By how much a mean may be worse than the best for a smaller loss under one condition.
@@ -52,8 +56,12 @@ class Contest:
 
     @property
     def threshold(self) -> float:
-        """What a paired gain has to exceed to count."""
-        return max(MIN_GAIN, self.noise)
+        """What a paired gain has to exceed to count.
+
+        Noise is relative to the time that has it, a gain to the slower of two times: of two that differ by the noise
+        alone, the faster gains ``noise / (1 + noise)``. That matters where noise is large: no gain exceeds 1.
+        """
+        return max(MIN_GAIN, min(self.noise, max(MAX_NOISE, self.noise / (1 + self.noise))))
 
     def time(self, name: str) -> Measurement:
         own = self.samples[name]
@@ -88,6 +96,11 @@ class Contest:
             return False
         return not self._loses(challenger, (incumbent,))
 
+    def undecided(self, one: str, other: str) -> bool:
+        """True when the noise hides which of two contestants is faster, though they may be far apart."""
+        gains = (self.gain(one, other), self.gain(other, one))
+        return self.noise > MAX_NOISE and max(gains) <= self.threshold
+
     def _is_faster(self, one: str, other: str, threshold: float) -> bool:
         doubt = 2 * _standard_error(self._differences(one, other)) / statistics.median(self.samples[other])
         return self.gain(one, other) > max(threshold, doubt)
@@ -120,8 +133,22 @@ class Contest:
         return max(one.gain(other, name) for one in self.conditions for other in others)
 
 
+def decisive(
+    timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, incumbent: str,
+    twice: str | None = None,
+) -> Contest:
+    """As :func:`contest`; where noise hides how the others compare with ``incumbent``, again, for longer and longer."""
+    found = contest(timer, contestants, operands, seconds, twice)
+    for factor in _LONGER:
+        if not any(found.undecided(name, incumbent) for name in contestants if name != incumbent):
+            break
+        found = contest(timer, contestants, operands, seconds * factor, twice, _MAX_ROUNDS * factor)
+    return found
+
+
 def contest(
-    timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None
+    timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
+    max_rounds: int = _MAX_ROUNDS,
 ) -> Contest:
     """Time all contestants in interleaved rounds, each starting with another one.
 
@@ -134,10 +161,11 @@ def contest(
         operands: Operand sets; every contestant of a round meets the same ones.
         seconds: Time to spend on rounds; at least a few rounds are run whatever they take.
         twice: The contestant that runs a second time for the A/A noise; the first one by default.
+        max_rounds: Undisturbed rounds after which to stop in any case.
     """
     twice = next(iter(contestants)) if twice is None else twice
     runs = {**contestants, _AGAIN: contestants[twice]}
-    samples = _rounds(timer, {name: (run, operands) for name, run in runs.items()}, seconds)
+    samples = _rounds(timer, {name: (run, operands) for name, run in runs.items()}, seconds, max_rounds)
     noise = paired_noise(samples[twice], samples.pop(_AGAIN))
     return Contest(samples, noise, timer.regime)
 
@@ -167,14 +195,16 @@ def _averaged(values: Sequence[float], count: int) -> list[float]:
     return [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
-def _rounds(timer: Timer, runs: Mapping[str, tuple[Run, Operands]], seconds: float) -> dict[str, tuple[float, ...]]:
+def _rounds(
+    timer: Timer, runs: Mapping[str, tuple[Run, Operands]], seconds: float, max_rounds: int
+) -> dict[str, tuple[float, ...]]:
     """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     with no_collection():
         samplers = {name: timer.prepare(run, operands) for name, (run, operands) in runs.items()}
         start = timer.clock()
-        while len(clean) < _MAX_ROUNDS:
+        while len(clean) < max_rounds:
             number = len(clean) + len(disturbed)
             tried = {name: _undisturbed(timer, samplers[name], number) for name in _turn(list(samplers), number)}
             found = {name: value for name, (value, _) in tried.items()}

@@ -50,7 +50,7 @@ class Lookup(Generic[R]):
 
     Attributes:
         record: The stored record, or None.
-        mismatch: Version fields that differ from the caller's; empty for a hit.
+        mismatch: Why it is no hit: version fields that differ from the caller's, "undecided"; empty for a hit.
         shipped: It comes with the package, not from the user's database.
     """
 
@@ -68,6 +68,19 @@ class Lookup(Generic[R]):
     def hit(self) -> R | None:
         """The record if it may be used as it is, else None."""
         return None if self.mismatch else self.record
+
+
+def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, since: str = "") -> tuple[str, ...]:
+    """Why a record is to be measured again rather than served: in words as in :attr:`Lookup.mismatch`.
+
+    Args:
+        record: The record.
+        versions: Software versions it has to agree with; None accepts any.
+        since: It has to be of this time (ISO 8601) or later.
+    """
+    found = versions.mismatch(record.evidence.versions) if versions is not None else ()
+    undecided = ("undecided",) if record.undecided else ()
+    return (*found, *undecided, *(("age",) if record.evidence.created < since else ()))
 
 
 class Database:
@@ -301,7 +314,7 @@ class Database:
         return found
 
     def _lookup(self, record: R) -> Lookup[R]:
-        return Lookup(record, self.versions.mismatch(record.evidence.versions) if self.versions is not None else ())
+        return Lookup(record, reservations(record, self.versions))
 
     def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
         return self._sound(functools.partial(read_record, cls), table, self._select(table))

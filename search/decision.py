@@ -72,7 +72,7 @@ def decide(
         attempt = tuple(choices[:size])
         entrants = tuple(jobs.Entrant(choice.name, choice.backend, choice.config) for choice in attempt)
         twice = attempt[0].name if attempt else jobs.UNFUSED
-        outcome = executor.call(jobs.decide, bench, subject, entrants, twice, limit_s=limit_s)
+        outcome = executor.call(jobs.decide, bench, subject, entrants, twice, limit_s=limit_s).checked()
         if outcome.ok:
             decision: jobs.Decision = outcome.value
             standing = [choice for choice in attempt if choice.name in decision.contest.samples]
@@ -98,6 +98,7 @@ def _record(
     best = by_name[between.winner(standing[0].name, [c.name for c in standing[1:]])] if standing else None
     fuse = best is not None and contest.accepts(best.name, jobs.UNFUSED)
     gain = contest.gain(best.name, jobs.UNFUSED) if best is not None else 0.0
+    undecided = best is not None and contest.undecided(best.name, jobs.UNFUSED)
     trial = _trial_of(best, verdicts.trials)
     named = {choice.name: choice for choice in choices}
     rejected = [
@@ -122,14 +123,15 @@ def _record(
         rejected=tuple(rejected[:_MAX_REJECTIONS]),
         refusals=dict(verdicts.refusals),
         enumerated=verdicts.enumerated,
-        compiled=sum(not trial.reason.startswith("does not compile") for trial in verdicts.trials),
+        compiled=sum(not trial.uncompiled for trial in verdicts.trials),
         measured=sum(trial.median_us is not None and not trial.duplicate_of for trial in verdicts.trials),
         work=subject.work,
         resources=dict(decision.resources[best.name]) if best is not None else {},
         evidence=replace(
             evidence, created=now(), clocks_mhz=decision.clocks_mhz,
-            reason=_reason(best, fuse, gain, contest.threshold, verdicts),
+            reason=_no_verdict(gain, contest) if undecided else _reason(best, fuse, gain, contest.threshold, verdicts),
         ),
+        undecided=undecided,
     )
 
 
@@ -146,6 +148,10 @@ def _trial_of(best: Choice | None, trials: Sequence[Trial]) -> Trial | None:
         return None
     wanted = (best.backend.name, config_key(best.config))
     return next((trial for trial in trials if (trial.backend, config_key(trial.config)) == wanted), None)
+
+
+def _no_verdict(gain: float, contest: Contest) -> str:
+    return f"no verdict: a gain of {gain:.1%} over the unfused chain, measured with a noise of {contest.noise:.0%}"
 
 
 def _reason(best: Choice | None, fuse: bool, gain: float, threshold: float, verdicts: Verdicts) -> str:

@@ -11,6 +11,14 @@ class SubjectError(SearchError):
     """A subject whose own unfused chain or reference fails: nothing can be compared with it."""
 
 
+class NothingCompilesError(SubjectError):
+    """No kernel of a subject compiles, nor has any other one in this tune: no verdict on the kernels."""
+
+
+class MachineFailureError(SearchError):
+    """The machine fails what a tune needs (disk, memory, permissions): no verdict on anything, nothing is stored."""
+
+
 class RecordError(SearchError):
     """Data that does not describe a record of this schema."""
 

@@ -17,7 +17,7 @@ import torch
 
 from fuseplan.kernels.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir import KernelIR
-from fuseplan.search.contest import Contest, contest, geometric_mean
+from fuseplan.search.contest import Contest, contest, decisive, geometric_mean
 from fuseplan.search.measure import cache_bytes, rotating_operands, screen
 from fuseplan.search.record import Measurement
 from fuseplan.search.sequence import Part, SharedOperands, sequence
@@ -197,8 +197,8 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
                 runs[entrant.name] = entrant.backend.fused_callable(subject.ir, entrant.config, bench.target)
             else:
                 failed[entrant.name] = verdict.reason
-        result = contest(
-            bench.timer, runs, desk.operands, bench.decide_s, twice if twice in runs else None
+        result = decisive(
+            bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None
         )
         clocks = clocks_mhz(desk.device)
         kernels = {name: run for name, run in runs.items() if name != UNFUSED}
@@ -244,7 +244,8 @@ def decide_sides(
         }
         limit = bench.operand_bytes or free_bytes(device) // 4
         llc = cache_bytes(bench.target.l2_bytes)
-        return contest(bench.timer, runs, rotating_operands(shared.tensors, shared.hot, llc, limit), bench.decide_s)
+        operands = rotating_operands(shared.tensors, shared.hot, llc, limit)
+        return decisive(bench.timer, runs, operands, bench.decide_s, next(iter(sides)))
 
 
 def release() -> None:

@@ -7,12 +7,12 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 from fuseplan.search import codec
-from fuseplan.search.database import Database, Lookup
+from fuseplan.search.database import Database, Lookup, reservations
 from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.record import PlanRecord, RecordKey, TuningRecord, Versions
 from fuseplan.search.rows import R
@@ -43,18 +43,20 @@ class LayeredDatabase:
         shipped: Export files; None for those of the package. An unreadable one is skipped with a warning. They are
             read when a look-up first needs them, once per process.
         versions: Software versions of this process.
+        since: What was stored before this time (ISO 8601) is stale; "" for nothing.
     """
 
     def __init__(
-        self, user: Database, shipped: Iterable[Path] | None = None, versions: Versions | None = None
+        self, user: Database, shipped: Iterable[Path] | None = None, versions: Versions | None = None, since: str = ""
     ) -> None:
         self.user = user
         self._versions = versions if versions is not None else user.versions
+        self._since = since
         self._files = tuple(shipped) if shipped is not None else shipped_files()
 
     def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
         """The tuning record of exactly this key, from the first layer that has a hit."""
-        mine = self.user.get_record(key)
+        mine = self._dated(self.user.get_record(key))
         if mine.status == "hit":
             return mine
         return _better(mine, self._shipped(self._find(TuningRecord, key)))
@@ -66,7 +68,8 @@ class LayeredDatabase:
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, each from the first layer that has a hit."""
         found = self.user.get_plans(keys)
-        for key, mine in found.items():
+        for key, mine in ((key, self._dated(lookup)) for key, lookup in found.items()):
+            found[key] = mine
             if mine.status != "hit":
                 found[key] = _better(mine, self._shipped(self._find(PlanRecord, key)))
         return found
@@ -96,9 +99,11 @@ class LayeredDatabase:
         return self.user.log_miss(key, label, payload)
 
     def _mismatch(self, record: TuningRecord | PlanRecord | None) -> tuple[str, ...]:
-        if record is None or self._versions is None:
-            return ()
-        return self._versions.mismatch(record.evidence.versions)
+        return reservations(record, self._versions, self._since) if record is not None else ()
+
+    def _dated(self, lookup: Lookup[R]) -> Lookup[R]:
+        old = lookup.hit is not None and lookup.hit.evidence.created < self._since
+        return replace(lookup, mismatch=("age",)) if old else lookup
 
     def _shipped(self, record: R | None) -> Lookup[R]:
         return Lookup(record, self._mismatch(record), shipped=record is not None)

@@ -22,6 +22,8 @@ from fuseplan.search.plain import brief
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
 SCHEMA_VERSION = 1
 
+#: How the reason of a trial begins that failed before it was a kernel.
+DOES_NOT_COMPILE = "does not compile"
 #: Dispatch regimes a time may be measured in: host launch included, or replayed from a CUDA graph.
 Regime = Literal["eager", "graph"]
 #: A configuration by parameter name.
@@ -162,6 +164,11 @@ class Trial:
     created: limits.Time = ""
     device_us: Amount | None = None
 
+    @property
+    def uncompiled(self) -> bool:
+        """True where it failed before it was a kernel."""
+        return self.reason.startswith(DOES_NOT_COMPILE)
+
 
 @dataclass(frozen=True)
 class Finalist:
@@ -205,7 +212,7 @@ class TuningRecord:
         unfused: The unfused chain's time in the same interleaved run.
         gain: Median paired gain of the best kernel over the unfused chain (0 when there is no kernel).
         default_gain: Median paired gain of the best kernel over the default configuration.
-        threshold: What a gain had to exceed: max(1 %, A/A noise).
+        threshold: What a gain had to exceed: max(1 %, A/A noise), and less where noise is large.
         error: Normwise relative error of the best kernel against float64.
         eager_error: The same for the unfused chain.
         finalists: Everyone in the decisive run.
@@ -217,6 +224,7 @@ class TuningRecord:
         resources: Compiled facts of the best kernel (registers, spill and shared bytes); absent where unknown.
         evidence: How it came about.
         work: Bytes and flops of the fused kernel, for rooflines; empty where unknown.
+        undecided: Noise hid the answer: it is measured again by the next tune, and no look-up serves it.
     """
 
     key: RecordKey
@@ -240,9 +248,12 @@ class TuningRecord:
     resources: Mapping[Word, Count]
     evidence: Evidence
     work: Annotated[Work, limits.possible_work] = field(default_factory=Work)
+    undecided: bool = False
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
+        if self.fuse and self.undecided:
+            return "fuses undecided"
         return "fuses without a kernel" if self.fuse and (self.fused is None or not self.backend) else ""
 
     @property
@@ -330,6 +341,7 @@ class PlanRecord:
         peak_bytes: Largest live intermediate memory of the plan.
         unfused_peak_bytes: The same for the unfused alternative.
         evidence: How it came about.
+        undecided: Noise hid an answer it rests on: the next tune measures it again, and no look-up serves it.
     """
 
     key: RecordKey
@@ -346,6 +358,7 @@ class PlanRecord:
     peak_bytes: Count
     unfused_peak_bytes: Count
     evidence: Evidence
+    undecided: bool = False
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""

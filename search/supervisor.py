@@ -22,6 +22,8 @@ from typing import Any
 
 #: Reply states. The payload of ``OK`` is a pickled result, of the others a text.
 OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
+#: As ``RAISED``, by the machine's fault (:func:`of_machine`).
+STARVED = "starved"
 
 _PR_SET_PDEATHSIG = 1
 #: Background workers yield to whatever somebody waits for.
@@ -252,7 +254,14 @@ def _attempt(request: bytes) -> tuple[str, Any, bool]:
         return OK, pickle.dumps(function(*args)), False
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        return RAISED, text, any(sign in text for sign in _FATAL)
+        return STARVED if of_machine(error) else RAISED, text, any(sign in text for sign in _FATAL)
+
+
+def of_machine(error: Exception) -> bool:
+    """Whether the machine is at fault (disk, memory, permissions), whatever the job."""
+    from fuseplan.kernels.backend import MachineError  # imports torch, which may bind this process to one core
+
+    return isinstance(error, (OSError, MemoryError, MachineError))
 
 
 def _die_with_parent() -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from fuseplan.kernels.backend import Backend, Config, config_key
 from fuseplan.search import jobs
 from fuseplan.search.decision import Choice, Verdicts, decide
-from fuseplan.search.errors import SubjectError
-from fuseplan.search.record import Evidence, RecordKey, Trial, TuningRecord, now
+from fuseplan.search.errors import NothingCompilesError, SubjectError
+from fuseplan.search.record import DOES_NOT_COMPILE, Evidence, RecordKey, Trial, TuningRecord, now
 from fuseplan.search.space import Space
 from fuseplan.search.strategy import Strategy, make_strategy
 from fuseplan.search.subject import Subject
@@ -64,6 +64,7 @@ class SubjectRun:
         self._resume()
         while batch := self._next_batch(time.monotonic() - start):
             self._try(batch)
+        self._require_a_compiler()
         verdicts = Verdicts(
             tuple(self._trials.values()), self._refusals, sum(len(entry.space) for entry in self._entries)
         )
@@ -108,7 +109,18 @@ class SubjectRun:
         if found is None:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
             raise SubjectError(f"{self._subject.label}: no back end takes part ({reasons})")
+        self._require_a_compiler()
         return found
+
+    def _require_a_compiler(self) -> None:
+        """Where nothing has compiled yet, the compiler may be at fault, and not these kernels.
+
+        Raises:
+            NothingCompilesError: Nothing has.
+        """
+        failed = [trial.reason for trial in self._trials.values() if trial.uncompiled]
+        if failed and not self._shop.compiles.is_set():
+            raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")
 
     # -- who takes part -----------------------------------------------------------------------------------
 
@@ -148,7 +160,7 @@ class SubjectRun:
     def _resume(self, only_open: bool = True) -> None:
         """Take over the trials of a tune that was cut short (or of any tune)."""
         by_name = {entry.backend.name: entry for entry in self._entries}
-        for trial in self._shop.database.trials(self._key, self._shop.versions, only_open=only_open):
+        for trial in self._shop.trials(self._key, only_open):
             if self._on_device and trial.median_us is not None and trial.device_us is None:
                 continue  # only ranked against other groups so far
             entry = by_name.get(trial.backend)
@@ -182,7 +194,7 @@ class SubjectRun:
         config = entry.space.configs[position]
         blank = Trial(self._key, entry.backend.name, dict(config), created=now())
         if not compiled.ok:
-            return replace(blank, reason=f"does not compile: {compiled.failure}")
+            return replace(blank, reason=f"{DOES_NOT_COMPILE}: {compiled.failure}")
         prepared: jobs.Prepared = compiled.value
         spilled = prepared.resources.get("spill_bytes", 0)
         if position == 0:

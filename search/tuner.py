@@ -16,7 +16,7 @@ from fuseplan.kernels.backend import Backend, Target
 from fuseplan.search import jobs
 from fuseplan.search.account import TimeAccount
 from fuseplan.search.contest import Contest
-from fuseplan.search.database import Database
+from fuseplan.search.database import Database, reservations
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.sequence import Part
@@ -69,6 +69,7 @@ class Tuner:
         timer: How calls are timed; the one for the target and regime by default.
         progress: Told about every step.
         account: Where the time of every step is booked.
+        since: What was stored before this time (ISO 8601) is measured anew; "" for nothing.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Tuner:
         timer: Timer | None = None,
         progress: Callable[[ProgressEvent], None] | None = None,
         account: TimeAccount | None = None,
+        since: str = "",
     ) -> None:
         self.database = database
         self.target = target
@@ -101,7 +103,7 @@ class Tuner:
         self._owns_executor = executor is None
         self._shop = Workshop(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
-            self._executor, budget, self.versions, SpaceBook(target), self.account, progress,
+            self._executor, budget, self.versions, SpaceBook(target), self.account, progress, since,
         )
 
     def __enter__(self) -> Tuner:
@@ -135,10 +137,10 @@ class Tuner:
         stored = found.record
         if force:
             self.database.forget_trials(key)
-        elif stored is not None and not self.versions.mismatch(stored.evidence.versions):
-            reason = self._refuse_record(subject, stored)
+        elif (current := self._current(key)) is not None:
+            reason = self._refuse_record(subject, current)
             if reason is None:
-                return stored
+                return current
             logger.warning("the stored record of %s is not used: %s", subject.label, reason)
         hints = [*([stored] if stored is not None else []), *neighbours]
         record = self._released(SubjectRun(self._shop, subject, key, hints).execute)
@@ -156,6 +158,11 @@ class Tuner:
         reason = backend.refuse_config(subject.ir, record.config, self.target)
         return f"{backend.name} could not have chosen its configuration: {reason}" if reason else None
 
+    def _current(self, key: RecordKey) -> TuningRecord | None:
+        """The stored answer that need not be measured again."""
+        stored = self.database.get_record(key).record
+        return None if stored is None or reservations(stored, self.versions, self._shop.since) else stored
+
     def tune_all(self, subjects: Iterable[Subject]) -> list[TuningRecord]:
         """Tune one after the other."""
         return [self.tune(subject) for subject in subjects]
@@ -167,10 +174,10 @@ class Tuner:
             SubjectError: The chain fails.
         """
         key = self.key(subject)
-        stored = self.database.get_record(key).record
-        if stored is not None and not self.versions.mismatch(stored.evidence.versions):
+        stored = self._current(key)
+        if stored is not None:
             return stored.unfused
-        for trial in self.database.trials(key, self.versions):
+        for trial in self._shop.trials(key):
             if not trial.backend and trial.median_us is not None:
                 return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
         outcome = self._shop.call(TIMING_OPS, jobs.time_unfused, self._shop.bench, subject)
@@ -240,7 +247,7 @@ class Tuner:
         pending = []
         for subject in subjects:
             key = self.key(subject)
-            if self.database.get_record(key).record is not None or self.database.trials(key, self.versions):
+            if self._current(key) is not None or self._shop.trials(key):
                 continue
             pending += self._default_of(subject)
         self._shop.compile(pending)

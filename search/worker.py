@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fuseplan.search.supervisor import BACKGROUND, CRASHED, OK, TIMED_OUT, Request
+from fuseplan.search.errors import MachineFailureError
+from fuseplan.search.supervisor import BACKGROUND, CRASHED, OK, STARVED, TIMED_OUT, Request, of_machine
 
 #: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
 _BOOT = (
@@ -39,14 +40,26 @@ _SPARED = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: its value, or the reason why there is none."""
+    """What became of a job: its value, or the reason why there is none; ``of_machine`` when any job might fail so."""
 
     value: Any = None
     failure: str = ""
+    of_machine: bool = False
 
     @property
     def ok(self) -> bool:
         return not self.failure
+
+    def checked(self) -> Outcome:
+        """This outcome, where it says something about the job.
+
+        Raises:
+            MachineFailureError: It only says that the machine fails.
+        """
+        if self.of_machine:
+            again = "nothing was decided by that; mend it, and the same command goes on"
+            raise MachineFailureError(f"{self.failure}; {again}")
+        return self
 
 
 class Executor(Protocol):
@@ -86,7 +99,7 @@ class InlineExecutor:
         try:
             return Outcome(function(*args))
         except Exception as error:
-            return Outcome(failure=f"{type(error).__name__}: {error}")
+            return Outcome(failure=f"{type(error).__name__}: {error}", of_machine=of_machine(error))
 
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
         return [self.call(function, *args, limit_s=limit_s) for args in arguments]
@@ -241,7 +254,7 @@ class WorkerPool:
             return Outcome(failure=f"no result within {limit_s:g} s")
         if state == CRASHED:
             return Outcome(failure=f"crashed: {payload}{self._last_words(log_start)}")
-        return Outcome(failure=str(payload))
+        return Outcome(failure=str(payload), of_machine=state == STARVED)
 
     def _last_words(self, start: int) -> str:
         """The last line that the workers wrote since ``start``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from fuseplan.kernels.backend import Backend, Config, Target
@@ -13,7 +13,7 @@ from fuseplan.kernels.ir import KernelIR
 from fuseplan.search import jobs
 from fuseplan.search.account import TimeAccount
 from fuseplan.search.database import Database
-from fuseplan.search.record import Trial, Versions
+from fuseplan.search.record import RecordKey, Trial, Versions
 from fuseplan.search.space import Space, enumerate_space
 from fuseplan.search.subject import Subject
 from fuseplan.search.worker import Executor, Outcome
@@ -106,7 +106,12 @@ class SpaceBook:
 
 @dataclass(frozen=True)
 class Workshop:
-    """What every tune of a tuner works with."""
+    """What every tune of a tuner works with.
+
+    Attributes:
+        since: Trials from before this time (ISO 8601) do not count.
+        compiles: Set once a kernel has compiled: what does not is then at fault itself.
+    """
 
     database: Database
     backends: tuple[Backend, ...]
@@ -117,6 +122,8 @@ class Workshop:
     spaces: SpaceBook
     account: TimeAccount
     progress: Callable[[ProgressEvent], None] | None = None
+    since: str = ""
+    compiles: threading.Event = field(default_factory=threading.Event)
 
     @property
     def target(self) -> Target:
@@ -133,14 +140,25 @@ class Workshop:
         return next((backend for backend in self.backends if self.refusal(backend, subject) is None), None)
 
     def call(self, what: str, function: Callable[..., object], *args: object) -> Outcome:
-        """Run a job in the measuring process; its time is booked as ``what``."""
+        """Run a job in the measuring process; its time is booked as ``what``.
+
+        Raises:
+            MachineFailureError: The machine fails it.
+        """
         with self.account.spend(what):
-            return self.executor.call(function, *args, limit_s=self.budget.job_limit_s)
+            return self.executor.call(function, *args, limit_s=self.budget.job_limit_s).checked()
 
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
-        """Compile beside each other, and wait."""
+        """Compile beside each other, and wait.
+
+        Raises:
+            MachineFailureError: The machine fails one of them.
+        """
         with self.account.spend(COMPILING):
-            return self.executor.map(jobs.prepare, arguments, limit_s=self.budget.job_limit_s)
+            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=self.budget.job_limit_s)
+        if any(outcome.checked().ok for outcome in outcomes):
+            self.compiles.set()
+        return outcomes
 
     def compile_ahead(self, arguments: Sequence[Compilation], spare: bool = False) -> None:
         """Compile into the cache, some time; ``spare``: when nothing else is to be compiled ahead.
@@ -150,7 +168,15 @@ class Workshop:
         if self.target.device_type != "cpu":
             self.executor.prefetch(jobs.prepare, arguments, limit_s=self.budget.job_limit_s, spare=spare)
 
+    def trials(self, key: RecordKey, only_open: bool = False) -> list[Trial]:
+        """Stored trials that count; one that did not compile only where others do."""
+        found = self.database.trials(key, self.versions, only_open)
+        sound = (trial for trial in found if self.compiles.is_set() or not trial.uncompiled)
+        return [trial for trial in sound if trial.created >= self.since]
+
     def log(self, trial: Trial) -> None:
-        """Store a finished trial at once."""
+        """Store a finished trial at once, unless it did not compile and nothing else has."""
+        if trial.uncompiled and not self.compiles.is_set():
+            return
         with self.account.spend(STORING):
             self.database.log_trial(trial, self.versions)

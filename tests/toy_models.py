@@ -27,3 +27,15 @@ def gated() -> tuple[nn.Module, torch.Tensor]:
 
 def broken() -> tuple[nn.Module, torch.Tensor]:
     raise RuntimeError("no weights here")
+
+
+class Two(Gated):
+    """The block, and a tanh after it: a region of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x))
+
+
+def two_regions() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Two(), torch.randn(3, 16)

@@ -1,0 +1,219 @@
+"""What the machine fails at (no room, no compiler that works) is said and is no verdict: nothing of it is stored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import report_samples as samples
+from fake_tuner import SUBJECT, tuner
+from search_fakes import FakeBackend
+
+from fuseplan.costmodel.device import current_identity
+from fuseplan.kernels import cpp_build
+from fuseplan.kernels.backend import BuildError, Config, MachineError, Resources, Target
+from fuseplan.kernels.cpp_build import Compiler, build_library, find_compiler
+from fuseplan.kernels.ir import KernelIR
+from fuseplan.planner import cli
+from fuseplan.planner.measured import Decided, MeasuredRegion
+from fuseplan.search.database import Database
+from fuseplan.search.errors import MachineFailureError, NothingCompilesError
+from fuseplan.search.worker import InlineExecutor, WorkerPool
+
+Run = Callable[..., tuple[int, str, str]]
+SWIGLU = ("--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--trials", "1", "--seconds", "0.1")
+
+
+class Starved(FakeBackend):
+    """Finds no room for anything that it compiles."""
+
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        raise MachineError("fake: no space left on device")
+
+
+def no_space() -> None:
+    raise OSError(28, "No space left on device", "/full")
+
+
+def wrong_kernel() -> None:
+    raise BuildError("fake: syntax error")
+
+
+@pytest.fixture
+def db() -> Database:
+    return Database("sqlite://")
+
+
+def test_a_machine_that_fails_ends_the_tune_and_stores_nothing(db: Database) -> None:
+    with pytest.raises(MachineFailureError, match=r"no space left on device; .*the same command goes on"):
+        tuner(db, Starved()).tune(SUBJECT)
+    assert not list(db.records()) and not db.trials(tuner(db).key(SUBJECT))
+    assert tuner(db).tune(SUBJECT).fuse
+
+
+def test_every_executor_tells_the_machines_failures_from_a_jobs() -> None:
+    with WorkerPool(compilers=1) as pool:
+        for executor in (InlineExecutor(), pool):
+            assert executor.call(no_space, limit_s=60.0).of_machine
+            assert not executor.call(wrong_kernel, limit_s=60.0).of_machine
+            assert executor.call(wrong_kernel, limit_s=60.0).checked().failure
+
+
+def all_fail(backend: FakeBackend) -> dict[str, str]:
+    return {f"tile={tile},unroll={unroll}": "build" for tile in backend.tiles for unroll in backend.unrolls}
+
+
+def test_where_nothing_compiles_there_is_no_verdict(db: Database) -> None:
+    broken = FakeBackend(faults=all_fail(FakeBackend()))
+    for attempt in ("tune", "screen"):
+        with pytest.raises(NothingCompilesError, match=r"nothing has compiled in this tune .*syntax error"):
+            getattr(tuner(db, broken), attempt)(SUBJECT)
+    assert not list(db.records()) and not db.trials(tuner(db).key(SUBJECT))
+    assert tuner(db).tune(SUBJECT).fuse  # a compiler that works again is asked again
+
+
+def test_a_kernel_that_does_not_compile_where_others_do_is_not_fused(db: Database) -> None:
+    class Some(FakeBackend):
+        def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+            if ir.buffers[0].shape[0] == 5:
+                raise BuildError("fake: five rows")
+            return super().prepare(ir, config, target)
+
+    shop = tuner(db, Some())
+    assert shop.tune(SUBJECT).fuse
+    record = shop.tune(replace(SUBJECT, key="five", rows=5))
+    assert not record.fuse and "does not compile" in record.evidence.reason
+
+
+# -- the C++ compiler ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("says", "kind"),
+    [
+        ("kernel.cpp:1: error: expected ';'", BuildError),
+        ("/tmp/x.s: fatal error: error writing: No space left on device", MachineError),
+        ("g++: fatal error: Killed signal terminated program cc1plus", MachineError),
+    ],
+)
+def test_a_compilers_complaint_is_about_the_kernel_or_the_machine(
+    tmp_path: Path, says: str, kind: type[BuildError]
+) -> None:
+    script = tmp_path / "cc"
+    script.write_text(f"#!/bin/sh\necho \"{says}\" >&2\nexit 1\n")
+    script.chmod(0o700)
+    with pytest.raises(kind) as caught:
+        build_library("int x;", Compiler(str(script), "1", ()), tmp_path / "cache")
+    assert type(caught.value) is kind
+
+
+def test_a_compiler_that_is_gone_is_the_machines_failure(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="did not start"):
+        build_library("int x;", Compiler(str(tmp_path / "gone"), "1", ()), tmp_path / "cache")
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*argv: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = cli.run([str(arg) for arg in argv])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A database file that knows this machine's CPU."""
+    path, identity = tmp_path / "tuning.db", current_identity("cpu")
+    with Database(path) as database:
+        spec = replace(samples.SPEC, identity=identity)
+        database.put_device(identity.key(), json.loads(spec.to_json()))
+    return path
+
+
+def stored_in(path: Path) -> tuple[int, int]:
+    with Database(path) as database:
+        return len(list(database.records())), len(list(database.plans()))
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    plan: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    occupied = tmp_path / "occupied"
+    occupied.write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
+    status, _, err = plan("tune", *SWIGLU, "--db", file)
+    assert status == 1
+    assert len(err.strip().splitlines()) == 1 and "cannot write the kernel cache" in err, err
+    assert stored_in(file) == (0, 0)
+    occupied.unlink()
+    status, out, err = plan("tune", *SWIGLU, "--db", file)
+    assert status == 0 and "measured" in out, err
+    assert stored_in(file)[1] == 1
+
+
+@pytest.fixture
+def broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One that passes for a compiler and then compiles no kernel."""
+    real = next(path for path in map(shutil.which, cpp_build.COMPILER_NAMES) if path is not None)
+    script = tmp_path / "bin" / cpp_build.COMPILER_NAMES[0]
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\ncase "$*" in *kernel.cpp*) echo "error: no such luck" >&2; exit 1;; esac\n'
+                      f'exec {real} "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("PATH", str(script.parent), prepend=":")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    find_compiler.cache_clear()
+    yield
+    find_compiler.cache_clear()
+
+
+def test_a_compiler_that_fails_on_kernels(plan: Run, file: Path, broken_compiler: None) -> None:
+    status, _, err = plan("tune", *SWIGLU, "--db", file)
+    assert status == 1
+    assert "nothing has compiled in this tune" in err and "no such luck" in err, err
+    assert stored_in(file) == (0, 0)
+
+
+def test_again_measures_what_is_stored(plan: Run, file: Path) -> None:
+    assert plan("tune", *SWIGLU, "--db", file)[0] == 0
+    with Database(file) as database:  # as if long ago, with an answer that is no longer true
+        for record in list(database.records()):
+            database.put_record(replace(record, fuse=False, evidence=replace(record.evidence, created="2020")))
+        for one in list(database.plans()):
+            database.put_plan(replace(one, evidence=replace(one.evidence, created="2020")))
+    status, out, _ = plan("tune", *SWIGLU, "--db", file)
+    assert status == 0 and "nothing was measured" in out
+    status, out, err = plan("tune", *SWIGLU, "--db", file, "--again")
+    assert status == 0 and "nothing was measured" not in out, err
+    with Database(file) as database:
+        assert all(record.evidence.created != "2020" for record in database.records())
+        assert all(one.evidence.created != "2020" for one in database.plans())
+
+
+def test_a_region_that_fails_costs_only_itself(plan: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = MeasuredRegion.decide
+
+    def decide(self: MeasuredRegion) -> Decided:
+        if len(self.problem.ops) == 1:
+            raise ZeroDivisionError("one op too few")
+        return real(self)
+
+    monkeypatch.setattr(MeasuredRegion, "decide", decide)
+    toy = ("--module", "toy_models:two_regions", "--device", "cpu", "--db", file)
+    status, out, err = plan("tune", *toy, "--trials", "1", "--seconds", "0.1")
+    assert status == 0, err
+    assert "tanh" in err and "ZeroDivisionError: one op too few" in err and len(err.strip().splitlines()) == 1
+    assert "silu+mul 3x24 float32" in out and stored_in(file)[1] == 1
+    monkeypatch.undo()
+    for command in (("explain", *toy), ("report", *toy[2:])):
+        assert plan(*command)[0] == 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ from fuseplan.search.sequence import Part
 from fuseplan.search.subject import Subject
 from fuseplan.search.timers import Timer, timer_for
 from fuseplan.search.trials import SubjectRun, screened
-from fuseplan.search.worker import Executor, WorkerPool
+from fuseplan.search.worker import Executor, Outcome, WorkerPool
 from fuseplan.search.workshop import (
     OPENING,
     PLAYING_OFF,
@@ -206,21 +205,18 @@ class Tuner:
             A trial each; one that failed has the reason.
         """
         backends = {backend.name: backend for backend in self.backends}
-        here = [(backends[record.backend], subject.ir, record.config, self.target)
-                for subject, record in kernels if record.backend in backends]
-        compiled = iter(self._shop.compile(here) if here else ())
+        refusals = [self._refuse_record(subject, record) for subject, record in kernels]
+        sound = [(subject, record) for (subject, record), why in zip(kernels, refusals, strict=True) if why is None]
+        compiled = iter(self._shop.compile([
+            (backends[record.backend], subject.ir, record.config, self.target) for subject, record in sound
+        ]) if sound else ())
         found = []
-        for subject, record in kernels:
-            blank = Trial(record.key, record.backend, record.config, created=now())
-            backend = backends.get(record.backend)
-            if backend is None:
-                found.append(replace(blank, reason=f"no back end called {record.backend} can be used here"))
-                continue
-            outcome = next(compiled)
+        for (subject, record), refusal in zip(kernels, refusals, strict=True):
+            outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
             if outcome.ok:
                 screen = partial(self._shop.call, SCREENING, jobs.screen_config, self._shop.bench)
-                outcome = self._released(partial(screen, subject, backend, record.config))
-            found.append(screened(blank, outcome))
+                outcome = self._released(partial(screen, subject, backends[record.backend], record.config))
+            found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
         return found
 
     def play_off(

@@ -98,12 +98,17 @@ class Contest:
 
     def undecided(self, one: str, other: str) -> bool:
         """True when the noise hides which of two contestants is faster, though they may be far apart."""
-        gains = (self.gain(one, other), self.gain(other, one))
-        return self.noise > MAX_NOISE and max(gains) <= self.threshold
+        pairs = ((one, other), (other, one))
+        if max(self.noise, *(self._doubt(*pair) for pair in pairs)) <= MAX_NOISE:
+            return False
+        return not any(self._is_faster(*pair, self.threshold) for pair in pairs)
 
     def _is_faster(self, one: str, other: str, threshold: float) -> bool:
-        doubt = 2 * _standard_error(self._differences(one, other)) / statistics.median(self.samples[other])
-        return self.gain(one, other) > max(threshold, doubt)
+        return self.gain(one, other) > max(threshold, self._doubt(one, other))
+
+    def _doubt(self, one: str, other: str) -> float:
+        """Two standard errors of a gain."""
+        return 2 * _standard_error(self._differences(one, other)) / statistics.median(self.samples[other])
 
     def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
         """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them.

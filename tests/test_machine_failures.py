@@ -25,6 +25,7 @@ from fuseplan.search.errors import MachineFailureError, NothingCompilesError
 from fuseplan.search.worker import InlineExecutor, WorkerPool
 
 Run = Callable[..., tuple[int, str, str]]
+LONG_AGO = "2020-01-01T00:00:00+00:00"
 SWIGLU = ("--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--trials", "1", "--seconds", "0.1")
 
 
@@ -188,16 +189,16 @@ def test_again_measures_what_is_stored(plan: Run, file: Path) -> None:
     assert plan("tune", *SWIGLU, "--db", file)[0] == 0
     with Database(file) as database:  # as if long ago, with an answer that is no longer true
         for record in list(database.records()):
-            database.put_record(replace(record, fuse=False, evidence=replace(record.evidence, created="2020")))
+            database.put_record(replace(record, fuse=False, evidence=replace(record.evidence, created=LONG_AGO)))
         for one in list(database.plans()):
-            database.put_plan(replace(one, evidence=replace(one.evidence, created="2020")))
+            database.put_plan(replace(one, evidence=replace(one.evidence, created=LONG_AGO)))
     status, out, _ = plan("tune", *SWIGLU, "--db", file)
     assert status == 0 and "nothing was measured" in out
     status, out, err = plan("tune", *SWIGLU, "--db", file, "--again")
     assert status == 0 and "nothing was measured" not in out, err
     with Database(file) as database:
-        assert all(record.evidence.created != "2020" for record in database.records())
-        assert all(one.evidence.created != "2020" for one in database.plans())
+        assert all(record.evidence.created != LONG_AGO for record in database.records())
+        assert all(one.evidence.created != LONG_AGO for one in database.plans())
 
 
 def test_a_region_that_fails_costs_only_itself(plan: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

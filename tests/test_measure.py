@@ -126,6 +126,57 @@ def test_a_gain_has_to_exceed_its_own_uncertainty() -> None:
     assert not table.accepts("b", "a")
 
 
+def noisy_pair(ratio: float, noise: float) -> Contest:
+    return Contest({"fused": (100.0,) * 5, "unfused": (100.0 * ratio,) * 5}, noise, "eager")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise", "accepted", "undecided"),
+    [
+        (1.05, 0.1, False, False),  # alike, as far as a quiet run can tell
+        (1.25, 0.3, False, True),
+        (1.90, 1.03, False, True),
+        (2.10, 1.03, True, False),
+        (8.00, 1.03, True, False),  # noise of 100 % and more: no gain is above that, and yet it is no question
+        (0.60, 1.03, False, True),
+        (0.45, 1.03, False, False),
+        (0.97, 0.1, False, False),
+    ],
+)
+def test_noise_hides_what_it_may_look_like_and_no_more(
+    ratio: float, noise: float, accepted: bool, undecided: bool
+) -> None:
+    """An answer where the times differ by more than the noise; else none, if the noise is large."""
+    table = noisy_pair(ratio, noise)
+    assert table.accepts("fused", "unfused") is accepted
+    assert table.undecided("fused", "unfused") is undecided
+    assert table.undecided("unfused", "fused") is undecided
+
+
+def test_samples_all_over_the_place_are_no_answer() -> None:
+    table = contest_of(a=(100.0, 100.0, 160.0, 250.0, 900.0), b=(100.0,) * 5)
+    assert table.undecided("b", "a")
+
+
+@pytest.mark.parametrize(("quiet_after", "runs"), [(1, 1), (2, 2), (3, 3), (4, 3)])
+def test_a_run_without_an_answer_is_repeated_for_longer(
+    quiet_after: int, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def scripted(
+        timer: object, contestants: object, operands: object, seconds: float, twice: str | None = None,
+        max_rounds: int = contest_module._MAX_ROUNDS,
+    ) -> Contest:
+        asked.append((seconds, max_rounds))
+        return noisy_pair(1.3, 0.05 if len(asked) >= quiet_after else 0.9)
+
+    monkeypatch.setattr(contest_module, "contest", scripted)
+    found = contest_module.decisive(VirtualTimer(), {"fused": taking(1), "unfused": taking(1)}, [], 0.5, "unfused")
+    assert len(asked) == runs and asked == sorted(set(asked))
+    assert found.undecided("fused", "unfused") is (quiet_after > runs)
+
+
 def test_ties_keep_the_incumbent_and_then_the_first_in_order() -> None:
     table = contest_of(a=(100.0,) * 5, b=(90.0,) * 5, c=(89.0,) * 5, d=(70.0,) * 5, e=(99.0,) * 5)
     assert table.winner("a", ["e"]) == "a"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from fuseplan.planner.plan import Planner, PlanSettings
 from fuseplan.planner.subject import GroupSubject
 from fuseplan.search.contest import Contest
 from fuseplan.search.database import Database
-from fuseplan.search.record import PlanRecord, Versions
+from fuseplan.search.record import PlanRecord, TuningRecord, Versions
 from fuseplan.search.sequence import Part
 
 SETTINGS = PlanSettings(tolerance=0.0, margin=0.05, max_fused_measured=100)
@@ -124,6 +126,40 @@ def test_noise_of_the_play_off_keeps_the_incumbent(tmp_path: Path) -> None:
     assert sizes(record) == [4]
     assert "gains 28.6%" in record.evidence.reason and "too little" in record.evidence.reason
     assert record.gap == pytest.approx(4 / 14)
+
+
+def test_an_incumbent_that_must_not_be_fused_gives_way_under_noise_too(tmp_path: Path) -> None:
+    """Each nominal cover seems quick until it is tuned, and no interleaved run can tell anything."""
+    class Hopeless(ScriptedTuner):
+        def play_off(
+            self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
+        ) -> Contest | None:
+            found = super().play_off(parts, sides, kept)
+            assert found is not None
+            return Contest(found.samples, 1.03, "eager")
+
+    table = by_length(50.0, 15.0, 9.0, 10.0)
+    record, _ = plan(
+        tmp_path, Hopeless, fused_us=lambda subject: table[len(compute_nodes(subject))], unfused_us=12.0,
+        refuses=lambda subject: len(compute_nodes(subject)) in (2, 4),
+    )
+    assert sizes(record) == [1, 3]
+    times = [group.measured_us for group in record.groups]
+    assert all(time is not None and math.isfinite(time) for time in times)
+    assert Database(tmp_path / "t.db", "read").get_plan(record.key).record == record
+
+
+def test_a_plan_that_rests_on_noise_is_no_hit(tmp_path: Path) -> None:
+    class Unsure(ScriptedTuner):
+        def tune(self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = ()) -> TuningRecord:
+            return replace(super().tune(subject, neighbours), fuse=False, undecided=True)
+
+    record, tuner = plan(tmp_path, Unsure, fused_us=lambda subject: 5.0)
+    assert record.undecided and record.planned_us == pytest.approx(5.0)
+    assert tuner.database.get_plan(record.key).hit is None
+    assert tuner.database.get_plan(record.key).record == record
+    again, _ = plan(tmp_path, ScriptedTuner, fused_us=lambda subject: 5.0)
+    assert not again.undecided and tuner.database.get_plan(record.key).hit == again
 
 
 def test_a_refused_incumbent_gives_way(tmp_path: Path) -> None:

@@ -113,6 +113,36 @@ def test_a_decisive_run_that_fails_is_repeated_with_less(db: Database) -> None:
         tuner(db, executor=Fragile(-1)).tune(FakeSubject(key="c"))
 
 
+class Shaky(InlineExecutor):
+    """Its decisive runs have this much noise."""
+
+    def __init__(self, noise: float) -> None:
+        self.noise = noise
+
+    def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
+        outcome = super().call(function, *args, limit_s=limit_s)
+        if function.__name__ != "decide":
+            return outcome
+        return Outcome(replace(outcome.value, contest=replace(outcome.value.contest, noise=self.noise)))
+
+
+def test_noise_is_no_verdict_and_the_next_tune_asks_again(db: Database) -> None:
+    """The default takes 85 of 100 us, which noise may look like; the second tune is quiet, and finds one of 60."""
+    slow = FakeBackend(floor_us=60.0)
+    first = tuner(db, slow, executor=Shaky(1.0)).tune(SUBJECT)
+    assert first.undecided and not first.fuse
+    assert "no verdict: a gain of 15.0%" in first.evidence.reason and "noise of 100%" in first.evidence.reason
+    assert db.get_record(first.key).status == "stale" and db.get_record(first.key).hit is None
+    second = tuner(db, slow, executor=Shaky(0.01)).tune(SUBJECT)
+    assert second.fuse and not second.undecided
+    assert db.get_record(first.key).hit == second
+
+
+def test_a_kernel_that_is_many_times_faster_is_fused_whatever_the_noise(db: Database) -> None:
+    record = tuner(db, executor=Shaky(1.03)).tune(SUBJECT)  # 10 of 100 us
+    assert record.fuse and not record.undecided and record.gain > record.threshold
+
+
 def test_a_kernel_that_is_wrong_on_fresh_inputs_loses_its_place(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     from fuseplan.search import jobs
     from fuseplan.search.verify import Verdict, verify

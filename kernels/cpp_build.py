@@ -185,7 +185,7 @@ def is_sound(path: Path) -> bool:
 
 def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) -> None:
     if compiler in _HUNG:
-        raise BuildError(f"cpp: {compiler.path} took more than {_COMPILE_LIMIT_S} s before, and is not asked again")
+        raise MachineError(f"cpp: {compiler.path} took more than {_COMPILE_LIMIT_S} s before, and is not asked again")
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         text, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         text.write_text(source)

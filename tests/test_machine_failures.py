@@ -16,7 +16,7 @@ from search_fakes import FakeBackend
 from fuseplan.costmodel.device import current_identity
 from fuseplan.kernels import cpp_build
 from fuseplan.kernels.backend import BuildError, Config, MachineError, Resources, Target
-from fuseplan.kernels.cpp_build import Compiler, build_library, find_compiler
+from fuseplan.kernels.cpp_build import Compiler, build_library
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.planner import cli
 from fuseplan.planner.measured import Decided, MeasuredRegion
@@ -113,7 +113,7 @@ def test_a_compilers_complaint_is_about_the_kernel_or_the_machine(
 
 
 def test_a_compiler_that_is_gone_is_the_machines_failure(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="did not start"):
+    with pytest.raises(MachineError, match="cannot be started"):
         build_library("int x;", Compiler(str(tmp_path / "gone"), "1", ()), tmp_path / "cache")
 
 
@@ -173,9 +173,9 @@ def broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     script.chmod(0o700)
     monkeypatch.setenv("PATH", str(script.parent), prepend=":")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    find_compiler.cache_clear()
+    cpp_build._search.cache_clear()
     yield
-    find_compiler.cache_clear()
+    cpp_build._search.cache_clear()
 
 
 def test_a_compiler_that_fails_on_kernels(plan: Run, file: Path, broken_compiler: None) -> None:

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -189,7 +190,8 @@ class _Rewrite:
             if name in self.flow.graph:
                 # The normaliser keeps an extern op only when a result or an effect of it is needed.
                 return kind_of(self.flow.op(name), self.flow.specs) == "extern"
-        return isinstance(node.target, torch._ops.OpOverload) and node.is_impure()  # run-time checks
+        # Run-time checks. What gives a tensor and is not in the graph is dead, though it wrote over its operand.
+        return isinstance(node.target, torch._ops.OpOverload) and node.is_impure() and not _gives_tensor(node)
 
     def _ordering_edges(self) -> Iterator[tuple[_Unit, _Unit]]:
         """Ordering edges of the dataflow graph between the units that now run those ops."""
@@ -233,6 +235,10 @@ class _Rewrite:
         for number, value in enumerate(placement.outputs):
             result = call if len(placement.outputs) == 1 else graph.call_function(operator.getitem, (call, number))
             made.setdefault(self._node(value), result)
+
+
+def _gives_tensor(node: fx.Node) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(node.meta.get("val")))
 
 
 def _item_nodes(traced: Traced) -> dict[str, fx.Node]:
@@ -316,7 +322,8 @@ class _SymbolSources:
 
     def _compute(self, definition: Any, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Python's arithmetic for a definition, as ``torch.compile`` itself spells it."""
-        operands = {free: fx.Proxy(self._number(free.name, graph, made)) for free in definition.free_symbols}
+        tracer = fx.proxy.GraphAppendingTracer(graph)
+        operands = {free: fx.Proxy(self._number(free.name, graph, made), tracer) for free in definition.free_symbols}
         result = sympy_interp(PythonReferenceAnalysis, operands, definition)
         assert isinstance(result, fx.Proxy)
         return result.node

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from programs import Program, complaints
 from torch import fx
@@ -119,4 +120,4 @@ def _holds(environment: ShapeEnv, fakes: Sequence[torch.Tensor], arguments: Sequ
         value = expected.node.expr.subs(bound) if isinstance(expected, torch.SymInt) else expected
         if value != actual:
             return False
-    return all(bool(guard.expr.subs(bound)) for guard in environment.guards)
+    return all(guard.expr.subs(bound) == sympy.true for guard in environment.guards)

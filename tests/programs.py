@@ -272,6 +272,8 @@ class _Grower:
     def _write(self, step: Step) -> None:
         """A write, on copies first: what it fails at, or spoils, is left alone."""
         copies = [_copied(space) for space in self.spaces]
+        if _overlaps(self.tensor(step.target)):
+            return
         exact = self.is_exact(step.target)
         read = [name for name in self.names if name in step.text]
         try:

@@ -87,8 +87,18 @@ def skips_ahead(x: torch.Tensor, y: torch.Tensor) -> Any:
     return torch.relu(product * 2.0) @ total + total * 0.5
 
 
+def overwrites_unseen(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """A kernel holds the first write; the second one is of no use, and must not bring the first one back."""
+    made = x / (y.abs() + 1)
+    made.sub_(made @ y.t() @ x)
+    result = F.silu(made + y)
+    made.add_(made)
+    return result
+
+
 FUNCTIONS = [
-    mutates_between, writes_through_a_view, returns_aliases, several_outputs, unread_write, skips_ahead, swiglu,
+    mutates_between, overwrites_unseen, writes_through_a_view, returns_aliases, several_outputs, unread_write,
+    skips_ahead, swiglu,
 ]
 
 

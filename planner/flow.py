@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from fuseplan.planner.graph import DataflowGraph, OpNode
+from fuseplan.planner.recipes_index import LOOKUPS
 
 Kind: TypeAlias = Literal["view", "compute", "extern"]
 Classify: TypeAlias = Callable[[OpNode], Kind]
@@ -27,7 +28,8 @@ class Flow:
         names, nodes: The ops.
         kinds: ``"view"``, ``"compute"`` or ``"extern"`` of each op.
         preds: Positions each op depends on, by data or by an ordering edge.
-        barriers: Ordering edges between two ops that are not extern. A group may not cross one.
+        barriers: Edges between two ops that are not extern and that no group may cross: ordering edges, and those that
+            carry a table to a lookup, which needs all of it.
         depth: Extern ops and barriers on the longest path that leads to the op. A path that runs through one
             makes ``depth`` grow, so ops of equal depth are joined by no such path.
         sources: Source values an op reads, in first-use order (for a view: those it is a view of).
@@ -41,10 +43,6 @@ class Flow:
         self.names: list[str] = [node.name for node in self.nodes]
         self.position: dict[str, int] = {name: at for at, name in enumerate(self.names)}
         self.kinds: list[Kind] = [classify(node) for node in self.nodes]
-        self.preds: list[list[int]] = [[] for _ in self.nodes]
-        self.barriers: set[tuple[int, int]] = set()
-        self._read_edges(graph)
-        self.depth: list[int] = self._extern_depth()
         self._producer: dict[str, int] = {
             value: at for at, node in enumerate(self.nodes) for value in node.outputs if self.kinds[at] != "view"
         }
@@ -53,6 +51,10 @@ class Flow:
         }
         self.sources: list[tuple[str, ...]] = []
         self._resolve_sources()
+        self.preds: list[list[int]] = [[] for _ in self.nodes]
+        self.barriers: set[tuple[int, int]] = set()
+        self._read_edges(graph)
+        self.depth: list[int] = self._extern_depth()
         self.escapes: set[str] = {source for value in graph.outputs for source in self.sources_of(value)}
         self.live: list[bool] = self._liveness()
         self.readers: dict[str, list[int]] = {}
@@ -71,6 +73,16 @@ class Flow:
             self.preds[end].append(start)
             if not values and kinds[start] != "extern" and kinds[end] != "extern":
                 self.barriers.add((start, end))
+            elif self._is_looked_up(end, values):
+                self.barriers.add((start, end))
+
+    def _is_looked_up(self, at: int, values: tuple[str, ...]) -> bool:
+        """Whether one of ``values`` is a computed table in which op ``at`` looks elements up."""
+        node = self.nodes[at]
+        if node.op not in LOOKUPS or self.kinds[at] != "compute" or node.inputs[0] not in values:
+            return False
+        makers = (self._producer.get(source) for source in self.sources_of(node.inputs[0]))
+        return any(maker is not None and self.kinds[maker] == "compute" for maker in makers)
 
     def _extern_depth(self) -> list[int]:
         depth = [0] * len(self.nodes)
@@ -187,7 +199,7 @@ class Flow:
         """An op on a path ``before -> after`` that no group with both ends may contain.
 
         Returns:
-            The position of an extern op on such a path (``after`` itself for an ordering edge); None when there is
+            The position of an extern op on such a path (the later op of a barrier); None when there is
             no such path.
 
         Raises:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from fuseplan.planner.puller import Puller
 
 
+#: Ops that look elements of their first operand up by data: all of it has to exist before.
+LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default", "aten.index.Tensor"})
+
+
 def _embedding(p: Puller, node: OpNode, position: Position) -> int:
     """Rows of a table. An index outside it, which ATen refuses, gives NaN and reads nothing."""
     row = p.operand(node, 1, position[:-1])

@@ -16,6 +16,7 @@ from fuseplan.planner.canonical import canonical_form
 from fuseplan.planner.convex import Dependencies, bits
 from fuseplan.planner.flow import Classify, Flow, flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.recipes_index import LOOKUPS
 
 _CUT = "regions are cut every"
 
@@ -163,6 +164,8 @@ class _Finder:
         node = flow.nodes[blocker]
         if flow.kinds[blocker] == "extern":
             return f"a path runs through {node.op} ({node.name})"
+        if node.op in LOOKUPS:
+            return f"{node.op} ({node.name}) looks up a table that has to exist before"
         return f"an ordering edge (a write to memory) leads to {node.op} ({node.name})"
 
     def _root(self, at: int) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from graph_oracle import Oracle, make
+from graphs import Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseplan.planner import flow as flow_module
 from fuseplan.planner.flow import flow_of
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.regions import RegionLimits, find_boundaries, find_regions, unique_regions
 from fuseplan.planner.synthetic import random_graph, synthetic_kind, transformer_graph
 
@@ -100,6 +102,21 @@ def test_ordering_boundary_names_the_write() -> None:
     (boundary,) = find_boundaries(graph, synthetic_kind)
     assert "ordering edge" in boundary.reason
     assert "aten.neg.default (c)" in boundary.reason
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_a_lookup_is_apart_from_what_computes_its_table(viewed: bool) -> None:
+    b = Builder(x=torch.randn(5, 7), at=torch.tensor([4, 0, 2]))
+    table = b("aten.exp.default", "x")
+    rows = b("aten.add.Tensor", b("aten.neg.default", "at"), other=4)
+    seen = b("aten.slice.Tensor", table, dim=1, end=3) if viewed else table
+    picked = b("aten.index.Tensor", seen, rows, indices=(Ref(1),))
+    graph = b.graph(b("aten.tanh.default", picked))
+    regions = [{graph.op(name).op.split(".")[1] for name in region.ops} - {"slice"} for region in find_regions(graph)]
+    assert regions == [{"exp"}, {"neg", "add", "index", "tanh"}]
+    assert {boundary.reason for boundary in find_boundaries(graph)} == {
+        f"aten.index.Tensor ({picked}) looks up a table that has to exist before"
+    }
 
 
 def test_dead_ops_and_views_for_externs_are_in_no_region() -> None:

@@ -71,9 +71,7 @@ class Flow:
             if start >= end:
                 raise ValueError(f"op {after} depends on {before}, which comes later in capture order")
             self.preds[end].append(start)
-            if not values and kinds[start] != "extern" and kinds[end] != "extern":
-                self.barriers.add((start, end))
-            elif self._is_looked_up(end, values):
+            if (not values and kinds[start] != "extern" and kinds[end] != "extern") or self._is_looked_up(end, values):
                 self.barriers.add((start, end))
 
     def _is_looked_up(self, at: int, values: tuple[str, ...]) -> bool:

@@ -14,9 +14,9 @@ import torch.utils._pytree as pytree
 
 import fuseplan.planner
 from fuseplan.planner import dispatch
+from fuseplan.planner.coverage import coverage
 from fuseplan.planner.fallback import FirstCall, failure_reason
-from fuseplan.planner.graph import DataflowGraph, OpNode
-from fuseplan.planner.recipes import kind_of
+from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.tally import Stats
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,57 +29,46 @@ _LIMIT = 1.05
 #: Batch and tokens of calls: none is a multiple of another's.
 _CALLS = ((2, 9), (3, 13))
 
-#: Anchors, gathers, random numbers, writes and what reads data to know its shape.
-_NOT_COVERABLE = (
-    "linear", "matmul", "mm.", "bmm", "addmm", "baddbmm", "conv", "scaled_dot_product", "attention", "embedding",
-    "rand", "dropout", "bernoulli", "normal_", "index_put", "index_copy", "index_add", "scatter", "gather", "nonzero",
-    "topk", "sort", "unique", "pool", "upsample", "histc", "_grouped_mm", "item", "_local_scalar_dense", "empty",
-)  # fmt: skip
-
-
 @dataclass
 class Coverage:
-    """Ops that kernels took over, of those that could be, in the graphs compiled while it was watching."""
+    """Ops that kernels took over, of those that could be, in the graphs compiled while it was watching.
+
+    Attributes:
+        coverable, fused, alone, left: As :class:`fuseplan.planner.coverage.Coverage` has them.
+        bare: Graphs none of whose ops are fused although some could be with others.
+    """
 
     coverable: int = 0
     fused: int = 0
+    alone: int = 0
     bare: int = 0
     left: dict[str, int] = field(default_factory=dict)
 
     def add(self, graph: DataflowGraph, fused: set[str]) -> None:
         """Count one graph whose ops ``fused`` run in kernels."""
-        wanted = [node for node in graph if is_coverable(node, graph)]
-        taken = [node for node in wanted if node.name in fused]
-        self.coverable += len(wanted)
-        self.fused += len(taken)
-        self.bare += bool(wanted) and not taken
-        for node in wanted:
-            if node.name not in fused:
-                self.left[node.op] = self.left.get(node.op, 0) + 1
-
-
-def is_coverable(node: OpNode, graph: DataflowGraph) -> bool:
-    """Whether an op computes something that a generated kernel could."""
-    if not node.inputs or kind_of(node, graph.specs) == "view":
-        return False
-    name = node.op.removeprefix("aten.")
-    return node.op.startswith("aten.") and not any(word in name for word in _NOT_COVERABLE)
+        found = coverage(graph, fused)
+        self.coverable += found.coverable
+        self.fused += found.fused
+        self.alone += found.alone
+        self.bare += found.coverable > found.alone and not found.fused
+        for op, count in found.left.items():
+            self.left[op] = self.left.get(op, 0) + count
 
 
 @contextmanager
 def watching() -> Iterator[Coverage]:
     """Count what is fused in every graph compiled meanwhile."""
-    coverage, executable = Coverage(), dispatch.executable
+    counted, executable = Coverage(), dispatch.executable
 
     def watched(traced: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         call: Any = executable(traced, *args, **kwargs)
         slots = [slot for slot in call.__globals__.values() if isinstance(slot, FirstCall)]
-        coverage.add(traced.graph, {name for slot in slots for name in slot._group.plan.ops})
+        counted.add(traced.graph, {name for slot in slots for name in slot._group.plan.ops})
         return call  # type: ignore[no-any-return]
 
     dispatch.executable = watched
     try:
-        yield coverage
+        yield counted
     finally:
         dispatch.executable = executable
 

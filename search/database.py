@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Engine, Select, Table, and_, select
+from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, and_, select
 
 from fuseplan.search import codec, tables
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
-from fuseplan.search.location import NOWHERE, describe, resolve_url
+from fuseplan.search.location import NOWHERE, describe, resolve_url, sqlite_file
 from fuseplan.search.plain import plain
 from fuseplan.search.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.rows import (
@@ -40,6 +41,9 @@ from fuseplan.search.rows import (
 )
 
 Mode = Literal["write", "inspect", "read"]
+#: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
+_SILENT: dict[URL, float] = {}
+_SILENT_S = 60.0
 _D = TypeVar("_D")
 _JsonReader: TypeAlias = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
 
@@ -110,11 +114,16 @@ class Database:
         self.url = NOWHERE
         try:
             self.url = resolve_url(location)
+            if mode == "read" and time.monotonic() < _SILENT.get(self.url, 0.0):
+                self._broken = True
+                return
             self._engine = tables.open_for_writing(self.url) if mode == "write" else tables.open_for_reading(self.url)
         except DatabaseError as error:
             if mode != "read":
                 raise
             self._broken = True
+            if sqlite_file(self.url) is None:
+                _SILENT[self.url] = time.monotonic() + _SILENT_S
             self._warn(str(error))
         if self._engine is not None:
             tables.close_with(self, self._engine)
@@ -238,6 +247,7 @@ class Database:
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
         except (DatabaseError, *tables.DRIVER_ERRORS, TypeError, ValueError):
+            self._broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             return False
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,6 @@ _CREDENTIALS = re.compile(r"^(?![/.~])[^?]*:[^?]*@|[?&;][^=&;]*(pass|pwd|secret|
 #: Seconds that a server has to accept a connection, and to answer a statement.
 _CONNECT_S = 5
 _STATEMENT_S = 30
-_LIBPQ = {
-    "connect_timeout": _CONNECT_S,
-    "options": f"-c statement_timeout={_STATEMENT_S * 1000}",
-    "tcp_user_timeout": _STATEMENT_S * 1000,
-}
-_MYSQL = {"connect_timeout": _CONNECT_S, "read_timeout": _STATEMENT_S, "write_timeout": _STATEMENT_S}
-#: By driver, as its ``connect`` takes them.
-_LIMITS: Mapping[str, Mapping[str, Any]] = {
-    "psycopg": _LIBPQ, "psycopg2": _LIBPQ, "pg8000": {"timeout": _CONNECT_S}, "pymysql": _MYSQL, "mysqldb": _MYSQL,
-}
 _SECRET_OPTION = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 
 
@@ -75,7 +64,7 @@ def describe(url: URL) -> str:
     if url.get_backend_name() == "sqlite":
         return plain(url.database or "the memory database")
     secret = {name: "***" for name in url.query if _SECRET_OPTION.search(name)}
-    return plain(url.update_query_dict(secret).render_as_string())
+    return plain(url.update_query_dict(secret).render_as_string().replace("%2A%2A%2A", "***"))
 
 
 def without_secrets(text: str, url: URL) -> str:
@@ -93,5 +82,13 @@ def server_limits(url: URL) -> dict[str, Any]:
     Raises:
         sqlalchemy.exc.SQLAlchemyError: There is no such dialect or driver.
     """
-    limits = _LIMITS.get(url.get_driver_name(), {})
+    driver = url.get_driver_name()
+    limits: dict[str, Any] = {}
+    if driver in ("psycopg", "psycopg2"):  # https://www.postgresql.org/docs/current/libpq-connect.html
+        limits = {"connect_timeout": _CONNECT_S, "tcp_user_timeout": _STATEMENT_S * 1000}
+        limits["options"] = f"-c statement_timeout={_STATEMENT_S * 1000}"
+    elif driver in ("pymysql", "mysqldb"):
+        limits = {"connect_timeout": _CONNECT_S, "read_timeout": _STATEMENT_S, "write_timeout": _STATEMENT_S}
+    elif driver == "pg8000":
+        limits = {"timeout": _STATEMENT_S}
     return {name: value for name, value in limits.items() if name not in url.query}

@@ -1,0 +1,126 @@
+"""Mutated databases in use. Run by hand; CI runs 300 (test_mutated_databases.py).
+
+    python tests/check_database.py --count 10000 --seed 0 --jobs 16
+    python tests/check_database.py --seed 17 --count 1 --keep /tmp/case   # one case; its files are left there
+
+Each case changes a small database (bits, pages, rows, the schema; JSON, configurations and plans, sealed again) or
+an export that is then imported, with texts planted that leave a file where they are run. A small model is dispatched
+from it and compared with eager, and every `plan db` command and report is used on it. Dispatch calls the back end
+itself with a graph, as Dynamo would; Dynamo has no part in what is read. Commands run within the process, every
+hundredth case's `verify` and `ls` in processes of their own. Cases run in batches, each in a process, so that a crash
+costs one case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+#: Cases that one process runs.
+_BATCH = 50
+_BATCH_LIMIT_S = 1200
+_SERVED = ("served", "quarantined", "unread", "ignored", "raised", "died")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=300, help="databases")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first one; they are counted up from it")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--keep", type=Path, help="work here and leave what was made")
+    parser.add_argument("--worker", nargs=2, type=int, metavar=("FIRST", "END"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return _work(*options.worker, options.keep)
+    if options.keep is not None:
+        return _check(options.seed, options.count, options.jobs, options.keep)
+    with tempfile.TemporaryDirectory(prefix="databases-") as folder:
+        return _check(options.seed, options.count, options.jobs, Path(folder))
+
+
+def _check(first: int, count: int, jobs: int, folder: Path) -> int:
+    start = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    _process(folder, 0, 0)  # makes the database, and compiles its kernels once for all
+    batches = [(at, min(at + _BATCH, first + count)) for at in range(first, first + count, _BATCH)]
+    counts: Counter[tuple[str, str]] = Counter()
+    failed = sound = done = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(lambda batch: list(_batch(folder, *batch)), batches):
+            for outcome in found:
+                done += 1
+                sound += outcome["sound"]
+                counts[outcome["mutation"], outcome["served"]] += 1
+                if outcome["complaints"]:
+                    failed += 1
+                    why = "; ".join(outcome["complaints"])
+                    print(f"seed {outcome['seed']} ({outcome['mutation']}): {why}", flush=True)
+    print("\n".join(_table(counts)))
+    print(f"{done} mutated databases, {sound} of them sound to `plan db verify`, {failed} failed, "
+          f"{time.monotonic() - start:.0f} s")
+    return 1 if failed or done != count else 0
+
+
+def _table(counts: Counter[tuple[str, str]]) -> Iterator[str]:
+    shown = [how for how in _SERVED if any(served == how for _, served in counts)]
+    yield f"{'mutation':<16}" + "".join(f"{how:>13}" for how in shown)
+    for name in sorted({name for name, _ in counts}):
+        yield f"{name:<16}" + "".join(f"{counts[name, how]:>13}" for how in shown)
+
+
+def _batch(folder: Path, first: int, end: int) -> Iterator[dict[str, Any]]:
+    """Outcomes of the cases ``first .. end - 1``; the one at which a process died has that as its complaint."""
+    while first < end:
+        output, how = _process(folder, first, end)
+        for line in output.splitlines():
+            if line.startswith("{"):
+                yield json.loads(line)
+                first += 1
+        if first < end:
+            yield {"seed": first, "mutation": "?", "served": "died", "sound": False, "complaints": [how]}
+            first += 1
+
+
+def _process(folder: Path, first: int, end: int) -> tuple[str, str]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(first), str(end), "--keep", str(folder)]
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"),
+        "XDG_DATA_HOME": str(folder / "data"),
+    }
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=_BATCH_LIMIT_S, env=environment)
+    except subprocess.TimeoutExpired as error:
+        held = error.stdout or b""
+        return held.decode() if isinstance(held, bytes) else held, f"no answer within {_BATCH_LIMIT_S} s"
+    last = (ran.stderr.strip().splitlines() or ["no message"])[-1]
+    return ran.stdout, f"the process died with status {ran.returncode}: {last}"
+
+
+def _work(first: int, end: int, folder: Path) -> int:
+    from database_runs import make_database, outcomes, run_case
+
+    made = folder / "made"
+    if not made.exists():
+        made.mkdir()
+        make_database(made)
+        run_case(0, made, folder / "first")
+    # JSON lines alone belong on standard output; what the commands print is caught case by case.
+    for outcome in outcomes(first, end, made, folder / f"case-{first}"):
+        print(json.dumps(outcome), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""One mutated database in use: a small model dispatched from it, and every ``plan db`` command and report on it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import report_samples
+import torch
+import torch.nn.functional as F
+from database_mutations import DATABASES, EXPORTS, Canary
+from search_records import tuning
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fuseplan.planner
+from fuseplan.costmodel.identity import current_identity
+from fuseplan.costmodel.work import Work
+from fuseplan.planner import cli, samples, summary
+from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner.dispatch import fuseplan as backend
+from fuseplan.planner.normalise import normalise
+from fuseplan.planner.session import open_session
+from fuseplan.search import maintenance
+from fuseplan.search.database import Database
+from fuseplan.search.errors import DatabaseError
+from fuseplan.search.record import RecordKey, Trial, Versions
+
+#: Every so many cases run some commands in processes of their own, and write the HTML report.
+_APART = 100
+_PAGE = 10
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutated database.
+
+    Attributes:
+        seed: Its number.
+        mutation: What was done to it.
+        served: ``"served"`` (a group ran from it), ``"quarantined"`` (a row or a plan was refused), ``"unread"`` (the
+            whole could not be read) or ``"ignored"`` (nothing of it was asked for, or it is not there any more).
+        sound: Whether ``plan db verify`` found nothing.
+        complaints: What is wrong; empty when nothing is.
+    """
+
+    seed: int
+    mutation: str
+    served: str
+    sound: bool
+    complaints: tuple[str, ...]
+
+
+# -- the model, and the database that a tune of it would leave ----------------------------------------------------
+
+
+def small(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add, RMSNorm, projections, SwiGLU."""
+    hidden = residual + x
+    normal = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+    return F.silu(F.linear(normal, gate)) * F.linear(normal, up), hidden
+
+
+def arguments() -> tuple[torch.Tensor, ...]:
+    made = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=made) for shape in ((5, 33), (5, 33), (33,), (65, 33), (65, 33)))
+
+
+def _graph() -> fx.GraphModule:
+    """A graph that calls the model: the back end traces through it, as through a graph of Dynamo's."""
+    graph = fx.Graph()
+    inputs = tuple(graph.placeholder(f"x{number}") for number in range(5))
+    graph.output(graph.call_function(small, inputs))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def make_database(folder: Path) -> None:
+    """``tuning.db`` and its export ``export.jsonl`` in ``folder``: what a tune of the model and a miss would leave."""
+    path = folder / "tuning.db"
+    context = TracingContext(FakeTensorMode())
+    with torch.no_grad(), tracing(context):
+        graph = normalise(trace_predispatch(_graph(), arguments())).graph
+    identity = current_identity("cpu")
+    with Database(path) as database:
+        database.put_device(identity.key(), json.loads(replace(report_samples.SPEC, identity=identity).to_json()))
+    session = open_session("cpu", path)
+    database, versions = session.database, Versions.current("cpu")
+    plans = session.planner().plan_graph(graph).regions
+    for plan in plans:
+        database.put_plan(plan.record)
+        key = plan.record.key
+        ops = tuple(range(len(plan.region.ops)))
+        work = Work({"fp32": 9.0}, 99.0, launches=1)
+        sample = samples.ChoiceSample(ops, True, "cpp", "rms", "rms", "g", "kernel", work, 5.0)
+        samples.store(database, samples.RegionSamples(key, plan.record.label, ((0, 1),), 4, (sample,)))
+        for group in plan.record.groups:
+            if group.kind == "fused":
+                own = replace(key, workload=group.workload)
+                sound = tuning(key=own, label=group.label, config=dict(group.config), work=work)
+                database.put_record(replace(sound, evidence=replace(sound.evidence, versions=versions)))
+                database.log_trial(Trial(own, "cpp", dict(group.config), 5.0), versions)
+    planned = [(plan.region, plan.record) for plan in plans]
+    summary.store(database, summary.summarise("small", "forward", graph, planned))
+    database.log_miss(RecordKey("f" * 64, identity.key()), "gelu 7x13 float32", {"ops": ["aten.gelu.default"]})
+    database.close()
+    assert cli.run(["db", "export", str(folder / "export.jsonl"), "--db", str(path)]) == 0
+
+
+# -- one case -----------------------------------------------------------------------------------------------------
+
+
+def run_case(seed: int, made: Path, folder: Path) -> Outcome:
+    """Mutate a copy of what :func:`make_database` left in ``made`` and use it in ``folder``, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    rng = random.Random(seed)
+    path, exported, canary = folder / "tuning.db", folder / "export.jsonl", Canary(folder / "executed")
+    kinds = DATABASES | EXPORTS
+    name = rng.choices(list(kinds), [weight for _, weight in kinds.values()])[0]
+    shutil.copy(made / "export.jsonl", exported)
+    shutil.copy(made / "tuning.db", path)
+    complaints: list[str] = []
+    if name in EXPORTS:
+        path.unlink()
+        kinds[name][0](rng, exported, canary)
+        complaints += _command(["db", "import", str(exported), "--db", str(path)])
+    else:
+        kinds[name][0](rng, path, canary)
+    served, wrong = _dispatch(path)
+    complaints += wrong
+    sound, wrong = _commands(seed, path, folder)
+    complaints += wrong
+    if canary.file.exists():
+        complaints.append("stored text was executed")
+    return Outcome(seed, name, served, sound, tuple(complaints))
+
+
+def _dispatch(path: Path) -> tuple[str, list[str]]:
+    """Compile and run the model from the database; how much of that came from it."""
+    fuseplan.planner.reset_stats()
+    given = arguments()
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        try:
+            with tracing(TracingContext(FakeTensorMode())):
+                call = backend(_graph(), given, options={"db": str(path)})
+            results, expected = call(*given), small(*given)
+        except Exception as error:
+            return "raised", [f"dispatch: {type(error).__name__}: {error}"]
+    stats = fuseplan.planner.stats()
+    wrong = [
+        f"output {at} differs" for at, (one, other) in enumerate(zip(results, expected, strict=True))
+        if one.stride() != other.stride() or not torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    ]
+    if not stats.regions:
+        wrong.append(f"the whole graph runs unfused: {dict(stats.fallbacks)}")
+    messages = [str(one.message) for one in caught]
+    if any(not message.isprintable() for message in [*messages, *stats.fallbacks]):
+        wrong.append("a message holds what a terminal obeys")
+    if stats.quarantined or any("damaged row" in message for message in messages):
+        return "quarantined", wrong
+    if any("going on without it" in message for message in messages):
+        return "unread", wrong
+    return "served" if stats.from_database else "ignored", wrong
+
+
+def _commands(seed: int, path: Path, folder: Path) -> tuple[bool, list[str]]:
+    """Every command on the database: whether it was sound, and what is wrong."""
+    backup, where = folder / "backup.jsonl", ["--db", str(path)]
+    backup.write_text("a good backup")
+    report = ["report", "--device-key", current_identity("cpu").key(), *where]
+    wrong: list[str] = []
+    commands = [
+        ["db", "ls", *where], ["db", "show", "silu", *where], ["db", "show", "tuning", *where],
+        ["db", "export", str(backup), *where], report, [*report, "--format", "markdown"], [*report, "--model", "small"],
+        ["report", "accuracy", *report[1:]], ["report", "accuracy", "--format", "csv", *report[1:]],
+    ]
+    if seed % _PAGE == 0:
+        commands.append([*report, "--format", "html", "--out", str(folder / "report.html")])
+    for command in commands:
+        wrong += _command(command)
+    kept = backup.read_text()
+    if kept != "a good backup" and '"trailer"' not in kept.splitlines()[-1]:
+        wrong.append("export left a damaged backup")
+    sound = not _problems(path)
+    wrong += _command(["db", "verify", *where], (0,) if sound else (2,))
+    if seed % _APART == 0:
+        wrong += _apart(["db", "verify", *where], (0,) if sound else (2,)) + _apart(["db", "ls", *where])
+    wrong += _command(["db", "prune", *where])
+    left = [problem for problem in _problems(path) if problem.table != "file"]
+    if left:
+        wrong.append(f"prune left {left[0]}")
+    wrong += _command(["db", "import", str(folder / "backup.jsonl"), *where])
+    return sound, wrong
+
+
+def _problems(path: Path) -> list[maintenance.Problem]:
+    try:
+        with Database(path, "inspect") as database:
+            return maintenance.verify(database)
+    except DatabaseError as error:
+        return [maintenance.Problem("file", "", str(error))]
+
+
+def _command(arguments: list[str], allowed: tuple[int, ...] = (0, 2)) -> list[str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            status = cli.run(arguments)
+        except BaseException as error:
+            return [f"plan {_short(arguments)}: {type(error).__name__}: {error}"]
+    return _judged(arguments, status, printed.getvalue(), allowed)
+
+
+def _apart(arguments: list[str], allowed: tuple[int, ...] = (0, 2)) -> list[str]:
+    command = [sys.executable, "-m", "fuseplan.planner.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return _judged(arguments, done.returncode, done.stdout + done.stderr, allowed)
+
+
+def _judged(arguments: list[str], status: int, printed: str, allowed: tuple[int, ...]) -> list[str]:
+    found = []
+    if status not in allowed:
+        found.append(f"plan {_short(arguments)} ended with status {status}: {printed.strip()[-200:]!r}")
+    if "Traceback" in printed:
+        found.append(f"plan {_short(arguments)} printed a traceback")
+    if not all(line.isprintable() for line in printed.split("\n")):
+        found.append(f"plan {_short(arguments)} printed what a terminal obeys")
+    return found
+
+
+def _short(arguments: list[str]) -> str:
+    return " ".join(word for word in arguments if not word.startswith(("/", "--db", "--device-key", "cpu-")))
+
+
+def outcomes(first: int, end: int, made: Path, folder: Path) -> Iterator[dict[str, object]]:
+    """The outcomes of the cases ``first .. end - 1`` as JSON objects."""
+    for seed in range(first, end):
+        yield asdict(run_case(seed, made, folder))

@@ -84,9 +84,11 @@ def verify(db: DbOption = None) -> None:
     database = open_database(db, write=False)
     problems = check(database)
     for problem in problems:
-        print_text(f"{problem.table}: {problem.row}: {problem.what}")
+        print_text(": ".join(filter(None, (problem.table, problem.row, problem.what))))
     if problems:
-        typer.echo(f"{len(problems)} problems in {database.where}; `plan db prune` deletes what cannot be read")
+        rows = any(problem.row for problem in problems)
+        hint = "; `plan db prune` deletes rows that cannot be read" if rows else ""
+        typer.echo(f"{len(problems)} problems in {database.where}{hint}")
         raise typer.Exit(2)
     typer.echo(f"{database.where} is sound")
 

@@ -143,6 +143,8 @@ def prune(
     """
     removed: dict[str, int] = {}
     with database.writing() as connection:
+        if damaged and connection.dialect.name == "sqlite":
+            connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
         for table in _READERS:
             records = table in (tables.TUNINGS, tables.PLANS)
             removed[table.name] = 0

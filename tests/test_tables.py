@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -68,6 +69,19 @@ def test_locations_that_cannot_be_written_are_named(tmp_path: Path) -> None:
         Database("://host/name")
     with pytest.raises(DatabaseError, match="cannot open database"):
         Database("nosuchdb://host/name")
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for place, why in ((tmp_path / "pipe", "is no regular file"), (tmp_path, "is a folder")):
+        with pytest.raises(DatabaseError, match=why):
+            Database(place)
+        with pytest.raises(DatabaseError, match=why):
+            Database(place, mode="inspect")
+        with pytest.warns(UserWarning, match=why):
+            assert Database(place, mode="read").log_miss(tuning().key) is False
+    with pytest.raises(DatabaseError, match="cannot be used"):
+        Database(tmp_path / ("x" * 300), mode="inspect")
 
 
 def test_a_file_in_a_read_only_folder_can_be_read(

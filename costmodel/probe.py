@@ -22,6 +22,7 @@ from fuseplan.costmodel.fit import (
     peaks,
 )
 from fuseplan.costmodel.identity import DeviceIdentity
+from fuseplan.costmodel.load import IDLE, Load, doubts, machine_load
 from fuseplan.costmodel.timing import Call, Timing
 
 #: The largest footprints are the ones that all threads share.
@@ -64,6 +65,7 @@ def probe(
     quick: bool = True,
     progress: Progress | None = None,
     kernel_call: Call | None = None,
+    load: Callable[[], Load] = machine_load,
 ) -> DeviceSpec:
     """Measure the processor, or the current CUDA device.
 
@@ -77,11 +79,13 @@ def probe(
         kernel_call: Launches one tiny fused kernel through our own launcher (this package knows no kernel); it
             gives the latency of mode ``"kernel"``. Without it that mode gets the latency of an ATen call that
             writes into a preallocated output, and no lower bound above zero.
+        load: How busy the machine is, asked before anything is measured.
 
     Raises:
         ValueError: Unknown ``device_type``, or no such device here.
     """
     identity = current_identity(device_type)
+    before = load()
     report = progress or (lambda fraction, label: None)
     with torch.no_grad():
         if device_type == "cuda":
@@ -93,11 +97,11 @@ def probe(
 
             measured = measure_cpu(identity, quick, report, kernel_call)
     report(1.0, "done")
-    return assemble(identity, measured)
+    return assemble(identity, measured, before)
 
 
-def assemble(identity: DeviceIdentity, measured: Measurements) -> DeviceSpec:
-    """The spec that follows from the raw timings."""
+def assemble(identity: DeviceIdentity, measured: Measurements, load: Load = IDLE) -> DeviceSpec:
+    """The spec that follows from the raw timings, and from how busy the machine was."""
     typical, _ = fit_launches(measured.streams)
     fits = {f"launch:{pattern}": fit for pattern, fit in typical.items()}
     fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
@@ -108,6 +112,7 @@ def assemble(identity: DeviceIdentity, measured: Measurements) -> DeviceSpec:
         "eager": list(measured.eager.values()),
         "rates": [rate.timing for rate in measured.rates],
     }
+    noise = noise_of(timings)
     bandwidth = bandwidth_curve(measured.streams)
     thread_bandwidth = bandwidth_curve(measured.thread_streams) if measured.thread_streams else None
     return DeviceSpec(
@@ -116,12 +121,12 @@ def assemble(identity: DeviceIdentity, measured: Measurements) -> DeviceSpec:
         bandwidth=bandwidth if thread_bandwidth is None else bandwidth.at_least(thread_bandwidth),
         launch=_latencies(measured, fits["eager"], min(fit.t0_us for fit in typical.values())),
         peaks=peaks(measured.rates),
-        noise=noise_of(timings),
+        noise=noise,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=current_versions(identity.device_type),
         thread_bandwidth=thread_bandwidth,
         fits=fits,
-        problems=_problems(identity, bandwidth, thread_bandwidth),
+        problems=(*doubts(noise, load), *_problems(identity, bandwidth, thread_bandwidth)),
     )
 
 

@@ -3,36 +3,61 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
 
+if TYPE_CHECKING:
+    from fuseplan.costmodel.device import DeviceSpec
+
 
 def probe(
     full: Annotated[bool, typer.Option("--full", help="More sizes and repetitions: about a minute.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Store what is found even where a better probe is stored already.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw the bandwidth.")] = None,
     device: DeviceOption = Device.AUTO,
     db: DbOption = None,
 ) -> None:
     """Measure this device's bandwidth, launch latency and peaks, and store them for the cost model.
 
-    Takes a few seconds; nothing else should run meanwhile. No device setting is changed.
+    Takes a few seconds, twice that where something disturbs it; nothing else should run meanwhile. A stored probe is
+    not replaced by one that is clearly worse. No device setting is changed.
     """
+    from fuseplan.costmodel.load import losses
     from fuseplan.costmodel.present import bandwidth_figure, spec_table
     from fuseplan.planner.session import open_session
 
     session = open_session(device_type(device), db)
     with console(stderr=True).status("probing") as status:
-        session = session.probed(not full, lambda fraction, step: status.update(f"probing: {step}, {fraction:.0%}"))
-    assert session.spec is not None
-    print_frame(spec_table(session.spec), title=f"{session.spec.identity.name} ({session.device})")
+        found = session.measure_device(
+            not full, lambda fraction, step: status.update(f"probing: {step}, {fraction:.0%}")
+        )
+    print_frame(spec_table(found), title=f"{found.identity.name} ({session.device})")
+    warn_of_problems(found)
     if plot is not None:
         plot.expanduser().parent.mkdir(parents=True, exist_ok=True)
-        bandwidth_figure(session.spec).savefig(plot.expanduser(), dpi=150)
+        bandwidth_figure(found).savefig(plot.expanduser(), dpi=150)
         typer.echo(f"plot written to {plot}")
+    known = session.spec
+    lost = losses(found, known) if known is not None and not force else []
+    if known is not None and lost:
+        typer.echo(
+            f"plan: warning: not stored, for the probe of {known.measured_at} is better ({'; '.join(lost)}); "
+            "`plan probe --force` replaces it", err=True,
+        )
+        return
+    session.with_spec(found).recalibrated()
     typer.echo(f"stored in {session.database.where}")
+
+
+def warn_of_problems(spec: DeviceSpec) -> None:
+    """Say what makes a probe's numbers doubtful."""
+    for problem in spec.problems:
+        typer.echo(f"plan: warning: this probe is doubtful: {problem}; run `plan probe` when it is idle", err=True)
 
 
 def backends() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame, print_text
+from fuseplan.planner.cli_device import warn_of_problems
 from fuseplan.planner.cli_source import (
     ConfigOption,
     DecodeOption,
@@ -29,8 +31,10 @@ from fuseplan.planner.cli_source import (
     regime_name,
 )
 from fuseplan.search.account import TimeAccount, process_age_s
+from fuseplan.search.plain import plain
 
 if TYPE_CHECKING:
+    from fuseplan.costmodel.load import Load
     from fuseplan.planner.graph import DataflowGraph
     from fuseplan.planner.session import Session
     from fuseplan.planner.tune import TuneResult
@@ -76,6 +80,7 @@ def tune(
     """
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
+        from fuseplan.costmodel.load import machine_load
         from fuseplan.planner.plan import PlanSettings
         from fuseplan.planner.session import open_session
         from fuseplan.search.record import now
@@ -99,12 +104,15 @@ def tune(
             with account.spend("capturing"):
                 name, graphs = capture()
             session = ready(open_session(kind, db, settings), account)
+        if session.spec is not None:
+            warn_of_problems(session.spec)
+        load = machine_load()
         session = replace(session, shipped=shipped, since=now() if again else "")
         result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed, account, pool)
     with account.spend("reporting"):
         say(result, name)
     typer.echo(account.line())
-    if complain(result):
+    if complain(result, load):
         raise typer.Exit(1)
 
 
@@ -166,17 +174,30 @@ def say(result: TuneResult, name: str) -> None:
     print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
     typer.echo(report.headline(groups))
     print_text(outcome(result))
-    for line in filter(None, [recheck.verdict(result.rechecked)]):
-        typer.echo(line)
+    noise = [record.unfused.noise for record in data.records.values() if sources.get(record.key.workload) == "measured"]
+    if noise:
+        typer.echo(f"noise of what was measured: {median(noise):.1%} in the median, {max(noise):.1%} at most")
+    if result.rechecked:
+        print_text(recheck.verdict(result.rechecked))
     typer.echo(f"stored in {session.database.where}")
 
 
-def complain(result: TuneResult) -> bool:
-    """Name what was not decided; True when that is more than a region or some noise."""
+def complain(result: TuneResult, load: Load) -> bool:
+    """Name what was not decided, or doubtfully; True when that is more than a region or some noise.
+
+    Args:
+        result: What the tune did.
+        load: How busy the machine was when it began.
+    """
     from fuseplan.search.errors import NothingCompilesError
 
     for failure in result.failures:
-        typer.echo(f"plan: warning: {failure}", err=True)
+        typer.echo(f"plan: warning: {plain(str(failure))}", err=True)
+    if result.measured and load.busy:
+        typer.echo(
+            f"plan: warning: the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew",
+            err=True,
+        )
     hidden = sum(plan.record.undecided for _, plan in result.distinct())
     if hidden:
         typer.echo(

@@ -78,8 +78,16 @@ class Session:
 
     def probed(self, quick: bool = True, progress: ProbeProgress | None = None) -> Session:
         """Measure the device and store what was found."""
-        spec = probe(self.target.device_type, quick, progress, tiny_kernel(self.backends, self.target))
-        return self.with_spec(spec)
+        return self.with_spec(self.measure_device(quick, progress))
+
+    def measure_device(self, quick: bool = True, progress: ProbeProgress | None = None) -> DeviceSpec:
+        """What a probe finds; one with doubtful numbers is repeated once, and the less doubtful of the two counts."""
+        call = tiny_kernel(self.backends, self.target)
+        first = probe(self.target.device_type, quick, progress, call)
+        if not first.problems:
+            return first
+        second = probe(self.target.device_type, quick, progress, call)
+        return min(first, second, key=lambda spec: (len(spec.problems), spec.noise))
 
     def planner(
         self,

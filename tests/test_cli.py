@@ -14,7 +14,8 @@ import pytest
 import report_samples as samples
 import torch
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel import load
+from fuseplan.costmodel.device import Peak, current_identity
 from fuseplan.planner import cli, cli_common, scaling, session
 from fuseplan.search.database import Database
 
@@ -195,6 +196,49 @@ def test_probe_prints_stores_and_plots(plan: Run, tmp_path: Path, monkeypatch: p
     assert plot.read_bytes().startswith(b"\x89PNG")
     with Database(db, mode="read") as database:
         assert cli_common.stored_spec(database, current_identity("cpu").key()) == measured
+
+
+def test_a_worse_probe_replaces_no_better_one(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 at a third, as at a load of 62; the doubtful probe is tried twice, and stored only where it is asked for."""
+    stored = replace(samples.SPEC, identity=current_identity("cpu"))
+    worse = replace(
+        stored, peaks={"fp32": Peak(0.5e11, 2e11), "sfu": stored.peaks["sfu"]}, problems=("the machine was busy",),
+    )
+    asked: list[str] = []
+    monkeypatch.setattr(session, "probe", lambda kind, *_: asked.append(kind) or worse)
+    status, out, err = plan("probe", "--device", "cpu", "--db", db)
+    assert status == 0 and asked == ["cpu", "cpu"]
+    assert "doubtful: the machine was busy" in err and "not stored" in err
+    assert "peak fp32 50 Gop/s, stored 150" in err and "plan probe --force" in err and "stored in" not in out
+    known = current_identity("cpu").key()
+    with Database(db, mode="read") as database:
+        assert cli_common.stored_spec(database, known) == stored
+    status, out, err = plan("probe", "--force", "--device", "cpu", "--db", db)
+    assert status == 0 and "stored in" in out
+    with Database(db, mode="read") as database:
+        assert cli_common.stored_spec(database, known) == worse
+
+
+def test_the_less_doubtful_of_two_probes_counts(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = replace(samples.SPEC, identity=current_identity("cpu"), noise=0.01)
+    probes = iter([replace(quiet, noise=0.4, problems=("noise",)), quiet])
+    monkeypatch.setattr(session, "probe", lambda *_: next(probes))
+    status, _, err = plan("probe", "--device", "cpu", "--db", db)
+    assert status == 0 and "doubtful" not in err
+    with Database(db, mode="read") as database:
+        assert cli_common.stored_spec(database, current_identity("cpu").key()) == quiet
+
+
+def test_a_tune_on_a_busy_machine_says_so_and_shows_its_noise(
+    plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune = ("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db, "--trials", "1")
+    monkeypatch.setattr(load, "machine_load", lambda: load.Load(62.0, 2))
+    status, out, err = plan(*tune)
+    assert status == 0
+    assert "62.0 on 2 cores" in err and "--again" in err and "noise of what was measured: " in out
+    status, out, err = plan(*tune)  # nothing is measured now
+    assert status == 0 and "62.0" not in err and "noise of" not in out
 
 
 # -- database -----------------------------------------------------------------------------------------------------

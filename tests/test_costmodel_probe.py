@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from fuseplan.costmodel import probe_cpu, probe_cuda
-from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, current_identity
-from fuseplan.costmodel.fit import RateTiming, peaks
-from fuseplan.costmodel.probe import probe
+from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak, current_identity
+from fuseplan.costmodel.fit import RateTiming, StreamTiming, peaks
+from fuseplan.costmodel.load import Load, doubts, losses
+from fuseplan.costmodel.probe import Measurements, probe
 from fuseplan.costmodel.probe_streams import Stream, _call, stream_sizes
 from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.timing import Timing
@@ -258,3 +260,48 @@ def test_arithmetic_kernels_compile_to_the_instruction_they_time(name: str, dtyp
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
     # 1024 elements on 128 threads are 8 each, and the loop's body takes 4 steps.
     assert ptx.count(f"{instruction}") >= 8 * 4
+
+
+# -- a busy machine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("average", "cores", "noise", "doubtful"),
+    [
+        (0.3, 2, 0.02, []), (2.0, 2, 0.02, []), (62.0, 96, 0.02, []), (62.0, 2, 0.02, ["62.0 on 2 cores"]),
+        (0.3, 2, 0.3, ["30%"]), (62.0, 2, 0.3, ["62.0 on 2 cores", "30%"]),
+    ],
+)
+def test_load_and_noise_make_a_probe_doubtful(average: float, cores: int, noise: float, doubtful: list[str]) -> None:
+    found = list(doubts(noise, Load(average, cores)))
+    assert len(found) == len(doubtful) and all(word in line for word, line in zip(doubtful, found, strict=True))
+
+
+def test_a_probe_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked before it keeps the cores busy itself."""
+    order: list[str] = []
+    quiet = Measurements(
+        [StreamTiming("neg", 4096 * 2**step, Timing(2.0**step, 2.0**step, 0.0), True) for step in range(12)],
+        {256: Timing(4.0, 3.0, 0.0), 4096: Timing(4.1, 3.0, 0.0)}, [RateTiming("fp32", 1e6, Timing(10.0, 10.0, 0.0))],
+    )
+    monkeypatch.setattr(probe_cpu, "measure_cpu", lambda *_: order.append("measured") or quiet)
+
+    def load() -> Load:
+        order.append("asked")
+        return Load(62.0, 2)
+
+    spec = probe("cpu", load=load)
+    assert order == ["asked", "measured"]
+    assert any("62.0 on 2 cores" in problem for problem in spec.problems)
+    assert not any("busy" in problem for problem in probe("cpu", load=lambda: Load(0.1, 2)).problems)
+
+
+def test_losses_are_what_got_clearly_worse(probed) -> None:
+    spec = probed[0]
+    assert losses(spec, spec) == []
+    slow = replace(spec, peaks={unit: Peak(peak.per_s / 3, peak.best_per_s) for unit, peak in spec.peaks.items()})
+    assert len(losses(slow, spec)) == len(spec.peaks) and losses(spec, slow) == []
+    late = replace(spec, launch={**spec.launch, "eager": Latency(spec.eager_us * 2, 0.0, "busy")})
+    assert len(losses(late, spec)) == 1 and "launch, eager" in losses(late, spec)[0]
+    other = replace(spec, peaks={})  # what was not measured is no loss
+    assert losses(other, spec) == []

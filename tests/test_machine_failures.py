@@ -13,6 +13,7 @@ import report_samples as samples
 from fake_tuner import SUBJECT, tuner
 from search_fakes import FakeBackend
 
+from fuseplan.costmodel import load
 from fuseplan.costmodel.device import current_identity
 from fuseplan.kernels import cpp_build
 from fuseplan.kernels.backend import BuildError, Config, MachineError, Resources, Target
@@ -118,6 +119,12 @@ def test_a_compiler_that_is_gone_is_the_machines_failure(tmp_path: Path) -> None
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No warning of a busy machine among those that are looked at."""
+    monkeypatch.setattr(load, "machine_load", lambda: load.IDLE)
 
 
 @pytest.fixture

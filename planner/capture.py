@@ -24,6 +24,7 @@ from fuseplan.planner.errors import CaptureError, FuseplanError
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.models import ModelSource, first_line
 from fuseplan.planner.normalise import Normalised, normalise
+from fuseplan.planner.transforms import modes_restored, without_transforms
 from fuseplan.planner.workload import Workload
 
 
@@ -75,8 +76,8 @@ def trace_predispatch(
         raise CaptureError("autocast is on; cast the model with model.to(dtype) instead")
     fakes = [_fake(item, context) for item in example_inputs]
     try:
-        with context.fake_mode:
-            trace = make_fx(module, pre_dispatch=True)(*fakes)
+        with context.fake_mode, modes_restored():
+            trace = make_fx(without_transforms(module, fakes), pre_dispatch=True)(*fakes)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks)
     except Exception as error:
         raise CaptureError(f"tracing to ATen ops failed: {first_line(error)}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -220,7 +220,7 @@ class _Builder:
         bound = bind_arguments(name, self._resolve(node.args), self._resolve(node.kwargs), self.names)
         results, value = self._results(node)
         if not results:
-            raise CaptureError(f"op {name} ({node.name}) returns no tensor; it cannot be placed in a dataflow graph")
+            return self._append_effect(node, name, bound.operands, bound.written)
         twin = functional_twin(target) if len(results) == len(bound.written) == 1 else None
         if twin is not None and self._may_be_functional(node, twin, bound.written[0]):
             self._append_functional(str(twin), bound, results, node)
@@ -320,6 +320,18 @@ class _Builder:
         )
         return [item for item in value if isinstance(item, TracedTensor)], value
 
+    def _append_effect(
+        self, node: fx.Node, name: str, operands: Sequence[TracedTensor], written: Sequence[TracedTensor]
+    ) -> None:
+        """An op without a tensor as its result: it is there for what it writes, or for something else that it does."""
+        self.specs[node.name] = TensorSpec.contiguous((0,), "float32")
+        self.nodes[node.name] = node
+        self.ops.append(OpNode(name, tuple(operand.name for operand in operands), (node.name,)))
+        touched = frozenset(map(self.storages.of, operands))
+        changed = frozenset(map(self.storages.of, written or operands))
+        # What nobody can see written keeps its place all the same, as if it drew random numbers.
+        self.accesses[node.name] = Access(touched, changed, random=not written)
+
     # -- higher-order ops -----------------------------------------------------------------------------------
 
     def _higher_order(self, node: fx.Node, target: torch._ops.HigherOrderOperator) -> Any:
@@ -328,7 +340,7 @@ class _Builder:
         operands = tensors_in((arguments, keywords))
         results, value = self._results(node)
         if not results:
-            raise CaptureError(f"higher-order op {target.name()} ({node.name}) returns no tensor; it cannot be planned")
+            return self._append_effect(node, f"higher_order.{target.name()}", operands, ())
         for result in results:
             self._define(result.name, result.fake, node)
         made = OpNode(

@@ -1,0 +1,161 @@
+"""Parts of a Dynamo graph that only work while a mode is on, rewritten as the ops that they come down to.
+
+``torch.vmap``, ``torch.func.grad`` and their kin put their calls between two that enter and leave a functorch level;
+tensors made in between are wrappers without memory, which no pre-dispatch trace can hold. Such a part is traced by
+itself below the levels, as ATen ops on plain tensors, and stands in the graph as those. A checkpoint, which has no
+meaning without gradients, is its body.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuseplan.planner.errors import CaptureError
+
+_ENTERS, _LEAVES = "_increment_nesting", "_decrement_nesting"
+_CHECKPOINT = "tag_activation_checkpoint"
+
+
+def without_transforms(module: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
+    """``module`` itself, or a copy without functorch levels and checkpoints. Call it under the graph's fake mode.
+
+    Args:
+        module: A graph of Dynamo's.
+        arguments: Fake values of its inputs.
+    """
+    sections = list(_sections(module.graph))
+    if not sections and not any(_is_checkpoint(node) for node in module.graph.nodes):
+        return module
+    interpreter = fx.Interpreter(module, garbage_collect_values=False)
+    interpreter.run(*arguments)
+    values = interpreter.env
+    return _Rewrite(module, _joined(module.graph, sections, values), values).copy()
+
+
+class _Rewrite:
+    def __init__(
+        self, module: fx.GraphModule, sections: Sequence[Sequence[fx.Node]], values: Mapping[fx.Node, Any]
+    ) -> None:
+        self._module, self._values = module, values
+        self._sections = {section[-1]: section for section in sections}
+        self._inside = {node for section in sections for node in section}
+        self._graph = fx.Graph()
+        self._made: dict[fx.Node, fx.Node] = {}
+        self._parts: dict[str, fx.GraphModule] = {}
+
+    def copy(self) -> fx.GraphModule:
+        for node in self._module.graph.nodes:
+            if node in self._sections:
+                self._emit(self._sections[node])
+            elif _is_checkpoint(node):
+                body, *operands = node.args
+                given = fx.map_arg(tuple(operands), self._made.__getitem__)
+                self._made[node] = self._graph.call_module(body.target, given)
+            elif node not in self._inside:
+                self._made[node] = self._graph.node_copy(node, self._made.__getitem__)
+        held = {node.target: self._held(node.target) for node in self._graph.nodes if node.op in _HOLDING}
+        return fx.GraphModule(held, self._graph)
+
+    def _held(self, name: str) -> Any:
+        return self._parts[name] if name in self._parts else operator.attrgetter(name)(self._module)
+
+    def _emit(self, section: Sequence[fx.Node]) -> None:
+        """Trace a section, and call the trace in its place."""
+        members = set(section)
+        inputs = _read_by(section)
+        outputs = [node for node in section if any(user not in members for user in node.users)]
+        part = fx.Graph()
+        own = {
+            node: part.node_copy(node) if node.op == "get_attr" else part.placeholder(node.name) for node in inputs
+        }
+        for node in section:
+            own[node] = part.node_copy(node, own.__getitem__)
+        part.output(tuple(own[node] for node in outputs))
+        given = [node for node in inputs if node.op != "get_attr"]
+        # Below pre-dispatch, levels are resolved before an op is recorded.
+        flat = make_fx(fx.GraphModule(self._module, part))(*(self._values[node] for node in given))
+        if any(isinstance(held, FakeTensor) for held in vars(flat).values()):
+            raise CaptureError(f"the functorch level at {section[0].name} reads a tensor that the graph does not show")
+        name = f"section_{section[0].name}"
+        self._parts[name] = flat
+        call = self._graph.call_module(name, tuple(self._made[node] for node in given))
+        for number, node in enumerate(outputs):
+            self._made[node] = self._graph.call_function(operator.getitem, (call, number))
+
+
+#: Kinds of nodes that name something that the module holds.
+_HOLDING = ("get_attr", "call_module")
+
+
+def _joined(
+    graph: fx.Graph, sections: Sequence[list[fx.Node]], values: Mapping[fx.Node, Any]
+) -> list[list[fx.Node]]:
+    """Sections with what lies between them where a wrapper made in one is read in the other (a Jacobian's parts)."""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    joined: list[list[fx.Node]] = []
+    for section in sections:
+        wrappers = [order[node] for node in _read_by(section) if _is_wrapper(values[node])]
+        start = min(wrappers, default=order[section[0]])
+        while joined and order[joined[-1][-1]] >= start:
+            section = [node for node in graph.nodes if order[joined[-1][0]] <= order[node] <= order[section[-1]]]
+            joined.pop()
+        joined.append(section)
+    return joined
+
+
+def _is_wrapper(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _read_by(section: Sequence[fx.Node]) -> list[fx.Node]:
+    members = set(section)
+    return list(dict.fromkeys(one for node in section for one in node.all_input_nodes if one not in members))
+
+
+@contextmanager
+def modes_restored() -> Iterator[None]:
+    """Leaves no functorch level and no gradient mode behind when a trace fails inside of one."""
+    depth, grad = torch._C._functorch.get_dynamic_layer_stack_depth(), torch.is_grad_enabled()
+    level = forward_ad._current_level
+    try:
+        yield
+    except BaseException:
+        while forward_ad._current_level > level:
+            forward_ad.exit_dual_level()
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        torch._C._autograd._saved_tensors_hooks_enable()
+        raise
+    finally:
+        torch.set_grad_enabled(grad)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def _is_checkpoint(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == _CHECKPOINT
+
+
+def _sections(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Runs of nodes from one that enters a level, outside of any, to the one that leaves it."""
+    depth, section = 0, list[fx.Node]()
+    for node in graph.nodes:
+        if _name(node).endswith(_ENTERS):
+            depth += 1
+        if depth:
+            section.append(node)
+        if _name(node).endswith(_LEAVES):
+            depth -= 1
+            if not depth:
+                yield section
+                section = []

@@ -1,0 +1,136 @@
+"""Models that take derivatives, map over a batch, or hold ops that no trace sees through: the rest is fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dispatch_samples import compiled, fresh_start
+from reference_backend import ReferenceBackend, use
+from torch import Tensor
+
+import fuseplan.planner
+from fuseplan.planner.transforms import modes_restored
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield from fresh_start()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ReferenceBackend:
+    """Interpreted kernels in place of compiled ones."""
+    made = ReferenceBackend()
+    use(monkeypatch, made)
+    return made
+
+
+def gated(x: Tensor, y: Tensor) -> Tensor:
+    return F.silu(x) * y + 1
+
+
+@torch.library.custom_op("fuseplan_tests::scale_", mutates_args={"x"})
+def scale_(x: Tensor, by: float) -> None:
+    x.mul_(by)
+
+
+@scale_.register_fake
+def _(x: Tensor, by: float) -> None:
+    return None
+
+
+@torch.library.custom_op("fuseplan_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def gradient(x: Tensor, y: Tensor) -> Tensor:
+    return gated(x, y) + torch.func.grad(lambda t: (t.sin() * y).sum())(x) * 2
+
+
+def hessian_diagonal(x: Tensor, y: Tensor) -> Tensor:
+    return gated(torch.vmap(torch.vmap(torch.func.grad(torch.func.grad(lambda t: t.sin() ** 2))))(x), y)
+
+
+def jacobian(x: Tensor, y: Tensor) -> Tensor:
+    return gated(x, y) + torch.func.jacrev(lambda t: t.sum(0).sin())(x).sum((0, 1))
+
+
+def forward_derivative(x: Tensor, y: Tensor) -> Tensor:
+    return gated(*torch.func.jvp(lambda t: t.sin() * y, (x,), (y,)))
+
+
+def mapped(x: Tensor, y: Tensor) -> Tensor:
+    return gated(x, torch.vmap(lambda a, b: (a * b).softmax(-1))(x, y))
+
+
+def scanned(x: Tensor, y: Tensor) -> Tensor:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    return gated(x, associative_scan(lambda a, b: a + b, y, 0, combine_mode="generic"))
+
+
+def flexible(x: Tensor, y: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = x[None, None]
+    return gated(x, y) * flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + (i - j))[0, 0]
+
+
+def branching(x: Tensor, y: Tensor) -> Tensor:
+    return gated(torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x,)), y)
+
+
+def checkpointed(x: Tensor, y: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(gated, x, y, use_reentrant=False) * 2
+
+
+def written_by_a_custom_op(x: Tensor, y: Tensor) -> Tensor:
+    made = gated(x, y)
+    before = made * 3
+    scale_(made, 2.0)
+    return (made + 1).relu() * y + before
+
+
+def custom(x: Tensor, y: Tensor) -> Tensor:
+    return gated(doubled(gated(x, y)), y)
+
+
+FUNCTIONS = [
+    gradient, hessian_diagonal, jacobian, forward_derivative, mapped, scanned, flexible, branching, checkpointed,
+    written_by_a_custom_op, custom,
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_is_around_an_unusual_op_is_fused(
+    function: Callable[..., Any], dynamic: bool, tmp_path: Path, kernels: ReferenceBackend
+) -> None:
+    x, y = torch.randn(5, 16), torch.randn(5, 16)
+    result = compiled(function, tmp_path / "tuning.db", dynamic=dynamic)(x, y)
+    torch.testing.assert_close(result, function(x, y))
+    stats = fuseplan.planner.stats()
+    assert stats.groups_fused >= 1 and stats.fallbacks == {}
+
+
+def test_a_trace_that_fails_leaves_no_mode_behind() -> None:
+    functorch = torch._C._functorch
+    depth = functorch.get_dynamic_layer_stack_depth()
+    with pytest.raises(ZeroDivisionError), modes_restored():
+        functorch._grad_increment_nesting()
+        functorch._vmap_increment_nesting(3, "error")
+        torch._C._set_grad_enabled(True)
+        raise ZeroDivisionError
+    assert functorch.get_dynamic_layer_stack_depth() == depth
+    assert not torch.is_grad_enabled()

@@ -27,7 +27,7 @@ from fuseplan.kernels.ir import (
 )
 from fuseplan.kernels.ops import OPS
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.recipes import VIEW_MAPS, find_recipe, kind_of
+from fuseplan.planner.recipes import VIEW_MAPS, find_recipe, kind_of, why_refused
 from fuseplan.planner.views import Position
 
 #: Storage types narrower than the register that holds their values.
@@ -150,9 +150,10 @@ class Puller:
         return None if kind_of(node, graph.specs) == "view" else node
 
     def _computed(self, node: OpNode, value: str, position: Position) -> int:
-        recipe = find_recipe(node.op)
-        if recipe is None:
-            raise NotLowerable(f"{node.op} has no lowering")
+        # A plan is made for numbers; where a size is dynamic its recipe may refuse what it took.
+        recipe, reason = find_recipe(node.op), why_refused(node, self.specs)
+        if recipe is None or reason is not None:
+            raise NotLowerable(reason or f"{node.op} has no recipe")
         builds = (recipe.build, *recipe.others)
         return builds[node.outputs.index(value)](self, node, position)
 

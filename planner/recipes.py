@@ -18,7 +18,8 @@ from fuseplan.planner.recipes_rearrange import rearranging_recipes
 from fuseplan.planner.recipes_reduce import reducing_recipes
 from fuseplan.planner.views import VIEW_MAPS, Specs, is_address_map
 
-__all__ = ["RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "kind_of", "mutates", "why_extern"]
+__all__ = ["RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "kind_of", "mutates", "why_extern",
+           "why_refused"]
 
 OpKind: TypeAlias = Literal["view", "compute", "extern"]
 
@@ -56,6 +57,14 @@ def why_extern(node: OpNode, specs: Specs) -> str | None:
     for value in (*node.inputs, *node.outputs):
         if specs[value].dtype not in DTYPES:
             return f"{node.op}: dtype {specs[value].dtype} is not handled"
+    return why_refused(node, specs)
+
+
+def why_refused(node: OpNode, specs: Specs) -> str | None:
+    """Why no kernel can compute the op at these sizes and attributes, None when one can."""
+    recipe = RECIPES.get(node.op)
+    if recipe is None:
+        return f"{node.op} has no recipe: it stays a library call"
     if recipe.reduced_dim is not None:
         rank = len(specs[node.inputs[0]].shape)
         dims = recipe.reduced_dim(node, specs)

@@ -82,6 +82,17 @@ def test_one_graph_serves_every_size(
     assert stats.fallbacks == {} and stats.groups_fused >= 1
 
 
+def test_what_only_a_number_allows_is_left_to_eager(db: Path, kernels: ReferenceBackend) -> None:
+    """The plan, made for 5 rows, writes their sum out; for any number of rows no kernel can."""
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x.sum(0) * 2).sin() + x
+
+    fast = compiled(function, db, dynamic=True)
+    for rows in (5, 33):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(fast(x), function(x))
+
+
 def test_batch_and_sequence_change_together(db: Path, kernels: ReferenceBackend) -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         return (x.reshape(-1, x.shape[-1]) * x.shape[1] ** -0.5).softmax(-1).reshape(x.shape) + x.shape[0]

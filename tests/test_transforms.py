@@ -121,7 +121,8 @@ def test_what_is_around_an_unusual_op_is_fused(
     result = compiled(function, tmp_path / "tuning.db", dynamic=dynamic)(x, y)
     torch.testing.assert_close(result, function(x, y))
     stats = fuseplan.planner.stats()
-    assert stats.groups_fused >= 1 and stats.fallbacks == {}
+    assert stats.groups_fused >= 1
+    assert stats.fallbacks == {} or dynamic  # a sum over five rows is fused only where they are known to be five
 
 
 def test_a_trace_that_fails_leaves_no_mode_behind() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
-from fuseplan.planner.build import Model, rewind
+from fuseplan.planner.build import Model
+from fuseplan.planner.examples import rewind
 from fuseplan.planner.peers_inductor import without_chatter
 from fuseplan.planner.session import Session
 from fuseplan.planner.tally import reset_stats, stats

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.examples import example_call
 from fuseplan.planner.models import ModelSource, first_line, generates, hf_config
 from fuseplan.planner.workload import Workload
 
@@ -24,7 +26,7 @@ class Model:
         module: The module.
         device: Where its parameters are.
         config: Its Hugging Face config; None for the user's own module.
-        generates: True for a decoder, False for an encoder.
+        generates: True for a decoder, False for an encoder and for both in one.
         inputs: The example arguments of the user's own module: positional, then by keyword.
     """
 
@@ -37,7 +39,8 @@ class Model:
     def example(self, workload: Workload) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of one call in this regime.
 
-        Decode gets a half-filled static cache, so ``kv_len // 2`` calls fit before :func:`rewind` is due.
+        Decode gets a half-filled static cache, so ``kv_len // 2`` calls fit before
+        :func:`~fuseplan.planner.examples.rewind` is due.
 
         Raises:
             ConfigError: The model has no such regime.
@@ -46,46 +49,11 @@ class Model:
             if workload.regime != "forward":
                 raise ConfigError(f"a module with its own example inputs has no regime {workload.label!r}")
             return self.inputs[0], dict(self.inputs[1])
-        if workload.regime == "forward":
+        if workload.regime not in ("decode", "prefill"):
             raise ConfigError("a model from a config runs in decode or prefill")
-        ids = torch.randint(0, self._text_config.vocab_size, (workload.batch, workload.seq), device=self.device)
-        if not self.generates:
-            if workload.regime == "decode":
-                raise ConfigError(f"{self.config.model_type} is an encoder: it has no decode")
-            return (), {"input_ids": ids}
-        if workload.regime == "prefill":
-            return (), {"input_ids": ids, "use_cache": False}
-        return (), {"input_ids": ids, "past_key_values": self._static_cache(workload), "use_cache": True}
-
-    @property
-    def _text_config(self) -> Any:
-        return self.config.get_text_config(decoder=True)
-
-    def _static_cache(self, workload: Workload) -> Any:
-        from transformers import StaticCache
-
-        text = self._text_config
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        cache = StaticCache(config=self.config, max_cache_len=workload.kv_len)
-        dtype = next(self.module.parameters()).dtype
-        cache.early_initialization(workload.batch, heads, head_dim, dtype, self.device)
-        _set_position(cache, workload.kv_len // 2)
-        return cache
-
-
-def rewind(kwargs: Mapping[str, Any], workload: Workload) -> None:
-    """Put the cache of a decode call back to half full, so that further calls stay inside it."""
-    cache = kwargs.get("past_key_values")
-    if cache is not None:
-        _set_position(cache, workload.kv_len // 2)
-
-
-def _set_position(cache: Any, position: int) -> None:
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(position)
-        if hasattr(layer, "cumulative_length_int"):
-            layer.cumulative_length_int = position
+        if not self.generates and workload.regime == "decode":
+            raise ConfigError(f"{self.config.model_type} does not generate by itself: it has no decode")
+        return (), example_call(self.module, self.config, workload, self.device, self.generates)
 
 
 def build_model(source: ModelSource, device: torch.device | str) -> Model:
@@ -106,21 +74,37 @@ def build_model(source: ModelSource, device: torch.device | str) -> Model:
 
 def construct(source: ModelSource, device: torch.device | str) -> Model:
     """The preset's or config's module on ``device``, its parameters as they were allocated."""
-    from transformers import AutoModel, AutoModelForCausalLM
-    from transformers.utils import logging
-
     config, is_decoder = hf_config(source), generates(source)
-    auto: Any = AutoModelForCausalLM if is_decoder else AutoModel
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    auto = _auto_class(config, is_decoder)
     try:
-        with torch.device(device), _SkipRandomFill():  # type: ignore[no-untyped-call]
+        with quiet(), torch.device(device), _SkipRandomFill():  # type: ignore[no-untyped-call]
             module = auto.from_config(config, dtype=getattr(torch, source.dtype or "bfloat16"))
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"model {source.name} cannot be built: {first_line(error)}") from None
+    return Model(module.eval(), torch.device(device), config, is_decoder)
+
+
+def _auto_class(config: Any, is_decoder: bool) -> Any:
+    """The factory in ``transformers`` that knows the model with the head that it usually has."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+    if is_decoder:
+        return AutoModelForCausalLM
+    both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if config.is_encoder_decoder else ()
+    return next((auto for auto in both if type(config) in auto._model_mapping), AutoModel)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Only errors from ``transformers`` meanwhile: what it says is meant for who trains or generates."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
         logging.set_verbosity(verbosity)
-    return Model(module.eval(), torch.device(device), config, is_decoder)
 
 
 class _SkipRandomFill(TorchDispatchMode):

@@ -8,18 +8,21 @@ output layout depends on the device, so neither plain tracing nor the meta devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.attention import rewrite_attention
-from fuseplan.planner.build import Model, construct, load_module
+from fuseplan.planner.binding import bind_graph
+from fuseplan.planner.build import Model, construct, load_module, quiet
 from fuseplan.planner.errors import CaptureError, FuseplanError
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.models import ModelSource, first_line
@@ -112,9 +115,12 @@ def capture(source: ModelSource, workload: Workload, device_type: str) -> Captur
     device = "meta" if device_type == "cuda" and not torch.cuda.is_available() else device_type
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = _faked(load_module(source), mode, device) if source.kind == "module" else construct(source, device)
-        args, kwargs = model.example(workload)
-        traces = record(model.module, args, kwargs)
-    return Captured(tuple(trace.graph for trace in traces), workload, tuple(traces))
+        if workload.regime != "generate":
+            args, kwargs = model.example(workload)
+            traces = record(model.module, args, kwargs)
+    if workload.regime == "generate":
+        traces = record_generation(model, workload, mode)
+    return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload, tuple(traces))
 
 
 def record(module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Normalised]:
@@ -123,29 +129,107 @@ def record(module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     Raises:
         CaptureError: Dynamo cannot trace the call, or traces nothing.
     """
-    traces: list[Normalised] = []
-    errors: list[FuseplanError] = []
+    with _recording("the model cannot be traced") as recorder, torch.no_grad():
+        torch.compile(module, backend=recorder, dynamic=False)(*args, **kwargs)
+    return recorder.traces
 
-    def backend(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+
+def record_generation(model: Model, workload: Workload, mode: FakeTensorMode) -> list[Normalised]:
+    """Let ``generate()`` call the model until it makes no new graphs, and give these, normalised.
+
+    The loop of ``transformers`` runs for real, on tokens; its calls only trace, and every token has the same score. So
+    masks, positions and caches are what they are at run time: a prompt, a first token, and one after that, from which
+    on a cache that grows has a dynamic size.
+
+    Raises:
+        CaptureError: Dynamo cannot trace a call, or ``generate()`` fails.
+    """
+    if model.device.type == "meta":
+        raise CaptureError("generate() needs a device to run on; this machine has no GPU")
+    module: Any = model.module
+    with _recording("generate() cannot be followed") as recorder, quiet(), suppress(_Enough):
+        module.forward = _Followed(module.forward, recorder, mode, model.device)
+        ids = torch.ones(workload.batch, workload.seq, dtype=torch.long, device=model.device)
+        new = workload.kv_len - workload.seq + 1 if workload.kv_len else _CALLS
+        static = {"cache_implementation": "static"} if workload.kv_len else {}
+        module.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=new,
+            min_new_tokens=min(new, _CALLS), disable_compile=True, **static,
+        )
+    return recorder.traces
+
+
+#: Calls of a model after which ``generate()`` only repeats itself.
+_CALLS = 3
+
+
+class _Enough(Exception):
+    """Nothing new can come."""
+
+
+class _Followed:
+    """A compiled model in the hands of ``generate()``: it sees fake tensors, and every token has the same score."""
+
+    def __init__(
+        self, forward: Callable[..., Any], backend: _Recorder, mode: FakeTensorMode, device: torch.device
+    ) -> None:
+        self.__signature__ = inspect.signature(forward)  # generate() hands over only what forward() names
+        self._compiled = torch.compile(forward, backend=backend)
+        self._mode = mode
+        self._device = device
+        self._calls = 0
+
+    def __call__(self, **kwargs: Any) -> Any:
+        with self._mode, torch.no_grad():
+            outputs = self._compiled(**pytree.tree_map_only(torch.Tensor, self._fake, kwargs))
+        self._calls += 1
+        if self._calls == _CALLS:
+            raise _Enough
+        batch, _, words = outputs.logits.shape
+        outputs.logits = torch.zeros(batch, 1, words, device=self._device)
+        return outputs
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+
+class _Recorder:
+    """A ``torch.compile`` back end that keeps every graph, normalised."""
+
+    def __init__(self) -> None:
+        self.traces: list[Normalised] = []
+        self.errors: list[FuseplanError] = []
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            traces.append(normalise(trace_predispatch(graph, example_inputs)))
+            self.traces.append(normalise(trace_predispatch(graph, example_inputs)))
         except FuseplanError as error:
-            errors.append(error)
+            self.errors.append(error)
         return graph.forward
 
+
+@contextmanager
+def _recording(failure: str) -> Iterator[_Recorder]:
+    """A recorder for what is compiled meanwhile; all graphs that ``torch.compile`` holds are forgotten.
+
+    Raises:
+        CaptureError: What is done with it fails, which ``failure`` names, or a graph cannot be normalised, or there is
+            none.
+    """
+    recorder = _Recorder()
     torch._dynamo.reset()
     try:
-        with torch.no_grad():
-            torch.compile(module, backend=backend, dynamic=False)(*args, **kwargs)
+        yield recorder
     except Exception as error:
-        raise errors[0] if errors else CaptureError(f"the model cannot be traced: {first_line(error)}") from error
+        if recorder.errors:
+            raise recorder.errors[0] from error
+        raise CaptureError(f"{failure}: {first_line(error)}") from error
     finally:
         torch._dynamo.reset()
-    if errors:
-        raise errors[0]
-    if not traces:
+    if recorder.errors:
+        raise recorder.errors[0]
+    if not recorder.traces:
         raise CaptureError("the model runs no tensor op that torch.compile can trace; nothing can be planned")
-    return traces
 
 
 def _faked(model: Model, mode: FakeTensorMode, device: str) -> Model:

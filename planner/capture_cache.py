@@ -28,8 +28,9 @@ from fuseplan.search.measure import no_collection
 
 #: Sources whose text decides what a captured graph looks like.
 _CAPTURE_CODE = (
-    "arguments", "attention", "attention_call", "attention_masks", "build", "capture", "execute", "graph", "graph_json",
-    "grouped_queries", "hazards", "models", "normalise", "sizes", "spelling", "trace_edit", "workload",
+    "arguments", "attention", "attention_call", "attention_masks", "binding", "build", "capture", "examples", "execute",
+    "graph", "graph_json", "grouped_queries", "hazards", "models", "normalise", "sizes", "spelling", "trace_edit",
+    "workload",
 )  # fmt: skip
 
 

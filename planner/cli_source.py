@@ -92,6 +92,7 @@ def named_graphs(
     workloads: tuple[str | None, int | None, str | None],
     dtype: str | None,
     layers: int | None,
+    calls: bool = False,
 ) -> tuple[str, list[tuple[str, DataflowGraph]]]:
     """Name of what the options mean, and its graphs by workload name.
 
@@ -102,6 +103,7 @@ def named_graphs(
         workloads: ``--decode``, ``--kv-len``, ``--prefill``.
         dtype: ``--dtype``.
         layers: ``--layers``.
+        calls: ``--calls``.
 
     Raises:
         FuseplanError: The options contradict each other, or name nothing that exists.
@@ -116,7 +118,7 @@ def named_graphs(
     if pattern[1] is not None:
         raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")
     found = find_source(*source, kind, dtype, layers)
-    return found.label, capture_all(found, workloads_for(found, kind, *workloads), kind)
+    return found.label, capture_all(found, workloads_for(found, kind, *workloads, calls=calls), kind)
 
 
 def dtype_name(text: str | None) -> str | None:
@@ -144,9 +146,13 @@ def _pattern(name: str, shape: str | None, dtype: str | None) -> tuple[str, list
 def capture_all(
     source: ModelSource, workloads: tuple[Workload, ...], kind: str
 ) -> list[tuple[str, DataflowGraph]]:
-    """Name and graph of each workload; a model that breaks into several graphs gets numbered names."""
+    """Name and graph of each workload; a model that breaks into several graphs gets numbered names.
+
+    Calls that were not asked for, but follow from those that were, are left out where a model does not take them.
+    """
     from fuseplan.planner.capture_cache import cached_capture, capture_beside
     from fuseplan.planner.cli_common import console
+    from fuseplan.planner.errors import CaptureError
     from fuseplan.search.worker import usable_cores
 
     found = []
@@ -154,7 +160,13 @@ def capture_all(
         capture_beside(source, workloads, kind, usable_cores())
         for workload in workloads:
             status.update(f"capturing {source.label}, {workload.label}")
-            graphs = cached_capture(source, workload, kind).graphs
+            try:
+                graphs = cached_capture(source, workload, kind).graphs
+            except CaptureError as error:
+                if not workload.derived:
+                    raise
+                console(stderr=True).print(f"{workload.label} is left out: {error}", markup=False)
+                continue
             for number, graph in enumerate(graphs, 1):
                 name = workload.label if len(graphs) == 1 else f"{workload.label} part {number}"
                 found.append((name, graph))

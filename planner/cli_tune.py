@@ -55,6 +55,13 @@ def tune(
     prefill: PrefillOption = None,
     dtype: DtypeOption = None,
     layers: LayersOption = None,
+    calls: Annotated[
+        bool,
+        typer.Option(
+            "--calls/--no-calls",
+            help="Also plan what a call with an attention mask, and Hugging Face's generate(), make of these sizes.",
+        ),
+    ] = True,
     numerics: NumericsOption = Numerics.FP32,
     trials: Annotated[
         int | None,
@@ -91,7 +98,7 @@ def tune(
 
     def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:
         return named_graphs(
-            kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
+            kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls
         )
 
     with make_pool(kind) as pool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fuseplan.planner.errors import ConfigError, UnknownModelError
 from fuseplan.planner.presets import ALIASES, PRESETS
-from fuseplan.planner.workload import Workload, parse_workloads
+from fuseplan.planner.workload import Workload, parse_workloads, with_calls
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DTYPES = {name: name for name in _SHORT.values()} | _SHORT
@@ -140,14 +140,10 @@ def first_line(error: Exception) -> str:
 
 
 def generates(source: ModelSource) -> bool:
-    """True for a decoder that generates tokens; False for an encoder such as BERT.
-
-    Raises:
-        ConfigError: The model is an encoder-decoder.
-    """
+    """True for a decoder that generates tokens; False for an encoder such as BERT, and for both in one, such as T5."""
     entries = json.loads(source.config_json)
     if entries.get("is_encoder_decoder"):
-        raise ConfigError(f"{source.name} is an encoder-decoder; pass its halves with --module")
+        return False
     for name in entries.get("architectures") or ():
         return str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     return _usually_generates(entries)
@@ -171,10 +167,12 @@ def workloads_for(
     decode_batches: str | None = None,
     kv_len: int | None = None,
     prefills: str | None = None,
+    calls: bool = False,
 ) -> tuple[Workload, ...]:
     """The workloads to plan for this model, from flags or defaults (see :func:`parse_workloads`).
 
-    The user's own module has one, its example inputs; an encoder has no decode.
+    The user's own module has one, its example inputs; an encoder has no decode. With ``calls`` come those that an
+    attention mask and ``generate()`` make of the same sizes.
 
     Raises:
         ShapeError: A size is not a positive number, or nothing is left to plan.
@@ -186,8 +184,9 @@ def workloads_for(
             raise ConfigError("--decode and --prefill need a config; --module brings its own example inputs")
         return (Workload("forward"),)
     found = parse_workloads(device_type, decode_batches, kv_len, prefills)
-    if generates(source):
-        return found
-    if decode_batches:
-        raise ConfigError(f"{source.name} is an encoder: it has no decode; give --prefill only")
-    return tuple(workload for workload in found if workload.regime != "decode")
+    decoder = generates(source)
+    if not decoder:
+        if decode_batches:
+            raise ConfigError(f"{source.name} does not generate by itself: it has no decode; give --prefill only")
+        found = tuple(workload for workload in found if workload.regime != "decode")
+    return with_calls(found, decoder) if calls else found

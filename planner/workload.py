@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fuseplan.planner.errors import ShapeError
 
 #: decode: one new token per sequence against a static KV cache. prefill: whole sequences, no cache.
 #: forward: the example inputs that the user's own module came with.
-Regime: TypeAlias = Literal["decode", "prefill", "forward"]
+#: generate: the calls that Hugging Face's ``generate()`` makes of a prompt, with masks and caches of its own.
+Regime: TypeAlias = Literal["decode", "prefill", "forward", "generate"]
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,16 @@ class Workload:
     Attributes:
         regime: Which kind of call.
         batch: Sequences.
-        seq: New tokens per sequence (1 in decode).
-        kv_len: Length of the static KV cache; 0 without one.
+        seq: New tokens per sequence (1 in decode); of ``generate``, tokens of the prompt.
+        kv_len: Length of the static KV cache; 0 without one (``generate`` then has one that grows).
+        masked: Whether the call has an attention mask, as a tokenizer makes one.
     """
 
     regime: Regime
     batch: int = 1
     seq: int = 1
     kv_len: int = 0
+    masked: bool = False
 
     @property
     def tokens(self) -> int:
@@ -34,11 +38,18 @@ class Workload:
         return self.batch * self.seq
 
     @property
+    def derived(self) -> bool:
+        """Whether it follows from sizes given for other calls (:func:`with_calls`)."""
+        return self.masked or self.regime == "generate"
+
+    @property
     def label(self) -> str:
-        """Short name for tables: ``decode 8 @ 1024``, ``prefill 4x2048``."""
-        if self.regime == "decode":
-            return f"decode {self.batch} @ {self.kv_len}"
-        return f"prefill {self.batch}x{self.seq}" if self.regime == "prefill" else "forward"
+        """Short name for tables: ``decode 8 @ 1024``, ``prefill 4x2048 masked``, ``generate 1x128 @ 256``."""
+        if self.regime == "forward":
+            return "forward"
+        size = f"{self.batch}" if self.regime == "decode" else f"{self.batch}x{self.seq}"
+        cache = f" @ {self.kv_len}" if self.kv_len else ""
+        return f"{self.regime} {size}{cache}{' masked' if self.masked else ''}"
 
 
 def decode(batch: int, kv_len: int) -> Workload:
@@ -47,6 +58,30 @@ def decode(batch: int, kv_len: int) -> Workload:
 
 def prefill(batch: int, seq: int) -> Workload:
     return Workload("prefill", batch, seq)
+
+
+def generate(batch: int, seq: int, kv_len: int = 0) -> Workload:
+    return Workload("generate", batch, seq, kv_len)
+
+
+def with_calls(workloads: Iterable[Workload], generates: bool) -> tuple[Workload, ...]:
+    """The workloads, and what an attention mask and ``generate()`` make of the same sizes.
+
+    A prompt that fits a decode's cache goes through it; a decode without such a prefill is reached from one token.
+
+    >>> [one.label for one in with_calls([decode(1, 256), decode(8, 256), prefill(1, 128)], True)][3:]
+    ['prefill 1x128 masked', 'generate 1x128', 'generate 1x128 @ 256', 'generate 8x1 @ 256']
+    """
+    plain = tuple(workloads)
+    prefills = [one for one in plain if one.regime == "prefill"]
+    found = [*plain, *(replace(one, masked=True) for one in prefills)]
+    if generates:
+        found += [generate(one.batch, one.seq) for one in prefills]
+        for step in plain:
+            if step.regime == "decode":
+                fitting = [one.seq for one in prefills if one.batch == step.batch and one.seq < step.kv_len]
+                found += [generate(step.batch, seq, step.kv_len) for seq in fitting or [1]]
+    return tuple(dict.fromkeys(found))
 
 
 #: Without flags: on a CPU small enough to tune in minutes, on a GPU what serving looks like.

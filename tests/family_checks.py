@@ -129,7 +129,7 @@ def check_forward(
     row.eager, row.error = (one.relative() for one in errors)
     if row.error > max(_LIMIT * row.eager, _TINY[dtype]):
         row.problems.append(f"error {row.error:.2e}, eager's {row.eager:.2e}")
-    row.problems += _stats_problems(row, fuseplan.planner.stats())
+    _add_stats(row)
     return row
 
 
@@ -176,12 +176,42 @@ def _add(errors: tuple[_Errors, _Errors], exact: list[Any], eager: list[Any], fu
     return []
 
 
-def _stats_problems(row: Row, stats: Stats) -> list[str]:
-    found = [f"{count} x {reason}" for reason, count in stats.fallbacks.items()]
+def _add_stats(row: Row) -> None:
+    """What dispatch counted since it was reset."""
+    stats: Stats = fuseplan.planner.stats()
+    row.problems += [f"{count} x {reason}" for reason, count in stats.fallbacks.items()]
     if row.coverage is not None and row.coverage.bare:
-        found.append(f"{row.coverage.bare} graphs wholly unfused")
+        row.problems.append(f"{row.coverage.bare} graphs wholly unfused")
     row.misses = stats.misses
-    return found
+
+
+#: Of what is tuned and then called: tokens of a prompt, and the length of a static cache.
+PROMPT, KV_LEN = 9, 16
+_NEW = KV_LEN - PROMPT + 1
+
+
+def check_hits(
+    name: str, dtype: str, device: str, batches: tuple[int, ...], options: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """After a tune of these sizes: calls with and without a mask, and generation, find every region."""
+    model: Any = families.build(name).to(device, DTYPES[dtype])
+    rows = []
+    for masked in (False, True):
+        row = Row(name, dtype, f"hits {'with' if masked else 'without'} a mask")
+        fast = compiled(model, False, options)
+        for batch in batches:
+            with torch.no_grad():
+                _call(fast, families.inputs(name, batch, PROMPT, masked=masked), device, DTYPES[dtype])
+        rows.append(row)
+        _add_stats(row)
+    if families.task_of(name) == "causal":
+        prompts = [prompt for prompt in PROMPTS if prompt.batch in batches]
+        rows += [check_generate(name, dtype, prompt, device, options) for prompt in prompts]
+    for row in rows:
+        row.check = row.check.replace("generate", "hits generate")
+        if row.misses:
+            row.problems.append(f"{row.misses} misses")
+    return rows
 
 
 # -- generating -------------------------------------------------------------------------------------------
@@ -233,7 +263,7 @@ def check_generate(
                 return row
     if not torch.equal(result, expected):
         row.problems.append("other tokens than eager's")
-    row.problems += _stats_problems(row, fuseplan.planner.stats())
+    _add_stats(row)
     return row
 
 
@@ -249,13 +279,13 @@ def _compile_config(prompt: Prompt, options: Mapping[str, Any] | None) -> Any:
 
 
 def generate(model: Any, name: str, prompt: Prompt, device: str, config: Any = None) -> torch.Tensor:
-    """Token ids: the prompt and 7 more."""
-    call = families.inputs(name, prompt.batch, 9, seed=1, masked=True)
+    """Token ids: the prompt, and what fills a static cache, the last token never being read."""
+    call = families.inputs(name, prompt.batch, PROMPT, seed=1, masked=True)
     extra = {"compile_config": config} if config is not None else {"disable_compile": True}
     if prompt.cache is not None:
         extra["cache_implementation"] = prompt.cache
     tokens: torch.Tensor = model.generate(
-        **{key: value.to(device) for key, value in call.items()}, do_sample=False, max_new_tokens=7, min_new_tokens=7,
-        **extra,
+        **{key: value.to(device) for key, value in call.items()}, **extra, do_sample=False,
+        max_new_tokens=_NEW, min_new_tokens=_NEW,
     )
     return tokens

@@ -165,7 +165,7 @@ def inputs(name: str, batch: int, length: int, seed: int = 0, masked: bool = Fal
     if task == "contrastive":
         found["pixel_values"] = images
     if task == "seq2seq":
-        found["decoder_input_ids"] = ids[:, : length // 2 + 1].clone()
+        found["decoder_input_ids"] = ids.flip(1)
     return found
 
 

@@ -20,7 +20,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def work(given: argparse.Namespace) -> None:
 
 
 def say(row: checks.Row) -> None:
-    print("ROW " + json.dumps(asdict(row)), flush=True)
+    print("ROW " + json.dumps(row.record()), flush=True)
 
 
 def interpret() -> None:
@@ -111,7 +110,7 @@ def in_process(name: str) -> list[dict[str, Any]]:
         output, died = (error.stdout or b"").decode(), f"not finished after {_LIMIT_S} s"
     rows = [json.loads(line.removeprefix("ROW ")) for line in output.splitlines() if line.startswith("ROW ")]
     if died:
-        rows.append(asdict(checks.Row(name, "", "worker", problems=[died])))
+        rows.append(checks.Row(name, "", "worker", problems=[died]).record())
     wrong = sum(bool(problems(row)) for row in rows)
     print(f"{name}: {len(rows)} checks, {wrong} not passed", file=sys.stderr, flush=True)
     return rows
@@ -128,7 +127,7 @@ def problems(row: dict[str, Any]) -> list[str]:
     """What is wrong with a row, too little coverage included."""
     found = list(row["problems"])
     coverage, bar = row["coverage"], _BARS[families.is_transformer(row["family"])]
-    if coverage and coverage["fused"] + coverage["alone"] < bar * coverage["coverable"]:
+    if coverage["fused"] + coverage["alone"] < bar * coverage["coverable"]:
         found.append(f"less than {bar:.0%} fused")
     return found
 
@@ -140,12 +139,12 @@ def headline(device: str) -> list[str]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = ["| family | dtype | check | fused | error | eager's | misses | problems |", "|" + " --- |" * 8]
+    lines = ["| family | dtype | check | fused | alone | error | eager's | misses | problems |", "|" + " --- |" * 9]
     for row in rows:
         coverage = row["coverage"]
-        fused = "{fused} of {coverable}, {alone} alone".format_map(coverage) if coverage else ""
+        fused = [f"{coverage['fused']} of {coverage['coverable']}", str(coverage["alone"])]
         errors = [f"{row[name]:.1e}" if row[name] is not None else "" for name in ("error", "eager")]
-        cells = [row["family"], row["dtype"], row["check"], fused, *errors, str(row["misses"])]
+        cells = [row["family"], row["dtype"], row["check"], *fused, *errors, str(row["misses"])]
         lines.append("| " + " | ".join([*cells, "; ".join(problems(row)).replace("|", "/") or "-"]) + " |")
     return lines
 
@@ -155,7 +154,7 @@ def left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
     counts: dict[str, int] = {}
     where: dict[str, set[str]] = {}
     for row in rows:
-        for op, count in (row["coverage"] or {"left": {}})["left"].items():
+        for op, count in row["coverage"]["left"].items():
             counts[op] = counts.get(op, 0) + count
             where.setdefault(op, set()).add(row["family"])
     lines = ["| op not fused | times | families |", "| --- | --- | --- |"]
@@ -164,11 +163,12 @@ def left_out(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
-    covered = [row["coverage"] for row in rows if row["coverage"]]
-    fused, alone, coverable = (sum(one[name] for one in covered) for name in ("fused", "alone", "coverable"))
+    fused, coverable, alone = (sum(row["coverage"][name] for row in rows) for name in ("fused", "coverable", "alone"))
     wrong = sum(bool(problems(row)) for row in rows)
-    shares = [f"{count / max(coverable, 1):.1%}" for count in (fused, fused + alone)]
-    share = f"{fused} of {coverable} coverable ops fused ({shares[0]}; {shares[1]} with those that no other can join)"
+    share = (
+        f"{fused} of {coverable} coverable ops fused ({fused / max(coverable, 1):.1%}), {alone} of the others alone: "
+        "no other op can join them, and they count as well placed"
+    )
     return [f"{len(rows)} checks of {len({row['family'] for row in rows})} families, {wrong} not passed; {share}"]
 
 

@@ -14,9 +14,8 @@ import torch.utils._pytree as pytree
 
 import fuseplan.planner
 from fuseplan.planner import dispatch
-from fuseplan.planner.coverage import coverage
+from fuseplan.planner.coverage import Coverage, coverage
 from fuseplan.planner.fallback import FirstCall, failure_reason
-from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.tally import Stats
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,46 +28,21 @@ _LIMIT = 1.05
 #: Batch and tokens of calls: none is a multiple of another's.
 _CALLS = ((2, 9), (3, 13))
 
-@dataclass
-class Coverage:
-    """Ops that kernels took over, of those that could be, in the graphs compiled while it was watching.
-
-    Attributes:
-        coverable, fused, alone, left: As :class:`fuseplan.planner.coverage.Coverage` has them.
-        bare: Graphs none of whose ops are fused although some could be with others.
-    """
-
-    coverable: int = 0
-    fused: int = 0
-    alone: int = 0
-    bare: int = 0
-    left: dict[str, int] = field(default_factory=dict)
-
-    def add(self, graph: DataflowGraph, fused: set[str]) -> None:
-        """Count one graph whose ops ``fused`` run in kernels."""
-        found = coverage(graph, fused)
-        self.coverable += found.coverable
-        self.fused += found.fused
-        self.alone += found.alone
-        self.bare += found.coverable > found.alone and not found.fused
-        for op, count in found.left.items():
-            self.left[op] = self.left.get(op, 0) + count
-
-
 @contextmanager
-def watching() -> Iterator[Coverage]:
-    """Count what is fused in every graph compiled meanwhile."""
-    counted, executable = Coverage(), dispatch.executable
+def watching() -> Iterator[list[Coverage]]:
+    """The coverage of every graph compiled meanwhile."""
+    found: list[Coverage] = []
+    executable = dispatch.executable
 
     def watched(traced: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         call: Any = executable(traced, *args, **kwargs)
         slots = [slot for slot in call.__globals__.values() if isinstance(slot, FirstCall)]
-        counted.add(traced.graph, {name for slot in slots for name in slot._group.plan.ops})
+        found.append(coverage(traced.graph, {name for slot in slots for name in slot._group.plan.ops}))
         return call  # type: ignore[no-any-return]
 
     dispatch.executable = watched
     try:
-        yield counted
+        yield found
     finally:
         dispatch.executable = executable
 
@@ -81,7 +55,7 @@ class Row:
         family: Its name.
         dtype: ``"fp32"`` or ``"bf16"``.
         check: What was tried.
-        coverage: Of all graphs that it compiled; None where that is not asked.
+        graphs: The coverage of each graph that was compiled.
         eager: Eager's relative error against float64.
         error: The compiled model's.
         misses: Regions that the database did not know.
@@ -91,11 +65,18 @@ class Row:
     family: str
     dtype: str
     check: str
-    coverage: Coverage | None = None
+    graphs: list[Coverage] = field(default_factory=list)
     eager: float | None = None
     error: float | None = None
     misses: int = 0
     problems: list[str] = field(default_factory=list)
+
+
+    def record(self) -> dict[str, Any]:
+        """The row as plain data, its graphs added up."""
+        whole = sum(self.graphs, Coverage())
+        counts = {"coverable": whole.coverable, "fused": whole.fused, "alone": whole.alone, "left": dict(whole.left)}
+        return {**{name: value for name, value in vars(self).items() if name != "graphs"}, "coverage": counts}
 
 
 def compiled(
@@ -116,7 +97,7 @@ def check_forward(
     wide = widened(model)
     calls = [families.inputs(name, *size, masked=masked) for size, masked in zip(_CALLS, (False, True), strict=True)]
     errors = _Errors(), _Errors()
-    with torch.no_grad(), watching() as row.coverage:
+    with torch.no_grad(), watching() as row.graphs:
         fast = compiled(model, dynamic, options)
         for call in calls:
             exact, eager = (_call(one, call, device, to) for one, to in ((wide, torch.float64), (model, DTYPES[dtype])))
@@ -180,8 +161,8 @@ def _add_stats(row: Row) -> None:
     """What dispatch counted since it was reset."""
     stats: Stats = fuseplan.planner.stats()
     row.problems += [f"{count} x {reason}" for reason, count in stats.fallbacks.items()]
-    if row.coverage is not None and row.coverage.bare:
-        row.problems.append(f"{row.coverage.bare} graphs wholly unfused")
+    if bare := sum(one.fused == 0 and one.coverable > one.alone for one in row.graphs):
+        row.problems.append(f"{bare} graphs wholly unfused")
     row.misses = stats.misses
 
 
@@ -251,7 +232,7 @@ def check_generate(
     model: Any = families.build(name).to(device, DTYPES[dtype])
     with torch.no_grad():
         expected = generate(model, name, prompt, device)
-        with watching() as row.coverage:
+        with watching() as row.graphs:
             torch._dynamo.reset()
             fuseplan.planner.reset_stats()
             try:

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fuseplan.planner.placement import MODE_SWITCHES
+from fuseplan.planner.normalise import MODE_SWITCHES
 from fuseplan.planner.views import VIEW_MAPS
 
 #: Of the ops that run as several others, those that return new memory all the same.

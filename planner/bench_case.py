@@ -123,7 +123,7 @@ def plan_facts(
         config="; ".join(f"{group.backend.name} {config_key(group.config)}" for group in case.groups),
         registers="; ".join(str(count) for count in registers if count is not None),
         note=_plan_note(seen, bool(kernels)),
-        predicted_us=predicted_us(graph, kernels, unfused, spec, regime),
+        predicted_us=predicted_us(graph, kernels, unfused, spec, regime, case.numerics),
     )
 
 

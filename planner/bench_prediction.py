@@ -35,7 +35,8 @@ class PlannedKernel:
 
 
 def predicted_us(
-    graph: DataflowGraph, kernels: Sequence[PlannedKernel], unfused: Iterable[str], spec: DeviceSpec | None, regime: str
+    graph: DataflowGraph, kernels: Sequence[PlannedKernel], unfused: Iterable[str], spec: DeviceSpec | None,
+    regime: str, numerics: str = "fp32",
 ) -> float | None:
     """Microseconds that the model predicts for a plan, launch after launch, with what kernels cost each other.
 
@@ -47,10 +48,11 @@ def predicted_us(
         unfused: Names of the compute ops outside them.
         spec: The device as probed and calibrated.
         regime: ``"eager"`` or ``"graph"``.
+        numerics: What the plan is made for, ``"fp32"`` or ``"eager"``.
     """
     if spec is None:
         return None
-    delay_us, total_us = _delays(graph, spec), 0.0
+    delay_us, total_us = _delays(graph, spec, numerics), 0.0
     for one in kernels:
         work = kernel_work(one.lowered.ir, hot_inputs(graph, one.lowered.inputs))
         mode = launch_mode(one.config, regime)
@@ -58,18 +60,19 @@ def predicted_us(
     alone: Mode = "graph" if regime == "graph" else "eager"
     for name in unfused:
         work = op_work(graph, name)
-        total_us += predict(work, spec, alone, backend=UNFUSED).time_us + delay_us(lower(graph, (name,)), work, alone)
+        lowered = lower(graph, (name,), numerics)
+        total_us += predict(work, spec, alone, backend=UNFUSED).time_us + delay_us(lowered, work, alone)
     return total_us
 
 
 _Delay: TypeAlias = Callable[[Lowered, Work, Mode], float]
 
 
-def _delays(graph: DataflowGraph, spec: DeviceSpec) -> _Delay:
+def _delays(graph: DataflowGraph, spec: DeviceSpec, numerics: str) -> _Delay:
     """What a kernel of a plan pays for the others in the cache (:mod:`fuseplan.planner.neighbours`)."""
     if spec.identity.device_type != "cuda":
         return lambda lowered, work, mode: 0.0
-    book = GroupBook(graph, "fp32", "cuda")
+    book = GroupBook(graph, numerics, "cuda")
     regions = [(frozenset(region.ops), book.neighbours(region)) for region in find_regions(graph)]
 
     def delay_us(lowered: Lowered, work: Work, mode: Mode) -> float:

@@ -71,8 +71,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-#: Calls that only switch a mode, and run-time checks: they compute nothing.
-_MODE_SWITCHES = (torch._C._set_grad_enabled, torch.amp.autocast_mode._exit_autocast)
+#: Calls that only switch a mode and compute nothing: a traced graph runs without gradients and outside autocast
+#: throughout.
+MODE_SWITCHES = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+#: Run-time checks: they compute nothing either.
 _CHECKS = frozenset(
     (
         "_assert_async",
@@ -187,10 +193,8 @@ class _Builder:
             if isinstance(number, sympy.Symbol):
                 self.scalars.setdefault(number.name, node)
             return number
-        if target in _MODE_SWITCHES:
-            return None
-        if target is torch.amp.autocast_mode._enter_autocast:
-            if len(node.args) < 3 or node.args[2]:
+        if target in MODE_SWITCHES:
+            if target is torch.amp.autocast_mode._enter_autocast and (len(node.args) < 3 or node.args[2]):
                 raise CaptureError("the model enables autocast; cast it with model.to(dtype) instead")
             return None
         if isinstance(target, torch._ops.OpOverload):

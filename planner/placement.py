@@ -17,14 +17,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fuseplan.kernels.scalars import float32_bits
 from fuseplan.planner.graph import DataflowGraph
+from fuseplan.planner.normalise import MODE_SWITCHES
 from fuseplan.planner.recipes import kind_of
-
-#: Calls that only switch a mode: the rewritten graph runs without gradients and outside autocast throughout.
-MODE_SWITCHES = (
-    torch._C._set_grad_enabled,
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fuseplan.kernels.in_place import Reuse, ReuseOptions, choose_reuse
-from fuseplan.planner.placement import MODE_SWITCHES, Traced
+from fuseplan.planner.normalise import MODE_SWITCHES
+from fuseplan.planner.placement import Traced
 from fuseplan.planner.recipes import kind_of
 
 #: Library calls whose result is always new memory. (Their schemas alone do not say so: ``dropout``'s promises a new

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from fuseplan.costmodel.device import DeviceSpec, Mode, Peak
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.backend import Target
+from fuseplan.planner import bench_prediction, prices
 from fuseplan.planner.bench_prediction import PlannedKernel, predicted_us
 from fuseplan.planner.candidates import enumerate_candidates
 from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.lower import lower
+from fuseplan.planner.lower import Lowered, lower
 from fuseplan.planner.neighbours import Neighbours
 from fuseplan.planner.partition import Choice, RegionProblem, predicted_partition, region_problem
 from fuseplan.planner.plan import Planner, PlanSettings
@@ -216,6 +219,23 @@ def test_the_bench_predicts_a_plan_as_the_planner_does() -> None:
     assert predicted_us(graph, together, (), KNEE, "graph") == pytest.approx(
         predict(kernel_work(together[0].lowered.ir, (True,) * 3), KNEE, "graph").time_us
     )
+
+
+def test_the_bench_predicts_a_plan_in_its_own_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = two_scaled(4000)
+    names = [node.name for node in graph]
+    asked: list[str] = []
+
+    def noted(graph: DataflowGraph, ops: Sequence[str], numerics: str = "fp32", *more: Any) -> Lowered:
+        asked.append(numerics)
+        return lower(graph, ops, numerics, *more)
+
+    for module in (bench_prediction, prices):
+        monkeypatch.setattr(module, "lower", noted)
+    for numerics in ("eager", "fp32"):
+        asked.clear()
+        bench_prediction.predicted_us(graph, (), names, KNEE, "graph", numerics)
+        assert set(asked) == {numerics}
 
 
 def delay_of_op_us(graph: DataflowGraph, name: str) -> float:

@@ -5,7 +5,12 @@ back, results are no further from float64 than eager's, nearly all ops that a ke
 every causal LM generates eager's tokens: from both kinds of cache, in batches with padding, with ``CompileConfig`` too.
 
     python tests/check_models.py [--families llama,t5] [--dtypes fp32,bf16] [--static | --dynamic] [--no-generate]
-                                 [--device cpu|cuda] [--interpreted] [--jobs 2] [--out results/models.md]
+                                 [--device cpu|cuda] [--interpreted] [--tune [--db FILE]] [--jobs 2]
+                                 [--out results/models.md]
+
+``--tune`` asks something else: after ``plan tune --config`` of each family at tiny sizes (hardly any search), a fresh
+process misses no region in calls with and without an attention mask, and in generation; and ``plan explain`` has words
+for all of it.
 
 ``--interpreted`` runs kernels in an interpreter (no compiler, on a CPU): fast where only the planner is in question.
 Exits with status 1 if anything is wrong. pytest does not collect it; ``test_model_families.py`` runs a slice of it.
@@ -18,8 +23,10 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +37,11 @@ import transformers
 
 #: Share of coverable ops that has to run in kernels, or is left to ATen with no other to join it.
 _BARS = {True: 0.95, False: 0.90}
+
+#: Batches that are tuned and then called.
+_BATCHES = (1, 3)
+
+_PLAN = [sys.executable, "-m", "fuseplan.planner.cli"]
 
 #: Seconds that one family may take.
 _LIMIT_S = 3000
@@ -45,6 +57,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--no-forward", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--interpreted", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="tune each family, then look for misses")
+    parser.add_argument("--db", help="database of the tunes; a fresh one by default")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -59,8 +73,9 @@ def main() -> None:
     names = given.families.split(",")
     if unknown := set(names) - set(families.FAMILIES):
         sys.exit(f"unknown families {', '.join(sorted(unknown))}; known: {', '.join(families.FAMILIES)}")
-    with ThreadPoolExecutor(given.jobs) as pool:
-        rows = [row for found in pool.map(in_process, names) for row in found]
+    with ThreadPoolExecutor(given.jobs) as pool, tempfile.TemporaryDirectory() as folder:
+        common = [*sys.argv[1:], *([] if given.db else ["--db", str(Path(folder) / "tuning.db")])]
+        rows = [row for found in pool.map(partial(in_process, common), names) for row in found]
     text = "\n".join([*headline(given.device), "", *table(rows), "", *left_out(rows), "", *summary(rows)])
     print(text)
     if given.out:
@@ -76,6 +91,9 @@ def work(given: argparse.Namespace) -> None:
     if given.interpreted:
         interpret()
     name = given.worker
+    if given.tune:
+        tune_and_hit(name, given)
+        return
     for dtype in given.dtypes.split(","):
         for dynamic in (False, True):
             if not given.no_forward and not (given.static if dynamic else given.dynamic):
@@ -83,6 +101,28 @@ def work(given: argparse.Namespace) -> None:
     if families.task_of(name) == "causal" and not given.no_generate:
         for prompt in checks.PROMPTS:
             say(checks.check_generate(name, "fp32", prompt, given.device))
+
+
+def tune_and_hit(name: str, given: argparse.Namespace) -> None:
+    """Tune a family on the command line, and look in this process, which has compiled nothing, for what it misses."""
+    if name not in families.FAMILY_CONFIGS:
+        return
+    prompts = ",".join(f"{batch}x{checks.PROMPT}" for batch in _BATCHES)
+    sizes = ["--prefill", prompts]
+    if families.task_of(name) == "causal":
+        sizes += ["--decode", ",".join(map(str, _BATCHES)), "--kv-len", str(checks.KV_LEN)]
+    with tempfile.TemporaryDirectory() as folder:
+        config = families.write_family(Path(folder), name)
+        for dtype in given.dtypes.split(","):
+            common = ["--config", str(config), "--dtype", dtype, "--device", given.device, "--db", given.db, *sizes]
+            for command in (["tune", *common, "--trials", "1", "--seconds", "0.1"], ["explain", *common]):
+                row = checks.Row(name, dtype, f"plan {command[0]}")
+                done = subprocess.run([*_PLAN, *command], capture_output=True, text=True, timeout=_LIMIT_S)
+                if done.returncode or "is left out" in done.stderr:
+                    row.problems.append(f"status {done.returncode}: {last_line(done.stderr)}")
+                say(row)
+            for row in checks.check_hits(name, dtype, given.device, _BATCHES, {"db": given.db}):
+                say(row)
 
 
 def say(row: checks.Row) -> None:
@@ -99,9 +139,9 @@ def interpret() -> None:
     session.backends_for = lambda device_type: (backend,)
 
 
-def in_process(name: str) -> list[dict[str, Any]]:
+def in_process(common: Sequence[str], name: str) -> list[dict[str, Any]]:
     """The rows of one family; one that died has a row that says so."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", name]
+    command = [sys.executable, __file__, *common, "--worker", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
         output = done.stdout

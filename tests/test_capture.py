@@ -5,11 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
 import pytest
 import torch
+from model_families import write_family
 from model_samples import write_config
 from torch import Tensor, fx, nn
 from tracing import ops, recording
@@ -57,12 +59,16 @@ def at_run_time(source: ModelSource, workload: Workload) -> list[Normalised]:
         ("mixtral", DECODE),
         ("gpt2", PREFILL),
         ("bert", PREFILL),
+        ("llama", replace(PREFILL, masked=True)),
+        ("deepseek-v3", DECODE),  # keys and values of different widths
+        ("mamba", DECODE),  # a cache that is no keys and values
+        ("whisper", PREFILL),
     ],
 )
 def test_offline_capture_equals_run_time_and_computes_the_model(
     family: str, workload: Workload, tmp_path: Path
 ) -> None:
-    source = find_source(config=write_config(tmp_path, family), dtype="float32")
+    source = find_source(config=write_family(tmp_path, family), dtype="float32")
     running = [graph_to_json(trace.graph) for trace in at_run_time(source, workload)]
     assert [graph_to_json(graph) for graph in capture(source, workload, "cpu").graphs] == running
 

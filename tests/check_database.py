@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 #: Cases that one process runs.
-_BATCH = 50
+_BATCH = 75
 _BATCH_LIMIT_S = 1200
 _SERVED = ("served", "quarantined", "unread", "ignored", "raised", "died")
 

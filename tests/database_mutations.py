@@ -263,8 +263,7 @@ _LINES = ("[" * 3000, "{}", "null", "9" * 5000, '{"device": "a", "spec": {}}', '
 def forge_export(rng: random.Random, path: Path, canary: Canary) -> None:
     """Some lines edited or exchanged, the trailer made right again."""
     lines = path.read_text().splitlines()
-    for _ in range(rng.choice((1, 1, 4))):
-        at = rng.randrange(0, len(lines) - 1) if rng.random() < 0.1 else rng.randrange(1, len(lines) - 1)
+    for at in rng.sample(range(0 if rng.random() < 0.1 else 1, len(lines) - 1), rng.choice((1, 1, 4))):
         data = json.loads(lines[at])
         (kind,) = [name for name in data if name != "device"][:1] or ["device"]
         if kind == "plan_record" and rng.random() < 0.4:

@@ -69,6 +69,12 @@ def test_a_real_gain_wins_whatever_the_noise(tmp_path: Path, seed: int) -> None:
     assert record.planned_us < 40.0
 
 
+@pytest.mark.parametrize(("fused_us", "kind"), [(5.0, "fused"), (20.0, "unfused")])
+def test_an_op_by_itself_is_a_kernel_where_that_is_faster(tmp_path: Path, fused_us: float, kind: str) -> None:
+    record, _ = plan(tmp_path, ScriptedTuner, ops=1, fused_us=lambda subject: fused_us, unfused_us=10.0)
+    assert [group.kind for group in record.groups] == [kind]
+
+
 def test_a_gain_within_the_margin_is_not_taken(tmp_path: Path) -> None:
     table = by_length(6.0, 5.0, 9.0, 10.3)
     record, tuner = plan(tmp_path, ScriptedTuner, fused_us=lambda subject: table[len(compute_nodes(subject))])

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from fuseplan.kernels.cpp_text import constant_text, index_text, size_text, without_column
 from fuseplan.kernels.cpp_types import SCALAR_TYPE, VECTOR_TYPE
-from fuseplan.kernels.index import Index
+from fuseplan.kernels.index import Coord, FloorDiv, Index
 from fuseplan.kernels.ir import Apply, Cast, Const, Gather, Iota, Load, Round, Segment, Store
 from fuseplan.kernels.ops import op_spec
 
@@ -158,6 +158,9 @@ class Values:
         return name, f"[&](int i) -> i64 {{ return (j + i) * {index_text(Index(step), str, self.names)}; }}"
 
     def _load(self, value: int, instr: Load, kind: str) -> str:
+        if instr.gather is None and instr.mask is None and _shared_by_lanes(instr.index, self.segment):
+            loaded = f"get(b{instr.buffer} + ({self.index(instr.index, 'j')}))"
+            return f"splat_mask({loaded})" if kind == "bool" else f"splat<{VECTOR_TYPE[kind]}>({loaded})"
         pointer, offsets = self.address(f"p{value}", instr.buffer, instr.index, instr.gather)
         plain = f"load({pointer}, m)" if offsets is None else f"gather({pointer}, {offsets}, m)"
         if instr.mask is None:
@@ -179,6 +182,38 @@ class Values:
         if offsets is None:
             return f"store({pointer}, {value}, m);"
         return f"scatter({pointer}, {offsets}, {value}, m);"
+
+
+#: Columns in a vector, at most; a vector starts at a multiple of what it holds.
+_LANES = 16
+
+
+def _shared_by_lanes(index: Index, segment: Segment) -> bool:
+    """Whether all lanes of a vector read one element: the column counts by blocks of whole vectors only.
+
+    So it is with what a channel has, where columns walk the positions of several channels.
+    """
+    column = segment.col_axis
+    if column not in index.axes() or not isinstance(segment.cols, int) or segment.cols % _LANES:
+        return False
+    return all(
+        isinstance(atom, FloorDiv) and _in_blocks(atom, column)
+        for atom, _ in index.terms if not isinstance(atom, Coord) or atom.axis == column
+        if isinstance(atom, Coord) or column in atom.base.axes()
+    )
+
+
+def _in_blocks(atom: FloorDiv, column: int) -> bool:
+    """Whether a quotient is the same for all columns of a vector."""
+    numbers = [atom.divisor, atom.base.const]
+    for term, coefficient in atom.base.terms:
+        if not isinstance(term, Coord):
+            return False
+        if term.axis != column:
+            numbers.append(coefficient)
+        elif coefficient != 1:
+            return False
+    return all(isinstance(number, int) and number % _LANES == 0 for number in numbers)
 
 
 def conversion(source: str, target: str, text: str) -> str:

@@ -35,8 +35,12 @@ _SMALL_GATHER = 16
 #: Threads of a block, of a warp, and elements that a thread of a reduction loads at once.
 _BLOCK, _WARP, _VECTOR = 512, 32, 4
 
-_FOLDS = frozenset({"mean", "sum", "amax", "amin", "max", "min", "prod", "any", "all"})
-_WHOLE_ROWS = frozenset({"layer_norm", "native_layer_norm", "rms_norm", "softmax", "_softmax", "log_softmax"})
+_FOLDS = frozenset({
+    "mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any", "all", "adaptive_avg_pool2d",
+})
+_WHOLE_ROWS = frozenset({
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "_softmax", "log_softmax",
+})
 _JOINS = frozenset({"cat", "stack"})
 _FUNCTIONS = frozenset({"silu", "sigmoid", "sin", "cos", "tan", "tanh", "gelu", "erf", "log", "mish", "softplus"})
 _GATHERS = frozenset({"embedding", "index_select", "index", "gather"})

@@ -28,7 +28,7 @@ REDUCTIONS = frozenset(
     for name in (
         "sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "std", "norm",
         "any", "all", "logsumexp", "cumsum", "softmax", "_softmax", "log_softmax", "_log_softmax", "layer_norm",
-        "native_layer_norm", "rms_norm", "linalg_vector_norm",
+        "native_layer_norm", "rms_norm", "group_norm", "adaptive_avg_pool2d", "linalg_vector_norm",
     )
 )
 

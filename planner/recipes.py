@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from fuseplan.kernels.index import row_major_strides
 from fuseplan.planner.graph import OpNode
 from fuseplan.planner.recipe import DTYPES, Recipe
 from fuseplan.planner.recipes_activation import activation_recipes
@@ -16,7 +17,7 @@ from fuseplan.planner.recipes_norm import normalising_recipes
 from fuseplan.planner.recipes_pointwise import pointwise_recipes
 from fuseplan.planner.recipes_rearrange import rearranging_recipes
 from fuseplan.planner.recipes_reduce import reducing_recipes
-from fuseplan.planner.views import VIEW_MAPS, Specs, is_address_map
+from fuseplan.planner.views import VIEW_MAPS, Specs, is_address_map, same_size
 
 __all__ = ["RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "kind_of", "mutates", "why_extern",
            "why_refused"]
@@ -72,4 +73,19 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
             return f"{node.op}: reduces dimensions {dims} of {rank}; only the last ones are supported"
         if len(dims) == rank > 1:
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
-    return recipe.refuse(node, specs) if recipe.refuse is not None else None
+    refused = recipe.refuse(node, specs) if recipe.refuse is not None else None
+    if refused is None and recipe.reduced_dim is not None and len(recipe.reduced_dim(node, specs)) > 1:
+        return _why_no_rows(node, specs)
+    return refused
+
+
+def _why_no_rows(node: OpNode, specs: Specs) -> str | None:
+    """Why the folded dimensions of operand 0 are not walked as one: they are not one run of memory."""
+    recipe, spec = RECIPES[node.op], specs[node.inputs[0]]
+    assert recipe.reduced_dim is not None
+    first = len(spec.shape) - len(recipe.reduced_dim(node, specs))
+    wanted = row_major_strides(spec.shape[first:])
+    run = zip(spec.shape[first:], spec.strides[first:], wanted, strict=True)
+    if all(same_size(extent, 1) or same_size(stride, expected) for extent, stride, expected in run):
+        return None
+    return f"{node.op}: the dimensions that it reduces are not one run of memory"

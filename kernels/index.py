@@ -168,6 +168,8 @@ class Index:
         return self + other * -1
 
     def __floordiv__(self, divisor: Size) -> Index:
+        if is_static(divisor) and divisor == 0:
+            return Index(0)  # a coordinate of an empty dimension: nothing is ever there to be asked for
         if len(self.terms) == 1 and self.const == 0 and self.terms[0][1] == 1:
             atom = self.terms[0][0]
             if isinstance(atom, FloorDiv):  # (x // a) // b
@@ -178,6 +180,8 @@ class Index:
         return whole + Index(0, ((FloorDiv(rest, divisor), 1),))
 
     def __mod__(self, divisor: Size) -> Index:
+        if is_static(divisor) and divisor == 0:
+            return Index(0)
         _, rest = self._split(divisor)
         if rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor):
             return rest

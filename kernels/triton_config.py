@@ -190,8 +190,8 @@ def full_tile(ir: KernelIR, segment: Segment) -> tuple[int, int]:
 
 
 def _most_elements(ir: KernelIR, segment: Segment) -> int:
-    """Elements of a pointwise tile at most: more where each moves few bytes."""
-    return _POINTWISE_TILE * _FULL_BYTES // min(_moved_bytes(ir, segment), _FULL_BYTES)
+    """Elements of a pointwise tile at most, a power of two: more where each moves few bytes."""
+    return _POINTWISE_TILE * _FULL_BYTES // min(next_power_of_2(_moved_bytes(ir, segment)), _FULL_BYTES)
 
 
 def _moved_bytes(ir: KernelIR, segment: Segment) -> int:

@@ -33,6 +33,15 @@ def _unary(op: str) -> Recipe:
     return Recipe(build)
 
 
+def _rounding(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = result_type(p, node)
+        value = p.operand(node, 0, position, dtype)
+        return p.apply(op, value) if dtype.startswith("float") else value  # an integer is rounded already
+
+    return Recipe(build)
+
+
 def _binary(op: str) -> Recipe:
     def build(p: Puller, node: OpNode, position: Position) -> int:
         dtype = result_type(p, node)
@@ -154,8 +163,10 @@ def pointwise_recipes() -> dict[str, Recipe]:
     for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
                  "reciprocal"):
         rows[f"aten.{name}.default"] = _unary(name)
-    for name in ("neg", "abs", "floor", "ceil", "round"):
+    for name in ("neg", "abs"):
         rows[f"aten.{name}.default"] = _unary(name)
+    for name in ("floor", "ceil", "round"):
+        rows[f"aten.{name}.default"] = _rounding(name)
     for name in ("add", "sub", "mul"):
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _binary(name)
     for name in ("div", "true_divide"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import ir_samples as samples
 import pytest
 import torch
+from graphs import Builder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipe_samples import recipe_samples
@@ -20,6 +21,7 @@ from fuseplan.kernels.cpp_types import STORAGE_TYPE
 from fuseplan.kernels.index import symbol
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import run_reference
+from fuseplan.planner.lower import lower
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -193,3 +195,27 @@ def test_many_buffers_of_every_type(backend: CppBackend, count: int) -> None:
     made = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(*inputs)
     for one, other in zip(made, inputs, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("sample", samples.dynamic_samples(), ids=samples.label)
+def test_a_dynamic_size_may_be_zero(backend: CppBackend, sample: samples.Sample) -> None:
+    """Whatever divides by the size does so where there is an element; a row of no elements folds to the identity."""
+    for name in sample.symbols:
+        empty = replace(sample, symbols={**sample.symbols, name: 0})
+        if (sample.name, name) != ("row_statistics", "m"):
+            check(backend, empty, backend.default_config(sample.ir, TARGET))
+            continue
+        inputs, outputs = empty.inputs(), empty.outputs()
+        kernel = backend.load(sample.ir, backend.default_config(sample.ir, TARGET), TARGET)
+        kernel(*inputs, *outputs, *(empty.symbols[name] for name in sample.ir.symbols))
+        assert [one.flatten().tolist() for one in outputs] == [[one] * 4 for one in (0.0, -math.inf, math.inf, 0)]
+
+
+def test_integers_are_rounded_already(backend: CppBackend) -> None:
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+        b = Builder(x=torch.arange(-3, 34).to(dtype))
+        values = [b(f"aten.{name}.default", "x") for name in ("floor", "ceil", "round", "neg", "abs")]
+        ir = lower(b.graph(*values), values).ir
+        made = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(b.tensors["x"])
+        for one, value in zip(made, values, strict=True):
+            assert torch.equal(one, b.tensors[value])

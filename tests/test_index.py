@@ -98,3 +98,13 @@ def test_symbolic_sizes() -> None:
 def test_unbound_symbol_is_an_error() -> None:
     with pytest.raises((KeyError, ValueError)):
         evaluate(symbol("s0") * 2, {})
+
+
+def test_a_coordinate_of_an_empty_dimension_divides_by_nothing() -> None:
+    """Views of tensors without elements: nothing is asked for, and nothing is divided by zero."""
+    n = symbol("n")
+    flat = flatten([Index.coord(0, 3), Index.coord(1, n)], [n, 1])
+    assert (flat // 0).is_zero and (flat % 0).is_zero
+    for index in (flat // n, flat % n, (flat + 1) // (2 * n), (flat * 3 + 1) % n):
+        assert index.bind({"n": 4}).symbols() == set()
+        assert index.bind({"n": 0}).symbols() == set()

@@ -14,6 +14,7 @@ import pytest
 from fuseplan.kernels.backend import SM90, Backend, BuildError, Config, Target, checked, config_key, misfit
 from fuseplan.kernels.cpp_backend import CppBackend
 from fuseplan.kernels.cpp_config import run_settings
+from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
 from fuseplan.kernels.triton_backend import TritonBackend
 from fuseplan.search.space import enumerate_space
@@ -123,3 +124,15 @@ def test_a_space_finds_what_it_holds_and_not_what_is_spelled_alike(backend: Back
         if isinstance(value, int):
             assert space.find(with_value(space.default, name, str(value))) is None
             assert space.find(with_value(space.default, name, float(value))) is None
+
+
+@pytest.mark.parametrize("cols", [3, 64, 100, 1500])
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "bfloat16"])
+def test_a_default_is_one_of_the_choices(backend: Backend, dtype: str, cols: int) -> None:
+    """Also where an element moves three bytes: a tile's rows and columns are powers of two."""
+    buffers = [samples.contiguous("x", dtype, (4096, 2 * cols))]
+    buffers.append(samples.contiguous("y", "bfloat16", (4096, cols), True))
+    b = samples.Body(buffers, (4096,), cols)
+    b.store("y", b.at, b.cast(b.load("x", b.at), "float32"))
+    ir = KernelIR(tuple(buffers), (b.segment(),))
+    assert misfit(backend.default_config(ir, TARGETS[type(backend)]), backend.parameters, complete=False) is None

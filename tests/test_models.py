@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from model_samples import CONFIGS, write_config
 
 from fuseplan.planner.build import build_model
-from fuseplan.planner.errors import ConfigError, ShapeError, UnknownModelError
+from fuseplan.planner.capture import Captured
+from fuseplan.planner.cli_source import capture_all
+from fuseplan.planner.errors import CaptureError, ConfigError, ShapeError, UnknownModelError
 from fuseplan.planner.examples import rewind
+from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.models import find_source, generates, hf_config, workloads_for
 from fuseplan.planner.presets import PRESETS
-from fuseplan.planner.workload import Workload, decode, parse_workloads, prefill
+from fuseplan.planner.workload import Workload, decode, generate, parse_workloads, prefill
 
 # -- workloads --------------------------------------------------------------------------------------------
 
@@ -176,6 +180,34 @@ def test_workloads_fit_the_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="example inputs"):
         workloads_for(module, "cpu", prefills="8")
     assert workloads_for(find_source(), "cpu") == parse_workloads("cpu")
+
+
+def test_calls_that_follow_from_the_sizes_asked_for(tmp_path: Path) -> None:
+    encoder = find_source(config=write_config(tmp_path, "bert"))
+    assert [one.label for one in workloads_for(encoder, "cpu", calls=True)] == ["prefill 1x128", "prefill 1x128 masked"]
+    found = workloads_for(find_source(), "cpu", "1,4", 64, "1x32,1x80,2x8", calls=True)
+    assert [one.label for one in found if one.derived] == [
+        "prefill 1x32 masked", "prefill 1x80 masked", "prefill 2x8 masked",
+        "generate 1x32", "generate 1x80", "generate 2x8",
+        "generate 1x32 @ 64", "generate 4x1 @ 64",  # 80 tokens do not fit; of 4 sequences there is no prompt
+    ]
+
+
+def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cached(source: object, workload: Workload, kind: str) -> Captured:
+        if workload.derived or workload.batch == 7:
+            raise CaptureError("the model cannot be traced: [why]")
+        return Captured((DataflowGraph([], {}, [], []),), workload)
+
+    monkeypatch.setattr("fuseplan.planner.capture_cache.cached_capture", cached)
+    monkeypatch.setattr("fuseplan.planner.capture_cache.capture_beside", lambda *_: None)
+    asked = (prefill(1, 8), replace(prefill(1, 8), masked=True), generate(1, 8))
+    assert [name for name, _ in capture_all(find_source(), asked, "cpu")] == ["prefill 1x8"]
+    assert "generate 1x8 is left out: the model cannot be traced: [why]" in capsys.readouterr().err
+    with pytest.raises(CaptureError):
+        capture_all(find_source(), (prefill(7, 8),), "cpu")
 
 
 # -- real modules -----------------------------------------------------------------------------------------

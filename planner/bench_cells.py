@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from fuseplan.planner.errors import ConfigError, ShapeError, UnknownPatternError
+from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.patterns import PATTERNS, parse_shape, pattern
+from fuseplan.planner.size_text import read_size
 
 #: Rows of every sweep: decode of one sequence to a long prefill.
 ROWS = (1, 8, 32, 128, 512, 4096, 16384)
@@ -166,7 +166,7 @@ def parse_sizes(text: str | None, option: str) -> tuple[int, ...]:
     """``"1,8,32"`` as numbers; () for None.
 
     Raises:
-        ConfigError: It is no list of positive numbers.
+        ShapeError: It is no list of sizes.
 
     >>> parse_sizes("1,8", "--rows")
     (1, 8)
@@ -174,6 +174,4 @@ def parse_sizes(text: str | None, option: str) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[1-9]\d*", part) for part in parts):
-        raise ConfigError(f"cannot read {option} {text!r}; write positive numbers joined by commas, such as 1,8,32")
-    return tuple(dict.fromkeys(map(int, parts)))
+    return tuple(dict.fromkeys(read_size(part, option, f"{option} 1,8,32") for part in parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.errors import ConfigError, FuseplanError, in_words
 from fuseplan.planner.examples import example_call
-from fuseplan.planner.models import ModelSource, first_line, generates, hf_config
+from fuseplan.planner.models import ModelSource, generates, hf_config
 from fuseplan.planner.workload import Workload
 
 
@@ -79,8 +80,8 @@ def construct(source: ModelSource, device: torch.device | str) -> Model:
     try:
         with quiet(), torch.device(device), _SkipRandomFill():  # type: ignore[no-untyped-call]
             module = auto.from_config(config, dtype=getattr(torch, source.dtype or "bfloat16"))
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"model {source.name} cannot be built: {first_line(error)}") from None
+    except Exception as error:
+        raise ConfigError(f"model {source.name} cannot be built: {in_words(error)}") from None
     return Model(module.eval(), torch.device(device), config, is_decoder)
 
 
@@ -133,23 +134,36 @@ def _fill(module: nn.Module, std: float = 0.02, seed: int = 0) -> None:
             parameter.add_(1.0)
 
 
+@contextmanager
+def foreign_code(what: str) -> Iterator[None]:
+    """Around a user's own code: whatever it raises, also to leave the process, is one :class:`ConfigError`.
+
+    Args:
+        what: What failed then.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, FuseplanError):
+        raise
+    except SystemExit as error:
+        raise ConfigError(f"{what}: it ends the process with {error.code!r:.60}") from error
+    except BaseException as error:
+        raise ConfigError(f"{what}: {in_words(error)}") from error
+
+
 def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them.
 
     Raises:
         ConfigError: The factory cannot be imported, fails, or returns something else.
     """
-    path, colon, attribute = source.name.partition(":")
-    if not colon:
+    path, _, attribute = source.name.partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", source.name):
         raise ConfigError(f"--module {source.name!r}: write it as package.module:factory")
-    try:
+    with foreign_code(f"--module {source.name}: importing it failed"):
         factory = getattr(importlib.import_module(path), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--module {source.name}: {error}") from None
-    try:
+    with foreign_code(f"--module {source.name}: the factory failed"):
         made = factory()
-    except Exception as error:
-        raise ConfigError(f"--module {source.name}: the factory failed: {first_line(error)}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ConfigError(f"--module {source.name}: the factory must return (nn.Module, example inputs)")
     module, inputs = made

@@ -9,6 +9,7 @@ output layout depends on the device, so neither plain tracing nor the meta devic
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.attention import rewrite_attention
 from fuseplan.planner.binding import bind_graph
-from fuseplan.planner.build import Model, construct, load_module, quiet
-from fuseplan.planner.errors import CaptureError, FuseplanError
+from fuseplan.planner.build import Model, construct, foreign_code, load_module, quiet
+from fuseplan.planner.errors import CaptureError, FuseplanError, in_words
 from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.models import ModelSource, first_line
+from fuseplan.planner.models import ModelSource
 from fuseplan.planner.normalise import Normalised, normalise
 from fuseplan.planner.transforms import modes_restored, without_transforms
 from fuseplan.planner.workload import Workload
@@ -83,7 +84,7 @@ def trace_predispatch(
             trace = make_fx(without_transforms(module, fakes), pre_dispatch=True)(*fakes)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks)
     except Exception as error:
-        raise CaptureError(f"tracing to ATen ops failed: {first_line(error)}") from error
+        raise CaptureError(f"tracing to ATen ops failed: {in_words(error)}") from error
     return trace
 
 
@@ -117,7 +118,8 @@ def capture(source: ModelSource, workload: Workload, device_type: str) -> Captur
         model = _faked(load_module(source), mode, device) if source.kind == "module" else construct(source, device)
         if workload.regime != "generate":
             args, kwargs = model.example(workload)
-            traces = record(model.module, args, kwargs)
+            with foreign_code("the model cannot be run"):
+                traces = record(model.module, args, kwargs)
     if workload.regime == "generate":
         traces = record_generation(model, workload, mode)
     return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload, tuple(traces))
@@ -208,6 +210,19 @@ class _Recorder:
         return graph.forward
 
 
+#: Writes pages about an operation that fails on fake tensors; the error says it in one line.
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def _silent(log: logging.Logger) -> Iterator[None]:
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 @contextmanager
 def _recording(failure: str) -> Iterator[_Recorder]:
     """A recorder for what is compiled meanwhile; all graphs that ``torch.compile`` holds are forgotten.
@@ -219,11 +234,12 @@ def _recording(failure: str) -> Iterator[_Recorder]:
     recorder = _Recorder()
     torch._dynamo.reset()
     try:
-        yield recorder
+        with _silent(_FAKE_LOG):
+            yield recorder
     except Exception as error:
         if recorder.errors:
             raise recorder.errors[0] from error
-        raise CaptureError(f"{failure}: {first_line(error)}") from error
+        raise CaptureError(f"{failure}: {in_words(error)}") from error
     finally:
         torch._dynamo.reset()
     if recorder.errors:

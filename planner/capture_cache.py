@@ -25,6 +25,7 @@ from fuseplan.planner.graph_json import graph_from_json, graph_to_json
 from fuseplan.planner.models import ModelSource
 from fuseplan.planner.workload import Workload
 from fuseplan.search.measure import no_collection
+from fuseplan.search.processes import die_with_parent
 
 #: Sources whose text decides what a captured graph looks like.
 _CAPTURE_CODE = (
@@ -74,7 +75,7 @@ def capture_beside(
     if source.kind == "module" or workers < 2:
         return
     # Fresh processes: a fork of one that has touched a GPU cannot use it.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_with_parent) as pool:
         wait([pool.submit(_capture_to_disk, source, one, device_type, folder) for one in missing])
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, TextIO
 
 import typer
@@ -15,6 +17,8 @@ import typer
 from fuseplan.planner import cli_bench, cli_db, cli_device, cli_explain, cli_patterns, cli_report, cli_tune
 from fuseplan.search.plain import plain
 
+#: Exit statuses after Ctrl-C and after SIGTERM, as shells have them.
+_INTERRUPTED, _TERMINATED = 130, 143
 INTERRUPTED = "interrupted; finished work is stored, run the same command to go on"
 
 app = typer.Typer(
@@ -54,26 +58,35 @@ def _root(
     """Options that stand before or after any command."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: everything ends as after Ctrl-C, with another exit status."""
+
+
 def run(argv: Sequence[str]) -> int:
-    """Run one command line and return its status: 0 done, 1 our or the machine's fault, 2 the user's, 130 Ctrl-C."""
+    """Run one command line and return its exit status.
+
+    0 is done, 1 a fault of ours or of the machine, 2 a user's mistake, 130 Ctrl-C, 143 SIGTERM.
+    """
     debug = "--debug" in argv
     args = [arg for arg in argv if arg != "--debug"]
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
             status = int(app(args=args, prog_name="plan", standalone_mode=False) or 0)
+        except Terminated:
+            status = _TERMINATED
         except (KeyboardInterrupt, typer.Abort):
-            status = 130
-        except Exception as error:
+            status = _INTERRUPTED
+        except BaseException as error:  # a library may leave with SystemExit, whose status is not ours
             if debug:
                 traceback.print_exc()
             status = _report(error)
-    if status == 130:
+    if status in (_INTERRUPTED, _TERMINATED):
         typer.echo(INTERRUPTED, err=True)
     return status
 
 
-def _report(error: Exception) -> int:
+def _report(error: BaseException) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # a command group without a command: the message is its help
         typer.echo(str(error), err=True)
         return 2
@@ -82,7 +95,7 @@ def _report(error: Exception) -> int:
     return status
 
 
-def describe(error: Exception) -> tuple[str, int]:
+def describe(error: BaseException) -> tuple[str, int]:
     """One line for people, and the exit status: 2 for what the user can mend, 1 for a defect of ours or the machine."""
     if any(base.__name__ == "ClickException" for base in type(error).__mro__):
         message: str = getattr(error, "format_message", error.__str__)()
@@ -134,10 +147,15 @@ def _ours(filename: str) -> bool:
     return Path(filename).resolve().parent.parent == Path(__file__).resolve().parent.parent
 
 
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
 def main() -> None:
     """Entry point of the ``plan`` script."""
     # Importing makes objects by the hundred thousand, all to stay: looking for garbage among them takes half a second.
     gc.set_threshold(50_000, 20, 20)
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -24,7 +24,7 @@ from fuseplan.planner.cli_bench_options import (
     TuneSecondsOption,
     Wanted,
 )
-from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame
+from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, decimal, device_type, print_frame
 from fuseplan.planner.cli_source import (
     ConfigOption,
     DecodeOption,
@@ -94,7 +94,8 @@ def bench(
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Seconds of interleaved rounds per comparison. Default: 1; 0.3 for patterns, 0.5 "
+        typer.Option(parser=decimal(0.01), metavar="S",
+                     help="Seconds of interleaved rounds per comparison. Default: 1; 0.3 for patterns, 0.5 "
                      "for headlines and launch."),
     ] = None,
     max_autotune: Annotated[
@@ -137,18 +138,22 @@ def bench(
     settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
     _check_options(topic, (model, config, module, decode, kv_len, prefill, layers), (pattern, shape, rows, cols, rivals,
                    modes, compile_processes, minutes))
-    session = open_session(kind, db, settings, mode="write" if of_patterns and tune else "read")
-    if topic is Topic.PLANNER:
-        _planner(session, out)
-        return
     peers = _peers(inductor, max_autotune)
     if of_patterns:
-        _of_patterns(topic, session, Wanted(
+        from fuseplan.planner.cli_bench_patterns import check
+
+        wanted = Wanted(
             patterns=pattern or (), shapes=shape or (), rows=rows, cols=cols, peers=rivals, modes=modes,
             dtype=dtype_name(dtype), without=_left_out(peers), seconds=seconds or _SECONDS[topic], tune=tune,
             trials=trials, tune_seconds=tune_seconds, processes=compile_processes, resume=resume, minutes=minutes,
             out=out,
-        ))
+        )
+        check(wanted, kind)
+        _of_patterns(topic, open_session(kind, db, settings, mode="write" if tune else "read"), wanted)
+        return
+    session = open_session(kind, db, settings, mode="read")
+    if topic is Topic.PLANNER:
+        _planner(session, out)
         return
     from fuseplan.planner.models import find_source, workloads_for
 

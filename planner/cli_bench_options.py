@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from fuseplan.planner.cli_common import decimal, whole
+
 PatternsOption = Annotated[
     list[str] | None,
     typer.Option("--pattern", metavar="NAME", help="patterns, launch: this pattern; repeatable. Default: a set."),
@@ -43,15 +45,21 @@ TuneOption = Annotated[
     bool, typer.Option("--tune/--no-tune", help="patterns, launch: tune what is not stored before measuring it.")
 ]
 TrialsOption = Annotated[
-    int, typer.Option("--trials", min=1, help="patterns: configurations tried per group when tuning.")
+    int,
+    typer.Option(
+        "--trials", parser=whole(1), metavar="N", help="patterns: configurations tried per group when tuning."
+    ),
 ]
 TuneSecondsOption = Annotated[
-    float, typer.Option("--tune-seconds", min=0.1, help="patterns: search time per group when tuning.")
+    float,
+    typer.Option(
+        "--tune-seconds", parser=decimal(0.1), metavar="S", help="patterns: search time per group when tuning."
+    ),
 ]
 ProcessesOption = Annotated[
     int | None,
     typer.Option(
-        "--compile-processes", min=0,
+        "--compile-processes", parser=whole(0, 1024), metavar="N",
         help="patterns: processes that compile TorchInductor's programs beforehand. Default: the cores, on CPUs none.",
     ),
 ]
@@ -59,7 +67,11 @@ ResumeOption = Annotated[
     bool, typer.Option("--resume", help="patterns: keep the cells that the result file has, measure the others.")
 ]
 MinutesOption = Annotated[
-    float | None, typer.Option("--minutes", min=0.0, help="patterns: start no new cell after this long; see --resume.")
+    float | None,
+    typer.Option(
+        "--minutes", parser=decimal(0.0), metavar="M",
+        help="patterns: start no new cell after this long; see --resume.",
+    ),
 ]
 
 

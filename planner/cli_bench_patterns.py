@@ -36,17 +36,34 @@ _HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
 _LAUNCHES = (("swiglu", "1x4096"), ("add_rms_norm", "1x4096"))
 
 
-def patterns(session: Session, wanted: Wanted) -> None:
-    """Measure the cells that the options name, or the default sweeps."""
+def check(wanted: Wanted, kind: str) -> None:
+    """Refuse what the options ask for, before anything is opened or written.
+
+    Raises:
+        FuseplanError: No such pattern, shape, peer or mode.
+    """
+    from fuseplan.planner.peers import peer_names
+
+    peer_names(wanted.peers, kind, wanted.without)
+    _modes(wanted.modes, kind)
+    _cells(wanted)
+
+
+def _cells(wanted: Wanted) -> tuple[list[Cell], list[str]]:
+    """The cells that the options name, or those of the default sweeps; and what is left out."""
     from fuseplan.planner.bench_cells import parse_sizes, sweep_cells
 
     rows, cols = parse_sizes(wanted.rows, "--rows"), parse_sizes(wanted.cols, "--cols")
     if wanted.shapes:
-        cells, skipped = _named_cells(wanted), list[str]()
-    else:
-        cells, skipped = sweep_cells(wanted.patterns, rows, cols, wanted.dtype)
+        return _named_cells(wanted), []
+    return sweep_cells(wanted.patterns, rows, cols, wanted.dtype)
+
+
+def patterns(session: Session, wanted: Wanted) -> None:
+    """Measure the cells that the options name, or the default sweeps."""
+    cells, skipped = _cells(wanted)
     # Only the whole matrix has the name of the whole: a part does not take the place of a published result.
-    part = "-".join(dict.fromkeys(wanted.patterns)) or ("part" if rows or cols else "")
+    part = "-".join(dict.fromkeys(wanted.patterns)) or ("part" if wanted.rows or wanted.cols else "")
     _measure(session, wanted, cells, f"patterns-{part}"[:80] if part else "patterns", skipped)
 
 
@@ -67,7 +84,7 @@ def launch(session: Session, wanted: Wanted) -> None:
     from fuseplan.planner.bench_cells import cell
     from fuseplan.planner.cli_bench import write
 
-    named = bool(wanted.patterns)
+    named = bool(wanted.patterns or wanted.shapes)
     cells = _named_cells(wanted) if named else [cell(name, shape, wanted.dtype) for name, shape in _LAUNCHES]
     session, tuner = _tuner(session, wanted)
     with console(stderr=True).status("measuring launches") as status:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -38,6 +39,42 @@ DbOption = Annotated[
 DeviceOption = Annotated[
     Device, typer.Option("--device", help="Device to use; auto takes CUDA where PyTorch sees a GPU, else the CPU.")
 ]
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str | int], int]:
+    """What reads an option's whole number: plain digits, from ``least`` to ``most``."""
+
+    def read(given: str | int) -> int:
+        if not re.fullmatch(r"-?[0-9]{1,19}", str(given)):
+            raise typer.BadParameter(f"{_shown(given)} is not a whole number, from {least} to {most}")
+        return _within(int(given), least, most)
+
+    return read
+
+
+def decimal(least: float, most: float = 1e6) -> Callable[[str | float], float]:
+    """What reads an option's number: plain digits, with a point or an exponent, from ``least`` to ``most``."""
+
+    def read(given: str | float) -> float:
+        if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", str(given)):
+            raise typer.BadParameter(f"{_shown(given)} is not a number, from {least} to {most}")
+        return _within(float(given), least, most)
+
+    return read
+
+
+N = TypeVar("N", int, float)
+
+
+def _within(number: N, least: N, most: N) -> N:
+    if not least <= number <= most:
+        raise typer.BadParameter(f"{number} is not in the range from {least} to {most}")
+    return number
+
+
+def _shown(given: object) -> str:
+    text = repr(given)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def device_type(device: Device) -> Literal["cpu", "cuda"]:

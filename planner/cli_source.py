@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from fuseplan.planner.cli_common import whole
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph import DataflowGraph
@@ -38,7 +41,8 @@ ConfigOption = Annotated[
 ModuleOption = Annotated[
     str | None,
     typer.Option(
-        "--module", metavar="PKG.MOD:FACTORY", help="Your own: FACTORY() returns (nn.Module, example inputs)."
+        "--module", metavar="PKG.MOD:FACTORY",
+        help="Your own: FACTORY() returns (nn.Module, example inputs). Runs that code.",
     ),
 ]
 PatternOption = Annotated[
@@ -52,7 +56,8 @@ DecodeOption = Annotated[
     str | None, typer.Option("--decode", metavar="1,8", help="Decode batch sizes: one new token per sequence.")
 ]
 KvLenOption = Annotated[
-    int | None, typer.Option("--kv-len", metavar="N", help="Length of the static KV cache in decode.")
+    int | None,
+    typer.Option("--kv-len", parser=whole(2), metavar="N", help="Length of the static KV cache in decode."),
 ]
 PrefillOption = Annotated[
     str | None, typer.Option("--prefill", metavar="128,4x512", help="Prefill sizes: sequence, or batch x sequence.")
@@ -61,7 +66,7 @@ DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; the model's own by default.")
 ]
 LayersOption = Annotated[
-    int | None, typer.Option("--layers", metavar="N", help="Keep only the first N layers.")
+    int | None, typer.Option("--layers", parser=whole(1), metavar="N", help="Keep only the first N layers.")
 ]
 RegimeOption = Annotated[
     Regime, typer.Option("--regime", help="eager: launched from Python. graph: replayed from a CUDA graph (CUDA only).")
@@ -112,13 +117,22 @@ def named_graphs(
     from fuseplan.planner.models import find_source, workloads_for
 
     if pattern[0] is not None:
-        if any(source) or any(option is not None for option in (*workloads, layers)):
+        if any(option is not None for option in (*source, *workloads, layers)):
             raise ConfigError("--pattern takes --shape and --dtype only; a model's options do not go with it")
-        return _pattern(pattern[0], pattern[1], dtype)
+        return _pattern(pattern[0], pattern[1], dtype, kind)
     if pattern[1] is not None:
         raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")
     found = find_source(*source, kind, dtype, layers)
     return found.label, capture_all(found, workloads_for(found, kind, *workloads, calls=calls), kind)
+
+
+def memory_bytes(kind: str) -> int:
+    """Memory of the device; of this machine where there is no such device."""
+    import torch
+
+    if kind == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties().total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def dtype_name(text: str | None) -> str | None:
@@ -130,15 +144,21 @@ def dtype_name(text: str | None) -> str | None:
     return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text) if text is not None else None
 
 
-def _pattern(name: str, shape: str | None, dtype: str | None) -> tuple[str, list[tuple[str, DataflowGraph]]]:
+def _pattern(name: str, shape: str | None, dtype: str | None, kind: str) -> tuple[str, list[tuple[str, DataflowGraph]]]:
     from fuseplan.planner.errors import ShapeError, UnknownPatternError
-    from fuseplan.planner.patterns import PATTERNS, pattern_graph
+    from fuseplan.planner.patterns import PATTERNS, pattern, pattern_graph
 
     if name not in PATTERNS:
         raise UnknownPatternError(name, PATTERNS)
     if shape is None:
         found = PATTERNS[name]
         raise ShapeError(f"--pattern {name} needs --shape ({found.dims}), such as --shape {found.example}")
+    needed = sum(spec.nbytes() for spec in pattern(name, shape, dtype_name(dtype))[1].values())
+    if needed > (there := memory_bytes(kind)):
+        raise ShapeError(
+            f"--shape {shape}: the inputs of {name} take {needed / 2**30:,.0f} GiB, and this device has "
+            f"{there / 2**30:,.0f} GiB; give a smaller one"
+        )
     graph = pattern_graph(name, shape, dtype_name(dtype))
     return f"pattern {name}", [(shape, graph)]
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fuseplan.planner.cli_common import DbOption, Device, DeviceOption, console, device_type, print_frame, print_text
+from fuseplan.planner.cli_common import (
+    DbOption,
+    Device,
+    DeviceOption,
+    console,
+    decimal,
+    device_type,
+    print_frame,
+    print_text,
+    whole,
+)
 from fuseplan.planner.cli_device import warn_of_problems
 from fuseplan.planner.cli_source import (
     ConfigOption,
@@ -65,10 +75,17 @@ def tune(
     numerics: NumericsOption = Numerics.FP32,
     trials: Annotated[
         int | None,
-        typer.Option(min=1, help="Configurations tried per group, over all back ends. Default: 12 on CPUs, 8 on CUDA."),
+        typer.Option(
+            parser=whole(1), metavar="N",
+            help="Configurations tried per group, over all back ends. Default: 12 on CPUs, 8 on CUDA.",
+        ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Search time per group, in seconds.")] = 6.0,
-    seed: Annotated[int, typer.Option(help="Seed of the search and of the inputs.")] = 0,
+    seconds: Annotated[
+        float, typer.Option(parser=decimal(0.1), metavar="S", help="Search time per group, in seconds.")
+    ] = 6.0,
+    seed: Annotated[
+        int, typer.Option(parser=whole(0, 2**32 - 1), metavar="N", help="Seed of the search and of the inputs.")
+    ] = 0,
     shipped: Annotated[
         bool,
         typer.Option("--shipped/--no-shipped", help="Take the records that come with fuseplan for this device."),

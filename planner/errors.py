@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -23,6 +24,18 @@ def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
     ['llama']
     """
     return difflib.get_close_matches(name, sorted(set(known)), n=limit, cutoff=0.5)
+
+
+def in_words(error: BaseException, most: int = 300) -> str:
+    """What somebody else's error says, for a line of ours: its first sentence, without the names of Python's classes.
+
+    >>> in_words(ValueError("Validation error for 'size':\\nTypeError: expected int\\nand more"))
+    "Validation error for 'size': expected int"
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    text = re.sub(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning)\b(?:: ?)?", "", text).strip() or "no reason given"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class _UnknownNameError(FuseplanError):

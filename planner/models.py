@@ -7,13 +7,15 @@ model is asked for, not before.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fuseplan.planner.errors import ConfigError, UnknownModelError
+from fuseplan.planner.errors import ConfigError, UnknownModelError, in_words, nearest
 from fuseplan.planner.presets import ALIASES, PRESETS
+from fuseplan.planner.size_text import LARGEST
 from fuseplan.planner.workload import Workload, parse_workloads, with_calls
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -74,8 +76,9 @@ def find_source(
         return ModelSource("module", module, dtype=name)
     if config is not None:
         entries = _read_config(Path(config))
-        return ModelSource("config", str(config), _canonical(entries), name or _config_dtype(entries), layers)
-    preset = model or "llama"
+        name = name or _config_dtype(entries, str(config))
+        return ModelSource("config", str(config), _canonical(entries), name, layers)
+    preset = "llama" if model is None else model
     preset = ALIASES.get(preset, {}).get(device_type, preset)
     if preset not in PRESETS:
         raise UnknownModelError(preset, [*PRESETS, *ALIASES])
@@ -89,20 +92,64 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
+    except RecursionError:
+        raise ConfigError(f"config {path} is nested too deeply for a Hugging Face config.json") from None
     except ValueError as error:
-        raise ConfigError(f"config {path} is not JSON: {error}") from None
+        raise ConfigError(f"config {path} is not JSON: {in_words(error)}") from None
     if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
         raise ConfigError(f'config {path} has no "model_type"; it must be a Hugging Face config.json')
+    classes = entries.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+        raise ConfigError(f"config {path}: architectures is no list of names")
+    _check_numbers(entries, str(path))
     return entries
+
+
+#: No model has more layers; one that says so would be captured for hours.
+_MOST_LAYERS = 4096
+#: Entries of a config that are sizes, by their usual names.
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size",
+)
+
+
+def _check_numbers(entries: Mapping[str, Any], name: str) -> None:
+    """Refuse numbers that no model has, before libraries count up to them.
+
+    Raises:
+        ConfigError: The message names the entry.
+    """
+    for key, value in entries.items():
+        most = _MOST_LAYERS if re.search(r"layers?$", key) else LARGEST
+        if isinstance(value, int) and value > most:
+            raise ConfigError(f"config {name}: {key} is {str(value)[:40]}, and the most that can be planned is {most}")
+        if isinstance(value, dict):
+            _check_numbers(value, name)
+
+
+def _check_sizes(config: Any, name: str) -> None:
+    """Refuse sizes that are no positive numbers.
+
+    Raises:
+        ConfigError: The message names the entry.
+    """
+    for key in _SIZES:
+        value = getattr(config, key, None)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"config {name}: {key} is {str(value)[:40]!r}, which is no positive whole number")
 
 
 def _canonical(entries: Mapping[str, Any]) -> str:
     return json.dumps(entries, sort_keys=True)
 
 
-def _config_dtype(entries: Mapping[str, Any]) -> str:
-    named = str(entries.get("dtype") or entries.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    return _DTYPES.get(named, "bfloat16")
+def _config_dtype(entries: Mapping[str, Any], name: str) -> str:
+    given = entries.get("dtype") or entries.get("torch_dtype") or "auto"
+    dtype = {**_DTYPES, "auto": "bfloat16"}.get(str(given).removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"config {name}: dtype {str(given)[:40]!r} cannot be planned; give --dtype bfloat16")
+    return dtype
 
 
 def hf_config(source: ModelSource) -> Any:
@@ -111,32 +158,33 @@ def hf_config(source: ModelSource) -> Any:
     Raises:
         ConfigError: ``transformers`` does not know the model type, refuses an entry, or has fewer layers than asked.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     entries = json.loads(source.config_json)
     model_type = entries.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        close = nearest(model_type, CONFIG_MAPPING)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(f"config {source.name}: transformers knows no model_type {model_type[:60]!r}{hint}")
     try:
         config = AutoConfig.for_model(model_type, **entries)
+        text = config.get_text_config(decoder=True)
     except Exception as error:
-        raise ConfigError(f"config {source.name}: {first_line(error)}") from None
+        raise ConfigError(f"config {source.name}: {in_words(error)}") from None
+    _check_sizes(text, source.name)
     if source.layers is not None:
-        _set_layers(config, source.layers)
+        _set_layers(text, source.layers)
     return config
 
 
 def _set_layers(config: Any, layers: int) -> None:
-    """Give the config another depth (``num_hidden_layers`` maps to the model's own name for it)."""
-    text = config.get_text_config(decoder=True)
-    types = getattr(text, "layer_types", None)
+    """Keep the first layers of a (text) config; ``num_hidden_layers`` maps to the model's own name for their number."""
+    if layers > config.num_hidden_layers:
+        raise ConfigError(f"--layers {layers}: this config describes only {config.num_hidden_layers} layers")
+    types = getattr(config, "layer_types", None)
     if types is not None:
-        if layers > len(types):
-            raise ConfigError(f"--layers {layers}: this config describes only {len(types)} layers")
-        text.layer_types = types[:layers]
-    text.num_hidden_layers = layers
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        config.layer_types = types[:layers]
+    config.num_hidden_layers = layers
 
 
 def generates(source: ModelSource) -> bool:
@@ -178,10 +226,9 @@ def workloads_for(
         ShapeError: A size is not a positive number, or nothing is left to plan.
         ConfigError: Sizes are given for a module that brings its own inputs, or decode for an encoder.
     """
-    given = decode_batches is not None or prefills is not None
     if source.kind == "module":
-        if given:
-            raise ConfigError("--decode and --prefill need a config; --module brings its own example inputs")
+        if any(option is not None for option in (decode_batches, kv_len, prefills)):
+            raise ConfigError("--decode, --kv-len and --prefill need a config; --module brings its own example inputs")
         return (Workload("forward"),)
     found = parse_workloads(device_type, decode_batches, kv_len, prefills)
     decoder = generates(source)

@@ -25,6 +25,7 @@ from fuseplan.planner.patterns_pointwise import pointwise_patterns
 from fuseplan.planner.patterns_quant import quantisation_patterns
 from fuseplan.planner.patterns_rope import rope_patterns
 from fuseplan.planner.patterns_softmax import softmax_patterns
+from fuseplan.planner.size_text import read_size
 from fuseplan.planner.subgraph import SubGraph
 
 #: Every named pattern.
@@ -48,12 +49,11 @@ def parse_shape(text: str, example: str = "32x4096") -> Shape:
     """
     parts = re.split(r"[x×,]", text.strip().lower().strip("()[]"))
     numbers = [part.strip() for part in parts]
-    if not all(re.fullmatch(r"\d+", number) for number in numbers):
+    if not all(re.fullmatch(r"[0-9]+", number) for number in numbers):
         raise ShapeError(f"cannot read shape {text!r}; write sizes joined by x, such as {example}")
-    shape = tuple(int(number) for number in numbers)
-    if 0 in shape:
+    if any(not number.strip("0") for number in numbers):
         raise ShapeError(f"shape {text!r} has an empty dimension; every size is at least 1, as in {example}")
-    return shape
+    return tuple(read_size(number, f"shape {text[:60]!r}", example) for number in numbers)
 
 
 def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, dict[str, TensorSpec]]:

@@ -269,6 +269,8 @@ def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) 
             close = nearest(name, PEERS)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(PEERS)}"
             raise ConfigError(f"--peers: there is no peer {name!r}; {hint}")
+        if not wanted:
+            raise ConfigError(f"--peers is empty; known: {', '.join(PEERS)}")
     return tuple(name for name in PEERS if name in wanted and name not in without)
 
 

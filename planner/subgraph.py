@@ -11,10 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.kernels.reference import torch_dtype
-from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError
+from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError, in_words
 from fuseplan.planner.execute import bind_call, parameters_of, resolve_op, run_node
 from fuseplan.planner.graph import OpNode, TensorSpec
-from fuseplan.planner.models import first_line
 from fuseplan.planner.normalise import normalise
 from fuseplan.planner.placement import Traced
 
@@ -212,7 +211,7 @@ def run_nodes(
             results = run_node(node, operands, operands[0].device if operands else device)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{name} {tuple(values[name].shape)}" for name in node.inputs)
-            raise ShapeError(f"op {node.op} ({node.name}) cannot take {shapes}: {first_line(error)}") from error
+            raise ShapeError(f"op {node.op} ({node.name}) cannot take {shapes}: {in_words(error)}") from error
         if len(results) != len(node.outputs):
             raise GraphError(f"op {node.op} ({node.name}) has {len(results)} results, not {len(node.outputs)}")
         values.update(zip(node.outputs, results, strict=True))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fuseplan.planner.errors import ShapeError
+from fuseplan.planner.size_text import fits, read_size
 
 #: decode: one new token per sequence against a static KV cache. prefill: whole sequences, no cache.
 #: forward: the example inputs that the user's own module came with.
@@ -113,10 +114,13 @@ def parse_workloads(
     length = default_kv_len if kv_len is None else kv_len
     if length < 2:
         raise ShapeError(f"--kv-len {length}: the cache must hold at least 2 tokens")
+    fits(length, "--kv-len", str(length))
     found = [decode(_positive(item, "--decode"), length) for item in _items(decode_batches)]
     found += [prefill(*_batch_by_seq(item)) for item in _items(prefills)]
     if not found:
         raise ShapeError("nothing to plan: give --decode 1,8 or --prefill 4x2048")
+    for workload in found:
+        fits(workload.batch * max(workload.seq, workload.kv_len), workload.label, "batch x length")
     return tuple(dict.fromkeys(found))
 
 
@@ -130,11 +134,4 @@ def _batch_by_seq(item: str) -> tuple[int, int]:
 
 
 def _positive(text: str, flag: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        example = "1,8,32" if flag == "--decode" else "512,4x2048"
-        raise ShapeError(f"{flag}: {text!r} is no positive size; write it like {flag} {example}")
-    return number
+    return read_size(text, flag, f"{flag} {'1,8,32' if flag == '--decode' else '512,4x2048'}")

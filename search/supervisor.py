@@ -7,7 +7,6 @@ never touches a device, runs no job and starts no thread, which is what makes th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import pickle
@@ -20,12 +19,13 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from fuseplan.search.processes import die_with_parent, end_family, reap
+
 #: Reply states. The payload of ``OK`` is a pickled result, of the others a text.
 OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
 #: As ``RAISED``, by the machine's fault (:func:`of_machine`).
 STARVED = "starved"
 
-_PR_SET_PDEATHSIG = 1
 #: Background workers yield to whatever somebody waits for.
 _NICE = 10
 #: Errors after which a CUDA context cannot be used again.
@@ -182,11 +182,13 @@ class Supervisor:
         lane = self._lanes.pop(number)
         lane.pipe.close()
         # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
-        status = _reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(lane.pid, signal.SIGKILL)
+        status = reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
         if status is None:
+            end_family(lane.pid)
             status = os.waitpid(lane.pid, 0)[1]
+        else:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(lane.pid, signal.SIGKILL)
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
             return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
@@ -215,17 +217,6 @@ class Supervisor:
         return _Lane(pid, near)
 
 
-def _reap(pid: int, patience_s: float) -> int | None:
-    end = time.monotonic() + patience_s
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return status
-        if time.monotonic() >= end:
-            return None
-        time.sleep(0.005)
-
-
 def _work(pipe: Connection, threads: int) -> None:
     """A worker's life: jobs in, results out, until the pipe closes. Never returns."""
     import torch
@@ -233,7 +224,7 @@ def _work(pipe: Connection, threads: int) -> None:
     code = 0
     try:
         os.setpgid(0, 0)
-        _die_with_parent()
+        die_with_parent()
         torch.set_num_threads(threads)
         while True:
             pipe.send(_attempt(pipe.recv_bytes()))
@@ -262,13 +253,6 @@ def of_machine(error: Exception) -> bool:
     from fuseplan.kernels.backend import MachineError  # imports torch, which may bind this process to one core
 
     return isinstance(error, (OSError, MemoryError, MachineError))
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for a kill when the supervisor is gone, even in the middle of a job that hangs (Linux)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(handle: int, threads: int, background: int, preload: Sequence[str]) -> None:

@@ -140,10 +140,11 @@ def test_a_hang_ends_at_the_limit(pool: WorkerPool) -> None:
     assert pool.call(add, 1, 1, limit_s=LIMIT).value == 2
 
 
-def test_what_a_hanging_job_started_ends_with_it(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_a_hanging_job_started_ends_with_it(pool: WorkerPool, tmp_path: Path, apart: bool) -> None:
     note, limit_s = tmp_path / "pid", 0.5
     while not note.exists():  # it may not have got that far
-        assert not pool.call(child_that_hangs, str(note), limit_s=limit_s).ok
+        assert not pool.call(child_that_hangs, str(note), apart, limit_s=limit_s).ok
         limit_s *= 2
     wait_until_dead(int(note.read_text()))
 

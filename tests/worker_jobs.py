@@ -91,9 +91,9 @@ def hang() -> None:
     time.sleep(3600)
 
 
-def child_that_hangs(path: str) -> None:
-    """As a compiler would: a process of the worker's own, which must not outlive it."""
-    process = subprocess.Popen(["sleep", "3600"])
+def child_that_hangs(path: str, apart: bool = False) -> None:
+    """As a compiler would: a process of the worker's own, which must not outlive it; ``apart``: in another session."""
+    process = subprocess.Popen(["sleep", "3600"], start_new_session=apart)
     Path(f"{path}.part").write_text(str(process.pid))
     Path(f"{path}.part").rename(path)
     process.wait()

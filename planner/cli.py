@@ -58,14 +58,10 @@ def _root(
     """Options that stand before or after any command."""
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: everything ends as after Ctrl-C, with another exit status."""
-
-
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit status.
 
-    0 is done, 1 a fault of ours or of the machine, 2 a user's mistake, 130 Ctrl-C, 143 SIGTERM.
+    0 is done, 1 a fault of ours or of the machine, 2 a user's mistake, 130 Ctrl-C (143 for the process that SIGTERM ends).
     """
     debug = "--debug" in argv
     args = [arg for arg in argv if arg != "--debug"]
@@ -73,15 +69,13 @@ def run(argv: Sequence[str]) -> int:
         warnings.showwarning = _show_warning
         try:
             status = int(app(args=args, prog_name="plan", standalone_mode=False) or 0)
-        except Terminated:
-            status = _TERMINATED
         except (KeyboardInterrupt, typer.Abort):
             status = _INTERRUPTED
         except BaseException as error:  # a library may leave with SystemExit, whose status is not ours
             if debug:
                 traceback.print_exc()
             status = _report(error)
-    if status in (_INTERRUPTED, _TERMINATED):
+    if status == _INTERRUPTED:
         typer.echo(INTERRUPTED, err=True)
     return status
 
@@ -147,16 +141,21 @@ def _ours(filename: str) -> bool:
     return Path(filename).resolve().parent.parent == Path(__file__).resolve().parent.parent
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
-
-
 def main() -> None:
     """Entry point of the ``plan`` script."""
     # Importing makes objects by the hundred thousand, all to stay: looking for garbage among them takes half a second.
     gc.set_threshold(50_000, 20, 20)
-    signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(run(sys.argv[1:]))
+    terminated = False
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        """Everything ends as after Ctrl-C; only the exit status is another."""
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
+    status = run(sys.argv[1:])
+    sys.exit(_TERMINATED if terminated else status)
 
 
 if __name__ == "__main__":

@@ -149,9 +149,9 @@ def bench(
             out=out,
         )
         check(wanted, kind)
-        _of_patterns(topic, open_session(kind, db, settings, mode="write" if tune else "read"), wanted)
+        _of_patterns(topic, open_session(kind, db, settings, mode="write" if tune else "inspect"), wanted)
         return
-    session = open_session(kind, db, settings, mode="read")
+    session = open_session(kind, db, settings, mode="inspect")
     if topic is Topic.PLANNER:
         _planner(session, out)
         return

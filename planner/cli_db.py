@@ -40,6 +40,8 @@ def show(
     from fuseplan.planner.errors import ConfigError, nearest
     from fuseplan.search import maintenance
 
+    if not key.strip():
+        raise ConfigError("the key to show is empty; list the records with `plan db ls`")
     database = open_database(db, write=False)
     found = maintenance.show(database, key)
     if not found:
@@ -61,6 +63,10 @@ def export_records(
     from fuseplan.search.transfer import export
 
     database = open_database(db, write=False)
+    if device is not None and device not in {*database.devices(), *(one.key.device for one in database.records())}:
+        from fuseplan.planner.errors import ConfigError
+
+        raise ConfigError(f"--device-key {device!r}: {database.where} has no such device; list it with `plan db ls`")
     count = export(database, file, device)
     typer.echo(f"{count} entries of {database.where} written to {file}")
 
@@ -70,8 +76,9 @@ def import_records(
     file: Annotated[Path, typer.Argument(help="File that `plan db export` wrote.")], db: DbOption = None
 ) -> None:
     """Read an export into the database: whole, or not at all."""
-    from fuseplan.search.transfer import import_bundle
+    from fuseplan.search.transfer import import_bundle, read_bundle
 
+    read_bundle(file)  # one that is refused makes no database
     database = open_database(db)
     typer.echo(f"{import_bundle(database, file)} entries of {file} imported into {database.where}")
 

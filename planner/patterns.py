@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from fuseplan.kernels.ir import ITEMSIZE
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph import DataflowGraph, TensorSpec
 from fuseplan.planner.pattern import Pattern, Shape
@@ -28,6 +27,8 @@ from fuseplan.planner.patterns_softmax import softmax_patterns
 from fuseplan.planner.size_text import read_size
 from fuseplan.planner.subgraph import SubGraph
 
+#: What activations may be.
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: Every named pattern.
 PATTERNS: Mapping[str, Pattern] = MappingProxyType({
     **pointwise_patterns(),
@@ -77,8 +78,8 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
             f"pattern {name} takes {found.dims}, not {len(sizes)} sizes ({'x'.join(map(str, sizes))}); "
             f"try {found.example}"
         )
-    dtype = dtype or found.dtype
-    if dtype not in ITEMSIZE or not (dtype.startswith("float") or dtype == "bfloat16"):
+    dtype = found.dtype if dtype is None else dtype
+    if dtype not in _DTYPES:
         raise ShapeError(f"pattern {name} cannot be built in dtype {dtype!r}; use bfloat16, float16 or float32")
     nodes, specs, outputs = found.build(sizes, dtype)
     return SubGraph(tuple(nodes), tuple(specs), outputs), specs

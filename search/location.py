@@ -41,9 +41,14 @@ def resolve_url(location: str | Path | None) -> URL:
         location = default_path()
     if isinstance(location, str) and "://" in location:
         try:
-            return make_url(location)
+            url = make_url(location)
         except (SQLAlchemyError, ValueError):
             raise DatabaseError(f"the database URL cannot be read; {_FORM}") from None
+        try:
+            url.get_dialect()
+        except SQLAlchemyError:
+            raise DatabaseError(f"cannot open database {describe(url)}: no driver is called {url.drivername}") from None
+        return url
     if isinstance(location, str) and _CREDENTIALS.search(location) and not Path(location).exists():
         raise DatabaseError(f"the database looks like a URL without '://'; {_FORM}")
     try:

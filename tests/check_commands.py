@@ -515,8 +515,10 @@ class Scene:
 
     def _files(self) -> dict[str, tuple[int, int]]:
         """Size and time of each file that a mistake must leave alone: all but what a cache keeps."""
-        files = [path for path in self.folder.rglob("*") if not {"__pycache__", "cache"} & set(path.parts)]
-        stats = [(path, path.stat()) for path in files if path.is_file()]
+        ours = {"__pycache__", "cache"}
+        files = [path for path in self.folder.rglob("*") if not ours & set(path.parts) and path.is_file()]
+        # SQLite shares memory with other processes through two files beside a database, when reading too.
+        stats = [(path, path.stat()) for path in files if not path.name.endswith(("-shm", "-wal"))]
         return {str(path.relative_to(self.folder)): (stat.st_size, stat.st_mtime_ns) for path, stat in stats}
 
     def _changes(self, before: dict[str, tuple[int, int]]) -> tuple[str, ...]:

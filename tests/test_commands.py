@@ -1,0 +1,80 @@
+"""Command lines that no user means: a part of those of ``check_commands.py``, and how commands end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from check_commands import LINES, Scene
+
+from fuseplan.planner import cli
+from fuseplan.planner.cli_common import decimal, whole
+from fuseplan.planner.errors import in_words
+
+#: Every fifth, and some that once ran on, or left with another status.
+SOME = [
+    *LINES[::5],
+    "tune --model ''", "tune --module toys:exits_well", "tune --module exits_well_on_import:factory",
+    "tune --module toys:raises_base", "tune --module syntax_error:factory", "tune --module toys:wrong_shapes",
+    "tune --config wrong_layers_billion.json", "tune --config deep.json", "tune --layers ２",
+    "db ls --db nosuchdialect://host/db",
+]
+#: These run as a user's do.
+ALONE = ["tune --module toys:forward_exits", "tune --db postgresql://host:notaport/db --pattern swiglu --shape 3x8"]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with Scene(tmp_path_factory.mktemp("commands")) as scene:
+        yield scene
+
+
+def test_there_are_two_hundred_bad_lines() -> None:
+    assert len(set(LINES)) == len(LINES) >= 200
+
+
+@pytest.mark.parametrize("line", list(dict.fromkeys(SOME)))
+def test_a_bad_line_is_answered_by_one_line(scene: Scene, line: str) -> None:
+    ended = scene.here(line)
+    assert ended.faults() == [], ended.err
+
+
+@pytest.mark.parametrize("line", ALONE)
+def test_a_bad_line_ends_its_process_with_status_2(scene: Scene, line: str) -> None:
+    ended = scene.alone(line)
+    assert ended.faults() == [], ended.err
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fuseplan.planner.cli_device._say_device", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("sys.argv", ["plan", "backends"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err.strip() == cli.INTERRUPTED
+
+
+def test_numbers_are_plain_digits_within_bounds() -> None:
+    assert (whole(1)("12"), whole(0)(0), decimal(0.1)("1e-1"), decimal(0.0)(".5"), decimal(0.0)("2.")) == (
+        12, 0, 0.1, 0.5, 2.0,
+    )
+    for read, texts in (
+        (whole(1, 99), ["", "0", "100", "１", "1_0", "+1", " 1", "1.0", "9" * 5000]),
+        (decimal(0.1, 9.0), ["", "nan", "inf", "１", "1_0", "0.09", "9.1", "1e999", "."]),
+    ):
+        for text in texts:
+            with pytest.raises(Exception, match=r"range from|is not a"):
+                read(text)
+
+
+def test_the_words_of_others_errors_name_no_class() -> None:
+    assert in_words(ValueError("torch._dynamo.exc.TorchRuntimeError: no such op\n  File x")) == "no such op"
+    assert in_words(KeyError()) == "no reason given"
+    assert len(in_words(ValueError("x" * 5000))) == 300

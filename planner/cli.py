@@ -61,7 +61,7 @@ def _root(
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit status.
 
-    0 is done, 1 a fault of ours or of the machine, 2 a user's mistake, 130 Ctrl-C (143 for the process that SIGTERM ends).
+    0 is done, 1 a fault of ours or of the machine, 2 a user's mistake, 130 Ctrl-C; a process that SIGTERM ends has 143.
     """
     debug = "--debug" in argv
     args = [arg for arg in argv if arg != "--debug"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from fuseplan.planner.bench_cells import ROWS, cell, parse_sizes, sweep_cells
-from fuseplan.planner.errors import ConfigError, ShapeError, UnknownPatternError
+from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.patterns import PATTERNS
 
 
@@ -55,5 +55,5 @@ def test_lists_of_sizes_are_read_back(numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "1x2", "-1", "1.5", "0x8"])
 def test_what_is_no_list_of_sizes_is_a_mistake(text: str) -> None:
-    with pytest.raises(ConfigError, match="--rows"):
+    with pytest.raises(ShapeError, match="--rows"):
         parse_sizes(text, "--rows")

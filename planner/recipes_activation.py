@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
+
+from fuseplan.kernels.reference import torch_dtype
 from fuseplan.planner.graph import OpNode
-from fuseplan.planner.recipe import Recipe, float_result, result_type
+from fuseplan.planner.recipe import INTEGERS, Recipe, float_result, result_type
 from fuseplan.planner.views import Position, Specs
 
 if TYPE_CHECKING:
@@ -51,7 +54,15 @@ def _clamp(p: Puller, node: OpNode, position: Position) -> int:
 
 
 def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:
-    return None if len(node.inputs) == 1 else f"{node.op}: tensor bounds are not supported"
+    if len(node.inputs) != 1:
+        return f"{node.op}: tensor bounds are not supported"
+    dtype = specs[node.outputs[0]].dtype
+    if dtype not in INTEGERS:
+        return None
+    limits = torch.iinfo(torch_dtype(dtype))
+    bounds = (node.attrs.get(name) for name in ("min", "max", "min_val", "max_val"))
+    outside = [bound for bound in bounds if isinstance(bound, int) and not limits.min <= bound <= limits.max]
+    return f"{node.op}: ATen wraps the bound {outside[0]} around to {dtype}" if outside else None
 
 
 def _bounded(p: Puller, x: int, low: float, high: float) -> int:

@@ -61,6 +61,8 @@ def _joined(p: Puller, values: Sequence[str], dim: int, position: Position, dtyp
     # ATen skips empty parts, and one-dimensional empty ones whatever the rank of the others.
     shapes = {value: p.specs[value].shape for value in values}
     parts = [value for value in values if len(shapes[value]) == len(position) and shapes[value][dim] != 0]
+    if not parts:
+        return p.const(0, dtype)  # of a result without elements, nobody asks for one
     starts: list[Size] = [0]
     for value in parts:
         starts.append(as_size(starts[-1] + shapes[value][dim]))

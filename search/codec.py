@@ -117,7 +117,7 @@ def _decoder(kind: Any) -> Decoder:
     """What reads a value of a type; made once per type, because a look-up reads hundreds of values."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _limited_decoder(args[0], args[1:])
+        return _limited_decoder(*args)
     if dataclasses.is_dataclass(kind):
         return _dataclass_decoder(kind)
     if origin in (Union, types.UnionType):
@@ -135,14 +135,13 @@ def _decoder(kind: Any) -> Decoder:
     return _scalar_decoder(kind)
 
 
-def _limited_decoder(kind: Any, limits: tuple[Limit, ...]) -> Decoder:
+def _limited_decoder(kind: Any, limit: Limit) -> Decoder:
     decode_any = _decoder(kind)
 
     def decode(data: Any) -> Any:
-        value = decode_any(data)
-        for limit in limits:
-            if reason := limit(value):
-                raise _misfit(reason)
+        value = data if type(data) is kind else decode_any(data)
+        if reason := limit(value):
+            raise _misfit(reason)
         return value
 
     return decode

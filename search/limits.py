@@ -7,14 +7,14 @@ have been written by anybody, so what could not have been written here is damage
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from fuseplan.search.plain import brief
 
-#: Why a value is impossible; "" when it is possible.
-Limit: TypeAlias = Callable[[object], str]
+#: Why a value is impossible, "" when it is possible; its type has been checked.
+Limit: TypeAlias = Callable[[Any], str]
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Range:
     least: float
     most: float
 
-    def __call__(self, value: object) -> str:
-        if isinstance(value, int | float) and self.least <= value <= self.most:
+    def __call__(self, value: Any) -> str:
+        if self.least <= value <= self.most:
             return ""
         return f"{brief(value)} is not between {self.least:g} and {self.most:g}"
 
@@ -37,18 +37,20 @@ class Form:
     pattern: re.Pattern[str]
     what: str
 
-    def __call__(self, value: object) -> str:
-        if isinstance(value, str) and self.pattern.fullmatch(value):
+    def __call__(self, value: Any) -> str:
+        if self.pattern.fullmatch(value):
             return ""
         return f"{brief(value)} is not {self.what}"
 
 
-def _distinct(value: object) -> str:
-    return "" if isinstance(value, Sequence) and len(set(value)) == len(value) else f"{brief(value)} names an op twice"
+def _positions(value: Any) -> str:
+    if len(set(value)) < len(value):
+        return f"{brief(value)} names an op twice"
+    return "" if not value or (min(value) >= 0 and max(value) < 2**31) else f"{brief(value)} are no positions"
 
 
-def _short_line(value: object) -> str:
-    return "" if isinstance(value, str) and value.isprintable() and len(value) <= 500 else f"{brief(value)} is no label"
+def _short_line(value: Any) -> str:
+    return "" if value.isprintable() and len(value) <= 500 else f"{brief(value)} is no label"
 
 
 #: Far above what anybody measures, far below where sums and ratios overflow.
@@ -74,7 +76,7 @@ Seed: TypeAlias = Annotated[int, Range(-(2**63), 2**64)]
 Label: TypeAlias = Annotated[str, _short_line]
 Parameter: TypeAlias = Annotated[int, Range(-(2**31), 2**31 - 1)]
 #: Positions of ops in a region.
-Positions: TypeAlias = Annotated[tuple[Annotated[int, Range(0, 2**31 - 1)], ...], _distinct]
+Positions: TypeAlias = Annotated[tuple[int, ...], _positions]
 
 
 def possible_work(value: object) -> str:

@@ -150,7 +150,9 @@ IMPOSSIBLE: dict[str, tuple[str, Change, str]] = {
     "a workload that is no hash": ("tuning_records", lambda d: d["key"].update(workload="../../x"), "is not a key"),
     "unknown flops": ("tuning_records", lambda d: d["work"]["flops"].update(warp=1.0), "unknown units"),
     "negative bytes": ("tuning_records", lambda d: d["work"].update(dram_bytes=-1.0), "work: -1"),
-    "a negative position": ("plan_records", lambda d: d["groups"][0].update(ops=[-1, 1]), r"groups\[0\]\.ops\[0\]: -1"),
+    "a negative position": (
+        "plan_records", lambda d: d["groups"][0].update(ops=[-1, 1]), r"groups\[0\]\.ops: \(-1, 1\) are no positions",
+    ),
     "a position twice": ("plan_records", lambda d: d["groups"][0].update(ops=[1, 1]), "names an op twice"),
     "an op in two groups": ("plan_records", lambda d: d["groups"][0].update(ops=[1, 2]), "runs an op twice"),
     "a group of nothing": ("plan_records", lambda d: d["groups"][0].update(ops=[]), "runs no op"),

@@ -6,6 +6,7 @@ have been written by anybody, so what could not have been written here is damage
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -27,6 +28,8 @@ class Range:
     def __call__(self, value: Any) -> str:
         if self.least <= value <= self.most:
             return ""
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{value!r} is not finite"
         return f"{brief(value)} is not between {self.least:g} and {self.most:g}"
 
 

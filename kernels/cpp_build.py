@@ -191,8 +191,7 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
         text.write_text(source)
         command = [compiler.path, *_FLAGS, *compiler.native, *flags, str(text), "-o", str(library)]
         try:
-            # Its own temporary files go beside the result: the system's folder for them may be full.
-            done = run_limited(command, _COMPILE_LIMIT_S, {**os.environ, "TMPDIR": folder})
+            done = run_limited(command, _COMPILE_LIMIT_S)
         except subprocess.TimeoutExpired:
             _HUNG.add(compiler)
             raise BuildError(f"cpp: {compiler.path} did not finish within {_COMPILE_LIMIT_S} s") from None

@@ -6,13 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def run_limited(
-    command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_limited(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, or kill it with all its descendants.
 
     A compiler driver starts the compiler proper: to kill the driver alone would let that run on. They stay in this
@@ -21,7 +19,6 @@ def run_limited(
     Args:
         command: The program and its arguments.
         limit_s: Seconds it may take.
-        env: Its environment; this process's by default.
 
     Raises:
         OSError: It cannot be started.
@@ -29,7 +26,6 @@ def run_limited(
     """
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        env=env,
     ) as process:
         try:
             out, err = process.communicate(timeout=limit_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fuseplan.kernels.backend import Backend, Target
+from fuseplan.kernels.backend import Backend, Config, Target, misfit
 
 
 def backends_for(device_type: str) -> tuple[Backend, ...]:
@@ -22,6 +22,18 @@ def backends_for(device_type: str) -> tuple[Backend, ...]:
 
         return (TritonBackend(), NinetoothedBackend())
     raise ValueError(f"no kernel back ends for device type '{device_type}'; known: cpu, cuda")
+
+
+def malformed_config(backend: str, config: Config) -> str | None:
+    """Why no kernel of a back end can have been built with a config, None when one can; imports no compiler.
+
+    Says nothing of a back end that this version does not have. Which kernels a config suits is
+    :meth:`~fuseplan.kernels.backend.Backend.refuse_config`'s question.
+    """
+    from fuseplan.kernels import cpp_config, triton_config
+
+    known = {"cpp": cpp_config.PARAMETERS, "triton": triton_config.PARAMETERS, "ninetoothed": triton_config.PARAMETERS}
+    return misfit(config, known[backend], complete=False) if backend in known else None
 
 
 def local_target(device_type: str) -> Target:

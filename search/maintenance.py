@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, Table, literal_column, select
 
+from fuseplan.kernels.backend import Config
+from fuseplan.kernels.registry import malformed_config
 from fuseplan.search import codec, rows, tables
 from fuseplan.search.database import Database
 from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.plain import plain
-from fuseplan.search.record import PlanRecord, TuningRecord, Versions
+from fuseplan.search.record import PlanRecord, Trial, TuningRecord, Versions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,10 +114,22 @@ _READERS: Mapping[Table, Callable[[Mapping[str, Any]], object]] = {
 
 def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
     try:
-        _READERS[table](row)
+        found = _READERS[table](row)
     except RecordError as error:
         return str(error)
+    for backend, config in _configs(found):
+        if reason := malformed_config(backend, config):
+            return f"no kernel of {backend} has a configuration of it: {reason}"
     return ""
+
+
+def _configs(record: object) -> list[tuple[str, Config]]:
+    """The configurations in a record, each with its back end."""
+    if isinstance(record, PlanRecord):
+        return [(group.backend, group.config) for group in record.groups if group.kind == "fused"]
+    if isinstance(record, TuningRecord | Trial):
+        return [(record.backend, record.config)]
+    return []
 
 
 def _name(table: Table, row: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ def tuning(name: str, label: str, fused_us: float | None, unfused_us: float, wor
     fuse = fused_us is not None and fused_us < unfused_us
     return TuningRecord(
         key=RecordKey(name, DEVICE), label=label, fuse=fuse, backend="cpp" if fused_us is not None else "",
-        config={"threads": 2, "tile": 1024} if fused_us is not None else {},
+        config={"threads": 2, "col_tile": 1024} if fused_us is not None else {},
         fused=time(fused_us) if fused_us is not None else None, unfused=time(unfused_us),
         gain=1 - fused_us / unfused_us if fused_us is not None else 0.0, default_gain=0.03, threshold=0.02,
         error=1e-7, eager_error=2e-7, finalists=(), rejected=(), refusals={}, enumerated=24, compiled=10, measured=9,

@@ -32,7 +32,7 @@ def evidence(created: str = "2026-11-20T10:00:00+00:00", versions: Versions = HE
 def tuning(workload: str = "w1", device: str = "cpu-a", us: float = 5.0, **changes: object) -> TuningRecord:
     time = Measurement(us, 0.1, 20, 20, "eager", 0.004)
     unfused = Measurement(10.0, 0.2, 20, 20, "eager", 0.004)
-    config = {"tile": 64, "order": "rows"}
+    config = {"threads": 2, "col_tile": 1024}
     fields: dict[str, object] = {
         "key": RecordKey(workload, device),
         "label": f"swiglu {workload}",
@@ -47,7 +47,7 @@ def tuning(workload: str = "w1", device: str = "cpu-a", us: float = 5.0, **chang
         "error": 1e-8,
         "eager_error": 2e-8,
         "finalists": (Finalist("unfused", "", {}, unfused, 0.0), Finalist("default", "cpp", config, time, 0.5)),
-        "rejected": (Rejection("cpp", {"tile": 8}, "crashed: killed by SIGSEGV"),),
+        "rejected": (Rejection("cpp", {"threads": 8}, "crashed: killed by SIGSEGV"),),
         "refusals": {"triton": "is for cuda, not cpu"},
         "enumerated": 40,
         "compiled": 6,
@@ -63,7 +63,7 @@ def plan(workload: str = "r1", device: str = "cpu-a", **changes: object) -> Plan
         "key": RecordKey(workload, device, "graph", "eager"),
         "label": "layer",
         "groups": (
-            GroupChoice((0, 1), "fused", "w1", "swiglu", "cpp", {"tile": 64}, 6.0, 4.0, 5.0),
+            GroupChoice((0, 1), "fused", "w1", "swiglu", "cpp", {"threads": 2}, 6.0, 4.0, 5.0),
             GroupChoice((2,), "extern", label="linear", backend="mkl", predicted_us=30.0),
         ),
         "planned_us": 35.0,

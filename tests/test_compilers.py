@@ -155,7 +155,11 @@ def test_kernels_do_not_wait_for_a_compiler_that_hung_before(
     assert runs_out == [120] and [*(tmp_path / "cache").iterdir()] == []
 
 
-def test_a_compiler_s_own_files_go_beside_the_result(tmp_path: Path) -> None:
-    compiler = Compiler(script(tmp_path / "cc", 'echo "error: $TMPDIR" >&2; exit 1'), "1", ())
-    with pytest.raises(BuildError, match=str(tmp_path / "cache")):
-        build_library("int one;", compiler, tmp_path / "cache")
+def test_a_compiler_that_cannot_write_its_own_files_is_quoted(tmp_path: Path) -> None:
+    driver = script(tmp_path / "cc", """
+        [ "$1" = --version ] && echo 1 && exit
+        echo "cc1plus: error: writing to /tmp/ccX.s: No space left on device" >&2; exit 1""")
+    with pytest.raises(BuildError, match=r"/tmp/ccX\.s: No space left on device"):
+        required_compiler((driver,))
+    with pytest.raises(BuildError, match=r"/tmp/ccX\.s: No space left on device"):
+        build_library("int one;", Compiler(driver, "1", ()), tmp_path / "cache")

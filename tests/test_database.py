@@ -126,7 +126,7 @@ def test_trials_are_open_until_the_record_is_there(db: Database) -> None:
     trials = [Trial(key, "cpp", {"tile": n}, float(n), created=f"2026-11-20T10:00:0{n}") for n in (1, 2)]
     for trial in trials:
         db.log_trial(trial, HERE)
-    db.log_trial(Trial(RecordKey("other", "d"), "cpp", {"tile": 1}, 1.0), HERE)
+    db.log_trial(Trial(RecordKey("other", "d"), "cpp", {"threads": 1}, 1.0), HERE)
     assert {str(t.config) for t in db.trials(key, HERE, only_open=True)} == {str(t.config) for t in trials}
     assert db.trials(key, dataclasses.replace(HERE, torch="9")) == []
     db.put_record(tuning())

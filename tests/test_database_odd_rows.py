@@ -50,7 +50,7 @@ def path(tmp_path: Path) -> Path:
             database.put_plan(plan(name, device=DEVICE))
             database.put_device(f"cpu-{name}", SPEC)
             database.put_capture(name, {"nodes": [1]})
-            database.log_trial(Trial(tuning(name).key, "cpp", {"tile": 1}, 1.0), HERE)
+            database.log_trial(Trial(tuning(name).key, "cpp", {"threads": 1}, 1.0), HERE)
             database.log_miss(RecordKey(name, DEVICE))
     return path
 

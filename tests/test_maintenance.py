@@ -74,8 +74,8 @@ def test_prune_deletes_only_what_is_asked(db: Database) -> None:
     db.put_record(tuning("here"))
     db.put_record(tuning("there", device="gpu-b"))
     db.put_plan(plan())
-    db.log_trial(Trial(tuning("open").key, "cpp", {"tile": 1}, 1.0), HERE)
-    db.log_trial(Trial(tuning("old").key, "cpp", {"tile": 1}, 1.0), HERE)
+    db.log_trial(Trial(tuning("open").key, "cpp", {"threads": 1}, 1.0), HERE)
+    db.log_trial(Trial(tuning("old").key, "cpp", {"threads": 1}, 1.0), HERE)
     db.forget_trials(tuning("old").key)
     db.log_miss(RecordKey("m", "d"))
     assert set(maintenance.prune(db, trials=False).values()) == {0}
@@ -85,3 +85,17 @@ def test_prune_deletes_only_what_is_asked(db: Database) -> None:
     assert [record.key.workload for record in db.records()] == ["here"]
     assert len(db.trials(tuning("open").key)) == 1
     assert len(list(db.plans())) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        ("cpp", {"rows_per_task": 0}), ("cpp", {"col_tile": 2**30}), ("cpp", {"unroll": "2"}), ("cpp", {"import": 1}),
+        ("triton", {"num_warps": 3}), ("triton", {"overlap": "soon"}), ("ninetoothed", {"block_rows": -1}),
+    ],
+)
+def test_configurations_that_no_kernel_has_are_named(db: Database, backend: str, config: dict[str, int | str]) -> None:
+    db.put_record(tuning("w1", backend=backend, config=config))
+    db.put_record(tuning("w2", backend="later", config=config))
+    (problem,) = maintenance.verify(db)
+    assert problem.table == "tuning_records" and f"no kernel of {backend}" in problem.what

@@ -37,8 +37,8 @@ def test_trials_survive_json(backend: str, config: dict[str, int | str], us: flo
 
 def test_types_survive_json() -> None:
     config = codec.loads(TuningRecord, codec.dumps(tuning())).config
-    assert config == {"tile": 64, "order": "rows"}
-    assert type(config["tile"]) is int
+    assert config == {"threads": 2, "col_tile": 1024}
+    assert type(config["threads"]) is int
     assert isinstance(codec.loads(PlanRecord, codec.dumps(plan())).groups[0].ops, tuple)
 
 
@@ -59,7 +59,7 @@ def test_whole_numbers_are_read_as_floats_where_floats_are_meant() -> None:
         (lambda d: d["unfused"].update(median_us=True), r"unfused\.median_us: expected float"),
         (lambda d: d.update(finalists={}), "finalists: expected a list"),
         (lambda d: d.update(config=[1]), "config: expected an object"),
-        (lambda d: d.update(config={"tile": [1]}), r"config\.tile"),
+        (lambda d: d.update(config={"threads": [1]}), r"config\.threads"),
         (lambda d: d.update(key="w1"), "key: expected an object"),
     ],
 )

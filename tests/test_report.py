@@ -39,7 +39,7 @@ def test_group_frame_counts_runs_and_says_do_not_fuse(data: ReportData) -> None:
     assert swiglu["times"] == 32  # 16 in each of two workloads
     assert swiglu["workload"] == "decode b1, prefill 1x128"
     assert swiglu["speedup"] == pytest.approx(120.0 / 40.0)
-    assert swiglu["config"] == "threads=2 tile=1024"
+    assert swiglu["config"] == "col_tile=1024 threads=2"
     rope = frame.loc["cat|neg <rope> 32x32x64 bfloat16"]
     assert (rope["answer"], rope["speedup"], rope["fused_us"]) == ("do not fuse", 1.0, 55.0)
     assert len(frame) == 3  # the lone neg was no tuning question

@@ -84,18 +84,22 @@ class HostTimer:
         return lambda: self._batch(call, calls)
 
     def _batch(self, call: Call, calls: int) -> list[float]:
-        """``repeats`` steady samples; fewer, but at least three, where each takes much longer than planned."""
+        """``repeats`` steady samples; fewer, but at least three, where they take much longer than planned.
+
+        What it takes to ask whether the processor is steady counts: on a busy machine that is most of it.
+        """
         samples: list[float] = []
         steady_samples: list[float] = []
         left_us = _PATIENCE * self.sample_us * self.repeats
         before = self.steady()
         while len(steady_samples) < self.repeats and (left_us > 0 or len(samples) < 3):
             samples.append(self._run(call, calls))
+            asked_ns = time.perf_counter_ns()
             after = self.steady()
             if before and after:
                 steady_samples.append(samples[-1])
             before = after
-            left_us -= samples[-1] * calls
+            left_us -= samples[-1] * calls + (time.perf_counter_ns() - asked_ns) * 1e-3
         return steady_samples if len(steady_samples) >= 3 else samples
 
     def _run(self, call: Call, calls: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from fuseplan.search.worker import Executor
 if TYPE_CHECKING:
     import torch
 
+#: Seconds up to which a probe with doubtful numbers is repeated; on a quiet machine a quick one takes half as long.
+_REPEATED_S = 15.0
 ProbeProgress = Callable[[float, str], None]
 
 
@@ -81,10 +84,13 @@ class Session:
         return self.with_spec(self.measure_device(quick, progress))
 
     def measure_device(self, quick: bool = True, progress: ProbeProgress | None = None) -> DeviceSpec:
-        """What a probe finds; one with doubtful numbers is repeated once, and the less doubtful of the two counts."""
-        call = tiny_kernel(self.backends, self.target)
+        """What a probe finds; one with doubtful numbers is repeated once, and the less doubtful of the two counts.
+
+        Not where it took so long that the machine must be busy with something else for good.
+        """
+        call, began = tiny_kernel(self.backends, self.target), time.monotonic()
         first = probe(self.target.device_type, quick, progress, call)
-        if not first.problems:
+        if not first.problems or time.monotonic() - began > _REPEATED_S:
             return first
         second = probe(self.target.device_type, quick, progress, call)
         return min(first, second, key=lambda spec: (len(spec.problems), spec.noise))

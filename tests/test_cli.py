@@ -229,6 +229,17 @@ def test_the_less_doubtful_of_two_probes_counts(plan: Run, db: Path, monkeypatch
         assert cli_common.stored_spec(database, current_identity("cpu").key()) == quiet
 
 
+def test_a_doubtful_probe_that_took_long_is_not_repeated(
+    plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubtful = replace(samples.SPEC, identity=current_identity("cpu"), problems=("the machine was busy",))
+    asked: list[str] = []
+    monkeypatch.setattr(session, "probe", lambda kind, *_: asked.append(kind) or doubtful)
+    monkeypatch.setattr(session, "_REPEATED_S", -1.0)
+    assert plan("probe", "--device", "cpu", "--db", db)[0] == 0
+    assert asked == ["cpu"]
+
+
 def test_a_tune_on_a_busy_machine_says_so_and_shows_its_noise(
     plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,20 @@ def test_host_timer_cuts_a_stalled_batch_short(clock: Clock) -> None:
     assert sampler() == pytest.approx([40.0] * 3)
 
 
+def test_host_timer_asks_a_busy_processor_no_longer_than_it_waits_for_samples(clock: Clock) -> None:
+    """It never runs at full speed, and to find that out takes 2 ms each time: two of them are what a batch may take."""
+    asked: list[float] = []
+
+    def steady() -> bool:
+        asked.append(clock.now_us)
+        clock.now_us += 2000.0
+        return False
+
+    sampler = HostTimer(sample_us=100.0, repeats=9, steady=steady).prepare(clock.work)
+    assert sampler() == pytest.approx([2.0] * 3)
+    assert len(asked) == 4
+
+
 def test_host_timer_counts_the_wait_for_the_device(clock: Clock) -> None:
     waits = []
 

@@ -224,7 +224,12 @@ class Index:
                 top = atom.divisor - 1
             else:
                 limit = atom.base.maximum()
-                top = limit // atom.divisor if is_static(limit, atom.divisor) else limit
+                # Up to where a whole number of divisors ends, for dynamic sizes too.
+                if is_static(limit, atom.divisor):
+                    top = limit // atom.divisor
+                else:
+                    whole = divides(atom.divisor, as_size(limit + 1))
+                    top = limit if whole is None else whole - 1
             total = total + coef * top
         return as_size(total)
 

@@ -80,9 +80,14 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
 
 
 def _why_no_rows(node: OpNode, specs: Specs) -> str | None:
-    """Why the folded dimensions of operand 0 are not walked as one: they are not one run of memory."""
+    """Why the folded dimensions of operand 0 are not walked as one: they are not one run of memory.
+
+    Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
+    """
     recipe, spec = RECIPES[node.op], specs[node.inputs[0]]
     assert recipe.reduced_dim is not None
+    if not spec.is_static:
+        return None
     first = len(spec.shape) - len(recipe.reduced_dim(node, specs))
     wanted = row_major_strides(spec.shape[first:])
     run = zip(spec.shape[first:], spec.strides[first:], wanted, strict=True)

@@ -108,3 +108,10 @@ def test_a_coordinate_of_an_empty_dimension_divides_by_nothing() -> None:
     for index in (flat // n, flat % n, (flat + 1) // (2 * n), (flat * 3 + 1) % n):
         assert index.bind({"n": 4}).symbols() == set()
         assert index.bind({"n": 0}).symbols() == set()
+
+
+def test_a_quotient_of_dynamic_sizes_has_an_end() -> None:
+    n = symbol("n")
+    channel = Index.coord(1, 3 * n) // n
+    assert channel.maximum() == 2
+    assert (Index.coord(0, 5) * 3 + channel) // 3 == Index.coord(0, 5)

@@ -171,6 +171,8 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
         "unfused_us": record.unfused.median_us, "noise": record.unfused.noise,
         "measured_configs": record.measured, "enumerated_configs": record.enumerated,
     }
+    if record.undecided:
+        row["answer"] = "undecided"
     chosen_us = row["fused_us"] if group.kind == "fused" else row["unfused_us"]
     return row | {"speedup": row["unfused_us"] / chosen_us if chosen_us else None}
 

@@ -38,9 +38,10 @@ def ls(database: Database, versions: Versions | None = None) -> pd.DataFrame:
 
 def _tuning_row(record: TuningRecord, versions: Versions | None) -> tuple[object, ...]:
     key = record.key
+    answer = "undecided" if record.undecided else "fuse" if record.fuse else "do not fuse"
     return (
         "tuning", key.workload, record.label, key.device, key.regime, key.numerics,
-        "fuse" if record.fuse else "do not fuse", record.backend, record.best_us, record.unfused.median_us,
+        answer, record.backend, record.best_us, record.unfused.median_us,
         record.gain, record.evidence.created, _stale(versions, record.evidence.versions),
     )
 

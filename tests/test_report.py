@@ -45,6 +45,14 @@ def test_group_frame_counts_runs_and_says_do_not_fuse(data: ReportData) -> None:
     assert len(frame) == 3  # the lone neg was no tuning question
 
 
+def test_what_noise_hid_is_called_undecided(data: ReportData) -> None:
+    records = {
+        key: replace(one, fuse=False, undecided=one.label.startswith("silu")) for key, one in data.records.items()
+    }
+    answers = report.group_frame(replace(data, records=records)).set_index("group")["answer"]
+    assert [name for name in answers.index if answers[name] == "undecided"] == ["silu+mul 32x8192 bfloat16"]
+
+
 def test_coverage_counts_ops_and_launches(data: ReportData) -> None:
     frame = report.coverage_frame(data).set_index("workload")
     decode = frame.loc["decode b1"]

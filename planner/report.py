@@ -74,7 +74,7 @@ class ReportData:
         for workload in self.workloads:
             for region in workload.regions:
                 plan = self.plans.get(workload.plan_key(region))
-                if plan is not None:
+                if plan is not None and region.has_plan(plan):
                     yield workload, region, plan
 
     def name_of(self, workload: WorkloadSummary) -> str:

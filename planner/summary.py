@@ -43,6 +43,17 @@ class RegionSummary:
     edges: tuple[tuple[int, int], ...]
     shapes: tuple[str, ...]
 
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        alike = len(self.ops) == len(self.kinds) == len(self.shapes)
+        known = all(0 <= at < len(self.ops) for edge in self.edges for at in edge)
+        return "" if alike and known else "names ops that it does not have"
+
+    def has_plan(self, plan: PlanRecord) -> bool:
+        """Whether the positions that a stored plan counts are ones of this region."""
+        named = [at for one in (*plan.groups, *plan.rejected) for at in one.ops]
+        return max(named, default=-1) < len(self.ops)
+
 
 @dataclass(frozen=True)
 class WorkloadSummary:

@@ -51,8 +51,8 @@ class RegionSummary:
 
     def has_plan(self, plan: PlanRecord) -> bool:
         """Whether the positions that a stored plan counts are ones of this region."""
-        named = [at for one in (*plan.groups, *plan.rejected) for at in one.ops]
-        return max(named, default=-1) < len(self.ops)
+        named = [*(group.ops for group in plan.groups), *(one.ops for one in plan.rejected)]
+        return all(at < len(self.ops) for ops in named for at in ops)
 
 
 @dataclass(frozen=True)

@@ -152,10 +152,12 @@ def record_generation(model: Model, workload: Workload, mode: FakeTensorMode) ->
     with _recording("generate() cannot be followed") as recorder, quiet(), suppress(_Enough):
         module.forward = _Followed(module.forward, recorder, mode, model.device)
         ids = torch.ones(workload.batch, workload.seq, dtype=torch.long, device=model.device)
+        mask = torch.ones_like(ids)
+        mask[:-1, : workload.seq // 2] = 0  # of several prompts the shorter ones are padded; without, masks are dropped
         new = workload.kv_len - workload.seq + 1 if workload.kv_len else _CALLS
         static = {"cache_implementation": "static"} if workload.kv_len else {}
         module.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=new,
+            input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=new,
             min_new_tokens=min(new, _CALLS), disable_compile=True, **static,
         )
     return recorder.traces

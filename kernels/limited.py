@@ -30,12 +30,12 @@ def run_limited(command: Sequence[str], limit_s: float) -> subprocess.CompletedP
         try:
             out, err = process.communicate(timeout=limit_s)
         except BaseException:
-            _kill_tree(process.pid)
+            kill_tree(process.pid)
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _kill_tree(root: int) -> None:
+def kill_tree(root: int) -> None:
     """Stop a process and its descendants one by one until none is left that could start another; then kill them."""
     found: list[int] = []
     new = [root]

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from fuseplan.search.processes import die_with_parent, end_family, reap
+from fuseplan.kernels.limited import kill_tree
+from fuseplan.search.processes import die_with_parent, reap
 
 #: Reply states. The payload of ``OK`` is a pickled result, of the others a text.
 OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
@@ -184,11 +185,11 @@ class Supervisor:
         # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
         status = reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
         if status is None:
-            end_family(lane.pid)
+            kill_tree(lane.pid)  # a compiler with a session of its own too
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(lane.pid, signal.SIGKILL)
+        if status is None:
             status = os.waitpid(lane.pid, 0)[1]
-        else:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(lane.pid, signal.SIGKILL)
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
             return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -1,0 +1,14 @@
+"""One of each of a few faults of ``check_faults.py``: signals at a random moment, and compilers that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from check_faults import TUNE, attempt, template
+
+
+@pytest.mark.parametrize("name", ["kill", "term", "failing compiler", "hanging compiler"])
+def test_a_fault_loses_nothing_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    _, wrong = attempt(name, tmp_path / "place", template(tmp_path), TUNE.split(), 0)
+    assert wrong == []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import Mode
@@ -18,7 +18,7 @@ from fuseplan.planner.flow import flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.partition import Choice
 from fuseplan.planner.stored import CaptureStore, stored
-from fuseplan.search import codec
+from fuseplan.search import codec, limits
 from fuseplan.search.database import Database
 from fuseplan.search.record import RecordKey
 
@@ -42,16 +42,16 @@ class ChoiceSample:
         delay_us: How much longer it takes in its region, by the model (:mod:`fuseplan.planner.neighbours`).
     """
 
-    ops: tuple[int, ...]
+    ops: limits.Positions
     fused: bool
     name: str
     label: str
     family: str
     group: str
     mode: Literal["eager", "kernel", "graph", "overlapped", "early"]
-    work: Work
-    measured_us: float
-    delay_us: float = 0.0
+    work: Annotated[Work, limits.possible_work]
+    measured_us: limits.Measured
+    delay_us: limits.Signed = 0.0
 
     def sample(self) -> Sample:
         """As a calibration takes it."""
@@ -74,7 +74,7 @@ class RegionSamples:
     key: RecordKey
     label: str
     edges: tuple[tuple[int, int], ...]
-    enumerated: int
+    enumerated: limits.Count
     samples: tuple[ChoiceSample, ...]
 
 

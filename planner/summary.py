@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fuseplan.planner.stored import CaptureStore, stored
 from fuseplan.search import codec
+from fuseplan.search.limits import Count
 from fuseplan.search.record import PlanRecord, RecordKey
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class RegionSummary:
     """
 
     key: str
-    occurrences: int
+    occurrences: Count
     ops: tuple[str, ...]
     kinds: tuple[str, ...]
     edges: tuple[tuple[int, int], ...]
@@ -77,10 +78,10 @@ class WorkloadSummary:
     device: str
     regime: str
     numerics: str
-    ops: int
-    views: int
-    externs: int
-    extern_ops: Mapping[str, int]
+    ops: Count
+    views: Count
+    externs: Count
+    extern_ops: Mapping[str, Count]
     regions: tuple[RegionSummary, ...]
 
     def plan_key(self, region: RegionSummary) -> RecordKey:

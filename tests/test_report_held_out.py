@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -137,3 +138,15 @@ def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
         assert found.edges == ((0, 1),)
         assert all(one.measured_us == (4.0 if one.fused else 10.0) for one in found.samples)
         assert all(one.work.launches == 1 for one in found.samples)
+
+
+@pytest.mark.parametrize("change", [
+    {"work": Work(dram_bytes=-99.0)}, {"work": Work(dram_bytes=10.0, cold_bytes=11.0)},
+    {"work": Work({"fp32": -1.0}, 10.0)}, {"measured_us": 0.0}, {"measured_us": -3.0}, {"ops": (-1,)}, {"ops": (2, 2)},
+])
+def test_samples_that_nothing_can_have_measured_are_left_out(change: dict[str, Any], tmp_path: Path) -> None:
+    sound, odd = region(1, 1e5), region(2, 1e6)
+    with Database(tmp_path / "tuning.db") as database:
+        stored.store(database, sound)
+        stored.store(database, replace(odd, samples=(replace(odd.samples[0], **change), *odd.samples[1:])))
+        assert stored.load(database, "dev") == (sound,)

@@ -48,12 +48,14 @@ def doubts(noise: float, load: Load) -> Iterator[str]:
     """What speaks against a probe's numbers, in words.
 
     Args:
-        noise: Relative A/A noise of the probe.
+        noise: Relative A/A noise of the probe; 1 where most calls were timed only once.
         load: As it was when the probe began.
     """
     if load.busy:
         yield f"the machine was busy ({load}), and every number may be too low"
-    if noise > _NOISY:
+    if noise >= 1:
+        yield "most of what was timed twice differed by its whole time, or there was time for one sample only"
+    elif noise > _NOISY:
         yield f"two measurements of the same thing differed by {noise:.0%} in the median"
 
 

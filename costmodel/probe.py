@@ -23,12 +23,16 @@ from fuseplan.costmodel.fit import (
 )
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.load import IDLE, Load, doubts, machine_load
+from fuseplan.costmodel.time_budget import TimeBudget
 from fuseplan.costmodel.timing import Call, Timing
 
 #: The largest footprints are the ones that all threads share.
 _LARGEST = 5
 #: Noise alone does not push the ratio of all threads to one thread below this.
 _BUSY_RATIO = 0.9
+#: Seconds that a probe may take, and a quick one, by device type: several times what they take on a quiet machine. On
+#: CUDA they hold the compilation of a few kernels.
+_BUDGET_S = {"cpu": (180.0, 20.0), "cuda": (600.0, 120.0)}
 #: Receives the fraction done (0 to 1) and what is being measured.
 Progress = Callable[[float, str], None]
 
@@ -66,11 +70,13 @@ def probe(
     progress: Progress | None = None,
     kernel_call: Call | None = None,
     load: Callable[[], Load] = machine_load,
+    budget: TimeBudget | None = None,
 ) -> DeviceSpec:
     """Measure the processor, or the current CUDA device.
 
     Takes a few seconds (``quick``) to about a minute, and up to 1 GiB of device memory. Nothing else should run on
-    the device meanwhile; :attr:`DeviceSpec.noise` says how quiet it was. No device setting is changed.
+    the device meanwhile; :attr:`DeviceSpec.noise` says how quiet it was. No device setting is changed. On a busy
+    machine it ends after a fixed time with fewer samples and sizes; :attr:`DeviceSpec.problems` names what they are of.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -80,28 +86,32 @@ def probe(
             gives the latency of mode ``"kernel"``. Without it that mode gets the latency of an ATen call that
             writes into a preallocated output, and no lower bound above zero.
         load: How busy the machine is, asked before anything is measured.
+        budget: The time it may take; by default several times what it takes on a quiet machine.
 
     Raises:
         ValueError: Unknown ``device_type``, or no such device here.
     """
     identity = current_identity(device_type)
     before = load()
+    budget = budget or TimeBudget.of(_BUDGET_S[device_type][quick])
     report = progress or (lambda fraction, label: None)
     with torch.no_grad():
         if device_type == "cuda":
             from fuseplan.costmodel.probe_cuda import measure_cuda  # needs a GPU's libraries
 
-            measured = measure_cuda(identity, quick, report, kernel_call)
+            measured = measure_cuda(identity, quick, report, kernel_call, budget)
         else:
             from fuseplan.costmodel.probe_cpu import measure_cpu
 
-            measured = measure_cpu(identity, quick, report, kernel_call)
+            measured = measure_cpu(identity, quick, report, kernel_call, budget)
     report(1.0, "done")
-    return assemble(identity, measured, before)
+    return assemble(identity, measured, before, budget.short)
 
 
-def assemble(identity: DeviceIdentity, measured: Measurements, load: Load = IDLE) -> DeviceSpec:
-    """The spec that follows from the raw timings, and from how busy the machine was."""
+def assemble(
+    identity: DeviceIdentity, measured: Measurements, load: Load = IDLE, short: Sequence[str] = ()
+) -> DeviceSpec:
+    """The spec that follows from the raw timings, from how busy the machine was, and from what time was short for."""
     typical, _ = fit_launches(measured.streams)
     fits = {f"launch:{pattern}": fit for pattern, fit in typical.items()}
     fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
@@ -126,8 +136,14 @@ def assemble(identity: DeviceIdentity, measured: Measurements, load: Load = IDLE
         versions=current_versions(identity.device_type),
         thread_bandwidth=thread_bandwidth,
         fits=fits,
-        problems=(*doubts(noise, load), *_problems(identity, bandwidth, thread_bandwidth)),
+        problems=(*_cut(short), *doubts(noise, load), *_problems(identity, bandwidth, thread_bandwidth)),
     )
+
+
+def _cut(short: Sequence[str]) -> tuple[str, ...]:
+    if not short:
+        return ()
+    return (f"there was not enough time to measure everything often enough, or at all sizes: {'; '.join(short)}",)
 
 
 def _problems(

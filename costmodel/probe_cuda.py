@@ -12,6 +12,7 @@ from fuseplan.costmodel.fit import RateTiming
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe import Measurements, Progress
 from fuseplan.costmodel.probe_streams import stream_sizes, time_streams
+from fuseplan.costmodel.time_budget import TimeBudget
 from fuseplan.costmodel.timing import Call, GraphTimer, HostTimer, time_calls
 
 _GIB = 2**30
@@ -29,27 +30,30 @@ _FIRST_OVERLAPPING = (9, 0)
 
 
 def measure_cuda(
-    identity: DeviceIdentity, quick: bool, progress: Progress, kernel_call: Call | None
+    identity: DeviceIdentity, quick: bool, progress: Progress, kernel_call: Call | None, budget: TimeBudget
 ) -> Measurements:
     """Time everything a CUDA spec needs. Allocates up to 1 GiB (or an eighth of the memory)."""
     graph_timer = GraphTimer(sample_us=1000.0 if quick else 4000.0, repeats=7 if quick else 25)
     largest_bytes = min(_GIB, identity.memory_bytes // 8)
     streams = time_streams(
         stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5, identity.l2_bytes), _PATTERNS, _DEVICE, graph_timer,
-        lambda fraction: progress(0.5 * fraction, "memory bandwidth"),
+        lambda fraction: progress(0.5 * fraction, "memory bandwidth"), budget.part(0.5, "memory bandwidth"),
     )
     # A few hundred calls stay inside the launch queue, so the host never waits for the device.
     host_timer = HostTimer(2000.0, 7 if quick else 25, finish=torch.cuda.synchronize, max_calls=500)
+    launches = budget.part(0.5, "launch latency")
     eager = time_calls(
         {size: _eager_call(size) for size in _EAGER_BYTES}, host_timer,
-        lambda fraction: progress(0.5 + 0.1 * fraction, "launch latency"),
+        lambda fraction: progress(0.5 + 0.1 * fraction, "launch latency"), launches,
     )
-    kernel = None if kernel_call is None else time_calls({"kernel": kernel_call}, host_timer)["kernel"]
-    nodes = time_calls({"empty": _empty_call(), **_overlapped_calls()}, graph_timer)
+    kernel = None
+    if kernel_call is not None:
+        kernel = time_calls({"kernel": kernel_call}, host_timer, budget=launches)["kernel"]
+    nodes = time_calls({"empty": _empty_call(), **_overlapped_calls()}, graph_timer, budget=launches)
     calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
     timings = time_calls(
         {unit: call for unit, (_, call) in calls.items()}, graph_timer,
-        lambda fraction: progress(0.6 + 0.4 * fraction, "arithmetic"),
+        lambda fraction: progress(0.6 + 0.4 * fraction, "arithmetic"), budget.part(1.0, "arithmetic"),
     )
     rates = [RateTiming(unit, flops, timings[unit]) for unit, (flops, _) in calls.items()]
     return Measurements(

@@ -10,13 +10,18 @@ from functools import partial
 import torch
 
 from fuseplan.costmodel.fit import StreamTiming
+from fuseplan.costmodel.time_budget import UNLIMITED, TimeBudget
 from fuseplan.costmodel.timing import Call, Timer, time_calls
 
 _ITEM_BYTES = 4
 #: Parts of the buffer start on multiples of this many elements, so every kernel sees aligned vectors.
 _ALIGN = 256
+#: Sizes up to this are timed whatever it takes: on a busy machine too, moving so much takes longer than launching does.
+_LEAST_BYTES = 16 * 2**20
 #: Shares of the last-level cache that are probed whatever the step.
 _CACHE_SHARES = (0.4, 2 / 3, 0.8)
+#: Random numbers that a buffer repeats.
+_TILE = 2**20
 _PATTERN_PARTS = {"copy": 2, "neg": 2, "add": 3, "read": 1}
 
 
@@ -46,14 +51,21 @@ def stream_sizes(largest_bytes: int, step: float, cache_bytes: int = 0) -> list[
 
 
 def time_streams(
-    sizes: Iterable[int], patterns: Iterable[str], device: str, timer: Timer, progress: Callable[[float], None]
+    sizes: Iterable[int], patterns: Iterable[str], device: str, timer: Timer, progress: Callable[[float], None],
+    budget: TimeBudget = UNLIMITED,
 ) -> list[StreamTiming]:
-    """Time every pattern at every size, in one buffer as large as the largest."""
+    """Time every pattern at every size, in one buffer as large as the largest.
+
+    Where the budget is short the largest sizes are left out.
+    """
     sizes = list(sizes)
-    buffer = torch.rand(max(sizes) // _ITEM_BYTES + 3 * _ALIGN, device=device)
+    length = max(sizes) // _ITEM_BYTES + 3 * _ALIGN
+    buffer = torch.rand(_TILE, device=device).repeat(-(-length // _TILE))  # all of it random would take seconds
     total = torch.empty((), device=device)
     streams = [Stream(pattern, size) for size in sizes for pattern in patterns]
-    timings = time_calls({stream: _call(stream, buffer, total) for stream in streams}, timer, progress)
+    least = sum(stream.footprint_bytes <= _LEAST_BYTES for stream in streams)
+    calls = {stream: _call(stream, buffer, total) for stream in streams}
+    timings = time_calls(calls, timer, progress, budget, least)
     return [
         StreamTiming(stream.pattern, stream.footprint_bytes, timing, stream.typical)
         for stream, timing in timings.items()

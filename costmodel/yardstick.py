@@ -8,6 +8,7 @@ does.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -47,11 +48,22 @@ class Yardstick:
         self._reference_s = 0.0
         self._age = 0
 
-    def steady(self) -> bool:
-        """Whether the job takes no longer now than it does when nothing disturbs it."""
-        while len(self._readings) < _FIRST:
-            self._read()
-        return any(self._read() <= self._reference() * (1 + _TOLERANCE) for _ in range(_TRIES))
+    def steady(self, limit_s: float = math.inf) -> bool:
+        """Whether the job takes no longer now than it does when nothing disturbs it.
+
+        Args:
+            limit_s: No further reading is taken once the readings add up to this. Too few to tell is False.
+        """
+        while len(self._readings) < _FIRST and limit_s > 0:
+            limit_s -= self._read()
+        for _ in range(_TRIES):
+            if limit_s <= 0:
+                return False
+            found = self._read()
+            limit_s -= found
+            if found <= self._reference() * (1 + _TOLERANCE):
+                return True
+        return False
 
     def _read(self) -> float:
         self._job()  # brings its own data and code back into the caches, and wakes the threads

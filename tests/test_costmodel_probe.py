@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from fuseplan.costmodel import probe_cpu, probe_cuda
+from fuseplan.costmodel import probe_cpu, probe_cuda, probe_streams
 from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak, current_identity
 from fuseplan.costmodel.fit import RateTiming, StreamTiming, peaks
 from fuseplan.costmodel.load import Load, doubts, losses
 from fuseplan.costmodel.probe import Measurements, probe
 from fuseplan.costmodel.probe_streams import Stream, _call, stream_sizes
 from fuseplan.costmodel.roofline import lower_bound, predict
+from fuseplan.costmodel.time_budget import UNLIMITED, TimeBudget
 from fuseplan.costmodel.timing import Timing
 from fuseplan.costmodel.work import Work
+from fuseplan.costmodel.yardstick import Yardstick
 
 MIB = 2**20
 
@@ -132,13 +136,13 @@ class ScriptedTimer:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def prepare(self, call):
+    def prepare(self, call, limit_us):
         call()
         nbytes = 0
         if isinstance(call, partial) and call.func in (torch.neg, torch.add, torch.sum):
             nbytes = sum(arg.nbytes for arg in (*call.args, call.keywords.get("out")) if isinstance(arg, torch.Tensor))
-            return lambda: [1.0 + nbytes * 1e-6]
-        return lambda: [100.0]
+            return lambda limit_us: [1.0 + nbytes * 1e-6]
+        return lambda limit_us: [100.0]
 
 
 class FakeKernel:
@@ -172,7 +176,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeKernel]:
 
 def test_cuda_measurements_cover_every_unit(cuda_on_cpu: dict[str, FakeKernel]) -> None:
     identity = DeviceIdentity("cuda", "fake", 10, MIB, 64 * MIB)
-    measured = probe_cuda.measure_cuda(identity, True, lambda fraction, label: None, lambda: None)
+    measured = probe_cuda.measure_cuda(identity, True, lambda fraction, label: None, lambda: None, UNLIMITED)
     assert {rate.unit for rate in measured.rates} == {
         "fp32", "fp64", "sfu", "fp32_matmul", "bf16_matmul", "fp16_matmul"
     }
@@ -270,6 +274,7 @@ def test_arithmetic_kernels_compile_to_the_instruction_they_time(name: str, dtyp
     [
         (0.3, 2, 0.02, []), (2.0, 2, 0.02, []), (62.0, 96, 0.02, []), (62.0, 2, 0.02, ["62.0 on 2 cores"]),
         (0.3, 2, 0.3, ["30%"]), (62.0, 2, 0.3, ["62.0 on 2 cores", "30%"]),
+        (0.3, 2, 1.0, ["one sample only"]),
     ],
 )
 def test_load_and_noise_make_a_probe_doubtful(average: float, cores: int, noise: float, doubtful: list[str]) -> None:
@@ -294,6 +299,51 @@ def test_a_probe_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == ["asked", "measured"]
     assert any("62.0 on 2 cores" in problem for problem in spec.problems)
     assert not any("busy" in problem for problem in probe("cpu", load=lambda: Load(0.1, 2)).problems)
+
+
+class SlowClock:
+    """A look at it takes ``tick_s``, and moving a gibibyte one second. Nothing else takes any time."""
+
+    def __init__(self, tick_s: float) -> None:
+        self.now_s = 0.0
+        self.tick_s = tick_s
+
+    def seconds(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
+
+    def nanoseconds(self) -> int:
+        return round(self.seconds() * 1e9)
+
+    def stream(self, stream: Stream, *_: object) -> Callable[[], None]:
+        def call() -> None:
+            self.now_s += stream.footprint_bytes / 2**30
+
+        return call
+
+
+@pytest.mark.parametrize("tick_s", [1e-3, 1e-2])
+def test_a_cpu_probe_ends_in_time_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> None:
+    clock = SlowClock(tick_s)
+    monkeypatch.setattr(time, "perf_counter", clock.seconds)
+    monkeypatch.setattr(time, "perf_counter_ns", clock.nanoseconds)
+    monkeypatch.setattr(probe_streams, "_call", clock.stream)
+    monkeypatch.setattr(probe_cpu, "processor_yardstick", lambda: Yardstick(lambda: None, clock.seconds))
+    monkeypatch.setattr(probe_cpu, "_largest_bytes", lambda identity: 128 * MIB)
+    monkeypatch.setattr(probe_cpu, "_MATMUL_SIZES", (16, 32))
+    steps: dict[str, float] = {}
+    spec = probe(
+        "cpu", kernel_call=lambda: None, load=lambda: Load(0.0, 2), budget=TimeBudget.of(20.0, clock.seconds),
+        progress=lambda fraction, label: steps.update({label: clock.now_s}),
+    )
+    assert set(spec.launch) == {"eager", "kernel"} and {"fp32", "fp64", "sfu", "bf16_matmul"} <= set(spec.peaks)
+    assert DeviceSpec.from_json(spec.to_json()) == spec
+    # When the time is up, one sample is taken of what has none yet: four patterns at 16 sizes, ten looks each.
+    assert clock.now_s < 20.0 + 64 * 10 * tick_s + 4 * 2 * 128 / 1024
+    assert steps["arithmetic, one thread"] < 12.0
+    assert any("not enough time" in problem and "memory bandwidth" in problem for problem in spec.problems)
+    largest = 128 * MIB if tick_s < 1e-2 else 64 * MIB
+    assert 16 * MIB <= spec.bandwidth.points[-1].footprint_bytes <= largest
 
 
 def test_losses_are_what_got_clearly_worse(probed) -> None:

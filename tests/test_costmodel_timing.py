@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from fuseplan.costmodel import timing
+from fuseplan.costmodel.time_budget import TimeBudget
 from fuseplan.costmodel.timing import GraphTimer, HostTimer, Timing, time_calls
 
 
@@ -37,27 +39,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_host_timer_averages_over_enough_calls(clock: Clock) -> None:
     sampler = HostTimer(sample_us=100.0, repeats=3).prepare(clock.work)
     before = clock.calls
-    assert sampler() == pytest.approx([2.0, 2.0, 2.0])
+    assert sampler(math.inf) == pytest.approx([2.0, 2.0, 2.0])
     assert clock.calls - before == 3 * 50  # 100 us / 2 us calls in each of 3 samples
 
 
 def test_host_timer_cuts_a_stalled_batch_short(clock: Clock) -> None:
     sampler = HostTimer(sample_us=100.0, repeats=9).prepare(clock.work)
     clock.cost_us = 40.0  # 50 calls now take 2000 us; 4 * 100 * 9 = 3600 us are gone after two samples
-    assert sampler() == pytest.approx([40.0] * 3)
+    assert sampler(math.inf) == pytest.approx([40.0] * 3)
 
 
 def test_host_timer_asks_a_busy_processor_no_longer_than_it_waits_for_samples(clock: Clock) -> None:
     """It never runs at full speed, and to find that out takes 2 ms each time: two of them are what a batch may take."""
     asked: list[float] = []
 
-    def steady() -> bool:
+    def steady(limit_us: float) -> bool:
         asked.append(clock.now_us)
         clock.now_us += 2000.0
         return False
 
     sampler = HostTimer(sample_us=100.0, repeats=9, steady=steady).prepare(clock.work)
-    assert sampler() == pytest.approx([2.0] * 3)
+    assert sampler(math.inf) == pytest.approx([2.0] * 3)
     assert len(asked) == 4
 
 
@@ -71,7 +73,7 @@ def test_host_timer_counts_the_wait_for_the_device(clock: Clock) -> None:
     sampler = HostTimer(sample_us=100.0, repeats=1, finish=finish, max_calls=10).prepare(clock.work)
     before = clock.calls
     # 10 calls of 2 us and one wait of 10 us inside the sample (the one before it is outside): 30 / 10.
-    assert sampler() == pytest.approx([3.0])
+    assert sampler(math.inf) == pytest.approx([3.0])
     assert clock.calls - before == 10
     assert waits
 
@@ -97,10 +99,10 @@ class ScriptedTimer:
     def __init__(self) -> None:
         self.taken: list[str] = []
 
-    def prepare(self, call):
+    def prepare(self, call, limit_us):
         name, batches = call()
 
-        def sampler() -> list[float]:
+        def sampler(limit_us: float) -> list[float]:
             self.taken.append(name)
             return batches.pop(0)
 
@@ -193,6 +195,75 @@ def test_graph_timer_divides_a_replay_by_its_calls(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(GraphTimer, "_capture", staticmethod(counting))
     sampler = GraphTimer(sample_us=300.0, repeats=4).prepare(call)
-    assert sampler() == pytest.approx([3.0] * 4)
+    assert sampler(math.inf) == pytest.approx([3.0] * 4)
+    assert sampler(0.0) == pytest.approx([3.0])
     assert graphs == [10, 100]  # an estimate, then 300 us / 3 us calls
     assert warm_ups  # lazy initialisation happens outside the capture
+
+
+# -- a limited time ---------------------------------------------------------------------------------------------------
+
+
+def budget_of(clock: Clock, seconds: float) -> TimeBudget:
+    return TimeBudget.of(seconds, lambda: clock.now_us * 1e-6)
+
+
+def test_a_budget_counts_down_and_its_parts_end_within_it() -> None:
+    now = 100.0
+    budget = TimeBudget.of(10.0, lambda: now)
+    half = budget.part(0.5, "half")
+    assert budget.left_us() == pytest.approx(10e6) and half.left_us() == pytest.approx(5e6)
+    assert budget.share_us(4) == pytest.approx(7.5e6)  # more than an even share
+    assert budget.share_us(1) == pytest.approx(10e6)  # but not more than there is
+    now = 106.0
+    assert budget.left_us() == pytest.approx(4e6) and half.left_us() == 0.0
+    half.note()
+    half.note()
+    assert budget.short == ["half"]
+
+
+def test_without_a_budget_nothing_ends() -> None:
+    assert TimeBudget(math.inf).part(0.1).share_us(1000) == math.inf
+
+
+@pytest.mark.parametrize("cost_us", [2.0, 3e3, 1e5])
+@pytest.mark.parametrize("asking_us", [0.0, 2e4])
+def test_calls_are_timed_within_their_budget(clock: Clock, cost_us: float, asking_us: float) -> None:
+    """However slow calls and questions are: what runs when the time is up is ended, and no more is begun but first
+    samples. Here a call costs at most 2 to warm up, and 1 as a sample."""
+    clock.cost_us = cost_us
+
+    def steady(limit_us: float) -> bool:
+        assert limit_us > 0
+        clock.now_us += min(asking_us, limit_us)
+        return False
+
+    budget = budget_of(clock, 2.0)
+    timings = time_calls(dict.fromkeys(range(7), clock.work), HostTimer(500.0, 9, steady=steady), budget=budget)
+    assert [timing.typical_us for timing in timings.values()] == pytest.approx([cost_us] * 7)
+    assert clock.now_us <= 2e6 + 7 * 3 * max(cost_us, 500.0) + asking_us
+    assert bool(budget.short) == (clock.now_us >= 2e6)
+
+
+def test_enough_time_changes_nothing(clock: Clock) -> None:
+    calls = dict.fromkeys(range(5), clock.work)
+    spent = []
+    for budget in (TimeBudget(math.inf), budget_of(clock, 1.0)):
+        began_us = clock.now_us
+        assert time_calls(calls, HostTimer(100.0, 3), budget=budget)[4] == Timing(2.0, 2.0, 0.0)
+        assert budget.short == []
+        spent.append(clock.now_us - began_us)
+    assert spent[0] == spent[1]
+
+
+def test_without_time_the_first_calls_get_one_sample_and_the_others_none(clock: Clock) -> None:
+    budget = budget_of(clock, 0.0).part(1.0, "memory bandwidth")
+    timings = time_calls(dict.fromkeys(range(5), clock.work), HostTimer(2.0, 9), budget=budget, least=2)
+    assert timings == {0: Timing(2.0, 2.0, 1.0), 1: Timing(2.0, 2.0, 1.0)}  # nothing confirms a single sample
+    assert clock.calls == 2 * (2 + 1)
+    assert budget.short == ["memory bandwidth"]
+
+
+def test_one_batch_is_compared_with_itself() -> None:
+    assert Timing.of([[1.0, 2.0]]).noise == pytest.approx(1.0)
+    assert Timing.of([[2.0, 2.0, 2.0]]) == Timing(2.0, 2.0, 0.0)

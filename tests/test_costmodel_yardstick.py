@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -92,6 +93,20 @@ def test_one_freak_reading_does_not_become_the_reference() -> None:
     assert all(yardstick.steady() for _ in range(1000))
 
 
+def test_it_answers_within_the_time_it_is_given() -> None:
+    machine = Machine()
+    machine.factor = 1000.0  # a reading takes 20 ms, and 10 more before it begins
+    yardstick = machine.yardstick()
+    assert not yardstick.steady(limit_s=0.1)  # it has nothing to compare with yet
+    assert machine.now <= 0.1 * 1.5 + 0.03
+    while not yardstick.steady(limit_s=0.1):  # but what it read counts the next time
+        assert machine.now < 10.0
+    machine.factor = 1500.0
+    began = machine.now
+    assert not yardstick.steady(limit_s=0.001)
+    assert machine.now - began <= 0.045 + 1e-9  # one reading
+
+
 def test_each_number_of_threads_has_its_own_yardstick() -> None:
     threads = torch.get_num_threads()
     ours = processor_yardstick()
@@ -107,13 +122,13 @@ def test_each_number_of_threads_has_its_own_yardstick() -> None:
 def test_the_probe_leaves_unsteady_samples_out() -> None:
     answers = iter([True, True, False, False, True, True, True, True, True, True] + [True] * 100)
     times = iter([1.0, 1.0] + [1.0] * 3 + [7.0] * 1000)
-    timer = HostTimer(sample_us=1.0, repeats=3, max_calls=1, steady=lambda: next(answers))
+    timer = HostTimer(sample_us=1.0, repeats=3, max_calls=1, steady=lambda limit_us: next(answers))
     taken: list[float] = []
     object.__setattr__(timer, "_run", lambda call, calls: taken.append(next(times)) or taken[-1])
-    assert len(timer._batch(lambda: None, 1)) == 3
+    assert len(timer._batch(lambda: None, 1, math.inf)) == 3
     assert len(taken) > 3
-    never = HostTimer(sample_us=1.0, repeats=3, max_calls=1, steady=lambda: False)
-    assert len(never.prepare(lambda: None)()) >= 3
+    never = HostTimer(sample_us=1.0, repeats=3, max_calls=1, steady=lambda limit_us: False)
+    assert len(never.prepare(lambda: None)(math.inf)) >= 3
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

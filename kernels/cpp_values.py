@@ -151,7 +151,7 @@ class Values:
             picked = f"e{gather.value}[i] * (i64){size_text(gather.stride, self.names)}"
             return f"b{buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
         if not index.is_affine_in(self.segment.col_axis):
-            return f"b{buffer}", f"[&](int i) -> i64 {{ return {self.index(index)}; }}"
+            return f"b{buffer}{self._row_gather(gather)}", f"[&](int i) -> i64 {{ return {self.index(index)}; }}"
         step = index.coefficient(self.segment.col_axis)
         if isinstance(step, int) and step == 1:
             return f"{name} + j", None

@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import FloorDiv
 
 from fuseplan.kernels.index import Size, as_size, number, symbol
@@ -39,6 +40,8 @@ class SizeNames:
         """
         if isinstance(value, int):
             return value
+        if not value.node.expr.is_Symbol and statically_known_true(value == 1):
+            return 1  # the trace holds for no other: what has this size is broadcast, whatever its expression says
         return as_size(self._polynomial(self._rename(value)))
 
     def expression(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:

@@ -564,6 +564,20 @@ def picked(rows: int, cols: int, width: int, dtype: str = "float32") -> Sample:
     return Sample("picked", _kernel(buffers, b), overrides=lambda name, t: t.abs() % (width + 2) if name == "at" else t)
 
 
+def repeated_lookup(tokens: int, vocabulary: int, cols: int, times: int, dtype: str = "float32") -> Sample:
+    """Rows of a table by int64 indices, every element of them several times in a row: an address divides the column."""
+    buffers = [contiguous("ids", "int64", (tokens,)), contiguous("table", dtype, (vocabulary, cols)),
+               contiguous("y", dtype, (tokens, cols * times), True)]
+    b = Body(buffers, (tokens,), cols * times)
+    r, c = b.at
+    b.store("y", (r, c), b.gather("table", (Index(0), c // times), b.load("ids", (r,)), 0, math.nan))
+
+    def indices(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.arange(1, tokens + 1) * 3 % (vocabulary + 1) if name == "ids" else tensor
+
+    return Sample("repeated_lookup", _kernel(buffers, b), overrides=indices)
+
+
 def early_store(rows: int, cols: int, dtype: str = "float32") -> Sample:
     """A stored value that the reduction needs anyway, and one that it does not."""
     buffers = [contiguous("x", dtype, (rows, cols)), contiguous("double", dtype, (rows, cols), True),
@@ -626,6 +640,7 @@ def static_samples() -> list[Sample]:
         data_mask(3, 45), position_mask(4, 29), pair_mask(3, 8, 37), pair_mask(2, 3, 64), early_store(3, 70),
         early_store(2, 48, "bfloat16"),
         embedded(5, 11, 127), embedded(1, 3, 64, "bfloat16"), picked(3, 8, 19), picked(2, 37, 5, "bfloat16"),
+        repeated_lookup(5, 11, 19, 2), repeated_lookup(3, 4, 5, 3, "float16"),
         quantised(3, 127), quantised(2, 64, "bfloat16"), dequantised(3, 72), dequantised(2, 37),
         clamped(3, 127), clamped(2, 64, "bfloat16"), clamped(2, 37, "float64"),
     ]

@@ -22,6 +22,9 @@ from fuseplan.planner.dispatch import fuseplan as backend
 #: Reasons that are no answer but a failure of ours: an exception's name, a compiler, a kernel's first call.
 _FAILED = re.compile(r"^(planning failed|tracing|first call failed|\w*(Error|Exception)\b)")
 
+#: What tracing says about a size that depends on data.
+_READS_DATA = "data-dependent expression"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -42,6 +45,13 @@ def run_program(program: Program, options: Mapping[str, Any], through_dynamo: bo
         through_dynamo: Compile with ``torch.compile``. Else the back end gets a graph of one call, through which it
             traces; the second sizes are then left out where they break what the graph assumes of sizes.
     """
+    outcome = _run(program, options, through_dynamo)
+    if not through_dynamo and any(_READS_DATA in text for text in outcome.complaints):
+        return _run(program, options, True)  # Dynamo ends its graph where Python reads a number from a tensor
+    return outcome
+
+
+def _run(program: Program, options: Mapping[str, Any], through_dynamo: bool) -> Outcome:
     fuseplan.planner.reset_stats()
     given = {**options, "numerics": program.numerics}
     found: list[str] = []

@@ -82,6 +82,20 @@ def test_one_graph_serves_every_size(
     assert stats.fallbacks == {} and stats.groups_fused >= 1
 
 
+@pytest.mark.parametrize("function", [
+    lambda x: x.chunk(2, -1)[1] / (x.abs() + 0.5), lambda x: x[..., : x.shape[-1] // 2] - x.square(),
+])
+def test_a_size_that_has_to_be_one_is_broadcast(
+    function: Callable[[torch.Tensor], torch.Tensor], db: Path, kernels: ReferenceBackend
+) -> None:
+    """What broadcasting asks of a size stands in no shape: ``s1 // 2`` is 1 for the sizes that the graph holds for."""
+    fast = compiled(function, db, dynamic=True)
+    for shape in ((5, 3), (33, 3), (4, 2)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(fast(x), function(x))
+    assert fuseplan.planner.stats().groups_fused >= 1
+
+
 def test_what_only_a_number_allows_is_left_to_eager(db: Path, kernels: ReferenceBackend) -> None:
     """The plan, made for 5 rows, writes their sum out; for any number of rows no kernel can."""
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fuseplan.kernels.index import Coord, Index
 from fuseplan.kernels.ir import Apply, Buffer, Const, Gather, KernelIR, Load, Segment, Store
 from fuseplan.kernels.overlap import plainly
 from fuseplan.kernels.triton_backend import TritonBackend
-from fuseplan.kernels.triton_config import default_config, infeasible, tunables
+from fuseplan.kernels.triton_config import default_config, full_tile, infeasible, tunables
 from fuseplan.kernels.triton_emitter import emit_triton
 from fuseplan.kernels.triton_tile import live_words, programs, tile_of
 from fuseplan.search.space import enumerate_space
@@ -120,6 +120,12 @@ def test_a_row_that_a_block_shares_is_loaded_once(rows: int, block_rows: int, sh
     ir = samples.pair_mask(3, rows, 64).ir
     source = emit_triton(ir, {"block_rows": block_rows, "block_cols": 64, "num_warps": 1})
     assert ("first_row // " in source) == shared
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0), (0, 0)])
+def test_a_tile_of_nothing_has_a_size(shape: tuple[int, int]) -> None:
+    ir = copies(shape)
+    assert min(full_tile(ir, ir.segments[0])) >= 1
 
 
 # -- rows walked in blocks ----------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fuseplan.planner.attention import rewrite_attention
 from fuseplan.planner.binding import bind_graph
 from fuseplan.planner.build import Model, construct, foreign_code, load_module, quiet
 from fuseplan.planner.errors import CaptureError, FuseplanError, in_words
+from fuseplan.planner.fake_layouts import correct_layouts
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.models import ModelSource
 from fuseplan.planner.normalise import Normalised, normalise
@@ -82,6 +83,7 @@ def trace_predispatch(
     try:
         with context.fake_mode, modes_restored():
             trace = make_fx(without_transforms(module, fakes), pre_dispatch=True)(*fakes)
+        correct_layouts(trace)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks)
     except Exception as error:
         raise CaptureError(f"tracing to ATen ops failed: {in_words(error)}") from error

@@ -92,16 +92,22 @@ def set_values(values: Mapping[fx.Node, Any]) -> None:
         node.meta["val"] = value
 
 
-def follow(changed: fx.Node, value: torch.Tensor) -> dict[fx.Node, Any] | None:
+def follow(changed: fx.Node, value: torch.Tensor, corrected: bool = False) -> dict[fx.Node, Any] | None:
     """The fake values of a node and of what reads it, if the node had another layout or memory: those that differ.
 
     What lies in the same memory must go on doing so in the trace, since that is how writes are seen.
 
+    Args:
+        changed: The node.
+        value: Its other value.
+        corrected: The program stays as it is, whose tensors never had the layout that the trace said.
+
     Returns:
         None where the program would be another: a shape changes, a view is impossible, or memory whose layout is not
-        what it was, or that is shared where it was not, is written to, returned, or read by address.
+        what it was, or that is shared where it was not, is written to, returned, or read by address, unless it is
+        ``corrected``.
     """
-    moved = _Moved()
+    moved = _Moved(corrected)
     try:
         moved.put(changed, value)
         waiting, node = set(changed.users), changed
@@ -122,8 +128,9 @@ class _Moved:
         values: New fake values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, corrected: bool) -> None:
         self.values: dict[fx.Node, Any] = {}
+        self._corrected = corrected
         # Storages that the nodes in ``values`` were in, and those that they are in.
         self._before: set[int] = set()
         self._after: set[int] = set()
@@ -137,7 +144,7 @@ class _Moved:
             ValueError: It cannot stand for the old one.
         """
         reads_odd = not self._odd.isdisjoint(node.all_input_nodes)
-        if reads_odd and not _reads_by_index(node):
+        if reads_odd and not self._corrected and not _reads_by_index(node):
             raise ValueError(f"{node} may tell that memory is laid out otherwise")
         if node.op != "call_function" or not _can_be_evaluated(node.target):
             return False

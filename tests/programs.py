@@ -366,7 +366,8 @@ def make_program(seed: int) -> Program:
 def _twin(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of its own, laid out the same."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return tensor.to(dtype, copy=True).as_strided(tensor.shape, tensor.stride()) if tensor.numel() else tensor.to(dtype)
+        wide = tensor.to(dtype, copy=True)
+        return wide.as_strided(tensor.shape, tensor.stride()) if tensor.numel() else wide
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype).copy_(tensor)
 
 

@@ -1,0 +1,95 @@
+"""Traces lie in memory as eager's tensors do, where PyTorch's fake tensors do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from dispatch_samples import compiled, fresh_start
+from reference_backend import ReferenceBackend, use
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fuseplan.planner
+from fuseplan.planner.fake_layouts import correct_layouts
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield from fresh_start()
+
+
+def strides(tensor: torch.Tensor) -> list[int]:
+    """Those that mean something."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+
+
+def laid_out(rng: random.Random, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros of a shape, in any order of dimensions, some of them expanded."""
+    order = rng.sample(range(len(shape)), len(shape))
+    sizes = [shape[dim] for dim in order]
+    held = torch.zeros([1 if rng.random() < 0.2 else size for size in sizes], dtype=torch.long).expand(sizes)
+    return held.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def last_value(trace: fx.GraphModule) -> torch.Tensor:
+    return [node for node in trace.graph.nodes if node.op == "call_function"][-1].meta["val"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_indexed_lies_as_eagers_does(seed: int) -> None:
+    rng = random.Random(seed)
+    source = laid_out(rng, [rng.choice((1, 2, 3, 5)) for _ in range(rng.randint(1, 4))])
+    dims = sorted(rng.sample(range(source.dim()), rng.randint(1, source.dim())))
+    common = [rng.choice((1, 2, 4)) for _ in range(rng.randint(1, 3))]
+    indices = [laid_out(rng, [1 if rng.random() < 0.3 else size for size in common]) for _ in dims]
+
+    def look_up(source: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(dims, indices, strict=True))
+        return torch.ops.aten.index.Tensor(source, [given.get(dim) for dim in range(dims[-1] + 1)]) * 2
+
+    mode = FakeTensorMode()
+    with mode:
+        trace = make_fx(look_up, pre_dispatch=True)(*map(mode.from_tensor, (source, *indices)))
+    correct_layouts(trace)
+    expected = look_up(source, *indices)
+    assert last_value(trace).shape == expected.shape
+    assert strides(last_value(trace)) == strides(expected)
+
+
+def test_a_shape_that_fake_tensors_get_wrong_is_told() -> None:
+    def look_up(source: torch.Tensor, rows: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.index.Tensor(source, [rows, column]).neg()
+
+    mode = FakeTensorMode()
+    given = (torch.zeros(3, 5), torch.zeros(4, 2, dtype=torch.long), torch.tensor(1))
+    with mode:
+        trace = make_fx(look_up, pre_dispatch=True)(*map(mode.from_tensor, given))
+    if last_value(trace).shape == look_up(*given).shape:
+        correct_layouts(trace)
+    else:
+        with pytest.raises(ValueError, match="index has 2 dimensions, for PyTorch's fake tensors 0"):
+            correct_layouts(trace)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kernels_write_what_is_indexed_where_eager_does(
+    dynamic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function(x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        picked = x[at % x.shape[0]]
+        return picked.relu_().mT, picked.reshape(-1) * 2
+
+    use(monkeypatch, ReferenceBackend())
+    fast = compiled(function, tmp_path / "tuning.db", dynamic=dynamic)
+    for sizes in ((2, 5, 8), (3, 4, 7)):
+        at = torch.randint(0, 9, sizes[::-1]).permute(2, 1, 0)
+        x = torch.randn(sum(sizes))
+        for one, other in zip(fast(x, at), function(x, at), strict=True):
+            torch.testing.assert_close(one, other)
+            assert one.stride() == other.stride()
+    assert fuseplan.planner.stats().groups_fused >= 1

@@ -77,10 +77,6 @@ class Work:
         if unknown:
             raise ValueError(f"Work.flops has unknown units {sorted(unknown)}; known: {FLOP_UNITS}")
 
-    def flaw(self) -> str:
-        """Why the fields contradict one another; "" when they do not."""
-        return "" if self.cold_bytes <= self.dram_bytes else "reads more cold bytes than there are"
-
     def __add__(self, other: Work) -> Work:
         units = {*self.flops, *other.flops}
         rest = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}

@@ -82,8 +82,8 @@ Parameter: TypeAlias = Annotated[int, Range(-(2**31), 2**31 - 1)]
 Positions: TypeAlias = Annotated[tuple[int, ...], _positions]
 
 
-def possible_work(value: object) -> str:
-    """The limit of a :class:`~fuseplan.costmodel.work.Work`: every amount in it is one."""
+def possible_work(value: Any) -> str:
+    """The limit of a :class:`~fuseplan.costmodel.work.Work`: every amount in it is one, and cold bytes are moved."""
     numbers: list[object] = [value]
     for one in numbers:
         if isinstance(one, Mapping):
@@ -94,4 +94,4 @@ def possible_work(value: object) -> str:
             numbers += vars(one).values()
         elif reason := _AMOUNT(one):
             return reason
-    return ""
+    return "" if value.cold_bytes <= value.dram_bytes else "cold_bytes is more than dram_bytes"

@@ -54,6 +54,8 @@ def _inputs(
     if not generates and hasattr(config, "text_config") and hasattr(config, "vision_config"):
         names = {"input_ids", "pixel_values"}
     if config.is_encoder_decoder:
+        if "decoder_input_ids" not in _parameters(module):  # which may yet pass on what it does not know
+            raise ConfigError(f"{config.model_type} has no encoder beside its decoder; leave out is_encoder_decoder")
         names.add("decoder_input_ids")
     return {name: _input(name, module, config, workload, device) for name in sorted(names, reverse=True)}
 

@@ -17,8 +17,8 @@ SOME = [
     *LINES[::5],
     "tune --model ''", "tune --module toys:exits_well", "tune --module exits_well_on_import:factory",
     "tune --module toys:raises_base", "tune --module syntax_error:factory", "tune --module toys:wrong_shapes",
-    "tune --config wrong_layers_billion.json", "tune --config deep.json", "tune --layers ２",
-    "db ls --db nosuchdialect://host/db",
+    "tune --config wrong_layers_billion.json", "tune --config deep.json", "tune --config wrong_encdec.json",
+    "tune --layers ２", "db ls --db nosuchdialect://host/db",
 ]
 #: These run as a user's do.
 ALONE = ["tune --module toys:forward_exits", "tune --db postgresql://host:notaport/db --pattern swiglu --shape 3x8"]

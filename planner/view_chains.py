@@ -26,6 +26,7 @@ from fuseplan.kernels.ir import Buffer
 from fuseplan.kernels.reference import torch_dtype
 from fuseplan.planner.aliasing import exposed, is_op, may_view, returns_operand
 from fuseplan.planner.direct_calls import Direct, FakeValues
+from fuseplan.planner.trace_edit import is_pure
 from fuseplan.planner.views import MAY_COPY, VIEW_MAPS
 
 #: By target of a fused call, the outputs that it allocates.
@@ -59,12 +60,18 @@ def collapse_views(
         place = places.of.get(node)
         if not isinstance(place, _Place) or node is place.root or node in kept:
             continue
-        if (better := _better(graph, node, place, made)) is not None:
+        better = _better(graph, node, place, made)
+        if better is not None and not any(_writes_to(user, better) for user in node.users):
             node.replace_all_uses_with(better)
     needed = set(before) - places.views
     for node in reversed(graph.nodes):
         if node not in needed and not node.users:
             graph.erase_node(node)
+
+
+def _writes_to(user: fx.Node, tensor: fx.Node) -> bool:
+    """Whether an op may write to a tensor: ATen lets some read a view of it without elements, but not itself."""
+    return is_op(user) and not is_pure(user.target) and tensor in user.all_input_nodes
 
 
 # -- where a view lies ------------------------------------------------------------------------------------

@@ -376,7 +376,7 @@ def in_float64(program: Program, call: int, seed: int | None = None) -> list[tor
     narrow = dict(zip((f"x{number}" for number in range(len(program.inputs))), program.arguments(call), strict=True))
     space = _namespace(torch.float64)
     space |= {
-        name: _twin(one, torch.float64) if one.is_floating_point() else one.clone() for name, one in narrow.items()
+        name: _twin(one, torch.float64 if one.is_floating_point() else one.dtype) for name, one in narrow.items()
     }
     # What each value's rounding is can only be told from the program as it runs.
     own = _namespace(None) | dict(narrow)

@@ -252,6 +252,15 @@ def test_a_layout_that_changes_under_way_leaves_all_views() -> None:
     assert "reinterpret" not in names(check_same(traced(run, *inputs), inputs))
 
 
+def test_a_write_does_not_read_the_tensor_itself_in_place_of_a_view() -> None:
+    """ATen refuses that even without elements, where it lets the view pass."""
+    def write(x: torch.Tensor) -> Tensors:
+        return (x.index_copy_(0, torch.arange(1), x[:1]),)
+
+    inputs = [torch.zeros(1, 0, 2)]
+    check_same(traced(write, *inputs), inputs)
+
+
 def test_dynamic_sizes_are_left_alone() -> None:
     def run(x: torch.Tensor) -> Tensors:
         return (torch.cos(x.view(x.shape[0], 2, -1).transpose(1, 2)),)

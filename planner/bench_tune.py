@@ -18,6 +18,7 @@ from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.scout import Scout
 from fuseplan.planner.session import Session
+from fuseplan.planner.tune import RegionFailure, noting
 from fuseplan.search.tuner import Budget, Tuner
 
 
@@ -31,10 +32,12 @@ class CellTuner:
 
     Attributes:
         turns: While it is closed, a tune that was started :meth:`ahead` waits between two of its steps.
+        failures: Regions that could not be planned; their workload is the cell's key.
     """
 
     def __init__(self, session: Session, budget: Budget, seed: int = 0) -> None:
         self.turns = Turns()
+        self.failures: list[RegionFailure] = []
         self._session = session
         self._budget = budget
         self._seed = seed
@@ -68,6 +71,8 @@ class CellTuner:
 
         Raises:
             CompilerMissingError: No kernel back end can be used here.
+            MachineFailureError: The machine fails what a tune needs.
+            DatabaseError: The database cannot be written.
         """
         started = self._ahead.pop(cell, None)
         return started.result() if started is not None else self._tune(cell)
@@ -96,7 +101,8 @@ class CellTuner:
         known = self._session.planner()
         if not known.undecided(graph):
             return False
-        plan = self._session.planner(self._started(), learner=self._learner).plan_graph(graph, self._scout)
+        planner = self._session.planner(self._started(), learner=self._learner)
+        plan = planner.plan_graph(graph, self._scout, noting(self.failures, cell.key, graph))
         pairs = [(one.region, one.record) for one in plan.regions]
         if pairs:
             name, size = f"pattern {cell.pattern}", f"{cell.size} {cell.dtype}"

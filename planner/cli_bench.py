@@ -40,6 +40,7 @@ from fuseplan.planner.cli_source import (
     capture_all,
     regime_name,
 )
+from fuseplan.search.plain import plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -216,9 +217,16 @@ def _groups(
 ) -> Iterator[BenchRow]:
     from fuseplan.planner.bench_groups import bench_group, fused_groups
     from fuseplan.planner.errors import PlanError
+    from fuseplan.planner.tune import RegionFailure, noting
 
     graphs = capture_all(source, workloads, session.target.device_type)
-    planned = [(name, graph, session.planner().plan_graph(graph)) for name, graph in graphs]
+    failures: list[RegionFailure] = []
+    planned = [
+        (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))
+        for name, graph in graphs
+    ]
+    for failure in failures:
+        typer.echo(f"plan: warning: {plain(str(failure))}", err=True)
     untuned = {one.region.key for _, _, plan in planned for one in plan.regions if one.source == "model"}
     if untuned:
         words = f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first"

@@ -87,12 +87,13 @@ def launch(session: Session, wanted: Wanted) -> None:
     named = bool(wanted.patterns or wanted.shapes)
     cells = _named_cells(wanted) if named else [cell(name, shape, wanted.dtype) for name, shape in _LAUNCHES]
     session, tuner = _tuner(session, wanted)
+    said: list[str] = []
     with console(stderr=True).status("measuring launches") as status:
         with tuner as tuning:
             for one in cells:
                 if tuning is not None:
                     status.update(f"{one.key}: tuning")
-                    _tune(tuning, one, [])
+                    _tune(tuning, one, said)
         # Not before the tuner's processes are gone: they may still be compiling.
         status.update("timing look-ups and launches")
         lookups = [bench.bench_lookup(session, one) for one in cells]
@@ -100,7 +101,8 @@ def launch(session: Session, wanted: Wanted) -> None:
     frames = {"calls": bench.launch_frame(calls), "lookups": bench.lookup_frame(lookups)}
     for part, frame in frames.items():
         print_frame(frame, title=f"launch, {part}: us", spare=("note",))
-    write(session, "launch", frames, bench.launch_verdict(frames["calls"], frames["lookups"]), wanted.out)
+    said += bench.launch_verdict(frames["calls"], frames["lookups"])
+    write(session, "launch", frames, said, wanted.out)
 
 
 def _named_cells(wanted: Wanted) -> list[Cell]:
@@ -216,16 +218,18 @@ def _tuner(session: Session, wanted: Wanted) -> tuple[Session, AbstractContextMa
 
 
 def _tune(tuning: CellTuner, cell: Cell, said: list[str]) -> None:
-    """Tune a cell; one that cannot be is measured as the cost model plans it."""
+    """Tune a cell; what cannot be is said. Such a cell is measured as the cost model plans it."""
     from fuseplan.planner.bench import failure
     from fuseplan.planner.errors import CompilerMissingError
+    from fuseplan.search.errors import DatabaseError, MachineFailureError
 
     try:
         tuning.tune(cell)
-    except CompilerMissingError:
-        raise
+    except (CompilerMissingError, MachineFailureError, DatabaseError):
+        raise  # every other cell would fail so
     except Exception as error:
         said.append(f"{cell.key} could not be tuned: {failure(error)}")
+    said += [str(one) for one in tuning.failures if one.workload == cell.key]
 
 
 def _modes(text: str | None, kind: str) -> tuple[str, ...]:

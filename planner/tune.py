@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 from fuseplan.planner.fallback import failure_reason
 from fuseplan.planner.graph import DataflowGraph, Region
@@ -127,7 +126,7 @@ def tune(
                 scout.send(graph, session.planner(tuner).undecided(graph))
         for workload, graph in listed:
             told = _for_workload(on_region, workload)
-            note = partial(_note, failures, workload, graph)
+            note = noting(failures, workload, graph)
             plan = session.planner(tuner, told, learner).plan_graph(graph, scout, note)
             plans.append(WorkloadPlan(workload, plan))
         taken_over = [(graph, one.plan) for (_, graph), one in zip(listed, plans, strict=True)]
@@ -141,12 +140,17 @@ def tune(
         return replace(result, session=replace(session, spec=learner.spec).recalibrated())
 
 
-def _note(
-    failures: list[RegionFailure], workload: str, graph: DataflowGraph, region: Region, error: Exception
-) -> None:
-    if isinstance(error, MachineFailureError | DatabaseError):
-        raise error
-    failures.append(RegionFailure(workload, region_label(graph, region), error))
+def noting(
+    failures: list[RegionFailure], workload: str, graph: DataflowGraph
+) -> Callable[[Region, Exception], None]:
+    """Adds a failure for each region that cannot be planned; raises what is the machine's or the database's fault."""
+
+    def note(region: Region, error: Exception) -> None:
+        if isinstance(error, MachineFailureError | DatabaseError):
+            raise error
+        failures.append(RegionFailure(workload, region_label(graph, region), error))
+
+    return note
 
 
 def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, int, int], None] | None:

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import report_samples as samples
 import torch
+from graphs import Builder
 
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner import bench_launch as launch
@@ -23,8 +24,11 @@ from fuseplan.planner.bench_launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
 from fuseplan.planner.bench_patterns import PatternBench
 from fuseplan.planner.bench_tune import CellTuner
 from fuseplan.planner.errors import PlanError
+from fuseplan.planner.graph import DataflowGraph, Region
+from fuseplan.planner.plan import Planner
 from fuseplan.planner.session import Session, open_session
 from fuseplan.search.database import Database
+from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.tuner import Budget
 
 Run = Callable[..., tuple[int, str, str]]
@@ -137,6 +141,41 @@ def test_a_cell_is_tuned_once_and_found_by_the_bench(session: Session) -> None:
     assert launch.bench_lookup(session, one).regions == 1
 
 
+def test_a_region_that_cannot_be_planned_costs_only_itself(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = Planner._decide
+
+    def fails_for_logarithms(self: Planner, graph: DataflowGraph, region: Region, *rest: Any) -> Any:
+        if any(graph.op(name).op == "aten.log.default" for name in region.ops):
+            raise ZeroDivisionError("no groups")
+        return decide(self, graph, region, *rest)
+
+    b = Builder(x=torch.randn(5, 5), weight=torch.randn(5, 5))
+    left = b("aten.mul.Tensor", b("aten.sigmoid.default", "x"), "x")
+    right = b("aten.log.default", b("aten.exp.default", "weight"))
+    graph = b.graph(b("aten.mm.default", left, right))
+    monkeypatch.setattr(Planner, "_decide", fails_for_logarithms)
+    one = cell("swiglu", "3x33", "float32")
+    with CellTuner(session, Budget(trials=1, seconds=0.1)) as tuner:
+        monkeypatch.setattr(tuner, "_graph", lambda _: graph)
+        assert tuner.tune(one)
+    (failure,) = tuner.failures
+    assert failure.workload == one.key and "ZeroDivisionError: no groups" in str(failure)
+    assert len(session.planner().undecided(graph)) == 1  # the other region is stored
+
+
+@pytest.mark.parametrize("error", [MachineFailureError("no space left"), DatabaseError("no space left")])
+def test_what_would_fail_for_every_cell_is_raised(
+    session: Session, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Planner, "_decide", fails)
+    with CellTuner(session, Budget(trials=1, seconds=0.1)) as tuner, pytest.raises(type(error), match="no space left"):
+        tuner.tune(cell("swiglu", "3x33", "float32"))
+    assert tuner.failures == []
+
+
 # -- the command line -------------------------------------------------------------------------------------------
 
 _QUICK = ("--no-tune", "--peers", "eager,cpp-default")
@@ -154,6 +193,49 @@ def test_patterns_are_measured_and_published(plan: Run, tmp_path: Path) -> None:
     assert "1 regions by the cost model, not tuned" in out
     facts = json.loads((tmp_path / "out" / "patterns-swiglu-cells.json").read_text())
     assert facts["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("topic", ["patterns", "launch"])
+def test_a_region_that_cannot_be_tuned_is_said(plan: Run, monkeypatch: pytest.MonkeyPatch, topic: str) -> None:
+    decide = Planner._decide
+
+    def untunable(self: Planner, *rest: Any) -> Any:
+        if self.tuner is not None:
+            raise ZeroDivisionError("no groups")
+        return decide(self, *rest)
+
+    monkeypatch.setattr(Planner, "_decide", untunable)
+    tuned = ("--trials", "1", "--tune-seconds", "0.1")
+    status, out, err = plan(topic, "--pattern", "swiglu", "--shape", "3x17", "--dtype", "fp32", "--no-inductor", *tuned)
+    assert status == 0, err
+    assert "swiglu 3x17 float32: " in out and "is not planned and runs unfused: ZeroDivisionError: no groups" in out
+
+
+def test_groups_are_measured_without_the_region_that_cannot_be_planned(
+    plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide = Planner._decide
+
+    def fails_for_tanh(self: Planner, graph: DataflowGraph, region: Region, *rest: Any) -> Any:
+        if any(graph.op(name).op == "aten.tanh.default" for name in region.ops):
+            raise ZeroDivisionError("no groups")
+        return decide(self, graph, region, *rest)
+
+    monkeypatch.setattr(Planner, "_decide", fails_for_tanh)
+    status, _, err = plan("groups", "--module", "toy_models:two_regions", "--no-inductor")
+    assert status == 0, err
+    assert "tanh" in err and "is not planned and runs unfused: ZeroDivisionError: no groups" in err
+    (table,) = (tmp_path / "out").glob("*-groups.csv")
+    assert set(pd.read_csv(table)["subject"]) == {"silu+mul 3x24 float32"}
+
+
+def test_a_machine_that_fails_ends_the_bench(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise MachineFailureError("no space left")
+
+    monkeypatch.setattr(Planner, "_decide", fails)
+    status, _, err = plan("patterns", "--pattern", "swiglu", "--shape", "3x17", "--dtype", "fp32", "--no-inductor")
+    assert status == 1 and "no space left" in err and "Traceback" not in err
 
 
 def test_an_interrupted_bench_keeps_its_cells_and_goes_on(
@@ -210,8 +292,8 @@ def test_launch_on_the_command_line(plan: Run, tmp_path: Path) -> None:
     "argv, words",
     [
         (["patterns", "--pattern", "swiglou"], ["unknown pattern 'swiglou'", "swiglu"]),
-        (["patterns", "--pattern", "swiglu", "--rows", "0"], ["--rows '0'", "1,8,32"]),
-        (["patterns", "--pattern", "swiglu", "--cols", "x"], ["--cols 'x'"]),
+        (["patterns", "--pattern", "swiglu", "--rows", "0"], ["--rows: '0'", "1,8,32"]),
+        (["patterns", "--pattern", "swiglu", "--cols", "x"], ["--cols: 'x'"]),
         (["patterns", "--shape", "3x8"], ["--shape needs --pattern"]),
         (["patterns", "--pattern", "swiglu", "--shape", "3x8", "--rows", "1"], ["leave out --rows"]),
         (["patterns", "--pattern", "swiglu", "--shape", "3x8x1x1"], ["swiglu", "32x4096"]),

@@ -86,7 +86,7 @@ class Session:
     def measure_device(self, quick: bool = True, progress: ProbeProgress | None = None) -> DeviceSpec:
         """What a probe finds; one with doubtful numbers is repeated once, and the less doubtful of the two counts.
 
-        Not where it took so long that the machine must be busy with something else for good.
+        It is not repeated where it took so long that the machine must be busy with something else for good.
         """
         call, began = tiny_kernel(self.backends, self.target), time.monotonic()
         first = probe(self.target.device_type, quick, progress, call)

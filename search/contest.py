@@ -17,7 +17,8 @@ from fuseplan.search.timers import Operands, Run, Sampler, Timer
 
 #: A gain below this is never worth a change of plan.
 MIN_GAIN = 0.01
-#: Noise up to which a gain that is within it is an answer: the two are alike. Beyond it, it is none.
+#: Up to this noise, a gain that is within the noise says that the two are alike. Where the noise is larger, it says
+#: nothing.
 MAX_NOISE = 0.2
 #: How many times longer the runs take that repeat one without an answer.
 _LONGER = (2, 4)
@@ -142,7 +143,7 @@ def decisive(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, incumbent: str,
     twice: str | None = None,
 ) -> Contest:
-    """As :func:`contest`; where noise hides how the others compare with ``incumbent``, again, for longer and longer."""
+    """As :func:`contest`, repeated for longer each time while noise hides how the others compare with ``incumbent``."""
     found = contest(timer, contestants, operands, seconds, twice)
     for factor in _LONGER:
         if not any(found.undecided(name, incumbent) for name in contestants if name != incumbent):

@@ -5,9 +5,9 @@
 Each time, a tune meets a fault of ``FAULTS``. Then it is checked that what was stored before is still there and the
 database sound, that no verdict "do not fuse" was stored, that it ended with one line and a status that fits, that no
 process is left, that a compiled function gives eager's results under the fault, if it lasts, and that the same tune
-finishes once the fault is gone. Exits with status 1 when something is not so. Linux; full disks and read-only folders
-are small file systems, which only root may mount: without that they are skipped, and said. pytest runs one of each of
-a few (``test_faults.py``).
+finishes once the fault is gone, after ``kill`` with the partitions of a tune left alone. Exits with status 1 when
+something is not so. Linux; full disks and read-only folders are small file systems, which only root may mount:
+without that they are skipped, and said. pytest runs one of each of a few (``test_faults.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -259,8 +259,25 @@ def poison(path: Path, before: dict[str, str]) -> list[str]:
     return [one.label for one in records if one.fused is None] + [one.label for one in unfused if not timed]
 
 
-def attempt(name: str, folder: Path, source: Path, options: list[str], seed: int) -> tuple[int, list[str]]:
-    """Status of one tune under a fault, and everything that was wrong."""
+def partitions(path: Path) -> dict[str, str]:
+    """The groups of each stored plan, by the region's key."""
+    with Database(path, "inspect") as database:
+        return {one.key.workload: repr([(group.ops, group.kind) for group in one.groups]) for one in database.plans()}
+
+
+def left_alone(folder: Path, source: Path, options: list[str]) -> dict[str, str]:
+    """The partitions of a tune that meets no fault."""
+    place = Place(folder, options, random.Random(0))
+    shutil.copy(source, place.db)
+    if (alone := ended(place.tune())).status:
+        sys.exit(f"a tune left alone fails: {alone.err.strip()[-300:]}")
+    return partitions(place.db)
+
+
+def attempt(
+    name: str, folder: Path, source: Path, options: list[str], seed: int, expected: Mapping[str, str] | None = None
+) -> tuple[int, list[str]]:
+    """Status of one tune under a fault, and everything that was wrong; ``expected`` are a sound tune's partitions."""
     place = Place(folder, options, random.Random(f"{name} {seed}"))
     shutil.copy(source, place.db)
     before = stored(place.db)
@@ -285,6 +302,9 @@ def attempt(name: str, folder: Path, source: Path, options: list[str], seed: int
     wrong += [f"not fused afterwards: {label}" for label in poison(place.db, before)]
     if len(stored(place.db)) == len(before):
         wrong.append("nothing new is stored afterwards")
+    found = partitions(place.db)
+    others = [(key, cut) for key, cut in (expected or {}).items() if found.get(key) != cut]
+    wrong += [f"cut otherwise than left alone: {key[:12]}: {found.get(key)}, alone {cut}" for key, cut in others]
     return outcome.status, wrong
 
 
@@ -329,12 +349,14 @@ def main() -> None:
         names = [name for name in names if name not in MOUNTED]
     failed = 0
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(args.jobs) as pool:
-        source = template(Path(scratch))
+        source, options = template(Path(scratch)), args.tune.split()
+        expected = left_alone(Path(scratch) / "alone", source, options) if "kill" in names else {}
 
         def one(name: str, number: int) -> tuple[int, list[str]]:
             with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as folder:
                 try:
-                    return attempt(name, Path(folder) / "place", source, args.tune.split(), number)
+                    cuts = expected if name == "kill" else {}
+                    return attempt(name, Path(folder) / "place", source, options, number, cuts)
                 except Exception as error:
                     return -1, [f"{type(error).__name__}: {error}"]
 

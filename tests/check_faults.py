@@ -7,7 +7,7 @@ database sound, that no verdict "do not fuse" was stored, that it ended with one
 process is left, that a compiled function gives eager's results under the fault, if it lasts, and that the same tune
 finishes once the fault is gone, after ``kill`` with the partitions of a tune left alone. Exits with status 1 when
 something is not so. Linux; full disks and read-only folders are small file systems, which only root may mount:
-without that they are skipped, and said. pytest runs one of each of a few (``test_faults.py``).
+without that they are skipped, and said. pytest runs one each of two (``test_faults.py``).
 """
 
 from __future__ import annotations

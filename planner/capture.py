@@ -151,18 +151,33 @@ def record_generation(model: Model, workload: Workload, mode: FakeTensorMode) ->
     if model.device.type == "meta":
         raise CaptureError("generate() needs a device to run on; this machine has no GPU")
     module: Any = model.module
-    with _recording("generate() cannot be followed") as recorder, quiet(), suppress(_Enough):
-        module.forward = _Followed(module.forward, recorder, mode, model.device)
-        ids = torch.ones(workload.batch, workload.seq, dtype=torch.long, device=model.device)
-        mask = torch.ones_like(ids)
-        mask[:-1, : workload.seq // 2] = 0  # of several prompts the shorter ones are padded; without, masks are dropped
-        new = workload.kv_len - workload.seq + 1 if workload.kv_len else _CALLS
-        static = {"cache_implementation": "static"} if workload.kv_len else {}
-        module.generate(
-            input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=new,
-            min_new_tokens=min(new, _CALLS), disable_compile=True, **static,
-        )
+    forward = module.forward
+    new = workload.kv_len - workload.seq + 1 if workload.kv_len else _CALLS
+    static = {"cache_implementation": "static"} if workload.kv_len else {}
+    with _recording("generate() cannot be followed") as recorder, quiet():
+        for mask in _prompt_masks(workload, model.device):
+            torch._dynamo.reset()  # a process that has seen other prompts before takes more sizes for dynamic
+            module.forward = _Followed(forward, recorder, mode, model.device)
+            with suppress(_Enough):
+                module.generate(
+                    input_ids=torch.ones_like(mask), attention_mask=mask, do_sample=False, num_beams=1,
+                    max_new_tokens=new, min_new_tokens=min(new, _CALLS), disable_compile=True, **static,
+                )
     return recorder.traces
+
+
+def _prompt_masks(workload: Workload, device: torch.device) -> list[torch.Tensor]:
+    """Attention masks of prompts as a tokenizer makes them: batch x seq, int64.
+
+    Prompts of one length have no padding, and ``transformers`` then drops masks; of several lengths the shorter ones
+    are padded on the left.
+    """
+    full = torch.ones(workload.batch, workload.seq, dtype=torch.long, device=device)
+    if workload.batch == 1 or workload.seq == 1:
+        return [full]
+    padded = full.clone()
+    padded[:-1, : workload.seq // 2] = 0
+    return [padded, full]
 
 
 #: Calls of a model after which ``generate()`` only repeats itself.

@@ -7,6 +7,7 @@ import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, fx, nn
 from tracing import ops, recording
 
 from fuseplan.planner import capture_cache, grouped_queries
+from fuseplan.planner.binding import bind_graph
 from fuseplan.planner.build import build_model
 from fuseplan.planner.capture import capture, record, trace_predispatch
 from fuseplan.planner.capture_cache import cached_capture, capture_beside, capture_key
@@ -24,7 +26,8 @@ from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph_json import graph_to_json
 from fuseplan.planner.models import ModelSource, find_source
 from fuseplan.planner.normalise import Normalised
-from fuseplan.planner.workload import Workload, decode, prefill
+from fuseplan.planner.regions import find_regions
+from fuseplan.planner.workload import Workload, decode, generate, prefill
 
 DECODE, PREFILL = decode(3, 32), prefill(2, 9)
 
@@ -71,6 +74,24 @@ def test_offline_capture_equals_run_time_and_computes_the_model(
     source = find_source(config=write_family(tmp_path, family), dtype="float32")
     running = [graph_to_json(trace.graph) for trace in at_run_time(source, workload)]
     assert [graph_to_json(graph) for graph in capture(source, workload, "cpu").graphs] == running
+
+
+def test_generation_is_captured_for_prompts_of_one_length_and_of_several(tmp_path: Path) -> None:
+    source = find_source(config=write_family(tmp_path, "llama"), dtype="float32", layers=1)
+    captured = {region.key for graph in capture(source, generate(3, 9), "cpu").graphs for region in find_regions(graph)}
+    for padding in (0, 3):
+        ids = torch.full((3, 9), 5)
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        module: Any = build_model(source, "cpu").module
+        traces: list[Normalised] = []
+        torch._dynamo.reset()
+        module.forward = torch.compile(module.forward, backend=recording(traces))
+        with torch.no_grad():
+            module.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4, disable_compile=True)
+        assert len(traces) == 3
+        running = {region.key for trace in traces for region in find_regions(bind_graph(trace.graph))}
+        assert running <= captured, f"padding {padding}"
 
 
 def test_layers_of_a_llama_stay_whole(tmp_path: Path) -> None:

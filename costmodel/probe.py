@@ -30,9 +30,9 @@ from fuseplan.costmodel.timing import Call, Timing
 _LARGEST = 5
 #: Noise alone does not push the ratio of all threads to one thread below this.
 _BUSY_RATIO = 0.9
-#: Seconds that a probe may take, and a quick one, by device type: several times what they take on a quiet machine. On
-#: CUDA they hold the compilation of a few kernels.
-_BUDGET_S = {"cpu": (180.0, 20.0), "cuda": (600.0, 120.0)}
+#: Seconds that a probe may take, and a quick one, by device type: about twice what they take on a quiet machine whose
+#: caches are large. On CUDA they hold the compilation of a few kernels.
+_BUDGET_S = {"cpu": (180.0, 60.0), "cuda": (600.0, 120.0)}
 #: Receives the fraction done (0 to 1) and what is being measured.
 Progress = Callable[[float, str], None]
 

@@ -30,7 +30,7 @@ from fuseplan.search.worker import Executor
 if TYPE_CHECKING:
     import torch
 
-#: Seconds up to which a probe with doubtful numbers is repeated; on a quiet machine a quick one takes half as long.
+#: Seconds up to which a probe with doubtful numbers is repeated: after a longer one nobody would wait for another.
 _REPEATED_S = 15.0
 ProbeProgress = Callable[[float, str], None]
 

@@ -74,9 +74,10 @@ def probe(
 ) -> DeviceSpec:
     """Measure the processor, or the current CUDA device.
 
-    Takes a few seconds (``quick``) to about a minute, and up to 1 GiB of device memory. Nothing else should run on
-    the device meanwhile; :attr:`DeviceSpec.noise` says how quiet it was. No device setting is changed. On a busy
-    machine it ends after a fixed time with fewer samples and sizes; :attr:`DeviceSpec.problems` names what they are of.
+    Takes seconds (``quick``; half a minute where caches are large) to minutes, and up to 1 GiB of device memory.
+    Nothing else should run on the device meanwhile; :attr:`DeviceSpec.noise` says how quiet it was. No device setting
+    is changed. On a busy machine it ends after a fixed time with fewer samples and sizes;
+    :attr:`DeviceSpec.problems` names what they are of.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.

@@ -24,8 +24,8 @@ def probe(
 ) -> None:
     """Measure this device's bandwidth, launch latency and peaks, and store them for the cost model.
 
-    Takes a few seconds, twice that where something disturbs it; nothing else should run meanwhile. A stored probe is
-    not replaced by one that is clearly worse. No device setting is changed.
+    Takes seconds, half a minute where caches are large, more where something disturbs it; nothing else should run
+    meanwhile. A stored probe is not replaced by one that is clearly worse. No device setting is changed.
     """
     from fuseplan.costmodel.load import losses
     from fuseplan.costmodel.present import bandwidth_figure, spec_table

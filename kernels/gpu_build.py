@@ -20,6 +20,7 @@ from typing import Any
 import platformdirs
 
 from fuseplan.kernels.backend import BuildError, MachineError, Resources, Target
+from fuseplan.kernels.limited import run_limited
 from fuseplan.kernels.own_folder import exposed, own_folder
 
 #: Storage type -> Triton's spelling in a kernel signature.
@@ -33,6 +34,8 @@ POINTER_TYPES: Mapping[str, str] = {
 _REGISTER_FILE = 65536
 #: Name of the explicit limit on registers among a kernel's facts; 0 where there is none.
 _LIMIT = "register_limit"
+#: Seconds that NVIDIA's tools may take over one kernel.
+_TOOL_LIMIT_S = 60.0
 
 
 def warm_up() -> None:
@@ -202,8 +205,7 @@ def _spilled_bytes(ptx: str, otherwise: int) -> int:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx, encoding="utf-8")
         command = [tool.path, "-v", *more, f"--gpu-name={arch[1]}", str(source), "-o", str(Path(folder) / "cubin")]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.findall(r"(\d+) bytes spill stores", result.stderr)
+        found = re.findall(r"(\d+) bytes spill stores", _said_by(command).stderr)
     return sum(map(int, found)) if found else otherwise
 
 
@@ -253,9 +255,15 @@ def _cubin_usage(cubin: bytes, name: str) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         command = [tool, "--dump-resource-usage", file.name]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    match = re.search(rf"Function {re.escape(name)}:\s*\n\s*(.*)", result.stdout)
+        match = re.search(rf"Function {re.escape(name)}:\s*\n\s*(.*)", _said_by(command).stdout)
     return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", match[1])} if match else {}
+
+
+def _said_by(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return run_limited(command, _TOOL_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise MachineError(f"{command[0]} did not finish within {_TOOL_LIMIT_S:g} s") from None
 
 
 @functools.cache

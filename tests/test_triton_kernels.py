@@ -17,7 +17,8 @@ import pytest
 from ir_samples import Sample, label
 from recipe_samples import recipe_samples
 
-from fuseplan.kernels.backend import SM90, BuildError, Config, Target
+from fuseplan.kernels import gpu_build
+from fuseplan.kernels.backend import SM90, BuildError, Config, MachineError, Target
 from fuseplan.kernels.gpu_build import _cuobjdump, compile_kernel
 from fuseplan.kernels.gpu_launch import Variant
 from fuseplan.kernels.ir import KernelIR
@@ -118,6 +119,18 @@ def test_spills_are_read_back(backend: TritonBackend) -> None:
     resources = backend.prepare(sample.ir, crowded, SM90)
     assert resources.spill_bytes is not None and resources.spill_bytes > 0
     assert resources.registers == 255
+
+
+def test_a_tool_that_hangs_is_the_machines_fault(
+    backend: TritonBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = tmp_path / "cuobjdump"
+    hangs.write_text("#!/bin/sh\nsleep 100000\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(gpu_build, "_TOOL_LIMIT_S", 0.2)
+    monkeypatch.setattr(gpu_build, "_cuobjdump", lambda: str(hangs))
+    with pytest.raises(MachineError, match=r"cuobjdump did not finish within 0\.2 s"):
+        backend.prepare(samples.rms_norm(4, 128).ir, {"block_rows": 1, "block_cols": 128, "num_warps": 1}, SM90)
 
 
 def machine_code(backend: TritonBackend, ir: KernelIR, config: Config) -> str:

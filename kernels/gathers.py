@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fuseplan.kernels.index import evaluate
-from fuseplan.kernels.ir import Instr, Iota, KernelIR, Load, Reduce, Segment, operands
+from fuseplan.kernels.ir import Apply, Instr, Iota, KernelIR, Load, Reduce, Segment, operands
 
 
 def value_axes(segment: Segment) -> list[frozenset[int]]:
@@ -79,6 +79,24 @@ def index_limits(ir: KernelIR) -> Mapping[int, int]:
                 for source in _integer_sources(ir, segment, instr.gather.value):
                     limits[source] = min(extent, limits.get(source, extent))
     return limits
+
+
+def computes_indices(ir: KernelIR) -> bool:
+    """Whether a kernel looks up elements by numbers that it computes from its inputs, not only by inputs themselves."""
+    return any(
+        isinstance(instr, Load) and instr.gather is not None and _computed(segment, instr.gather.value)
+        for segment in ir.segments for instr in segment.body
+    )
+
+
+def _computed(segment: Segment, value: int) -> bool:
+    pending, arithmetic, loaded = [value], False, False
+    while pending:
+        instr: Instr = segment.body[pending.pop()]
+        arithmetic |= isinstance(instr, Apply | Reduce)
+        loaded |= isinstance(instr, Load)
+        pending.extend(operands(instr))
+    return arithmetic and loaded
 
 
 def _integer_sources(ir: KernelIR, segment: Segment, value: int) -> set[int]:

@@ -35,7 +35,7 @@ _PACKED = {"bitwise_right_shift": 0, "__rshift__": 0}
 
 def sample_inputs(
     ir: KernelIR, nodes: Sequence[OpNode], names: Sequence[str], specs: Mapping[str, TensorSpec],
-    generator: torch.Generator,
+    generator: torch.Generator, most: int | None = None,
 ) -> list[torch.Tensor]:
     """One tensor for each input of a static kernel, in the layout it expects.
 
@@ -49,6 +49,7 @@ def sample_inputs(
         names: Its inputs, in order.
         specs: Layouts by name.
         generator: Source of randomness, on the device of the tensors.
+        most: Integers are below this, too; with 1, floats are equal as well.
     """
     positive = needs_positive_inputs(nodes)
     divisors, packed = _flowing_into(nodes, _DIVISORS), _flowing_into(nodes, _PACKED)
@@ -60,7 +61,9 @@ def sample_inputs(
         if number in short:
             spec = replace(spec, shape=(MOST_TABLE_ROWS, *spec.shape[1:]))
         below = None if name in packed else limits.get(number, _INTEGERS_BELOW)
-        made.append(random_tensor(spec, generator, positive or name in divisors, below))
+        if below is not None and most is not None:
+            below = min(below, most)
+        made.append(random_tensor(spec, generator, positive or name in divisors, below, 0.0 if most == 1 else 1.0))
     return made
 
 
@@ -101,15 +104,17 @@ def _adds_nothing_negative(node: OpNode) -> bool:
 
 
 def random_tensor(
-    spec: TensorSpec, generator: torch.Generator, positive: bool = False, below: int | None = _INTEGERS_BELOW
+    spec: TensorSpec, generator: torch.Generator, positive: bool = False, below: int | None = _INTEGERS_BELOW,
+    spread: float = 1.0,
 ) -> torch.Tensor:
     """A random tensor with exactly this layout, on the generator's device (elements at one address are equal).
 
     Args:
         spec: The layout.
         generator: Source of randomness.
-        positive: Floats are |N(0, 1)| + 0.1 instead of N(0, 1).
+        positive: Floats are spread * |N(0, 1)| + 0.1 instead of spread * N(0, 1).
         below: Integers are at least 0 and less than this; None for all of their type's numbers (as bytes always are).
+        spread: Of the floats.
     """
     device = generator.device
     span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))
@@ -117,7 +122,7 @@ def random_tensor(
     if 0 in spec.shape:
         span = 0
     if dtype.is_floating_point:
-        noise = torch.randn(span, generator=generator, dtype=torch.float32, device=device)
+        noise = torch.randn(span, generator=generator, dtype=torch.float32, device=device) * spread
         flat = (noise.abs() + 0.1 if positive else noise).to(dtype)
     elif dtype == torch.bool:
         flat = torch.rand(span, generator=generator, device=device) < 0.5

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.gathers import computes_indices
 from fuseplan.kernels.index import number, symbols_of
 from fuseplan.kernels.ir import KernelIR
 from fuseplan.kernels.reference import torch_dtype
@@ -28,6 +29,10 @@ __all__ = [
     "GroupSubject", "bound_specs", "chain_module", "group_label", "group_nodes", "group_subject",
     "needs_positive_inputs", "random_tensor", "reference_results",
 ]
+
+
+#: Bounds on integers that are tried one after another where random ones lead to indices that do not exist.
+_SMALLER = (4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,25 @@ class GroupSubject:
     device: str = "cpu"
 
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
-        """Fresh random tensors in the layout the kernel expects (:func:`sample_inputs`)."""
-        generator = torch.Generator(device).manual_seed(seed)
-        return sample_inputs(self.ir, self.nodes, self.inputs, self.specs, generator)
+        """Fresh random tensors in the layout the kernel expects (:func:`sample_inputs`).
+
+        Where the chain computes what it looks up, the numbers are made smaller until all of that exists.
+        """
+        for most in (None, *_SMALLER):
+            generator = torch.Generator(device).manual_seed(seed)
+            inputs = sample_inputs(self.ir, self.nodes, self.inputs, self.specs, generator, most)
+            if not computes_indices(self.ir) or self._finds_all(inputs):
+                break
+        return inputs
+
+    def _finds_all(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether every index exists: asked on the CPU, since a GPU that misses one answers nothing any more."""
+        chain = chain_module(self.nodes, self.inputs, self.outputs, "cpu")
+        try:
+            chain.forward(*(tensor.cpu() for tensor in inputs))
+        except (IndexError, RuntimeError) as error:
+            return not (isinstance(error, IndexError) or "out of bounds" in str(error))
+        return True
 
     def allocate_outputs(self, device: str) -> list[torch.Tensor]:
         return [

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fuseplan.kernels.backend import Backend, Config, Target
+from fuseplan.kernels.gathers import computes_indices
 from fuseplan.search.subject import Subject
 from fuseplan.search.timers import Run
 
@@ -79,11 +80,13 @@ class SharedOperands:
         """Where each input of a part comes from: a value's name, if it is in ``made``, else the number of an operand.
 
         Integers are neither handed on nor shared: an index has to be within the table that a part made for itself.
+        Where a part computes its indices, that goes for all of its inputs.
         """
         self._parts.append(part)
         found: list[str | int] = []
+        indexed = computes_indices(part.subject.ir)
         for position, tensor in enumerate(self._make_inputs(part.subject)):
-            valid_anywhere = tensor.is_floating_point() or tensor.dtype == torch.bool
+            valid_anywhere = not indexed and (tensor.is_floating_point() or tensor.dtype == torch.bool)
             name = part.reads[position] if part.reads and valid_anywhere else ""
             found.append(name if name in made else self._slot(part, position, name, tensor))
         return tuple(found)

@@ -187,6 +187,18 @@ def test_truth_values_are_handed_on_and_integers_only_wait() -> None:
     assert torch.equal(found[first] + found[second], x + y)
 
 
+def test_what_indices_are_computed_of_is_handed_to_nobody() -> None:
+    b = Builder(x=torch.zeros(5), table=torch.randn(2, 3))
+    far = b("aten.mul.Tensor", "x", other=1000.0)
+    index = b("aten.to.dtype", b("aten.abs.default", far), dtype="int64")
+    graph = b.graph(b("aten.embedding.default", "table", index))
+    first, *others = (node.name for node in graph)
+    operands = SharedOperands(inputs_of)
+    run = sequence([part(graph, [first]), part(graph, others)], operands, [graph.outputs[0]], TARGET)
+    (found,) = run(*operands.tensors)
+    assert torch.isfinite(found).all()
+
+
 def test_a_value_that_nothing_makes_cannot_be_kept() -> None:
     graph, _ = branching()
     with pytest.raises(ValueError, match="no part of the sequence makes nonsense"):

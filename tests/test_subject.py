@@ -64,3 +64,24 @@ def test_groups_are_fed_numbers_they_are_defined_for(build: Any, expected: bool)
         assert torch.isfinite(subject.reference(*inputs)[0]).any()
     else:
         assert torch.isfinite(subject.reference(*inputs)[0]).all()
+
+
+@pytest.mark.parametrize("far", [
+    lambda b: b("aten.add.Tensor", b("aten.mul.Tensor", "a", other=16), "a"),
+    lambda b: b("aten.to.dtype", b("aten.mul.Tensor", b("aten.abs.default", "x"), other=1000.0), dtype="int64"),
+    lambda b: b("aten.abs.default", b("aten.sub.Tensor", b("aten.mul.Tensor", "a", other=40), "a")),
+])
+@pytest.mark.parametrize("op", ["embedding", "index_select"])
+@pytest.mark.parametrize("rows", [1, 3, 32])
+def test_what_is_looked_up_by_computed_numbers_exists(far: Any, op: str, rows: int) -> None:
+    b = Builder(table=torch.randn(rows, 5), a=torch.zeros(7, dtype=torch.int64), x=torch.zeros(7))
+    index = far(b)
+    value = b("aten.embedding.default", "table", index)
+    if op == "index_select":
+        value = b("aten.index_select.default", "table", index, dim=0)
+    graph = b.graph(b("aten.neg.default", value))
+    subject = group_subject(graph, compute_ops(graph), "key")
+    for seed in range(5):
+        inputs = subject.make_inputs(seed, "cpu")
+        (eager,), (fused,) = subject.eager(*inputs), run_reference(subject.ir, inputs)
+        torch.testing.assert_close(fused.float(), eager)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseplan.planner.errors import ConfigError, FuseplanError, in_words
@@ -78,7 +79,7 @@ def construct(source: ModelSource, device: torch.device | str) -> Model:
     config, is_decoder = hf_config(source), generates(source)
     auto = _auto_class(config, is_decoder)
     try:
-        with quiet(), torch.device(device), _SkipRandomFill():  # type: ignore[no-untyped-call]
+        with quiet(), torch.device(device), _unfilled():
             module = auto.from_config(config, dtype=getattr(torch, source.dtype or "bfloat16"))
     except Exception as error:
         raise ConfigError(f"model {source.name} cannot be built: {in_words(error)}") from None
@@ -108,9 +109,20 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-class _SkipRandomFill(TorchDispatchMode):
-    """Leaves a tensor as allocated where a constructor would fill it at random: minutes for a large model."""
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Leaves tensors as allocated where a constructor would fill them at random: minutes for a large model."""
+    # It draws until every number is within its bounds, for ever where nothing is drawn.
+    bounded = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
+    try:
+        with _SkipRandomFill():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        init._no_grad_trunc_normal_ = bounded
 
+
+class _SkipRandomFill(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
             return args[0]

@@ -28,6 +28,15 @@ def test_models_are_fused_and_no_less_exact_than_eager(family: str, dtype: str, 
     assert all(one.fused > 0 for one in row.graphs)
 
 
+@pytest.mark.parametrize("family", families.FAMILY_CONFIGS)
+def test_every_family_can_be_captured_from_its_config(family: str, tmp_path: Path) -> None:
+    source = find_source(config=families.write_family(tmp_path, family), dtype="bfloat16")
+    decode = "1" if families.task_of(family) == "causal" else None
+    workload = workloads_for(source, "cpu", decode, checks.KV_LEN, "3x9")[0]
+    assert workload.regime == ("decode" if decode else "prefill")
+    assert max(len(list(graph)) for graph in capture(source, workload, "cpu").graphs) > 20
+
+
 #: Families whose calls are tuned for, and the sequences of a call: of several, some are padded.
 _TUNED = [("llama", 3), ("t5", 1)]
 

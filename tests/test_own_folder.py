@@ -80,6 +80,7 @@ def compiler() -> Compiler:
 def plant(compiler: Compiler, path: Path, folder: Path) -> None:
     """A library under another's name, with the digest that makes it sound."""
     other = build_library(ANSWER.replace("42", "666"), compiler, folder).read_bytes()[:-32]
+    path.unlink()  # as a new file: to write into a library that this process has loaded would crash it at its end
     path.write_bytes(other + hashlib.sha256(other).digest())
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fuseplan.planner.errors import ConfigError, FuseplanError, in_words
 from fuseplan.planner.examples import example_call
@@ -66,7 +67,7 @@ def build_model(source: ModelSource, device: torch.device | str) -> Model:
     """
     if source.kind == "module":
         model = load_module(source)
-        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), model.inputs)
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), model.inputs)
         return Model(model.module.to(device), torch.device(device), inputs=(args, kwargs))
     model = construct(source, device)
     with torch.no_grad():
@@ -166,6 +167,8 @@ def foreign_code(what: str) -> Iterator[None]:
 def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them.
 
+    A source's dtype is that of the module's floating-point parameters and inputs.
+
     Raises:
         ConfigError: The factory cannot be imported, fails, or returns something else.
     """
@@ -180,7 +183,9 @@ def load_module(source: ModelSource) -> Model:
         raise ConfigError(f"--module {source.name}: the factory must return (nn.Module, example inputs)")
     module, inputs = made
     if source.dtype is not None:
-        module = module.to(getattr(torch, source.dtype))
+        dtype = getattr(torch, source.dtype)
+        module = module.to(dtype)
+        inputs = tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     if isinstance(inputs, Mapping):
         return Model(module.eval(), device, inputs=((), dict(inputs)))

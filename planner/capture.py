@@ -116,8 +116,10 @@ def capture(source: ModelSource, workload: Workload, device_type: str) -> Captur
         ConfigError: The model cannot be built, or has no such regime.
     """
     device = "meta" if device_type == "cuda" and not torch.cuda.is_available() else device_type
+    # What a user's factory does with weights (casts, loads, asks) is only possible with real ones.
+    own = load_module(source) if source.kind == "module" else None
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        model = _faked(load_module(source), mode, device) if source.kind == "module" else construct(source, device)
+        model = construct(source, device) if own is None else _faked(own, mode, device)
         if workload.regime != "generate":
             args, kwargs = model.example(workload)
             with foreign_code("the model cannot be run"):
@@ -281,11 +283,9 @@ def _faked(model: Model, mode: FakeTensorMode, device: str) -> Model:
         return made[id(tensor)][1]
 
     for module in model.module.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = fake(parameter)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake(buffer)
+        for held in (module._parameters, module._buffers, vars(module)):
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    held[name] = fake(value)
     inputs = pytree.tree_map_only(torch.Tensor, fake, model.inputs)
     return Model(model.module, torch.device(device), inputs=inputs)

@@ -63,7 +63,8 @@ PrefillOption = Annotated[
     str | None, typer.Option("--prefill", metavar="128,4x512", help="Prefill sizes: sequence, or batch x sequence.")
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; the model's own by default.")
+    str | None,
+    typer.Option("--dtype", help="bfloat16, float16 or float32 (a --module's inputs too); by default the model's own."),
 ]
 LayersOption = Annotated[
     int | None, typer.Option("--layers", parser=whole(1), metavar="N", help="Keep only the first N layers.")

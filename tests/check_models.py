@@ -8,9 +8,9 @@ every causal LM generates eager's tokens: from both kinds of cache, in batches w
                                  [--device cpu|cuda] [--interpreted] [--tune [--db FILE]] [--jobs 2]
                                  [--out results/models.md]
 
-``--tune`` asks something else: after ``plan tune --config`` of each family at tiny sizes (hardly any search), a fresh
-process misses no region in calls with and without an attention mask, and in generation; and ``plan explain`` has words
-for all of it.
+``--tune`` asks something else: after ``plan tune --config`` (or ``--module``) of each family at tiny sizes (hardly any
+search), a fresh process misses no region in calls with and without an attention mask, and in generation; and
+``plan explain`` has words for all of it.
 
 ``--interpreted`` runs kernels in an interpreter (no compiler, on a CPU): fast where only the planner is in question.
 Exits with status 1 if anything is wrong. pytest does not collect it; ``test_model_families.py`` runs a slice of it.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -40,6 +41,9 @@ _BARS = {True: 0.95, False: 0.90}
 
 #: Batches that are tuned and then called.
 _BATCHES = (1, 3)
+
+#: Where ``plan`` finds the families that are modules.
+_ENV = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 _PLAN = [sys.executable, "-m", "fuseplan.planner.cli"]
 
@@ -105,24 +109,29 @@ def work(given: argparse.Namespace) -> None:
 
 def tune_and_hit(name: str, given: argparse.Namespace) -> None:
     """Tune a family on the command line, and look in this process, which has compiled nothing, for what it misses."""
-    if name not in families.FAMILY_CONFIGS:
-        return
-    prompts = ",".join(f"{batch}x{checks.PROMPT}" for batch in _BATCHES)
-    sizes = ["--prefill", prompts]
-    if families.task_of(name) == "causal":
-        sizes += ["--decode", ",".join(map(str, _BATCHES)), "--kv-len", str(checks.KV_LEN)]
+    own = families.task_of(name) == "own"
+    batches = families.EXAMPLE[:1] if own else _BATCHES
     with tempfile.TemporaryDirectory() as folder:
-        config = families.write_family(Path(folder), name)
+        what = ["--module", f"model_families:{name.replace('-', '_')}_example"] if own else _config(Path(folder), name)
         for dtype in given.dtypes.split(","):
-            common = ["--config", str(config), "--dtype", dtype, "--device", given.device, "--db", given.db, *sizes]
+            common = [*what, "--dtype", dtype, "--device", given.device, "--db", given.db]
             for command in (["tune", *common, "--trials", "1", "--seconds", "0.1"], ["explain", *common]):
                 row = checks.Row(name, dtype, f"plan {command[0]}")
-                done = subprocess.run([*_PLAN, *command], capture_output=True, text=True, timeout=_LIMIT_S)
+                done = subprocess.run([*_PLAN, *command], capture_output=True, text=True, timeout=_LIMIT_S, env=_ENV)
                 if done.returncode or "is left out" in done.stderr:
                     row.problems.append(f"status {done.returncode}: {last_line(done.stderr)}")
                 say(row)
-            for row in checks.check_hits(name, dtype, given.device, _BATCHES, {"db": given.db}):
+            for row in checks.check_hits(name, dtype, given.device, batches, {"db": given.db}):
                 say(row)
+
+
+def _config(folder: Path, name: str) -> list[str]:
+    """Options that name a Hugging Face family and its sizes."""
+    found = ["--config", str(families.write_family(folder, name))]
+    found += ["--prefill", ",".join(f"{batch}x{checks.PROMPT}" for batch in _BATCHES)]
+    if families.task_of(name) == "causal":
+        found += ["--decode", ",".join(map(str, _BATCHES)), "--kv-len", str(checks.KV_LEN)]
+    return found
 
 
 def say(row: checks.Row) -> None:

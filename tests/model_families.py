@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +136,18 @@ def build(name: str, seed: int = 0) -> nn.Module:
         if parameter.dim() >= 2:
             parameter.data.normal_(std=0.15)
     return model.eval()
+
+
+#: Images or sequences of an example, and their length.
+EXAMPLE = (3, 9)
+
+
+def example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The family's model with arguments of one call, as ``plan tune --module`` asks for them."""
+    return build(name), inputs(name, *EXAMPLE)
+
+
+transformer_encoder_example, cnn_example, unet_example = (partial(example, name) for name in FAMILIES[-3:])
 
 
 def inputs(name: str, batch: int, length: int, seed: int = 0, masked: bool = False) -> dict[str, torch.Tensor]:

@@ -128,16 +128,17 @@ def test_cuda_can_be_captured_without_a_gpu(tmp_path: Path, monkeypatch: pytest.
 
 
 class Tied(nn.Module):
-    """Shares a weight between two layers and keeps a plain tensor as a buffer."""
+    """Shares a weight between two layers, has a buffer and a plain tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
         self.second.weight = self.first.weight
         self.scale = nn.Buffer(torch.full((6,), 2.0))
+        self.shift = torch.ones(6)
 
     def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        y = torch.relu(self.second(self.first(x))) * self.scale
+        y = torch.relu(self.second(self.first(x))) * self.scale + self.shift
         return y if extra is None else y + extra
 
 
@@ -156,12 +157,25 @@ class DataDependent(nn.Module):
 @pytest.fixture
 def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     code = """
+import io
 import torch
 from test_capture import Breaking, DataDependent, Tied
 
 def tied(): return Tied(), (torch.randn(5, 6),)
 def keyword(): return Tied(), {"x": torch.randn(5, 6), "extra": torch.randn(6)}
 def single(): return Tied(), torch.randn(5, 6)
+def cast(): return Tied().half().to("cpu"), (torch.randn(5, 6).half(),)
+def loaded():
+    file = io.BytesIO()
+    torch.save(Tied().state_dict(), file)
+    file.seek(0)
+    model = Tied()
+    model.load_state_dict(torch.load(file))
+    return model, (torch.randn(5, 6),)
+def asking():
+    model = Tied()
+    assert float(model.first.weight.abs().max()) < 10
+    return model, (torch.randn(5, 6),)
 def breaking(): return Breaking(), (torch.randn(5, 6),)
 def data_dependent(): return DataDependent(), (torch.randn(5, 6),)
 def wrong(): return Tied()
@@ -174,7 +188,7 @@ def failing(): raise RuntimeError("no such file: weights.bin")
     return "user_models"
 
 
-@pytest.mark.parametrize("factory", ["tied", "keyword", "single"])
+@pytest.mark.parametrize("factory", ["tied", "keyword", "single", "cast", "loaded", "asking"])
 def test_a_module_is_captured_as_it_runs(factories: str, factory: str) -> None:
     source = find_source(module=f"{factories}:{factory}")
     graph = capture(source, Workload("forward"), "cpu").graph
@@ -186,10 +200,18 @@ def test_a_module_is_captured_as_it_runs(factories: str, factory: str) -> None:
     assert len(weights) == 1
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plain_tensor_of_a_module_is_on_the_device_of_the_others(factories: str, device: str) -> None:
+    graph = capture(find_source(module=f"{factories}:tied"), Workload("forward"), device).graph
+    assert ops(graph)[-1] == "aten.add.Tensor"
+
+
 def test_dtype_applies_to_a_module(factories: str) -> None:
     source = find_source(module=f"{factories}:tied", dtype="fp16")
+    graph = capture(source, Workload("forward"), "cpu").graph
+    assert {graph.specs[name].dtype for name in graph.inputs if len(graph.specs[name].shape) == 2} == {"float16"}
     model = build_model(source, "cpu")
-    assert next(model.module.parameters()).dtype == torch.float16
+    assert {next(model.module.parameters()).dtype, model.inputs[0][0].dtype} == {torch.float16}
 
 
 def test_graph_breaks_give_several_graphs(factories: str) -> None:

@@ -28,8 +28,8 @@ _CARRIERS = frozenset({
     "to", "_to_copy", "clone", "contiguous", "view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "slice",
     "select", "repeat_interleave",
 })
-#: Operand that an op divides by, and operand that it takes apart bit by bit.
-_DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0}
+#: Operand that an op divides by (batch norm by the variance, its last), and operand that it takes apart bit by bit.
+_DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0, "batch_norm": -1}
 _PACKED = {"bitwise_right_shift": 0, "__rshift__": 0}
 
 

@@ -1,7 +1,8 @@
 """Is a kernel right? Checked before it is timed, against float64, in memory that shows every stray access.
 
 Outputs start as NaN (or as a sentinel) between guard zones; inputs lie between NaN. So an element left unwritten, a
-write outside, a changed input, and a read outside that reaches a result are all seen.
+write outside, a changed input, and a read outside that reaches a result are all seen, but for elements that are rightly
+NaN (the softmax of a row that is masked as a whole).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def make_oracle(subject: Subject, seed: int, device: str) -> Oracle:
     """Run the reference and the unfused chain on fresh inputs.
 
     Raises:
-        SubjectError: One of them fails, or gives NaN: nothing can be checked against it.
+        SubjectError: One of them fails, or gives nothing but NaN: nothing can be checked against it.
     """
     inputs = tuple(subject.make_inputs(seed, device))
     try:
@@ -82,8 +83,8 @@ def make_oracle(subject: Subject, seed: int, device: str) -> Oracle:
     quantised = quantised_outputs(subject.ir)
     for number, (reference, own) in enumerate(zip(references, eager, strict=True)):
         reference = reference.to(own.device)
-        if reference.is_floating_point() and bool(torch.isnan(reference).any()):
-            raise SubjectError(f"{subject.label}: output {number} of the float64 reference has NaN; cannot be checked")
+        if reference.is_floating_point() and reference.numel() and bool(torch.isnan(reference).all()):
+            raise SubjectError(f"{subject.label}: output {number} of the float64 reference is NaN; cannot be checked")
         norm, worst = errors(own, reference)
         expected.append(_Expected(reference, own.dtype, norm, worst, number in quantised))
     return Oracle(inputs, tuple(expected))
@@ -107,7 +108,7 @@ def quantised_outputs(ir: KernelIR) -> set[int]:
 def errors(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """Normwise relative and largest absolute error; for integers and booleans the part that differs, twice.
 
-    Infinities that agree count as exact. Anything else that is not finite makes the error infinite.
+    Infinities and NaN that agree count as exact. Anything else that is not finite makes the error infinite.
     """
     if value.numel() == 0:
         return 0.0, 0.0
@@ -117,6 +118,7 @@ def errors(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     wide, exact = value.to(torch.float64), reference.to(torch.float64)
     # A number too large for the output's type is rightly infinite in it.
     agree = torch.isinf(wide) & (wide == exact.to(value.dtype).to(torch.float64))
+    agree |= torch.isnan(wide) & torch.isnan(exact)
     difference = torch.where(agree, 0.0, wide - exact).abs()
     if not bool(torch.isfinite(difference).all()):
         return math.inf, math.inf
@@ -166,7 +168,7 @@ def _judge(guarded: _Guarded, expected: _Expected) -> tuple[float, str]:
     value, reference = guarded.view, expected.reference
     if value.shape != reference.shape:
         return math.inf, f"has shape {tuple(value.shape)}, the reference {tuple(reference.shape)}"
-    missing = guarded.unwritten()
+    missing = guarded.unwritten(reference)
     if missing:
         return math.inf, f"{missing} of {value.numel()} elements are NaN or were never written"
     norm, worst = errors(value, reference)
@@ -174,7 +176,7 @@ def _judge(guarded: _Guarded, expected: _Expected) -> tuple[float, str]:
         allowed = expected.eager_norm + (_ties(value, reference) if expected.quantised else 0.0)
         return norm, f"{norm:.2%} of the elements differ" if norm > allowed else ""
     if math.isinf(norm):
-        return norm, "is infinite where the reference is finite, or the other way round"
+        return norm, "is infinite or NaN where the reference is not, or the other way round"
     allowed_norm = _finite(expected.eager_norm) + max(rounding(value.dtype) / 8, _COMPUTE_ROUNDING)
     if norm > allowed_norm:
         return norm, f"normwise error {norm:.2e}, eager has {expected.eager_norm:.2e} (allowed {allowed_norm:.2e})"
@@ -200,8 +202,8 @@ def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: f
     floor = max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
     bound = eager_worst + rounding(value.dtype) * exact.abs() + floor
     miss = (value.to(torch.float64) - exact).abs() - bound
-    # Infinities agree here: those that do not were refused before.
-    return float(torch.where(torch.isinf(value.to(torch.float64)), 0.0, miss).max())
+    # Infinities and NaN agree here: those that do not were refused before.
+    return float(torch.where(torch.isfinite(value.to(torch.float64)), miss, 0.0).max())
 
 
 def _finite(error: float) -> float:
@@ -255,10 +257,10 @@ class _Guarded:
         if self.flat.is_floating_point():
             self.view.fill_(math.nan)
 
-    def unwritten(self) -> int:
-        """How many elements still hold the poison (for floats: are NaN, whoever wrote it)."""
+    def unwritten(self, reference: torch.Tensor) -> int:
+        """How many elements still hold the poison (for floats: are NaN, whoever wrote it, and should not be)."""
         if self.flat.is_floating_point():
-            return int(torch.isnan(self.view.to(torch.float64)).sum())
+            return int((torch.isnan(self.view.to(torch.float64)) & ~torch.isnan(reference)).sum())
         if self.flat.dtype == torch.bool:
             raw = self.buffer.as_strided(self.view.shape, self.view.stride(), self.guard)
             return int((raw > 1).sum())

@@ -66,6 +66,15 @@ def test_groups_are_fed_numbers_they_are_defined_for(build: Any, expected: bool)
         assert torch.isfinite(subject.reference(*inputs)[0]).all()
 
 
+def test_variances_are_positive() -> None:
+    b = Builder(x=torch.randn(3, 4, 5), mean=torch.zeros(4), var=torch.ones(4))
+    wide = b("aten.to.dtype", "var", dtype="float32")
+    graph = b.graph(b("aten.batch_norm.default", "x", "mean", wide, weight=None, bias=None, training=False,
+                      momentum=0.1, eps=1e-5, cudnn_enabled=True))
+    subject = group_subject(graph, compute_ops(graph), "key")
+    assert torch.isfinite(subject.reference(*subject.make_inputs(0, "cpu"))[0]).all()
+
+
 @pytest.mark.parametrize("far", [
     lambda b: b("aten.add.Tensor", b("aten.mul.Tensor", "a", other=16), "a"),
     lambda b: b("aten.to.dtype", b("aten.mul.Tensor", b("aten.abs.default", "x"), other=1000.0), dtype="int64"),

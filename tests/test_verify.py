@@ -70,7 +70,7 @@ def test_inputs_are_fresh_for_each_seed() -> None:
 def test_a_broken_chain_or_a_nan_reference_is_the_subjects_fault() -> None:
     with pytest.raises(SubjectError, match=r"muladd 3x127: the unfused chain fails: RuntimeError: the chain does"):
         make_oracle(replace(SUBJECT, broken="eager"), 0, "cpu")
-    with pytest.raises(SubjectError, match="output 0 of the float64 reference has NaN"):
+    with pytest.raises(SubjectError, match="output 0 of the float64 reference is NaN"):
         make_oracle(replace(SUBJECT, broken="nan"), 0, "cpu")
 
 
@@ -256,6 +256,16 @@ def test_reading_a_gap_of_the_input_is_seen() -> None:
     assert "NaN" in check(subject, body)
 
 
+def test_what_is_rightly_nan_has_to_be_nan_and_the_rest_exact() -> None:
+    source = torch.randn(5, 7)
+    source[1] = source[3, 1:] = -torch.inf
+    subject = Custom(lambda x: x.softmax(-1), source, source)
+    assert check(subject, lambda x, out: out.copy_(x.softmax(-1))) == ""
+    assert "infinite or NaN" in check(subject, lambda x, out: out.copy_(x.softmax(-1).nan_to_num()))
+    assert "error" in check(subject, lambda x, out: out.copy_(x.softmax(-1) * 1.01))
+    assert "8 of 35 elements" in check(subject, lambda x, out: out[:, :5].copy_(x.softmax(-1)[:, :5]))
+
+
 def test_a_wrong_shape_is_named() -> None:
     source = torch.randn(4)
     subject = Custom(lambda x: x, source, torch.empty(5))
@@ -267,6 +277,8 @@ def test_errors_by_hand() -> None:
     assert norm == pytest.approx(0.1)
     assert worst == pytest.approx(0.5)
     assert errors(torch.tensor([math.nan]), torch.tensor([1.0])) == (math.inf, math.inf)
+    assert errors(torch.tensor([1.0]), torch.tensor([math.nan])) == (math.inf, math.inf)
+    assert errors(torch.tensor([math.nan, 2.0]), torch.tensor([math.nan, 2.0])) == (0.0, 0.0)
     assert errors(torch.zeros(2), torch.zeros(2)) == (0.0, 0.0)
     assert errors(torch.ones(2), torch.zeros(2))[0] == math.inf
     assert errors(torch.tensor([1, 2]), torch.tensor([1, 3])) == (0.5, 0.5)

@@ -145,7 +145,7 @@ def record_generation(model: Model, workload: Workload, mode: FakeTensorMode) ->
 
     The loop of ``transformers`` runs for real, on tokens; its calls only trace, and every token has the same score. So
     masks, positions and caches are what they are at run time: a prompt, a first token, and one after that, from which
-    on a cache that grows has a dynamic size.
+    on a cache that grows has a dynamic size; and, where it is not far, the tokens at which a sliding window is full.
 
     Raises:
         CaptureError: Dynamo cannot trace a call, or ``generate()`` fails.
@@ -154,16 +154,17 @@ def record_generation(model: Model, workload: Workload, mode: FakeTensorMode) ->
         raise CaptureError("generate() needs a device to run on; this machine has no GPU")
     module: Any = model.module
     forward = module.forward
-    new = workload.kv_len - workload.seq + 1 if workload.kv_len else _CALLS
+    calls = _calls(model.config, workload)
+    new = workload.kv_len - workload.seq + 1 if workload.kv_len else calls
     static = {"cache_implementation": "static"} if workload.kv_len else {}
     with _recording("generate() cannot be followed") as recorder, quiet():
         for mask in _prompt_masks(workload, model.device):
             torch._dynamo.reset()  # a process that has seen other prompts before takes more sizes for dynamic
-            module.forward = _Followed(forward, recorder, mode, model.device)
+            module.forward = _Followed(forward, recorder, mode, model.device, calls)
             with suppress(_Enough):
                 module.generate(
                     input_ids=torch.ones_like(mask), attention_mask=mask, do_sample=False, num_beams=1,
-                    max_new_tokens=new, min_new_tokens=min(new, _CALLS), disable_compile=True, **static,
+                    max_new_tokens=new, min_new_tokens=min(new, calls), disable_compile=True, **static,
                 )
     return recorder.traces
 
@@ -184,6 +185,14 @@ def _prompt_masks(workload: Workload, device: torch.device) -> list[torch.Tensor
 
 #: Calls of a model after which ``generate()`` only repeats itself.
 _CALLS = 3
+#: Tokens after a prompt within which a sliding window that fills up is followed: each takes a call of the model.
+_FAR = 64
+
+
+def _calls(config: Any, workload: Workload) -> int:
+    window = getattr(config.get_text_config(), "sliding_window", None) or 0
+    near = not workload.kv_len and workload.seq < window <= workload.seq + _FAR
+    return max(_CALLS, window - workload.seq + 2) if near else _CALLS
 
 
 class _Enough(Exception):
@@ -194,19 +203,19 @@ class _Followed:
     """A compiled model in the hands of ``generate()``: it sees fake tensors, and every token has the same score."""
 
     def __init__(
-        self, forward: Callable[..., Any], backend: _Recorder, mode: FakeTensorMode, device: torch.device
+        self, forward: Callable[..., Any], backend: _Recorder, mode: FakeTensorMode, device: torch.device, calls: int
     ) -> None:
         self.__signature__ = inspect.signature(forward)  # generate() hands over only what forward() names
         self._compiled = torch.compile(forward, backend=backend)
         self._mode = mode
         self._device = device
-        self._calls = 0
+        self._left = calls
 
     def __call__(self, **kwargs: Any) -> Any:
         with self._mode, torch.no_grad():
             outputs = self._compiled(**pytree.tree_map_only(torch.Tensor, self._fake, kwargs))
-        self._calls += 1
-        if self._calls == _CALLS:
+        self._left -= 1
+        if not self._left:
             raise _Enough
         batch, _, words = outputs.logits.shape
         outputs.logits = torch.zeros(batch, 1, words, device=self._device)

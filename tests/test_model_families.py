@@ -38,7 +38,7 @@ def test_every_family_can_be_captured_from_its_config(family: str, tmp_path: Pat
 
 
 #: Families whose calls are tuned for, and the sequences of a call: of several, some are padded.
-_TUNED = [("llama", 3), ("t5", 1)]
+_TUNED = [("llama", 3), ("gemma3", 1), ("t5", 1)]
 
 
 @pytest.mark.parametrize(("family", "batch"), _TUNED)

@@ -245,6 +245,8 @@ class _Grower:
             text, rounds = f"({text}).to({rng.choice(FLOATS)})", True
         elif kind == "exact" and texts is _COMPARED and rng.random() < 0.3:
             text = f"({text}).to({rng.choice(('I32', 'F32', 'I8'))})"
+        if texts is _MATRIX and self.tensor(names["v"]).dtype != self.tensor(names["w"]).dtype:
+            return  # eager PyTorch refuses it only where there is something to multiply
         if texts is _WRITES:
             self._write(Step(names["v"], text, rounds))
         else:

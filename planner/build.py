@@ -83,7 +83,7 @@ def construct(source: ModelSource, device: torch.device | str) -> Model:
         with quiet(), torch.device(device), _unfilled():
             module = auto.from_config(config, dtype=getattr(torch, source.dtype or "bfloat16"))
     except Exception as error:
-        raise ConfigError(f"model {source.name} cannot be built: {in_words(error)}") from None
+        raise ConfigError(f"model {source.name} cannot be built: {in_words(error)}") from error
     return Model(module.eval(), torch.device(device), config, is_decoder)
 
 

@@ -12,19 +12,19 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.attention import rewrite_attention
 from fuseplan.planner.binding import bind_graph
 from fuseplan.planner.build import Model, construct, foreign_code, load_module, quiet
-from fuseplan.planner.errors import CaptureError, FuseplanError, in_words
+from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
 from fuseplan.planner.fake_layouts import correct_layouts
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.models import ModelSource
@@ -116,13 +116,12 @@ def capture(source: ModelSource, workload: Workload, device_type: str) -> Captur
         ConfigError: The model cannot be built, or has no such regime.
     """
     device = "meta" if device_type == "cuda" and not torch.cuda.is_available() else device_type
-    # What a user's factory does with weights (casts, loads, asks) is only possible with real ones.
-    own = load_module(source) if source.kind == "module" else None
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        model = construct(source, device) if own is None else _faked(own, mode, device)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _without_data(source, mode, device)
+    with mode:
         if workload.regime != "generate":
-            args, kwargs = model.example(workload)
             with foreign_code("the model cannot be run"):
+                args, kwargs = model.example(workload)
                 traces = record(model.module, args, kwargs)
     if workload.regime == "generate":
         traces = record_generation(model, workload, mode)
@@ -269,7 +268,9 @@ def _recording(failure: str) -> Iterator[_Recorder]:
     except Exception as error:
         if recorder.errors:
             raise recorder.errors[0] from error
-        raise CaptureError(f"{failure}: {in_words(error)}") from error
+        asked = isinstance(error, DataDependentOutputException)
+        why = "it decides by a number in a tensor, and a trace has none" if asked else in_words(error)
+        raise CaptureError(f"{failure}: {why}") from error
     finally:
         torch._dynamo.reset()
     if recorder.errors:
@@ -278,8 +279,25 @@ def _recording(failure: str) -> Iterator[_Recorder]:
         raise CaptureError("the model runs no tensor op that torch.compile can trace; nothing can be planned")
 
 
+def _without_data(source: ModelSource, mode: FakeTensorMode, device: str) -> Model:
+    """The model on fake tensors."""
+    if source.kind == "module":
+        # What a user's factory does with weights (casts, loads, asks) is only possible with real ones.
+        real = load_module(source)
+    else:
+        try:
+            with mode:
+                return construct(source, device)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, DataDependentOutputException):
+                raise
+            real = construct(source, "cpu")  # its constructor looks at numbers
+    with mode:
+        return _faked(real, mode, device)
+
+
 def _faked(model: Model, mode: FakeTensorMode, device: str) -> Model:
-    """The user's module with every tensor replaced by a fake one on ``device``; shared tensors stay shared."""
+    """The model with every tensor replaced by a fake one on ``device``; shared tensors stay shared."""
     made: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> Any:
@@ -297,4 +315,4 @@ def _faked(model: Model, mode: FakeTensorMode, device: str) -> Model:
                 if isinstance(value, torch.Tensor):
                     held[name] = fake(value)
     inputs = pytree.tree_map_only(torch.Tensor, fake, model.inputs)
-    return Model(model.module, torch.device(device), inputs=inputs)
+    return replace(model, device=torch.device(device), inputs=inputs)

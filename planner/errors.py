@@ -32,7 +32,10 @@ def in_words(error: BaseException, most: int = 300) -> str:
     >>> in_words(ValueError("Validation error for 'size':\\nTypeError: expected int\\nand more"))
     "Validation error for 'size': expected int"
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Dynamo's explanation of an op that fails has the op's own words in it, quoted.
+    quoted = re.search(r"with fake tensors: .*: got \w+\((['\"])(.+?)\1\)", str(error))
+    said = quoted[2] if quoted else str(error)
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     text = re.sub(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning)\b(?:: ?)?", "", text).strip() or "no reason given"
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -60,6 +60,10 @@ def _inputs(
     return {name: _input(name, module, config, workload, device) for name in sorted(names, reverse=True)}
 
 
+#: Width and height of images that a model takes in any size.
+_IMAGE = 224
+
+
 def _input(
     name: str, module: nn.Module, config: Any, workload: Workload, device: torch.device
 ) -> torch.Tensor:
@@ -69,7 +73,7 @@ def _input(
         return torch.randint(0, words, (workload.batch, workload.seq), device=device)
     if name == "pixel_values":
         seen = getattr(config, "vision_config", config)
-        size = seen.image_size
+        size = getattr(seen, "image_size", _IMAGE)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         return torch.randn(workload.batch, seen.num_channels, height, width, device=device, dtype=dtype)
     if name == "input_features":

@@ -190,11 +190,18 @@ def _set_layers(config: Any, layers: int) -> None:
 def generates(source: ModelSource) -> bool:
     """True for a decoder that generates tokens; False for an encoder such as BERT, and for both in one, such as T5."""
     entries = json.loads(source.config_json)
-    if entries.get("is_encoder_decoder"):
+    if entries.get("is_encoder_decoder", _usually_has_encoder(entries["model_type"])):
         return False
     for name in entries.get("architectures") or ():
         return str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     return _usually_generates(entries)
+
+
+def _usually_has_encoder(model_type: str) -> bool:
+    """Whether models of this type are encoder and decoder in one, unless their config says something else."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False))
 
 
 def _usually_generates(entries: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from copy import deepcopy
@@ -24,7 +25,7 @@ from fuseplan.planner.capture import capture, record, trace_predispatch
 from fuseplan.planner.capture_cache import cached_capture, capture_beside, capture_key
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph_json import graph_to_json
-from fuseplan.planner.models import ModelSource, find_source
+from fuseplan.planner.models import ModelSource, find_source, generates
 from fuseplan.planner.normalise import Normalised
 from fuseplan.planner.regions import find_regions
 from fuseplan.planner.workload import Workload, decode, generate, prefill
@@ -178,6 +179,7 @@ def asking():
     return model, (torch.randn(5, 6),)
 def breaking(): return Breaking(), (torch.randn(5, 6),)
 def data_dependent(): return DataDependent(), (torch.randn(5, 6),)
+def narrow(): return Tied(), (torch.randn(5, 7),)
 def wrong(): return Tied()
 def failing(): raise RuntimeError("no such file: weights.bin")
 """
@@ -243,9 +245,28 @@ def test_a_bad_module_path_is_named(factories: str, name: str) -> None:
         capture(find_source(module=name), Workload("forward"), "cpu")
 
 
-def test_control_flow_on_data_cannot_be_captured(factories: str) -> None:
-    with pytest.raises(CaptureError):
-        capture(find_source(module=f"{factories}:data_dependent"), Workload("forward"), "cpu")
+@pytest.mark.parametrize(("factory", "message"), [
+    ("data_dependent", "cannot be traced: it decides by a number in a tensor"),
+    ("narrow", r"cannot be traced: .*same reduction dim"),
+])
+def test_a_model_that_cannot_be_traced_says_why(factories: str, factory: str, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(find_source(module=f"{factories}:{factory}"), Workload("forward"), "cpu")
+
+
+@pytest.mark.parametrize("entries", [
+    {"model_type": "convnext", "depths": [1, 1], "hidden_sizes": [8, 12], "num_stages": 2, "image_size": 32},
+    {"model_type": "resnet", "depths": [1], "hidden_sizes": [16], "embedding_size": 8, "layer_type": "basic"},
+    {"model_type": "pegasus", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 99},
+])
+def test_constructors_that_look_at_numbers_and_configs_that_leave_things_out(
+    entries: dict[str, Any], tmp_path: Path
+) -> None:
+    entries |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    source = find_source(config=tmp_path, dtype="float32")
+    assert not generates(source)
+    assert len(ops(capture(source, prefill(2, 5), "cpu").graph)) > 10
 
 
 def test_nothing_to_trace_is_an_error() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,6 +169,8 @@ def foreign_code(what: str) -> Iterator[None]:
 def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them.
 
+    It is imported from the current folder or from wherever Python finds it.
+
     A source's dtype is that of the module's floating-point parameters and inputs.
 
     Raises:
@@ -176,6 +180,8 @@ def load_module(source: ModelSource) -> Model:
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", source.name):
         raise ConfigError(f"--module {source.name!r}: write it as package.module:factory")
     with foreign_code(f"--module {source.name}: importing it failed"):
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; a script's path begins with its own folder
         factory = getattr(importlib.import_module(path), attribute)
     with foreign_code(f"--module {source.name}: the factory failed"):
         made = factory()

@@ -239,6 +239,14 @@ def test_a_bad_factory_is_named(factories: str, factory: str, message: str) -> N
         capture(find_source(module=f"{factories}:{factory}"), Workload("forward"), "cpu")
 
 
+def test_a_module_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "found_here.py").write_text("import torch\ndef f(): return torch.nn.Tanh(), (torch.ones(3),)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "found_here", raising=False)
+    assert ops(capture(find_source(module="found_here:f"), Workload("forward"), "cpu").graph) == ["aten.tanh.default"]
+
+
 @pytest.mark.parametrize("name", ["no_such_package_here:f", "user_models"])
 def test_a_bad_module_path_is_named(factories: str, name: str) -> None:
     with pytest.raises(ConfigError, match=name):

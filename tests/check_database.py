@@ -16,17 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+from batches import Outcome, answers, in_batches, worker
 
 #: Cases that one process runs.
 _BATCH = 75
@@ -54,19 +52,15 @@ def _check(first: int, count: int, jobs: int, folder: Path) -> int:
     start = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     _process(folder, 0, 0)  # makes the database, and compiles its kernels once for all
-    batches = [(at, min(at + _BATCH, first + count)) for at in range(first, first + count, _BATCH)]
     counts: Counter[tuple[str, str]] = Counter()
     failed = sound = done = 0
-    with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(lambda batch: list(_batch(folder, *batch)), batches):
-            for outcome in found:
-                done += 1
-                sound += outcome["sound"]
-                counts[outcome["mutation"], outcome["served"]] += 1
-                if outcome["complaints"]:
-                    failed += 1
-                    why = "; ".join(outcome["complaints"])
-                    print(f"seed {outcome['seed']} ({outcome['mutation']}): {why}", flush=True)
+    for outcome in in_batches(range(first, first + count), _BATCH, jobs, partial(_batch, folder)):
+        done += 1
+        sound += outcome["sound"]
+        counts[outcome["mutation"], outcome["served"]] += 1
+        if outcome["complaints"]:
+            failed += 1
+            print(f"seed {outcome['seed']} ({outcome['mutation']}): {'; '.join(outcome['complaints'])}", flush=True)
     print("\n".join(_table(counts)))
     print(f"{done} mutated databases, {sound} of them sound to `plan db verify`, {failed} failed, "
           f"{time.monotonic() - start:.0f} s")
@@ -80,17 +74,9 @@ def _table(counts: Counter[tuple[str, str]]) -> Iterator[str]:
         yield f"{name:<16}" + "".join(f"{counts[name, how]:>13}" for how in shown)
 
 
-def _batch(folder: Path, first: int, end: int) -> Iterator[dict[str, Any]]:
-    """Outcomes of the cases ``first .. end - 1``; the one at which a process died has that as its complaint."""
-    while first < end:
-        output, how = _process(folder, first, end)
-        for line in output.splitlines():
-            if line.startswith("{"):
-                yield json.loads(line)
-                first += 1
-        if first < end:
-            yield {"seed": first, "mutation": "?", "served": "died", "sound": False, "complaints": [how]}
-            first += 1
+def _batch(folder: Path, first: int, end: int) -> Iterator[Outcome]:
+    lost = {"mutation": "?", "served": "died", "sound": False}
+    return answers(first, end, partial(_process, folder), lambda seed, how: {"seed": seed, **lost, "complaints": [how]})
 
 
 def _process(folder: Path, first: int, end: int) -> tuple[str, str]:
@@ -99,13 +85,7 @@ def _process(folder: Path, first: int, end: int) -> tuple[str, str]:
         **os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"),
         "XDG_DATA_HOME": str(folder / "data"),
     }
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=_BATCH_LIMIT_S, env=environment)
-    except subprocess.TimeoutExpired as error:
-        held = error.stdout or b""
-        return held.decode() if isinstance(held, bytes) else held, f"no answer within {_BATCH_LIMIT_S} s"
-    last = (ran.stderr.strip().splitlines() or ["no message"])[-1]
-    return ran.stdout, f"the process died with status {ran.returncode}: {last}"
+    return worker(command, environment, _BATCH_LIMIT_S)
 
 
 def _work(first: int, end: int, folder: Path) -> int:

@@ -15,17 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+from batches import Outcome, answers, in_batches, worker
 
 #: Programs that one process runs: its libraries and caches go with it.
 _BATCH = 50
@@ -51,18 +48,15 @@ def main() -> int:
 
 def _check(first: int, count: int, jobs: int) -> int:
     start = time.monotonic()
-    batches = [(at, min(at + _BATCH, first + count)) for at in range(first, first + count, _BATCH)]
     failed, fused, done = 0, 0, 0
     reasons: Counter[str] = Counter()
-    with ThreadPoolExecutor(jobs) as pool:
-        for outcomes in pool.map(lambda batch: list(_batch(*batch)), batches):
-            for outcome in outcomes:
-                done += 1
-                fused += outcome["fused"]
-                reasons.update(outcome["fallbacks"])
-                if outcome["complaints"]:
-                    failed += 1
-                    print(f"seed {outcome['seed']}: {'; '.join(outcome['complaints'])}", flush=True)
+    for outcome in in_batches(range(first, first + count), _BATCH, jobs, _batch):
+        done += 1
+        fused += outcome["fused"]
+        reasons.update(outcome["fallbacks"])
+        if outcome["complaints"]:
+            failed += 1
+            print(f"seed {outcome['seed']}: {'; '.join(outcome['complaints'])}", flush=True)
     for reason, number in reasons.most_common(12):
         print(f"  {number} x {reason}")
     dynamo = sum(seed % _DYNAMO == 0 for seed in range(first, first + count))
@@ -71,30 +65,14 @@ def _check(first: int, count: int, jobs: int) -> int:
     return 1 if failed or done != count else 0
 
 
-def _batch(first: int, end: int) -> Iterator[dict[str, Any]]:
-    """Outcomes of the programs ``first .. end - 1``; the one at which a process died has that as its complaint."""
-    while first < end:
+def _batch(first: int, end: int) -> Iterator[Outcome]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+    def run(first: int, end: int) -> tuple[str, str]:
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(first), str(end)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=_BATCH_LIMIT_S, env=environment)
-            output, how = ran.stdout, f"the process died with status {ran.returncode}: {_last(ran.stderr)}"
-        except subprocess.TimeoutExpired as error:
-            held = error.stdout or b""
-            output = held.decode() if isinstance(held, bytes) else held
-            how = f"no answer within {_BATCH_LIMIT_S} s"
-        for line in output.splitlines():
-            if line.startswith("{"):
-                yield json.loads(line)
-                first += 1
-        if first < end:
-            yield {"seed": first, "complaints": [how], "fused": 0, "fallbacks": {}}
-            first += 1
+        return worker(command, environment, _BATCH_LIMIT_S)
 
-
-def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no message"
+    return answers(first, end, run, lambda seed, how: {"seed": seed, "complaints": [how], "fused": 0, "fallbacks": {}})
 
 
 def _work(first: int, end: int) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 import platformdirs
 import torch
 
+import fuseplan.kernels
 from fuseplan.planner.capture import Captured, capture
 from fuseplan.planner.graph_json import graph_from_json, graph_to_json
 from fuseplan.planner.models import ModelSource
@@ -27,14 +28,8 @@ from fuseplan.planner.workload import Workload
 from fuseplan.search.measure import no_collection
 from fuseplan.search.processes import die_with_parent
 
-#: Sources whose text decides what a captured graph looks like.
-_CAPTURE_CODE = (
-    "arguments", "attention", "attention_call", "attention_masks", "binding", "build", "capture", "examples", "execute",
-    "graph", "graph_json", "grouped_queries", "hazards", "models", "normalise", "sizes", "spelling", "trace_edit",
-    "workload",
-)  # fmt: skip
-
-
+#: Folders whose sources decide what a captured graph looks like.
+_CODE = (Path(__file__).parent, Path(fuseplan.kernels.__path__[0]))
 #: Cores for each capturing process: a second one is busy with what it imports.
 _CORES_EACH = 2
 
@@ -103,10 +98,10 @@ def capture_key(source: ModelSource, workload: Workload, device_type: str) -> st
 
 
 @functools.cache
-def _code_hash() -> str:
+def _code_hash(folders: Sequence[Path] = _CODE) -> str:
     digest = hashlib.sha256()
-    for name in _CAPTURE_CODE:
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

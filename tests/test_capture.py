@@ -357,6 +357,20 @@ def test_the_key_tells_everything_apart_but_the_path(tmp_path: Path) -> None:
     assert len({base, *different}) == 6
 
 
+def test_any_change_to_the_code_captures_anew(tmp_path: Path) -> None:
+    hashed = capture_cache._code_hash.__wrapped__
+    (tmp_path / "one.py").write_text("first")
+    seen = {hashed((tmp_path,))}
+    (tmp_path / "one.py").write_text("second")
+    seen.add(hashed((tmp_path,)))
+    (tmp_path / "two.py").write_text("third")
+    seen.add(hashed((tmp_path,)))
+    assert len(seen) == 3
+    ours = [Path(module.__file__ or "") for name, module in sys.modules.items()
+            if name.startswith(("fuseplan.planner.", "fuseplan.kernels."))]
+    assert {path.parent.resolve() for path in ours} <= {folder.resolve() for folder in capture_cache._CODE}
+
+
 def test_captures_beside_each_other_are_the_captures(tmp_path: Path) -> None:
     source = find_source(config=write_config(tmp_path, "llama"), layers=1)
     beside, alone = tmp_path / "beside", tmp_path / "alone"

@@ -134,6 +134,12 @@ class _Program:
     fixed: set[int] = field(default_factory=set)
 
 
+def _narrow(matrix: Any) -> Any:
+    """A sparse matrix with indices of 32 bits: older releases of SciPy hand HiGHS no others."""
+    matrix.indices, matrix.indptr = matrix.indices.astype(np.int32), matrix.indptr.astype(np.int32)
+    return matrix
+
+
 class _Solver:
     """Works on the usable options, renumbered ``0 .. n - 1``."""
 
@@ -148,7 +154,7 @@ class _Solver:
         columns = [(op, at) for at, option in enumerate(self.options) for op in bits(option.mask)]
         rows, cols = zip(*columns, strict=True)
         shape = (problem.num_ops, len(self.options))
-        self.matrix: Any = csr_array((np.ones(len(columns)), (rows, cols)), shape=shape)
+        self.matrix: Any = _narrow(csr_array((np.ones(len(columns)), (rows, cols)), shape=shape))
         self.cuts: list[tuple[NDArray[np.float64], float]] = []
 
     def numbers(self, chosen: Sequence[int]) -> tuple[int, ...]:
@@ -222,7 +228,8 @@ class _Solver:
             rows = [*program.rows, *self.cuts]
             if rows:
                 limits = [limit for _, limit in rows]
-                constraints.append(LinearConstraint(csr_array(np.stack([row for row, _ in rows])), -np.inf, limits))
+                cuts = _narrow(csr_array(np.stack([row for row, _ in rows])))
+                constraints.append(LinearConstraint(cuts, -np.inf, limits))
             result = milp(
                 objective, integrality=np.ones(len(objective), dtype=np.int64), bounds=bounds, constraints=constraints,
                 options={"mip_rel_gap": 0.0},

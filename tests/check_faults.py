@@ -343,6 +343,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults, joined by commas")
     parser.add_argument("--tune", default=TUNE, help="options of plan tune")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     names = [name for name in FAULTS if not args.only or name in args.only.split(",")]
     if not can_mount():
         print(f"skipped, since nothing can be mounted here: {', '.join(set(names) & set(MOUNTED))}")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pandas as pd
@@ -351,7 +352,8 @@ def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) ->
     rows = pd.read_csv(folder / "toy_models-gated-model.csv")
     assert set(rows["contestant"]) == {"fuseplan", "eager"} and (rows["median_us"] > 0).all()
     facts = json.loads((folder / "toy_models-gated-groups-model.json").read_text())
-    assert facts["versions"]["torch"] == torch.__version__ and facts["device_key"] == current_identity("cpu").key()
+    assert facts["versions"]["torch"] == metadata.version("torch")  # torch.__version__ may name a build, too
+    assert facts["device_key"] == current_identity("cpu").key()
     assert "vs_eager" in (folder / "toy_models-gated-groups-model.md").read_text()
 
 

@@ -246,6 +246,8 @@ def _item_nodes(traced: Traced) -> dict[str, fx.Node]:
             continue
         takers = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         numbers = [number for number, item in enumerate(value) if isinstance(item, torch.Tensor)]
+        if not numbers:
+            continue  # unbind of nothing
         for number, name in zip(numbers, op.outputs, strict=True):
             if number not in takers:
                 with source.inserting_after(node):

@@ -21,8 +21,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.errors import CaptureError
 
+#: What leaves a functorch level, by its kind.
+_LEAVE = {
+    "Vmap": "_vmap_decrement_nesting", "Grad": "_grad_decrement_nesting", "Jvp": "_jvp_decrement_nesting",
+    "Functionalize": "_func_decrement_nesting",
+}
 _ENTERS, _LEAVES = "_increment_nesting", "_decrement_nesting"
 _CHECKPOINT = "tag_activation_checkpoint"
+#: A call that older releases of PyTorch put before the levels; it gives nothing.
+_LOADS = "lazy_load_decompositions"
 
 
 def without_transforms(module: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
@@ -60,7 +67,7 @@ class _Rewrite:
                 body, *operands = node.args
                 given = fx.map_arg(tuple(operands), self._made.__getitem__)
                 self._made[node] = self._graph.call_module(body.target, given)
-            elif node not in self._inside:
+            elif node not in self._inside and _name(node) != _LOADS:
                 self._made[node] = self._graph.node_copy(node, self._made.__getitem__)
         held = {node.target: self._held(node.target) for node in self._graph.nodes if node.op in _HOLDING}
         return fx.GraphModule(held, self._graph)
@@ -131,7 +138,9 @@ def modes_restored() -> Iterator[None]:
     except BaseException:
         while forward_ad._current_level > level:
             forward_ad.exit_dual_level()
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            kind = torch._C._functorch.peek_interpreter_stack().key().name
+            getattr(torch._C._functorch, _LEAVE[kind])()
         torch._C._autograd._saved_tensors_hooks_enable()
         raise
     finally:

@@ -106,9 +106,13 @@ def custom(x: Tensor, y: Tensor) -> Tensor:
     return gated(doubled(gated(x, y)), y)
 
 
+def taken_apart(x: Tensor, y: Tensor) -> Tensor:
+    return gated(x, y) + sum(x[:0].unbind(), 1.0)
+
+
 FUNCTIONS = [
     gradient, hessian_diagonal, jacobian, forward_derivative, mapped, scanned, flexible, branching, checkpointed,
-    written_by_a_custom_op, custom,
+    written_by_a_custom_op, custom, taken_apart,
 ]
 
 

@@ -19,7 +19,7 @@ from fuseplan.planner.coalesce import coalesce, split_words
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.puller import AcrossColumns, Group, NotLowerable, Puller, Space, column
 from fuseplan.planner.recipes import find_recipe, kind_of
-from fuseplan.planner.views import Position, reshape_position
+from fuseplan.planner.views import MAY_COPY, Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "group_outputs", "lower"]
 
@@ -85,7 +85,8 @@ def group_outputs(graph: DataflowGraph, members: frozenset[str]) -> tuple[str, .
             if consumer in members:
                 continue
             node = graph.op(consumer)
-            if kind_of(node, graph.specs) != "view" or any(escapes(out) for out in node.outputs):
+            moved = node.op in MAY_COPY or kind_of(node, graph.specs) == "view"
+            if not moved or any(escapes(out) for out in node.outputs):
                 return True
         return False
 
@@ -208,7 +209,7 @@ class _Lowering:
                 continue
             seen.add(current)
             node = self.graph.op(producer)
-            if producer not in self.members and kind_of(node, self.graph.specs) != "view":
+            if producer not in self.members and not self.group.looks_through(producer):
                 continue
             recipe = find_recipe(node.op) if producer in self.members else None
             if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
@@ -228,7 +229,7 @@ class _Lowering:
             seen.add(value)
             producer = self.graph.producer(value)
             inside = producer is not None and (
-                producer in self.members or kind_of(self.graph.op(producer), self.graph.specs) == "view"
+                producer in self.members or self.group.looks_through(producer)
             )
             if producer is not None and inside:
                 stack.extend(self.graph.op(producer).inputs)

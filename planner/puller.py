@@ -28,7 +28,7 @@ from fuseplan.kernels.ir import (
 from fuseplan.kernels.ops import OPS
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.recipes import VIEW_MAPS, find_recipe, kind_of, why_refused
-from fuseplan.planner.views import Position
+from fuseplan.planner.views import MAY_COPY, Position
 
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | {"bfloat16", "float16"}
@@ -61,6 +61,23 @@ class Group:
     numerics: str
     inputs: list[str] = field(default_factory=list)
     boundaries: set[int] = field(default_factory=set)
+
+    def looks_through(self, name: str) -> bool:
+        """Whether the group's kernel reads what lies behind an op that only rearranges elements.
+
+        Always behind a view. Behind a ``reshape`` that may have to copy only where the group itself computes the
+        elements: a plan is made for numbers, which tell that the reshape is a view, and sizes that are symbols may not.
+        """
+        node = self.graph.op(name)
+        if kind_of(node, self.graph.specs) == "view":
+            return True
+        if name in self.members or node.op not in MAY_COPY:
+            return False
+        while (producer := self.graph.producer(node.inputs[0])) is not None and producer not in self.members:
+            node = self.graph.op(producer)
+            if node.op not in VIEW_MAPS:
+                return False
+        return producer is not None
 
     def input_buffer(self, value: str) -> int:
         """Number of the buffer that holds an outside value."""
@@ -132,7 +149,7 @@ class Puller:
         if node is not None:
             return self._rounded(self._computed(node, value, position), self.specs[value].dtype)
         producer = graph.producer(value)
-        if producer is not None and kind_of(graph.op(producer), graph.specs) == "view":
+        if producer is not None and self._group.looks_through(producer):
             view = graph.op(producer)
             source, moved = VIEW_MAPS[view.op](view, value, position, graph.specs)
             return self.pull(source, moved)

@@ -96,6 +96,24 @@ def test_a_size_that_has_to_be_one_is_broadcast(
     assert fuseplan.planner.stats().groups_fused >= 1
 
 
+def test_a_reshape_that_is_a_view_for_numbers_alone_splits_no_group(db: Path, kernels: ReferenceBackend) -> None:
+    """The strides of ``tiles`` are ``Max(1, ...)`` of its sizes, which no proof knows to be the sizes themselves."""
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        tiles = F.pad(x, (0, 0, 0, (8 - length % 8) % 8)).reshape(batch, -1, 8, width) * 2
+        mixed = tiles + tiles.transpose(2, 3).sum(-1).unsqueeze(2)
+        return torch.sigmoid(mixed.contiguous().reshape(batch, -1, width)) * w
+
+    fast = compiled(function, db, dynamic=True)
+    for length in (13, 16, 9):
+        x, w = torch.randn(2, length, 12), torch.randn(12)
+        result, expected = fast(x, w), function(x, w)
+        torch.testing.assert_close(result, expected)
+        assert result.stride() == expected.stride()
+    stats = fuseplan.planner.stats()
+    assert stats.fallbacks == {} and stats.groups_fused >= 1
+
+
 def test_what_only_a_number_allows_is_left_to_eager(db: Path, kernels: ReferenceBackend) -> None:
     """The plan, made for 5 rows, writes their sum out; for any number of rows no kernel can."""
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ def rewind(kwargs: Mapping[str, Any], workload: Workload) -> None:
 
 def _set_position(cache: Any, position: int) -> None:
     """Layers that keep a state of one size have no position."""
-    for layer in cache.layers:
+    for layer in getattr(cache, "layers", ()):  # older caches of states have none
         if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
             layer.cumulative_length.fill_(position)
         if hasattr(layer, "cumulative_length_int"):

@@ -228,8 +228,14 @@ def complain(result: TuneResult, load: Load) -> bool:
             f"plan: warning: noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "
             "planned by the cost model", err=True,
         )
-    nothing_compiles = any(isinstance(failure.error, NothingCompilesError) for failure in result.failures)
-    return nothing_compiles or (bool(result.failures) and not result.distinct())
+    if any(isinstance(failure.error, NothingCompilesError) for failure in result.failures):
+        why = "nothing compiles here"
+    elif result.failures and not result.distinct():
+        why = "no region could be planned"
+    else:
+        return False
+    typer.echo(f"plan: error: {why}; nothing of that is stored, and the same command tries again", err=True)
+    return True
 
 
 _SHOWN = ["workload", "group", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source"]

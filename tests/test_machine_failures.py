@@ -189,6 +189,7 @@ def test_a_compiler_that_fails_on_kernels(plan: Run, file: Path, broken_compiler
     status, _, err = plan("tune", *SWIGLU, "--db", file)
     assert status == 1
     assert "nothing has compiled in this tune" in err and "no such luck" in err, err
+    assert [line for line in err.splitlines() if line.startswith("plan: error: nothing compiles here")], err
     assert stored_in(file) == (0, 0)
 
 

@@ -59,6 +59,15 @@ class Captured:
         return self.graphs[0]
 
 
+_ATEN = torch.ops.aten
+#: Ops that PyTorch itself computes by a ``permute``, ``reshape``, ``slice`` or ``repeat``.
+COMPOSED: tuple[torch._ops.OpOverload, ...] = (
+    _ATEN.movedim.int, _ATEN.movedim.intlist, _ATEN.moveaxis.int, _ATEN.moveaxis.intlist, _ATEN.swapaxes.default,
+    _ATEN.swapdims.default, _ATEN.tensor_split.sections, _ATEN.tensor_split.indices, _ATEN.hsplit.int,
+    _ATEN.vsplit.int, _ATEN.dsplit.int, _ATEN.ravel.default, _ATEN.tile.default,
+)  # fmt: skip
+
+
 def trace_predispatch(
     module: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -67,9 +76,10 @@ def trace_predispatch(
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 
-    No decomposition and no functionalisation: ``linear`` and attention stay whole, in-place updates stay in place. But
-    attention is asked for less (:func:`~fuseplan.planner.attention.rewrite_attention`, which takes the other two
-    arguments); ``meta["attention"]`` of the result says how often.
+    No functionalisation, and no decomposition but of ops that only rearrange elements (``COMPOSED``): ``linear`` and
+    attention stay whole, in-place updates stay in place. But attention is asked for less
+    (:func:`~fuseplan.planner.attention.rewrite_attention`, which takes the other two arguments); ``meta["attention"]``
+    of the result says how often.
 
     Raises:
         CaptureError: Tracing failed, or autocast is on (its casts are not part of the trace).
@@ -82,7 +92,8 @@ def trace_predispatch(
     fakes = [_fake(item, context) for item in example_inputs]
     try:
         with context.fake_mode, modes_restored():
-            trace = make_fx(without_transforms(module, fakes), pre_dispatch=True)(*fakes)
+            plain = without_transforms(module, fakes)
+            trace = make_fx(plain, {op: op.decompose for op in COMPOSED}, pre_dispatch=True)(*fakes)
         correct_layouts(trace)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks)
     except Exception as error:

@@ -120,6 +120,30 @@ def test_functions_do_what_eager_does(
     assert kernels.calls and fuseplan.planner.stats().fallbacks == {}
 
 
+REARRANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "movedim": lambda x: x.movedim(1, -1), "moveaxis": lambda x: torch.moveaxis(x, (0, 1), (2, 0)),
+    "swapaxes": lambda x: x.swapaxes(0, -1), "swapdims": lambda x: x.swapdims(1, 2),
+    "tensor_split": lambda x: x.tensor_split(2, -1)[1], "at indices": lambda x: x.tensor_split([1, 3], -1)[1],
+    "hsplit": lambda x: x.hsplit(2)[1], "ravel": torch.ravel, "tile": lambda x: x.tile(1, 2, 1),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", REARRANGED)
+def test_what_only_rearranges_splits_no_group(
+    name: str, dynamic: bool, db: Path, kernels: ReferenceBackend
+) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return REARRANGED[name](x * 2).sin() + 1
+
+    x = torch.randn(3, 4, 5)
+    result, expected = compiled(function, db, dynamic=dynamic)(x), function(x)
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride()
+    stats = fuseplan.planner.stats()
+    assert (stats.regions, stats.groups_fused) == (1, 1) and stats.fallbacks == {}
+
+
 def test_a_cache_is_updated_in_place(db: Path, kernels: ReferenceBackend) -> None:
     inputs = torch.randn(2, 8, 3), torch.randn(2, 2, 3), torch.tensor([3, 6])
     mine, theirs = [t.clone() for t in inputs], [t.clone() for t in inputs]

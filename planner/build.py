@@ -115,8 +115,8 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def _unfilled() -> Iterator[None]:
     """Leaves tensors as allocated where a constructor would fill them at random: minutes for a large model."""
-    # It draws until every number is within its bounds, for ever where nothing is drawn.
-    bounded = init._no_grad_trunc_normal_
+    # Bounded noise is drawn until every number is within its bounds: for ever, where nothing is drawn.
+    bounded: Any = getattr(init, "_no_grad_trunc_normal_", None)
     init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
     try:
         with _SkipRandomFill():  # type: ignore[no-untyped-call]
@@ -169,9 +169,8 @@ def foreign_code(what: str) -> Iterator[None]:
 def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them.
 
-    It is imported from the current folder or from wherever Python finds it.
-
-    A source's dtype is that of the module's floating-point parameters and inputs.
+    It is imported from the current folder or from wherever Python finds it, and makes real tensors unless it builds
+    under ``torch.device("meta")``. A source's dtype is that of the module's floating-point parameters and inputs.
 
     Raises:
         ConfigError: The factory cannot be imported, fails, or returns something else.

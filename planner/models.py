@@ -129,14 +129,15 @@ def _check_numbers(entries: Mapping[str, Any], name: str) -> None:
 
 
 def _check_sizes(config: Any, name: str) -> None:
-    """Refuse sizes that are no positive numbers.
+    """Refuse sizes that are no positive numbers; models with stages (Swin) have a list of one for each.
 
     Raises:
         ConfigError: The message names the entry.
     """
     for key in _SIZES:
         value = getattr(config, key, None)
-        if value is not None and (type(value) is not int or value < 1):
+        stages = value if isinstance(value, list | tuple) and value else [value]
+        if value is not None and any(type(one) is not int or one < 1 for one in stages):
             raise ConfigError(f"config {name}: {key} is {str(value)[:40]!r}, which is no positive whole number")
 
 
@@ -190,18 +191,22 @@ def _set_layers(config: Any, layers: int) -> None:
 def generates(source: ModelSource) -> bool:
     """True for a decoder that generates tokens; False for an encoder such as BERT, and for both in one, such as T5."""
     entries = json.loads(source.config_json)
-    if entries.get("is_encoder_decoder", _usually_has_encoder(entries["model_type"])):
+    if entries.get("is_encoder_decoder"):
         return False
     for name in entries.get("architectures") or ():
-        return str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
-    return _usually_generates(entries)
+        if str(name).endswith(("ForCausalLM", "LMHeadModel")):
+            return True
+        return str(name).endswith("ForConditionalGeneration") and not _usually_has_encoder(entries)
+    return _usually_generates(entries) and not _usually_has_encoder(entries)
 
 
-def _usually_has_encoder(model_type: str) -> bool:
-    """Whether models of this type are encoder and decoder in one, unless their config says something else."""
+def _usually_has_encoder(entries: Mapping[str, Any]) -> bool:
+    """Whether a config that does not say it is of a model type that is encoder and decoder in one."""
     from transformers import CONFIG_MAPPING
 
-    return model_type in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False))
+    model_type = entries["model_type"]
+    silent = "is_encoder_decoder" not in entries and model_type in CONFIG_MAPPING
+    return silent and bool(getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False))
 
 
 def _usually_generates(entries: Mapping[str, Any]) -> bool:

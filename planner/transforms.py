@@ -138,6 +138,7 @@ def modes_restored() -> Iterator[None]:
     except BaseException:
         while forward_ad._current_level > level:
             forward_ad.exit_dual_level()
+        # What undoes several at once takes every level for a vmap's in torch 2.11.
         while torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
             kind = torch._C._functorch.peek_interpreter_stack().key().name
             getattr(torch._C._functorch, _LEAVE[kind])()

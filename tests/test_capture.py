@@ -265,6 +265,7 @@ def test_a_model_that_cannot_be_traced_says_why(factories: str, factory: str, me
 @pytest.mark.parametrize("entries", [
     {"model_type": "convnext", "depths": [1, 1], "hidden_sizes": [8, 12], "num_stages": 2, "image_size": 32},
     {"model_type": "resnet", "depths": [1], "hidden_sizes": [16], "embedding_size": 8, "layer_type": "basic"},
+    {"model_type": "swin", "image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
     {"model_type": "pegasus", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 99},
 ])
 def test_constructors_that_look_at_numbers_and_configs_that_leave_things_out(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -259,3 +261,11 @@ def test_a_model_refuses_regimes_it_has_not(tmp_path: Path) -> None:
         encoder.example(decode(1, 8))
     with pytest.raises(ConfigError, match="decode or prefill"):
         encoder.example(Workload("forward"))
+
+
+def test_a_preset_is_known_without_its_library() -> None:
+    code = (
+        "import sys; from fuseplan.planner.models import find_source, generates; "
+        "assert generates(find_source(model='llama')); sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,8 @@ from typing import Any
 
 import sympy
 import torch
-from programs import Program, complaints
+from program_judging import complaints
+from programs import Program
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from dispatch_samples import fresh_start
+from program_judging import complaints
 from program_runs import run_program
-from programs import Input, Program, Step, complaints, make_program
+from programs import Input, Program, Step, make_program
 
 from fuseplan.kernels.cpp_build import find_compiler
 

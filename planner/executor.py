@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from torch import fx
 from fuseplan.kernels.backend import CompiledKernel, Target, config_key
 from fuseplan.kernels.gpu_direct import launcher_problem
 from fuseplan.kernels.in_place import Reuse, ReuseOptions, WritesInPlace
+from fuseplan.kernels.ir import KernelIR
 from fuseplan.planner.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.fallback import (
     BuiltGroup,
@@ -126,7 +127,8 @@ def _build_all(
     wanted: list[_Wanted] = []
     for plan in plans:
         try:
-            wanted.append(_Wanted(plan, _lowered(traced, plan, target, numerics), in_place))
+            lowered = _lowered(traced, plan, target, numerics)
+            wanted.append(_Wanted(_expressible(plan, lowered.ir, target), lowered, in_place))
         except Exception as error:  # a group must never take the model down, whatever fails
             drop(plan, error)
     kernels = _kernels(wanted, target)
@@ -176,9 +178,22 @@ def _lowered(traced: Traced, plan: GroupPlan, target: Target, numerics: str) -> 
     _check_devices(traced, lowered, target)
     if any(extent == 0 for buffer in lowered.ir.outputs for extent in buffer.shape):
         raise RefusedError("a result of the group is empty")
-    if refusal := plan.backend.refuse(lowered.ir, target):
-        raise RefusedError(f"{plan.backend.name}: {refusal}")
     return lowered
+
+
+def _expressible(plan: GroupPlan, ir: KernelIR, target: Target) -> GroupPlan:
+    """The plan, on another back end where its own cannot express the kernel.
+
+    Raises:
+        RefusedError: None can.
+    """
+    refusal = plan.backend.refuse(ir, target)
+    if refusal is None:
+        return plan
+    for other in plan.others:
+        if other.refuse(ir, target) is None:
+            return replace(plan, backend=other, config=other.default_config(ir, target))
+    raise RefusedError(f"{plan.backend.name}: {refusal}")
 
 
 def _check_devices(traced: Traced, lowered: Lowered, target: Target) -> None:

@@ -33,6 +33,8 @@ class GroupPlan:
         config: With which configuration.
         source: Where the decision came from.
         label: Short name for people.
+        others: Who compiles it with their default configuration where ``backend`` cannot: a plan tuned for fixed
+            sizes also serves dynamic ones, which not every back end can express.
     """
 
     ops: tuple[str, ...]
@@ -40,6 +42,7 @@ class GroupPlan:
     config: Config
     source: Source
     label: str = ""
+    others: tuple[Backend, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,7 @@ def _groups(
 ) -> Iterator[GroupPlan]:
     backends = {backend.name: backend for backend in session.backends}
     unavailable: Mapping[str, str | None] = {name: backend.unavailable() for name, backend in backends.items()}
+    usable = tuple(backend for backend in session.backends if not unavailable[backend.name])
     for plan in plans:
         fused = [choice for choice in plan.record.groups if choice.kind == "fused"]
         if not fused:
@@ -214,4 +215,4 @@ def _groups(
             else:
                 names = plan.group_ops(choice)
                 ops = tuple(name for name in names if kind_of(graph.op(name), graph.specs) != "view")
-                yield GroupPlan(ops, backends[choice.backend], choice.config, plan.source, choice.label)
+                yield GroupPlan(ops, backends[choice.backend], choice.config, plan.source, choice.label, usable)

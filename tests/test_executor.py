@@ -13,7 +13,8 @@ from reference_backend import ReferenceBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseplan.kernels.backend import Target
+from fuseplan.kernels.backend import Backend, Target
+from fuseplan.kernels.ir import KernelIR
 from fuseplan.planner.executor import executable
 from fuseplan.planner.fallback import GroupPlan, RefusedError, check_layouts, failure_reason
 from fuseplan.planner.lower import lower
@@ -73,7 +74,19 @@ class NothingStored:
         return False
 
 
-def fused(function: Callable[..., Any], inputs: list[torch.Tensor], tally: Tally) -> Callable[..., Any]:
+class Refuses(ReferenceBackend):
+    """A back end that cannot express any kernel."""
+
+    name = "refuses"
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        return "not this one"
+
+
+def fused(
+    function: Callable[..., Any], inputs: list[torch.Tensor], tally: Tally, backend: Backend | None = None,
+    others: tuple[Backend, ...] = (),
+) -> Callable[..., Any]:
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in inputs]
         module = make_fx(function, pre_dispatch=True)(*fakes)
@@ -81,7 +94,7 @@ def fused(function: Callable[..., Any], inputs: list[torch.Tensor], tally: Tally
     graph = normalised.graph
     planner = Planner(NothingStored(), None, "test", CPU, (ReferenceBackend(),))
     plans = [
-        GroupPlan(plan.group_ops(choice), ReferenceBackend(), choice.config, "model")
+        GroupPlan(plan.group_ops(choice), backend or ReferenceBackend(), choice.config, "model", others=others)
         for plan in planner.plan_graph(graph).regions
         for choice in plan.record.groups
         if choice.kind == "fused"
@@ -109,6 +122,20 @@ def test_the_programs_above_do_fuse_across_writes() -> None:
     inputs = [torch.randn(3, 4), torch.randn(4, 4)]
     fused(program(steps), inputs, tally)
     assert tally.snapshot().groups_fused == 1 and tally.snapshot().fallbacks == {}
+
+
+def test_a_group_that_its_back_end_cannot_express_runs_on_another() -> None:
+    inputs, tally = [torch.randn(3, 4)], Tally()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * 2, -1)
+
+    call = fused(function, inputs, tally, Refuses(), (Refuses(), ReferenceBackend()))
+    torch.testing.assert_close(call(*inputs), function(*inputs))
+    assert tally.snapshot().groups_fused == 1 and tally.snapshot().fallbacks == {}
+    call = fused(function, inputs, tally, Refuses(), (Refuses(),))
+    torch.testing.assert_close(call(*inputs), function(*inputs))
+    assert tally.snapshot().groups_fused == 1 and tally.snapshot().fallbacks == {"refuses: not this one": 1}
 
 
 def test_layouts_are_compared_where_they_matter() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -130,6 +131,14 @@ class HostTimer:
         return (time.perf_counter_ns() - start) * 1e-3 / calls
 
 
+@contextmanager
+def cuda_graph(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """A CUDA graph of what is launched within. Other threads go on using the device, and may allocate there."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        yield graph
+
+
 @dataclass(frozen=True)
 class GraphTimer:
     """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
@@ -168,8 +177,7 @@ class GraphTimer:
 
     @staticmethod
     def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with cuda_graph() as graph:
             for _ in range(calls):
                 call()
         graph.replay()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fuseplan.costmodel.timing import cuda_graph
 from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
 from fuseplan.planner.build import Model
 from fuseplan.planner.examples import rewind
@@ -113,8 +114,7 @@ class ForwardGraphTimer(ForwardTimer):
             super()._callable(run)
         torch.cuda.current_stream().wait_stream(stream)
         run.rewind()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with cuda_graph() as graph:
             run()
         return graph.replay
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from fuseplan.costmodel.timing import cuda_graph
 from fuseplan.costmodel.yardstick import processor_yardstick
 
 #: A contestant: called with the inputs, allocates and returns its outputs.
@@ -186,8 +187,7 @@ class CudaGraphTimer(Timer):
 
     @staticmethod
     def _record(run: Run, operands: Operands, launches: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with cuda_graph(stream) as graph:
             for call in range(launches):
                 run(*operands[call % len(operands)])
         graph.replay()

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from fuseplan.costmodel.device import DeviceSpec, current_identity
 from fuseplan.costmodel.probe import probe
+from fuseplan.costmodel.timing import GraphTimer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_a_timer_captures_while_another_thread_allocates() -> None:
+    def call() -> None:
+        with ThreadPoolExecutor(1) as other:  # a new size each time: the allocator has to ask the driver
+            sizes.append(sizes[-1] + 2**21)
+            assert other.submit(lambda: int(torch.ones(sizes[-1], device="cuda")[-1])).result() == 1
+        values.add_(1)
+
+    sizes, values = [2**24], torch.zeros(7, device="cuda")
+    assert GraphTimer(sample_us=10.0, repeats=1, max_calls=3).prepare(call)(1.0)
+    assert len(set(values.tolist())) == 1 and values[0] > 3
 
 
 @pytest.mark.timed

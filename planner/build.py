@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from fuseplan.planner.errors import ConfigError, FuseplanError, in_words
 from fuseplan.planner.examples import example_call
-from fuseplan.planner.models import ModelSource, generates, hf_config
+from fuseplan.planner.models import ModelSource, generates, hf_config, quiet
 from fuseplan.planner.workload import Workload
 
 
@@ -97,19 +97,6 @@ def _auto_class(config: Any, is_decoder: bool) -> Any:
         return AutoModelForCausalLM
     both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if config.is_encoder_decoder else ()
     return next((auto for auto in both if type(config) in auto._model_mapping), AutoModel)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Only errors from ``transformers`` meanwhile: what it says is meant for who trains or generates."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 @contextmanager

@@ -23,11 +23,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.attention import rewrite_attention
 from fuseplan.planner.binding import bind_graph
-from fuseplan.planner.build import Model, construct, foreign_code, load_module, quiet
+from fuseplan.planner.build import Model, construct, foreign_code, load_module
 from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
 from fuseplan.planner.fake_layouts import correct_layouts
 from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.models import ModelSource
+from fuseplan.planner.models import ModelSource, quiet
 from fuseplan.planner.normalise import Normalised, normalise
 from fuseplan.planner.transforms import modes_restored, without_transforms
 from fuseplan.planner.workload import Workload

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -168,14 +169,28 @@ def hf_config(source: ModelSource) -> Any:
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ConfigError(f"config {source.name}: transformers knows no model_type {model_type[:60]!r}{hint}")
     try:
-        config = AutoConfig.for_model(model_type, **entries)
-        text = config.get_text_config(decoder=True)
+        with quiet():
+            config = AutoConfig.for_model(model_type, **entries)
+            text = config.get_text_config(decoder=True)
     except Exception as error:
         raise ConfigError(f"config {source.name}: {in_words(error)}") from None
     _check_sizes(text, source.name)
     if source.layers is not None:
         _set_layers(text, source.layers)
     return config
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Only errors from ``transformers`` meanwhile: what it says is meant for who trains or generates."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _set_layers(config: Any, layers: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -148,6 +149,20 @@ def test_a_config_that_transformers_refuses_is_named(entries: dict[str, str], me
     path.write_text(json.dumps(entries))
     with pytest.raises(ConfigError, match=message):
         build_model(find_source(config=path), "cpu")
+
+
+def test_what_transformers_logs_of_a_config_stays_unsaid(tmp_path: Path) -> None:
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    entries = json.loads(write_config(tmp_path, "llama").read_text()) | {"vocab_size": 1, "bos_token_id": 7}
+    (tmp_path / "odd.json").write_text(json.dumps(entries))
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        hf_config(find_source(config=tmp_path / "odd.json"))
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert not said
 
 
 def test_flags_that_exclude_each_other_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +170,7 @@ def test_results_can_be_read_back(session: Session, tmp_path: Path) -> None:
     facts = bench_evidence.environment(session, "toy", ["plan", "bench", "--model", "toy"])
     assert facts["command"] == ["bench", "--model", "toy"]
     assert facts["device"]["cores"] == torch.get_num_threads()
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] == version("torch")
     written = bench_evidence.write_results(tmp_path / "out", "toy", {"groups": _frame()}, facts, ["all well"])
     assert [path.name for path in written] == ["toy-groups.csv", "toy-groups.md", "toy-groups.json"]
     assert pd.read_csv(written[0])["median_us"].tolist()[:5] == [2.0, 8.0, 1.0, 2.0, 1.96]

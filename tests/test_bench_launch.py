@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_patterns_are_measured_and_published(plan: Run, tmp_path: Path) -> None:
     assert "eager, swiglu: " in text and "| best_peer | vs_best |" in text
     assert "1 regions by the cost model, not tuned" in out
     facts = json.loads((tmp_path / "out" / "patterns-swiglu-cells.json").read_text())
-    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["torch"] == version("torch")
 
 
 @pytest.mark.parametrize("topic", ["patterns", "launch"])

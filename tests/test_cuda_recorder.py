@@ -77,6 +77,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[CudaRec
             "default_generators": [generator],
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: None, raising=False)
         monkeypatch.setattr("fuseplan.planner.cuda_recorder._revive", lambda generator, device: None)
         monkeypatch.setattr("fuseplan.planner.cuda_recorder._FAILED", [])
         return CudaRecorder(0), allocator

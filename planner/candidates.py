@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal, TypeAlias
 
 from fuseplan.planner.canonical import CanonicalForm, canonical_form
 from fuseplan.planner.convex import Dependencies, bits
 from fuseplan.planner.flow import Classify, Flow, flow_of
 from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.growth import Grown, grow
+from fuseplan.planner.growth import Grown, grow, parts
 
 #: The reason why a set of compute ops cannot be one kernel, None when it can.
 Legal: TypeAlias = Callable[[Sequence[str]], str | None]
@@ -102,17 +102,49 @@ def enumerate_candidates(
     members = compute_positions(flow, region)
     dependencies = Dependencies.of(flow, members)
     grown = grow(dependencies, limits.max_ops, limits.max_candidates, [flow.nodes[at].op for at in members])
-    legal = legal if legal is not None else partial(why_not_lowerable, graph, flow)
+    refused = _reasons(flow, members, legal if legal is not None else partial(why_not_lowerable, graph, flow))
+    masks = grown.masks
+    if not grown.complete:  # what was kept may be illegal around some ops: none is left without a group
+        everything = (1 << len(members)) - 1
+        masks += tuple(parts(dependencies, everything, limits.max_ops, lambda mask: refused(mask) is None))
     candidates: list[Candidate] = []
     refusals = _separated_pairs(flow, dependencies)
-    for mask in grown.masks:
+    for mask in dict.fromkeys(masks):
         candidate = _candidate(flow, dependencies, mask)
-        reason = legal(candidate.ops)
+        reason = refused(mask)
         if reason is None:
             candidates.append(candidate)
         else:
             refusals.append(Refusal(candidate.ops, reason))
     return Enumeration(tuple(candidates), tuple(refusals), _truncation(grown, limits))
+
+
+def enumerate_parts(
+    graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal,
+    classify: Classify | None = None,
+) -> Enumeration:
+    """Single ops of a region, its ``groups`` where they are legal, and legal parts that cover those that are not."""
+    flow = flow_of(graph, classify)
+    members = compute_positions(flow, region)
+    dependencies = Dependencies.of(flow, members)
+    bit_of = {flow.names[at]: bit for bit, at in enumerate(members)}
+    refused = _reasons(flow, members, legal)
+    masks = [1 << bit for bit in range(len(members))]
+    for ops in groups:
+        group = sum(1 << bit_of[name] for name in ops)
+        masks += parts(dependencies, group, len(ops), lambda mask: refused(mask) is None) if refused(group) else [group]
+    found = (_candidate(flow, dependencies, mask) for mask in dict.fromkeys(masks) if refused(mask) is None)
+    return Enumeration(tuple(found), ())
+
+
+def _reasons(flow: Flow, members: Sequence[int], legal: Legal) -> Callable[[int], str | None]:
+    """``legal`` of masks of members, asked once each."""
+
+    @cache
+    def refused(mask: int) -> str | None:
+        return legal([flow.names[members[bit]] for bit in bits(mask)])
+
+    return refused
 
 
 def compute_positions(flow: Flow, region: Region) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -126,16 +126,44 @@ def _grow_greedily(dependencies: Dependencies, edges: Sequence[int], mask: int, 
     grew = True
     while grew:
         grew = False
-        near = 0
-        for bit in bits(mask):
-            near |= edges[bit]
-        for bit in bits(near & ~mask):
+        for bit in bits(_joined(edges, mask) & ~mask):
             wider = mask | 1 << bit
             wider |= dependencies.between(wider)
             if wider.bit_count() <= max_ops and not dependencies.has_detour(wider) and dependencies.is_connected(wider):
                 mask = wider
                 grew = True
     return mask
+
+
+def parts(dependencies: Dependencies, within: int, max_ops: int, allowed: Callable[[int], bool]) -> list[int]:
+    """Disjoint connected convex sets that cover ``within``: grown in it member by member, as far as allowed.
+
+    A member that was refused once is not tried again, so that about as many sets are asked about as there are members.
+    """
+    sets: list[int] = []
+    rest = within
+    while rest:
+        mask = rest & -rest
+        untried = rest & ~mask
+        while near := untried & _joined(dependencies.neighbours, mask):
+            bit = next(bits(near))
+            untried &= ~(1 << bit)
+            wider = mask | 1 << bit
+            wider |= dependencies.between(wider)
+            inside = not wider & ~rest and wider.bit_count() <= max_ops
+            if inside and dependencies.is_convex(wider) and allowed(wider):
+                mask = wider
+        rest &= ~mask
+        sets.append(mask)
+    return sets
+
+
+def _joined(edges: Sequence[int], mask: int) -> int:
+    """Members that an edge joins to those of a set."""
+    near = 0
+    for bit in bits(mask):
+        near |= edges[bit]
+    return near
 
 
 def _mirrored(

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.backend import Backend, Target
-from fuseplan.planner.candidates import CandidateLimits, enumerate_candidates
+from fuseplan.planner.candidates import CandidateLimits, enumerate_candidates, enumerate_parts
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.learning import Learner
 from fuseplan.planner.measured import MeasuredRegion
@@ -202,6 +202,27 @@ class Planner:
                 on_failure(region, error)
         plans = tuple(RegionPlan(region, *planned[region.key]) for region in regions if region.key in planned)
         return GraphPlan(plans, spent_us)
+
+    def plan_dynamic(
+        self, graph: DataflowGraph, dynamic: DataflowGraph, wanted: Sequence[tuple[Region, Sequence[Sequence[str]]]]
+    ) -> list[RegionPlan]:
+        """Plans of regions by the cost model, out of groups, and parts of groups, that are kernels with dynamic sizes.
+
+        Args:
+            graph: The graph with its sizes bound.
+            dynamic: The same graph with dynamic sizes.
+            wanted: Each region with the groups, as names of ops, of a plan for its bound sizes.
+        """
+        book = GroupBook(graph, self.settings.numerics, self.target.device_type, dynamic)
+        records: dict[str, PlanRecord] = {}
+        for region, groups in wanted:
+            if region.key not in records:
+                prices = self._model_prices(book, region)
+                problem = region_problem(graph, region, enumerate_parts(graph, region, groups, book.legal))
+                result = predicted_partition(problem, prices.predict_s, self._margin)
+                reason = "by the cost model: groups for these sizes are no kernels where sizes are dynamic"
+                records[region.key] = self._writer(graph, region, prices).record(result, 0.0, reason)
+        return [RegionPlan(region, records[region.key], "model") for region, _ in wanted]
 
     def key(self, region_key: str) -> RecordKey:
         return RecordKey(region_key, self.device, self.settings.regime, self.settings.numerics)

@@ -27,12 +27,22 @@ from fuseplan.search.tuner import Tuner
 
 
 class GroupBook:
-    """The candidates of one static graph, lowered once: legality, work, keys and subjects."""
+    """The candidates of one static graph, lowered once: legality, work, keys and subjects.
 
-    def __init__(self, graph: DataflowGraph, numerics: str, device_type: str) -> None:
+    Args:
+        graph: The graph.
+        numerics: How kernels round.
+        device_type: Where they run.
+        dynamic: The same graph with dynamic sizes, where a legal group has to be a kernel, too.
+    """
+
+    def __init__(
+        self, graph: DataflowGraph, numerics: str, device_type: str, dynamic: DataflowGraph | None = None
+    ) -> None:
         self.graph = graph
         self.numerics = numerics
         self.device_type = device_type
+        self.dynamic = dynamic
         self._lowered: dict[tuple[str, ...], Lowered] = {}
         self._works: dict[tuple[str, ...], Work] = {}
         self._subjects: dict[tuple[str, ...], GroupSubject] = {}
@@ -62,11 +72,10 @@ class GroupBook:
     def legal(self, ops: Sequence[str]) -> str | None:
         """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
         names = tuple(ops)
-        flow = flow_of(self.graph, None)
         try:
-            self._lowered[names] = lower(
-                self.graph, names, self.numerics, flow.needed_outside(flow.position[name] for name in names)
-            )
+            self._lowered[names] = _as_kernel(self.graph, names, self.numerics)
+            if self.dynamic is not None:
+                _as_kernel(self.dynamic, names, self.numerics)
         except NotLowerable as refused:
             return str(refused)
         return None
@@ -105,6 +114,11 @@ class GroupBook:
                 self.graph, group.ops, key, self.numerics, self.device_type, group.outputs
             )
         return self._subjects[group.ops]
+
+
+def _as_kernel(graph: DataflowGraph, ops: tuple[str, ...], numerics: str) -> Lowered:
+    flow = flow_of(graph)
+    return lower(graph, ops, numerics, flow.needed_outside(flow.position[name] for name in ops))
 
 
 def fused_mode(regime: str) -> Mode:

@@ -14,10 +14,12 @@ from fuseplan.planner.fallback import GroupPlan, failure_reason
 from fuseplan.planner.graph import DataflowGraph, Region
 from fuseplan.planner.plan import Planner, RegionPlan
 from fuseplan.planner.plan_record import region_label
+from fuseplan.planner.prices import GroupBook
 from fuseplan.planner.recipes import kind_of
 from fuseplan.planner.regions import find_regions, unique_regions
 from fuseplan.planner.session import Session
 from fuseplan.planner.tally import Tally
+from fuseplan.search.record import GroupChoice
 from fuseplan.search.tuner import Budget
 
 #: What happens to a region that the database does not know: the cost model's plan with default configurations,
@@ -76,6 +78,8 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         plans += [*near, *_plans_on_miss(session, static, left, on_miss, tally)]
     for reason in planner.refused.values():
         tally.quarantine(f"a stored plan is not used: {reason}")
+    if graph.symbols and on_miss != "unfused":
+        plans = _dynamic_plans(planner, graph, static, regions, plans)
     groups = tuple(_groups(session, graph, plans, tally))
     tally.spent(time.perf_counter() - start)
     return Resolved(tuple(plans), groups)
@@ -196,6 +200,34 @@ def _plans_on_miss(
     return list(planned.regions)
 
 
+def _dynamic_plans(
+    planner: Planner, graph: DataflowGraph, static: DataflowGraph, regions: Iterable[Region], plans: list[RegionPlan]
+) -> list[RegionPlan]:
+    """The plans; the cost model's where a group of a plan for these sizes is no kernel when they are dynamic.
+
+    Sizes of one, say, join what a symbol keeps apart.
+    """
+    book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
+    distinct = {plan.region.key: plan for plan in plans}
+    unfit = {
+        key for key, plan in distinct.items() if any(book.legal(ops) is not None for _, ops in _fused(graph, plan))
+    }
+    if not unfit:
+        return plans
+    by_ops = {frozenset(region.ops): region for region in regions}
+    wanted = [
+        (by_ops[frozenset(plan.region.ops)], [ops for _, ops in _fused(graph, plan)])
+        for plan in plans
+        if plan.region.key in unfit
+    ]
+    try:
+        planned = planner.plan_dynamic(static, graph, wanted)
+    except Exception as error:  # groups that are no kernels run unfused
+        logger.warning("regions with dynamic sizes cannot be planned: %s", failure_reason(error))
+        return plans
+    return [*(plan for plan in plans if plan.region.key not in unfit), *planned]
+
+
 # -- groups -----------------------------------------------------------------------------------------------
 
 
@@ -206,13 +238,19 @@ def _groups(
     unavailable: Mapping[str, str | None] = {name: backend.unavailable() for name, backend in backends.items()}
     usable = tuple(backend for backend in session.backends if not unavailable[backend.name])
     for plan in plans:
-        fused = [choice for choice in plan.record.groups if choice.kind == "fused"]
+        fused = list(_fused(graph, plan))
         if not fused:
             tally.count("planned_unfused")
-        for choice in fused:
+        for choice, ops in fused:
             if unavailable[choice.backend]:
                 tally.fall_back(f"{choice.backend}: {unavailable[choice.backend]}")
             else:
-                names = plan.group_ops(choice)
-                ops = tuple(name for name in names if kind_of(graph.op(name), graph.specs) != "view")
                 yield GroupPlan(ops, backends[choice.backend], choice.config, plan.source, choice.label, usable)
+
+
+def _fused(graph: DataflowGraph, plan: RegionPlan) -> Iterator[tuple[GroupChoice, tuple[str, ...]]]:
+    """The fused groups of a plan, with the names of their ops in the graph, views left out."""
+    for choice in plan.record.groups:
+        if choice.kind == "fused":
+            names = plan.group_ops(choice)
+            yield choice, tuple(name for name in names if kind_of(graph.op(name), graph.specs) != "view")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from fuseplan.planner.candidates import (
     CandidateLimits,
     Enumeration,
     enumerate_candidates,
+    enumerate_parts,
     group_form,
     transfer,
 )
@@ -155,6 +158,61 @@ def test_truncation_keeps_mirrored_halves() -> None:
     assert enumerated(graph, region, CandidateLimits(max_ops=3)).truncated == (
         "groups of more than 3 ops were not enumerated"
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(6, 14), st.integers(1, 5), st.integers(1, 10))
+def test_truncation_leaves_no_op_without_its_legal_groups(seed: int, size: int, largest: int, limit: int) -> None:
+    """Where only small groups are legal, all that the truncation would have kept may be too large."""
+    graph = random_graph(seed, size, extern=0.1)
+    for region in find_regions(graph, synthetic_kind):
+        found = enumerate_candidates(
+            graph, region, CandidateLimits(max_candidates=limit),
+            lambda ops: None if len(ops) <= largest else "too large", synthetic_kind,
+        )
+        groups = sets(found)
+        if found.truncated is None:
+            continue
+        legal = {group for group in Oracle(graph).groups(region.ops) if len(group) <= largest}
+        assert groups <= legal
+        # Some of them cover all ops without overlapping, and no two of these could be one legal group.
+        assert any(maximal_cover(cover, legal) for cover in covers(frozenset(region_ops(graph, region)), groups))
+
+
+def region_ops(graph: DataflowGraph, region: Region) -> list[str]:
+    return [name for name in region.ops if synthetic_kind(graph.op(name)) == "compute"]
+
+
+def covers(ops: frozenset[str], groups: set[frozenset[str]]) -> Iterator[list[frozenset[str]]]:
+    """Every way to cover ops by disjoint groups."""
+    if not ops:
+        yield []
+        return
+    first = min(ops)
+    for group in groups:
+        if first in group and group <= ops:
+            yield from ([group, *others] for others in covers(ops - group, groups))
+
+
+def maximal_cover(cover: list[frozenset[str]], legal: set[frozenset[str]]) -> bool:
+    return not any(one | other in legal for one, other in combinations(cover, 2))
+
+
+def test_parts_cover_a_group_by_legal_groups() -> None:
+    chain = [("a", "exp.default", ("x",)), ("b", "neg.default", ("a",)), ("c", "tanh.default", ("b",))]
+    graph = make(*chain, ("d", "abs.default", ("c",)), outputs=("d",))
+    (region,) = find_regions(graph, synthetic_kind)
+
+    def legal(ops: Sequence[str]) -> str | None:
+        return "b and c stay apart" if {"b", "c"} <= set(ops) else None
+
+    def parts(*groups: str) -> list[str]:
+        found = enumerate_parts(graph, region, groups, legal, synthetic_kind)
+        return ["".join(sorted(candidate.ops)) for candidate in found.candidates if len(candidate.ops) > 1]
+
+    assert parts("abcd") == ["ab", "cd"]
+    assert parts("ab", "bcd") == ["ab", "cd"]
+    assert parts("bc") == []
 
 
 def test_default_legality_is_the_lowering() -> None:

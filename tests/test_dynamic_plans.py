@@ -1,0 +1,58 @@
+"""Plans for dynamic sizes: groups that are kernels at the sizes seen, and not where these are symbols."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_backend import ReferenceBackend
+
+from fuseplan.kernels.index import symbol
+from fuseplan.planner import session as sessions
+from fuseplan.planner.binding import bind_graph
+from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lower import NotLowerable, lower
+from fuseplan.planner.resolve import Resolved, resolve
+from fuseplan.planner.session import open_session
+from fuseplan.planner.tally import Tally
+
+
+@pytest.fixture
+def graph() -> DataflowGraph:
+    """Folds a dimension of n before two others: where n is 1 that is no fold."""
+    n = symbol("n")
+    full, rest = TensorSpec.contiguous((n, 4, 3), "float32"), TensorSpec.contiguous((4, 3), "float32")
+    nodes = [
+        OpNode("aten.exp.default", ("x",), ("exp",), {}),
+        OpNode("aten.neg.default", ("exp",), ("neg",), {}),
+        OpNode("aten.sum.dim_IntList", ("neg",), ("sum",), {"dim": (0,), "keepdim": False, "dtype": None}),
+        OpNode("aten.tanh.default", ("sum",), ("tanh",), {}),
+        OpNode("aten.abs.default", ("tanh",), ("abs",), {}),
+    ]
+    specs = {"x": full, "exp": full, "neg": full, "sum": rest, "tanh": rest, "abs": rest}
+    return DataflowGraph(nodes, specs, ("x",), ("abs",), symbols={"n": 1})
+
+
+@pytest.fixture
+def resolved(graph: DataflowGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sessions, "backends_for", lambda device_type: (ReferenceBackend(),))
+
+    def run(on_miss: Any) -> Resolved:
+        return resolve(open_session("cpu", tmp_path / "t.db", mode="read"), graph, on_miss, Tally())
+
+    return run
+
+
+def test_a_group_for_the_sizes_seen_is_split_where_it_is_no_kernel(graph: DataflowGraph, resolved: Any) -> None:
+    everything = ["exp", "neg", "sum", "tanh", "abs"]
+    lower(bind_graph(graph), everything)
+    with pytest.raises(NotLowerable):
+        lower(graph, everything)
+    groups = {frozenset(group.ops) for group in resolved("model").groups}
+    assert {frozenset({"exp", "neg"}), frozenset({"tanh", "abs"})} <= groups
+    assert not any("sum" in group for group in groups)
+
+
+def test_nothing_is_planned_anew_where_nothing_is_to_be_planned(resolved: Any) -> None:
+    assert resolved("unfused") == Resolved((), ())

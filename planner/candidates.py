@@ -130,9 +130,11 @@ def enumerate_parts(
     bit_of = {flow.names[at]: bit for bit, at in enumerate(members)}
     refused = _reasons(flow, members, legal)
     masks = [1 << bit for bit in range(len(members))]
-    for ops in groups:
-        group = sum(1 << bit_of[name] for name in ops)
-        masks += parts(dependencies, group, len(ops), lambda mask: refused(mask) is None) if refused(group) else [group]
+    for group in (sum(1 << bit_of[name] for name in ops) for ops in groups):
+        if refused(group) is None:
+            masks.append(group)
+        else:
+            masks += parts(dependencies, group, group.bit_count(), lambda mask: refused(mask) is None)
     found = (_candidate(flow, dependencies, mask) for mask in dict.fromkeys(masks) if refused(mask) is None)
     return Enumeration(tuple(found), ())
 

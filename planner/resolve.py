@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fuseplan.planner.binding import bind_graph
@@ -207,25 +207,32 @@ def _dynamic_plans(
 
     Sizes of one, say, join what a symbol keeps apart.
     """
-    book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
-    distinct = {plan.region.key: plan for plan in plans}
-    unfit = {
-        key for key, plan in distinct.items() if any(book.legal(ops) is not None for _, ops in _fused(graph, plan))
-    }
-    if not unfit:
-        return plans
     by_ops = {frozenset(region.ops): region for region in regions}
-    wanted = [
-        (by_ops[frozenset(plan.region.ops)], [ops for _, ops in _fused(graph, plan)])
-        for plan in plans
-        if plan.region.key in unfit
-    ]
     try:
-        planned = planner.plan_dynamic(static, graph, wanted)
+        book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
+        distinct = {plan.region.key: plan for plan in plans}
+        unfit = {key for key, plan in distinct.items() if any(book.legal(ops) for _, ops in _fused(graph, plan))}
+        old = [plan for plan in plans if plan.region.key in unfit]
+        wanted = [(by_ops[frozenset(plan.region.ops)], [ops for _, ops in _fused(graph, plan)]) for plan in old]
+        new = planner.plan_dynamic(static, graph, wanted)
     except Exception as error:  # groups that are no kernels run unfused
         logger.warning("regions with dynamic sizes cannot be planned: %s", failure_reason(error))
         return plans
-    return [*(plan for plan in plans if plan.region.key not in unfit), *planned]
+    kept = [plan for plan in plans if plan.region.key not in unfit]
+    return [*kept, *(_with_configs(one, other) for one, other in zip(new, old, strict=True))]
+
+
+def _with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
+    """The plan, with the configurations of another for groups that are in both."""
+    known = {frozenset(tuned.group_ops(choice)): choice for choice in tuned.record.groups}
+
+    def configured(choice: GroupChoice) -> GroupChoice:
+        same = known.get(frozenset(plan.group_ops(choice)))
+        if same is None or same.kind != choice.kind:
+            return choice
+        return replace(choice, backend=same.backend, config=same.config)
+
+    return replace(plan, record=replace(plan.record, groups=tuple(map(configured, plan.record.groups))))
 
 
 # -- groups -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from fuseplan.planner import session as sessions
 from fuseplan.planner.binding import bind_graph
 from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lower import NotLowerable, lower
-from fuseplan.planner.resolve import Resolved, resolve
+from fuseplan.planner.prices import GroupBook
+from fuseplan.planner.resolve import Resolved, _with_configs, resolve
 from fuseplan.planner.session import open_session
 from fuseplan.planner.tally import Tally
 
@@ -52,6 +54,24 @@ def test_a_group_for_the_sizes_seen_is_split_where_it_is_no_kernel(graph: Datafl
     groups = {frozenset(group.ops) for group in resolved("model").groups}
     assert {frozenset({"exp", "neg"}), frozenset({"tanh", "abs"})} <= groups
     assert not any("sum" in group for group in groups)
+
+
+def test_groups_that_stay_keep_their_configuration(resolved: Any) -> None:
+    (plan,) = resolved("model").regions
+    first, *others = plan.record.groups
+    tuned = replace(plan, record=replace(plan.record, groups=(replace(first, config={"tuned": 1}),)))
+    assert _with_configs(plan, tuned).record.groups == (replace(first, config={"tuned": 1}), *others)
+
+
+def test_a_failure_leaves_the_plan_for_the_sizes_seen(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: GroupBook, ops: Any) -> str | None:
+        if not self.graph.symbols:
+            return legal(self, ops)
+        raise ValueError("cannot convert expression to int")
+
+    legal = GroupBook.legal
+    monkeypatch.setattr(GroupBook, "legal", fails)
+    assert {len(group.ops) for group in resolved("model").groups} == {5}
 
 
 def test_nothing_is_planned_anew_where_nothing_is_to_be_planned(resolved: Any) -> None:

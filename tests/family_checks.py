@@ -175,7 +175,7 @@ def check_hits(
     name: str, dtype: str, device: str, batches: tuple[int, ...], options: Mapping[str, Any] | None = None
 ) -> list[Row]:
     """After a tune of these sizes: calls with and without a mask, and generation, find every region."""
-    model: Any = families.build(name).to(device, DTYPES[dtype])
+    model: Any = families.build(name, dtype=DTYPES[dtype]).to(device)
     rows = []
     for masked in (False, True):
         row = Row(name, dtype, f"hits {'with' if masked else 'without'} a mask")
@@ -229,7 +229,7 @@ def check_generate(
 ) -> Row:
     """Greedy generation, in fp32 token by token as eager's: in half precision two tokens may be equally likely."""
     row = Row(name, dtype, prompt.label)
-    model: Any = families.build(name).to(device, DTYPES[dtype])
+    model: Any = families.build(name, dtype=DTYPES[dtype]).to(device)
     with torch.no_grad():
         expected = generate(model, name, prompt, device)
         with watching() as row.graphs:

@@ -122,16 +122,19 @@ def write_family(folder: Path, name: str) -> Path:
     return path
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
-    """The family's model in fp32, its weights random and large enough for every op to matter."""
+def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The family's model, its weights random and large enough for every op to matter.
+
+    It is of ``dtype`` as ``from_pretrained`` makes it so: RoPE's frequencies stay in fp32, which ``to(dtype)`` rounds.
+    """
     torch.manual_seed(seed)
     if task_of(name) == "own":
-        return _OWN[name]().eval()
+        return _OWN[name]().eval().to(dtype)
     import transformers
 
     entries = dict(FAMILY_CONFIGS[name])
     config = transformers.AutoConfig.for_model(entries.pop("model_type"), **entries)
-    model: nn.Module = getattr(transformers, _AUTO[task_of(name)]).from_config(config, dtype=torch.float32)
+    model: nn.Module = getattr(transformers, _AUTO[task_of(name)]).from_config(config, dtype=dtype)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data.normal_(std=0.15)

@@ -164,7 +164,8 @@ class FakeStream:
 
 
 @contextmanager
-def capture(graph: FakeGraph):
+def capture(graph: FakeGraph, stream: object, capture_error_mode: str):
+    assert capture_error_mode == "thread_local", "other threads go on using the device"
     FakeGraph.current = graph
     yield
     FakeGraph.current = None

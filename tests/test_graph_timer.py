@@ -77,7 +77,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     Event.machine = Graph.machine = machine
 
     @contextmanager
-    def graph(graph: Graph, stream: object) -> Iterator[None]:
+    def graph(graph: Graph, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "other threads go on using the device"
         machine.recording = graph.kernels
         yield
         machine.recording = None

@@ -104,7 +104,7 @@ def enumerate_candidates(
     grown = grow(dependencies, limits.max_ops, limits.max_candidates, [flow.nodes[at].op for at in members])
     refused = _reasons(flow, members, legal if legal is not None else partial(why_not_lowerable, graph, flow))
     masks = grown.masks
-    if not grown.complete:  # what was kept may be illegal around some ops: none is left without a group
+    if not grown.complete:  # what was kept may be illegal around some ops: legal groups cover them all
         everything = (1 << len(members)) - 1
         masks += tuple(parts(dependencies, everything, limits.max_ops, lambda mask: refused(mask) is None))
     candidates: list[Candidate] = []

@@ -227,11 +227,12 @@ PROMPTS = tuple(
 def check_generate(
     name: str, dtype: str, prompt: Prompt, device: str, options: Mapping[str, Any] | None = None
 ) -> Row:
-    """Greedy generation, token by token as eager's."""
+    """Greedy generation, token by token as eager's; in half precision also one as good (:func:`unexcused`)."""
     row = Row(name, dtype, prompt.label)
     model: Any = families.build(name, dtype=DTYPES[dtype]).to(device)
+    plain = copy.deepcopy(model)
     with torch.no_grad():
-        expected = generate(model, name, prompt, device)
+        expected = generate(plain, name, prompt, device)
         with watching() as row.graphs:
             torch._dynamo.reset()
             fuseplan.planner.reset_stats()
@@ -242,10 +243,44 @@ def check_generate(
             except Exception as error:
                 row.problems.append(failure_reason(error))
                 return row
-    if not torch.equal(result, expected):
-        row.problems.append("other tokens than eager's")
-    _add_stats(row)
+        _add_stats(row)
+        if not torch.equal(result, expected):
+            excused = dtype != "fp32" and not (wrong := unexcused(plain, name, prompt, device, result))
+            row.problems += [] if excused else [f"other tokens than eager's{'' if dtype == 'fp32' else f': {wrong}'}"]
     return row
+
+
+def unexcused(model: Any, name: str, prompt: Prompt, device: str, tokens: torch.Tensor) -> str:
+    """The first token that rounding as eager's does not explain; empty if there is none.
+
+    Eager and the same model in float32, exact beside half precision, are led along ``tokens``. Eager's error there is
+    the largest difference of their scores. Whoever errs by no more than 1.05 times that picks a token whose exact score
+    is at most twice that below the best. (Gemma2 with padding is NaN in float64.)
+    """
+    eager, exact = (led(one, name, prompt, device, tokens) for one in (model, copy.deepcopy(model).float()))
+    start = tokens.shape[1] - len(exact)
+    for step, (rough, true) in enumerate(zip(eager, exact, strict=True)):
+        open_ = torch.isfinite(true)  # what generation rules out is -inf in both
+        errors = (rough - true).masked_fill(~open_, 0).abs().amax(1)
+        behind = true.amax(1) - true.gather(1, tokens[:, start + step, None])[:, 0]
+        if not bool((behind <= 2 * _LIMIT * errors).all()):  # NaN excuses nothing
+            at = int((behind - 2 * _LIMIT * errors).argmax())
+            return f"token {step} of sequence {at}: {behind[at]:.1e} below the best, eager's error {errors[at]:.1e}"
+    return ""
+
+
+def led(model: Any, name: str, prompt: Prompt, device: str, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Scores [batch, vocabulary] of each step of a generation that is made to yield ``tokens``."""
+    scores: list[torch.Tensor] = []
+
+    def lead(ids: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        scores.append(found.double())
+        forced = torch.full_like(found, -torch.inf)
+        return forced.scatter(1, tokens[:, ids.shape[1], None], 0.0)
+
+    result = generate(model, name, prompt, device, lead=lead)
+    assert torch.equal(result, tokens)
+    return scores
 
 
 def _compile_config(prompt: Prompt, options: Mapping[str, Any] | None) -> Any:
@@ -259,12 +294,19 @@ def _compile_config(prompt: Prompt, options: Mapping[str, Any] | None) -> Any:
     return config
 
 
-def generate(model: Any, name: str, prompt: Prompt, device: str, config: Any = None) -> torch.Tensor:
-    """Token ids: the prompt, and what fills a static cache, the last token never being read."""
+def generate(
+    model: Any, name: str, prompt: Prompt, device: str, config: Any = None, lead: Callable[..., Any] | None = None
+) -> torch.Tensor:
+    """Token ids: the prompt, and what fills a static cache, the last token never being read.
+
+    ``lead`` is given the ids so far and the scores of the next, and returns the scores that decide.
+    """
     call = families.inputs(name, prompt.batch, PROMPT, seed=1, masked=True)
     extra = {"compile_config": config} if config is not None else {"disable_compile": True}
     if prompt.cache is not None:
         extra["cache_implementation"] = prompt.cache
+    if lead is not None:
+        extra["logits_processor"] = [lead]
     tokens: torch.Tensor = model.generate(
         **{key: value.to(device) for key, value in call.items()}, **extra, do_sample=False,
         max_new_tokens=_NEW, min_new_tokens=_NEW,

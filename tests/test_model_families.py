@@ -8,6 +8,7 @@ from typing import Any
 import family_checks as checks
 import model_families as families
 import pytest
+import torch
 from reference_backend import ReferenceBackend, use
 
 from fuseplan.planner.capture import capture
@@ -57,3 +58,14 @@ def test_calls_and_generation_that_follow_from_tuned_sizes_are_exact_hits(
     assert {row.check: row.problems for row in rows if row.problems} == {}
     assert len(rows) == (5 if decode else 2)
     assert all(one.fused > 0 for row in rows for one in row.graphs)
+
+
+@pytest.mark.parametrize("prompt", checks.PROMPTS[1:3], ids=lambda prompt: prompt.label)
+def test_only_tokens_as_good_as_eagers_are_excused(prompt: checks.Prompt) -> None:
+    model = families.build("gemma2", dtype=torch.bfloat16)
+    with torch.no_grad():
+        tokens = checks.generate(model, "gemma2", prompt, "cpu")
+        assert checks.unexcused(model, "gemma2", prompt, "cpu", tokens) == ""
+        worst = checks.led(model, "gemma2", prompt, "cpu", tokens)[2].nan_to_num(neginf=torch.inf).argmin(1)
+        tokens[:, checks.PROMPT + 2] = worst
+        assert "token 2 of sequence" in checks.unexcused(model, "gemma2", prompt, "cpu", tokens)

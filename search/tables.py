@@ -53,8 +53,8 @@ _FIXED = "immutable=1"
 _BUSY_S = 30.0
 #: How often a corrupt file is replaced before giving up.
 _ATTEMPTS = 3
-#: What drivers raise: their own errors, and Python's for values that they cannot read or bind.
-DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError)
+#: What drivers raise: their own errors, and Python's for values that they cannot read, bind or hold.
+DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError)
 
 
 def _key(name: str) -> Column[str]:
@@ -342,7 +342,8 @@ def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: t
 
 def explain(error: Exception, engine: Engine) -> DatabaseError:
     """The error of our family that a driver's error stands for."""
-    text = without_secrets(str(getattr(error, "orig", None) or error), engine.url)
+    said = str(getattr(error, "orig", None) or error)
+    text = without_secrets(said or "out of memory", engine.url)  # MemoryError says nothing
     low = text.lower()
     if "not a database" in low or "malformed" in low or "corrupt" in low:
         return _corrupt(engine, text)

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from database_files import damage_pages
 from search_records import HERE, tuning
+from sqlalchemy import Engine, event
 
+from fuseplan.planner import cli
 from fuseplan.search import files, maintenance
 from fuseplan.search.database import Database
-from fuseplan.search.errors import ForeignDatabaseError, SchemaVersionError
+from fuseplan.search.errors import DatabaseError, ForeignDatabaseError, SchemaVersionError
 
 
 @pytest.fixture
@@ -187,6 +189,28 @@ def test_a_truncated_file_is_survived(db: Database, path: Path) -> None:
     with pytest.warns(UserWarning, match=r"tuning\.db is corrupt \(.*malformed\); going on without it"):
         reader = Database(path, mode="read")
         assert reader.get_record(tuning("w3").key).status == "miss"
+
+
+def test_what_does_not_fit_into_memory_is_unread(db: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged page may claim any length: SQLite then has no memory, which drivers raise as Python's MemoryError."""
+    db.put_record(tuning())
+    readers = Database(path, "read", HERE), Database(path, "inspect")
+
+    def exhaust(*_: object) -> None:
+        raise MemoryError
+
+    event.listen(Engine, "before_cursor_execute", exhaust)
+    try:
+        with pytest.warns(UserWarning, match="out of memory; going on without it"):
+            assert readers[0].get_record(tuning().key).status == "miss"
+        assert "out of memory" in maintenance.verify(readers[1])[0].what
+        with pytest.raises(DatabaseError, match="out of memory"):
+            db.put_record(tuning())
+        assert cli.run(["db", "ls", "--db", str(path)]) == 2
+    finally:
+        event.remove(Engine, "before_cursor_execute", exhaust)
+    assert "Traceback" not in capsys.readouterr().err
+    assert db.get_record(tuning().key).hit
 
 
 def test_an_altered_row_is_reported_and_ignored(db: Database, path: Path) -> None:

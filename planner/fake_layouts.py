@@ -2,12 +2,16 @@
 
 PyTorch's fake ``x[i]`` lies as ``x`` does. Eager's goes by the index too where ``x`` tells nothing about the order of
 dimensions: those that it replaces have stride 0 for it (``restride_src`` in ATen's ``TensorAdvancedIndexing.cpp``).
+
+PyTorch's fake ``zeros_like`` and its kin forget the strides of single elements. They tell nothing, but are part of what
+a compiled graph is called with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import compress
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -16,34 +20,62 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fuseplan.planner.trace_edit import follow, set_values, value_of
 
-_INDEX = torch.ops.aten.index.Tensor
+_ATEN = torch.ops.aten
+_INDEX = _ATEN.index.Tensor
+#: Ops whose result lies as their operand does, if that is dense.
+_LIKE = (
+    _ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.ones_like.default, _ATEN.full_like.default,
+    _ATEN.rand_like.default, _ATEN.randn_like.default,
+)  # fmt: skip
 
 
 def correct_layouts(module: fx.GraphModule) -> None:
-    """Give what is indexed with tensors in a pre-dispatch trace, and all that reads it, the layout that eager makes.
+    """Give what fake tensors get wrong in a pre-dispatch trace, and all that reads it, the layout that eager makes.
 
     A trace that could not run with it (a ``view`` of what is not laid out for it) stays as it is: eager fails there.
 
     Raises:
         ValueError: Not even the shape of a fake value is eager's.
     """
-    for node in module.graph.find_nodes(op="call_function", target=_INDEX):
-        source, result = value_of(node.args[0]), value_of(node)
-        indices = {dim: value for dim, one in enumerate(node.args[1]) if (value := value_of(one)) is not None}
-        if source is None or result is None or not indices or any(map(_is_mask, indices.values())):
+    for node in module.graph.nodes:
+        strides = _indexed(node) if node.target is _INDEX else _like(node) if node.target in _LIKE else None
+        result = value_of(node)
+        if strides is None or result is None or _same(strides, result.stride()):
             continue
-        mode = torch._guards.detect_fake_mode(result)
-        assert mode is not None, f"{node} has no fake value"
-        with torch.no_grad(), mode:
-            strides = compute_elementwise_output_strides(*_operands(source.detach(), indices))
-            if len(strides) != result.dim():  # an index without dimensions, which fake tensors do not broadcast
-                raise ValueError(f"{node} has {len(strides)} dimensions, for PyTorch's fake tensors {result.dim()}")
-            if _same(strides, result.stride()):
-                continue
+        with torch.no_grad(), _mode(result):
             made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
         values = follow(node, made, corrected=True)
         if values is not None:
             set_values(values)
+
+
+def _mode(result: torch.Tensor) -> Any:
+    mode = torch._guards.detect_fake_mode(result)
+    assert mode is not None, "a trace holds a tensor that is not fake"
+    return mode
+
+
+def _indexed(node: fx.Node) -> Sequence[Any] | None:
+    """Strides of what is indexed with tensors; None where nothing is known."""
+    source, result, listed = value_of(node.args[0]), value_of(node), cast(Sequence[Any], node.args[1])
+    indices = {dim: value for dim, one in enumerate(listed) if (value := value_of(one)) is not None}
+    if source is None or result is None or not indices or any(map(_is_mask, indices.values())):
+        return None
+    with torch.no_grad(), _mode(result):
+        strides = compute_elementwise_output_strides(*_operands(source.detach(), indices))
+    if len(strides) != result.dim():  # an index without dimensions, which fake tensors do not broadcast
+        raise ValueError(f"{node} has {len(strides)} dimensions, for PyTorch's fake tensors {result.dim()}")
+    return strides
+
+
+def _like(node: fx.Node) -> Sequence[Any] | None:
+    """Strides of a tensor made like another: the other's, if those that count are."""
+    source, result = value_of(node.args[0]), value_of(node)
+    if source is None or result is None or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return None
+    count = [not statically_known_true(size == 1) for size in source.shape]
+    own, other = (list(compress(one.stride(), count)) for one in (result, source))
+    return source.stride() if _same(own, other) else None
 
 
 def _is_mask(index: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -59,6 +59,21 @@ def test_what_is_indexed_lies_as_eagers_does(seed: int) -> None:
     expected = look_up(source, *indices)
     assert last_value(trace).shape == expected.shape
     assert strides(last_value(trace)) == strides(expected)
+
+
+@pytest.mark.parametrize("like", [torch.zeros_like, torch.ones_like, torch.empty_like, torch.rand_like])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_made_like_another_lies_as_eagers_does(
+    like: Callable[[torch.Tensor], torch.Tensor], seed: int
+) -> None:
+    rng = random.Random(seed)
+    whole = torch.zeros([rng.choice((1, 2, 3)) for _ in range(4)])
+    source = whole[:, -1] if rng.random() < 0.5 else whole.permute(rng.sample(range(4), 4))[..., ::2]
+    mode = FakeTensorMode()
+    with mode:
+        trace = make_fx(lambda x: like(x).abs_(), pre_dispatch=True)(mode.from_tensor(source))
+    correct_layouts(trace)
+    assert last_value(trace).stride() == like(source).stride()
 
 
 def test_a_shape_that_fake_tensors_get_wrong_is_told() -> None:

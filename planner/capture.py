@@ -25,11 +25,10 @@ from fuseplan.planner.attention import rewrite_attention
 from fuseplan.planner.binding import bind_graph
 from fuseplan.planner.build import Model, construct, foreign_code, load_module
 from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
-from fuseplan.planner.fake_layouts import correct_layouts
+from fuseplan.planner.fake_layouts import correct_layouts, laid_out
 from fuseplan.planner.graph import DataflowGraph
 from fuseplan.planner.models import ModelSource, quiet
 from fuseplan.planner.normalise import Normalised, normalise
-from fuseplan.planner.trace_edit import value_of
 from fuseplan.planner.transforms import modes_restored, without_transforms
 from fuseplan.planner.workload import Workload
 
@@ -246,31 +245,12 @@ class _Recorder:
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             trace = trace_predispatch(graph, example_inputs)
-            run = _laid_out(graph.forward, trace)
+            run = laid_out(graph.forward, trace)
             self.traces.append(normalise(trace))
         except FuseplanError as error:
             self.errors.append(error)
             return graph.forward
         return run
-
-
-def _laid_out(run: Callable[..., Any], trace: fx.GraphModule) -> Callable[..., Any]:
-    """A graph whose fake results lie as its trace says: what the next graph is called with."""
-    expected = [value_of(leaf) for leaf in pytree.tree_leaves(trace.graph.output_node().args)]
-
-    def laid_out(*args: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(run(*args))
-        return pytree.tree_unflatten(list(map(_as, leaves, expected)), spec)
-
-    return laid_out
-
-
-def _as(result: Any, expected: torch.Tensor | None) -> Any:
-    """A fake tensor with the strides of another one of its shape, where both are plain numbers."""
-    if not isinstance(result, torch.Tensor) or expected is None or result.stride() == expected.stride():
-        return result
-    numbers = all(isinstance(size, int) for one in (result, expected) for size in (*one.shape, *one.stride()))
-    return result.as_strided(expected.shape, expected.stride()) if numbers else result
 
 
 #: Writes pages about an operation that fails on fake tensors; the error says it in one line.

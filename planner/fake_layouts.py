@@ -9,11 +9,12 @@ a compiled graph is called with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch._prims_common import compute_elementwise_output_strides
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -47,6 +48,30 @@ def correct_layouts(module: fx.GraphModule) -> None:
         values = follow(node, made, corrected=True)
         if values is not None:
             set_values(values)
+
+
+def laid_out(run: Callable[..., Any], trace: fx.GraphModule) -> Callable[..., Any]:
+    """A graph whose fake results have the strides that its corrected trace says: the next graph is called with them.
+
+    Args:
+        run: Runs the graph on fake tensors.
+        trace: Its trace after :func:`correct_layouts`.
+    """
+    expected = [value_of(leaf) for leaf in pytree.tree_leaves(trace.graph.output_node().args)]
+
+    def corrected(*args: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(run(*args))
+        return pytree.tree_unflatten([_restrided(*pair) for pair in zip(leaves, expected, strict=True)], spec)
+
+    return corrected
+
+
+def _restrided(result: Any, expected: torch.Tensor | None) -> Any:
+    """A fake tensor with the strides of another one of its shape, where both are plain numbers."""
+    if not isinstance(result, torch.Tensor) or expected is None or result.stride() == expected.stride():
+        return result
+    numbers = all(isinstance(size, int) for one in (result, expected) for size in (*one.shape, *one.stride()))
+    return result.as_strided(expected.shape, expected.stride()) if numbers else result
 
 
 def _mode(result: torch.Tensor) -> Any:

@@ -342,8 +342,8 @@ def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: t
 
 def explain(error: Exception, engine: Engine) -> DatabaseError:
     """The error of our family that a driver's error stands for."""
-    said = str(getattr(error, "orig", None) or error)
-    text = without_secrets(said or "out of memory", engine.url)  # MemoryError says nothing
+    said = "out of memory" if isinstance(error, MemoryError) else str(getattr(error, "orig", None) or error)
+    text = without_secrets(said, engine.url)
     low = text.lower()
     if "not a database" in low or "malformed" in low or "corrupt" in low:
         return _corrupt(engine, text)

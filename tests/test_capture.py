@@ -16,7 +16,6 @@ import torch
 from model_families import write_family
 from model_samples import write_config
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing import ops, recording
 
 from fuseplan.planner import capture_cache, grouped_queries
@@ -277,26 +276,6 @@ def test_constructors_that_look_at_numbers_and_configs_that_leave_things_out(
     source = find_source(config=tmp_path, dtype="float32")
     assert not generates(source)
     assert len(ops(capture(source, prefill(2, 5), "cpu").graph)) > 10
-
-
-def test_what_one_graph_makes_lies_as_it_does_at_run_time_when_the_next_reads_it() -> None:
-    """PyTorch's fake ``zeros_like`` forgets the stride of a batch of one, with which Mamba's state comes."""
-
-    def layer(x: Tensor, rows: Tensor) -> Tensor:
-        state, picked = torch.zeros_like(x[:, -1]), x.mT[rows]
-        torch._dynamo.graph_break()
-        return state.add_(1) + picked.sum()
-
-    given = torch.randn(1, 3, 8, 12), torch.zeros(2, dtype=torch.long)
-    real: list[Normalised] = []
-    torch._dynamo.reset()
-    torch.compile(layer, backend=recording(real), dynamic=False)(*given)
-    with FakeTensorMode() as mode:
-        traces = record(layer, list(map(mode.from_tensor, given)), {})
-    assert len(traces) == len(real) == 2
-    for trace, other in zip(traces, real, strict=True):
-        assert graph_to_json(trace.graph) == graph_to_json(other.graph)
-    assert (288, 12, 1) in {trace.strides for trace in traces[1].graph.specs.values()}
 
 
 def test_nothing_to_trace_is_an_error() -> None:

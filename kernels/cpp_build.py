@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +23,7 @@ import platformdirs
 import torch
 
 from fuseplan.kernels.backend import BuildError, MachineError
-from fuseplan.kernels.limited import run_limited
+from fuseplan.kernels.limited import Allowance
 from fuseplan.kernels.own_folder import exposed, own_folder
 
 #: Searched for on PATH, in this order.
@@ -33,9 +32,9 @@ COMPILER_NAMES = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w", "-fPIC", "-shared")
 #: Ways to ask for this processor's instructions, best first (clang spells the second one on ARM).
 _NATIVE_FLAGS: tuple[tuple[str, ...], ...] = (("-march=native",), ("-mcpu=native",), ())
-#: Seconds that one kernel may take, and that all trials of compilers may take together.
+#: Seconds that one kernel may take, and that the trials of one compiler may take together.
 _COMPILE_LIMIT_S = 120
-_PROBE_LIMIT_S = 30
+_PROBE_LIMIT_S = 10
 #: What a compiler says when the machine fails it, whatever it compiles.
 _STARVED = ("No space left on device", "Cannot allocate memory", "Read-only file system", "Disk quota exceeded",
             "fatal error: Killed signal")
@@ -71,15 +70,14 @@ def required_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler:
 
 @lru_cache(maxsize=8)
 def _search(names: tuple[str, ...]) -> Compiler | str:
-    """The compiler, or what stands against each that is on PATH. All trials together have one limit."""
-    deadline = time.monotonic() + _PROBE_LIMIT_S
+    """The compiler, or what stands against each that is on PATH."""
     problems: dict[str, str] = {}
     for name in names:
         path = shutil.which(name)
         if path is None or os.path.realpath(path) in problems:
             continue
         try:
-            return _tried_out(path, deadline)
+            return _tried_out(path)
         except (OSError, subprocess.SubprocessError, BuildError) as error:
             problems[os.path.realpath(path)] = f"{path}: {_why(error)}"
     if problems:
@@ -87,16 +85,18 @@ def _search(names: tuple[str, ...]) -> Compiler | str:
     return f"no C++17 compiler on PATH (looked for {', '.join(names)}); install g++ or clang++"
 
 
-def _tried_out(path: str, deadline: float) -> Compiler:
+def _tried_out(path: str) -> Compiler:
     """A compiler that has built a library.
 
     Raises:
         BuildError: It fails; the message is its own.
         OSError: It cannot be started, or the temporary folder not be written.
-        subprocess.TimeoutExpired: It has not answered by the deadline.
+        subprocess.TimeoutExpired: It has used up the allowance.
     """
+    allowance = Allowance(_PROBE_LIMIT_S)
+
     def output(*arguments: str) -> str:
-        done = run_limited([path, *arguments], max(0.0, deadline - time.monotonic()))
+        done = allowance.run([path, *arguments])
         if done.returncode != 0:
             raise BuildError(_first_error(done.stderr))
         return done.stdout
@@ -191,7 +191,7 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
         text.write_text(source)
         command = [compiler.path, *_FLAGS, *compiler.native, *flags, str(text), "-o", str(library)]
         try:
-            done = run_limited(command, _COMPILE_LIMIT_S)
+            done = Allowance(_COMPILE_LIMIT_S).run(command)
         except subprocess.TimeoutExpired:
             _HUNG.add(compiler)
             raise BuildError(f"cpp: {compiler.path} did not finish within {_COMPILE_LIMIT_S} s") from None

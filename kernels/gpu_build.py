@@ -20,7 +20,7 @@ from typing import Any
 import platformdirs
 
 from fuseplan.kernels.backend import BuildError, MachineError, Resources, Target
-from fuseplan.kernels.limited import run_limited
+from fuseplan.kernels.limited import Allowance
 from fuseplan.kernels.own_folder import exposed, own_folder
 
 #: Storage type -> Triton's spelling in a kernel signature.
@@ -261,7 +261,7 @@ def _cubin_usage(cubin: bytes, name: str) -> dict[str, int]:
 
 def _said_by(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return run_limited(command, _TOOL_LIMIT_S)
+        return Allowance(_TOOL_LIMIT_S).run(command)
     except subprocess.TimeoutExpired:
         raise MachineError(f"{command[0]} did not finish within {_TOOL_LIMIT_S:g} s") from None
 

@@ -1,4 +1,4 @@
-"""Running a compiler within a limit that holds for everything it starts."""
+"""Running compilers within limits that hold for everything they start, and that a busy machine does not use up."""
 
 from __future__ import annotations
 
@@ -7,43 +7,96 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+#: Seconds between two looks at what a command does.
+_SLICE_S = 1.0
+#: How many times its seconds an allowance lasts where a command only waits for the machine.
+_PATIENCE = 10
 
-def run_limited(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, or kill it with all its descendants.
 
-    A compiler driver starts the compiler proper: to kill the driver alone would let that run on. They stay in this
-    process's group, so that whoever kills the group (a tune's supervisor, a terminal) ends them too.
+class Allowance:
+    """Seconds that commands may take together, one after another.
 
-    Args:
-        command: The program and its arguments.
-        limit_s: Seconds it may take.
+    What a command computes is counted, and what it sleeps: a compiler that hangs does one of them. What it waits for a
+    processor or a disk is not, up to ten times as much: on a busy machine a sound compiler may need minutes.
 
-    Raises:
-        OSError: It cannot be started.
-        subprocess.TimeoutExpired: It took longer.
+    Attributes:
+        total_s: The seconds it was given.
+        left_s: The seconds that are left.
     """
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=limit_s)
-        except BaseException:
-            kill_tree(process.pid)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def __init__(self, total_s: float) -> None:
+        self.total_s = self.left_s = total_s
+        self._patience_s = total_s * _PATIENCE
+
+    def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, or kill it with all its descendants.
+
+        A compiler driver starts the compiler proper: to kill the driver alone would let that run on. They stay in this
+        process's group, so that whoever kills the group (a tune's supervisor, a terminal) ends them too.
+
+        Args:
+            command: The program and its arguments.
+
+        Raises:
+            OSError: It cannot be started.
+            subprocess.TimeoutExpired: The allowance is used up.
+        """
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace",
+        ) as process:
+            try:
+                out, err = self._wait(process)
+            except BaseException:
+                kill_tree(process.pid)
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def _wait(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+        computed_s = 0.0
+        while self.left_s > 0 and self._patience_s > 0:
+            slice_s = min(_SLICE_S, self.left_s)
+            try:
+                return process.communicate(timeout=slice_s)
+            except subprocess.TimeoutExpired:
+                now = activity(process.pid)
+                self.left_s -= max(0.0, now.computed_s - computed_s) if now.awake else slice_s
+                self._patience_s -= slice_s
+                computed_s = now.computed_s
+        raise subprocess.TimeoutExpired(process.args, self.total_s)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a process and its descendants do.
+
+    Attributes:
+        computed_s: Processor time so far, in seconds.
+        awake: One of them computes, or waits for a processor or a disk; the others sleep, or have ended.
+    """
+
+    computed_s: float
+    awake: bool
+
+
+def activity(root: int) -> Activity:
+    """Look at a process and its descendants; all asleep where the system has no ``/proc``."""
+    stats = _stats()
+    tree = [stats[pid] for pid in _descendants(root, stats) if pid in stats]
+    # R: it runs or is ready to; D: it waits for a disk.
+    return Activity(sum(stat.computed_s for stat in tree), any(stat.state in "RD" for stat in tree))
 
 
 def kill_tree(root: int) -> None:
     """Stop a process and its descendants one by one until none is left that could start another; then kill them."""
-    found: list[int] = []
-    new = [root]
-    while new:
+    found: set[int] = set()
+    while new := _descendants(root, _stats()) - found:
         for pid in new:
             _send(pid, signal.SIGSTOP)
-        found += new
-        new = [pid for pid, parent in _parents().items() if parent in found and pid not in found]
+        found |= new
     for pid in found:
         _send(pid, signal.SIGKILL)
 
@@ -53,12 +106,32 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _parents() -> dict[int, int]:
-    """Every process's parent; {} where the system has no ``/proc``."""
+@dataclass(frozen=True)
+class _Stat:
+    """One process: its state's letter, its parent, and its processor time with that of the children it waited for."""
+
+    state: str
+    parent: int
+    computed_s: float
+
+
+def _descendants(root: int, stats: dict[int, _Stat]) -> set[int]:
+    """``root`` and every process below it."""
+    found: set[int] = set()
+    new = {root}
+    while new:
+        found |= new
+        new = {pid for pid, stat in stats.items() if stat.parent in new and pid not in found}
+    return found
+
+
+def _stats() -> dict[int, _Stat]:
+    """Every process; {} where the system has no ``/proc``."""
     found = {}
+    ticks = os.sysconf("SC_CLK_TCK")
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # "12 (a name) S 1 ...": the name may hold anything, parentheses too.
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            found[int(path.parent.name)] = int(fields[1])
+            found[int(path.parent.name)] = _Stat(fields[0], int(fields[1]), sum(map(int, fields[11:15])) / ticks)
     return found

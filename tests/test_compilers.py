@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from fuseplan.kernels import cpp_build
+from fuseplan.kernels import cpp_build, limited
 from fuseplan.kernels.backend import BuildError
 from fuseplan.kernels.cpp_backend import CppBackend
 from fuseplan.kernels.cpp_build import Compiler, build_library, find_compiler, required_compiler
-from fuseplan.kernels.limited import run_limited
+from fuseplan.kernels.limited import Activity, Allowance, activity
 
 #: The compiler proper: a child of the driver, which would go on without it.
 HANGS = """
@@ -47,8 +47,10 @@ def pids(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runs_out(monkeypatch: pytest.MonkeyPatch, pids: Path) -> list[float]:
-    """Every limit runs out as soon as the compiler proper is there; the limits that were given."""
+    """Every allowance runs out as soon as the compiler proper is there; the seconds that were waited for in one go."""
     limits: list[float] = []
+    monkeypatch.setattr(limited, "_SLICE_S", float("inf"))
+    monkeypatch.setattr(limited, "activity", lambda pid: Activity(0.0, False))
     original = subprocess.Popen.communicate
 
     def communicate(self: Any, input: Any = None, timeout: float | None = None) -> Any:
@@ -82,7 +84,7 @@ def ended(pid: int) -> bool:
 def test_what_a_driver_has_started_ends_with_it(tmp_path: Path, pids: Path, runs_out: list[float]) -> None:
     driver = script(tmp_path / "hangs", HANGS.format(pids=pids))
     with pytest.raises(subprocess.TimeoutExpired):
-        run_limited([driver], 5.0)
+        Allowance(5.0).run([driver])
     assert runs_out == [5.0] and ended(int(pids.read_text()))
 
 
@@ -94,13 +96,75 @@ def test_an_interrupt_ends_it_too(tmp_path: Path, pids: Path, monkeypatch: pytes
 
     monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
     with pytest.raises(KeyboardInterrupt):
-        run_limited([script(tmp_path / "hangs", HANGS.format(pids=pids))], 5.0)
+        Allowance(5.0).run([script(tmp_path / "hangs", HANGS.format(pids=pids))])
     assert ended(int(pids.read_text()))
 
 
 def test_output_and_status_are_handed_back(tmp_path: Path) -> None:
-    done = run_limited([script(tmp_path / "cc", 'echo "out $1"; printf "\\377err" >&2; exit 3'), "x"], 60.0)
+    done = Allowance(60.0).run([script(tmp_path / "cc", 'echo "out $1"; printf "\\377err" >&2; exit 3'), "x"])
     assert (done.returncode, done.stdout, done.stderr) == (3, "out x\n", "\ufffderr")
+
+
+def spent(monkeypatch: pytest.MonkeyPatch, seen: list[Activity], total_s: float = 10.0) -> int:
+    """Slices of a second that an allowance lasts for a command that is seen so, in this order, the last for ever."""
+    slices: list[float] = []
+
+    def communicate(self: Any, timeout: float) -> Any:
+        slices.append(timeout)
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    monkeypatch.setattr(limited, "activity", lambda pid: seen[min(len(slices), len(seen)) - 1])
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
+        Allowance(total_s).run(["sleep", "1000"])
+    assert raised.value.timeout == total_s
+    return len(slices)
+
+
+def test_sleeping_and_computing_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spent(monkeypatch, [Activity(0.25, False)]) == 10
+    assert spent(monkeypatch, [Activity(float(n), True) for n in range(1, 50)]) == 10
+    assert spent(monkeypatch, [Activity(n / 4, True) for n in range(1, 200)]) == 40
+
+
+def test_waiting_for_a_busy_machine_counts_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spent(monkeypatch, [Activity(0.25, True)]) == 100
+    assert spent(monkeypatch, [Activity(0.0, True)] * 50 + [Activity(0.0, False)]) == 60
+
+
+def test_commands_share_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is seen once, and ends after."""
+    seen: list[Any] = []
+    original = subprocess.Popen.communicate
+
+    def communicate(self: Any, timeout: float) -> Any:
+        if self not in seen:
+            seen.append(self)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return original(self)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    monkeypatch.setattr(limited, "activity", lambda pid: Activity(4.0, True))
+    allowance = Allowance(10.0)
+    assert [allowance.run(["true"]).returncode for _ in range(2)] == [0, 0]
+    assert allowance.left_s == 2.0
+
+
+def test_activity_of_a_driver_is_that_of_what_it_started(tmp_path: Path, pids: Path) -> None:
+    """The compiler proper computes: processor time goes up. It sleeps: nobody is awake any more."""
+    driver = script(tmp_path / "cc", """
+        sh -c 'while [ ! -e PIDS.stop ]; do :; done; echo > PIDS; exec sleep 1000' & wait""".replace("PIDS", str(pids)))
+    with subprocess.Popen([driver]) as process:
+        try:
+            while (busy := activity(process.pid)).computed_s < 0.1:
+                pass
+            assert busy.awake
+            pids.with_suffix(".stop").touch()
+            while (idle := activity(process.pid)).awake or not pids.exists():
+                pass
+            assert idle.computed_s >= busy.computed_s and process.poll() is None
+        finally:
+            limited.kill_tree(process.pid)
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs-at-once"])
@@ -115,17 +179,18 @@ def test_a_compiler_that_hangs_costs_one_limit_once(
     backend = CppBackend(tmp_path, (driver, str(twin)))
     for _ in range(3):
         reason = backend.unavailable()
-        assert reason is not None and driver in reason and "did not answer within 30 s" in reason
-    assert len(runs_out) == 1 and runs_out[0] <= 30 and ended(int(pids.read_text()))
+        assert reason is not None and driver in reason and "did not answer within 10 s" in reason
+    assert runs_out == [10] and ended(int(pids.read_text()))
 
 
-def test_the_next_compiler_is_tried(tmp_path: Path) -> None:
+def test_the_next_compiler_is_tried(tmp_path: Path, pids: Path, runs_out: list[float]) -> None:
     broken = script(tmp_path / "broken", "echo 'broken: error: no licence' >&2; exit 1")
     with pytest.raises(BuildError, match="broken: broken: error: no licence"):
         required_compiler((broken,))
     good = find_compiler()
     if good is not None:
         assert find_compiler((broken, good.path)) == good
+        assert find_compiler((script(tmp_path / "hangs-at-once", HANGS.format(pids=pids)), good.path)) == good
 
 
 def test_no_name_on_path_is_said() -> None:

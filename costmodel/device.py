@@ -1,7 +1,7 @@
 """What was measured on a device: the only source of numbers for the cost model.
 
 No datasheet constant appears here or anywhere in this package: a :class:`DeviceSpec` comes from
-:func:`fuseplan.costmodel.probe.probe`, or from JSON that one wrote.
+:func:`fuseplan.costmodel.probe.probe.probe`, or from JSON that one wrote.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fuseplan.kernels.backend import Backend, Config, Target, misfit
+from fuseplan.kernels.ir.backend import Backend, Config, Target, misfit
 
 
 def backends_for(device_type: str) -> tuple[Backend, ...]:
@@ -13,12 +13,12 @@ def backends_for(device_type: str) -> tuple[Backend, ...]:
     Ask each one's ``unavailable()`` before using it. Imported on demand: a CPU user never imports Triton.
     """
     if device_type == "cpu":
-        from fuseplan.kernels.cpp_backend import CppBackend
+        from fuseplan.kernels.cpp.backend import CppBackend
 
         return (CppBackend(),)
     if device_type == "cuda":
-        from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
-        from fuseplan.kernels.triton_backend import TritonBackend
+        from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
+        from fuseplan.kernels.triton.backend import TritonBackend
 
         return (TritonBackend(), NinetoothedBackend())
     raise ValueError(f"no kernel back ends for device type '{device_type}'; known: cpu, cuda")
@@ -28,9 +28,10 @@ def malformed_config(backend: str, config: Config) -> str | None:
     """Why no kernel of a back end can have been built with a config, None when one can; imports no compiler.
 
     Says nothing of a back end that this version does not have. Which kernels a config suits is
-    :meth:`~fuseplan.kernels.backend.Backend.refuse_config`'s question.
+    :meth:`~fuseplan.kernels.ir.backend.Backend.refuse_config`'s question.
     """
-    from fuseplan.kernels import cpp_config, triton_config
+    from fuseplan.kernels.cpp import config as cpp_config
+    from fuseplan.kernels.triton import config as triton_config
 
     known = {"cpp": cpp_config.PARAMETERS, "triton": triton_config.PARAMETERS, "ninetoothed": triton_config.PARAMETERS}
     return misfit(config, known[backend], complete=False) if backend in known else None

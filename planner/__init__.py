@@ -11,11 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fuseplan.planner.dispatch_stats import CompileStats, Stats, reset_stats, stats
     from fuseplan.planner.errors import FuseplanError
-    from fuseplan.planner.options import DispatchOptions
-    from fuseplan.planner.patterns import pattern
-    from fuseplan.planner.scheduler import FusionConfig, FusionScheduler, OpNode, SubGraph
-    from fuseplan.planner.tally import CompileStats, Stats, reset_stats, stats
+    from fuseplan.planner.patterns.table import pattern
+    from fuseplan.planner.runtime.options import DispatchOptions
+    from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler, OpNode, SubGraph
 
 __all__ = [
     "CompileStats",
@@ -32,17 +32,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CompileStats": "tally",
-    "DispatchOptions": "options",
+    "CompileStats": "dispatch_stats",
+    "DispatchOptions": "runtime.options",
     "FuseplanError": "errors",
-    "FusionConfig": "scheduler",
-    "FusionScheduler": "scheduler",
-    "OpNode": "scheduler",
-    "Stats": "tally",
-    "SubGraph": "scheduler",
-    "pattern": "patterns",
-    "reset_stats": "tally",
-    "stats": "tally",
+    "FusionConfig": "runtime.scheduler",
+    "FusionScheduler": "runtime.scheduler",
+    "OpNode": "runtime.scheduler",
+    "Stats": "dispatch_stats",
+    "SubGraph": "runtime.scheduler",
+    "pattern": "patterns.table",
+    "reset_stats": "dispatch_stats",
+    "stats": "dispatch_stats",
 }
 
 

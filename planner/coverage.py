@@ -15,11 +15,11 @@ from typing import Literal, TypeAlias
 import torch
 
 from fuseplan.planner.errors import UnknownOpError
-from fuseplan.planner.execute import resolve_op
-from fuseplan.planner.flow import Kind
-from fuseplan.planner.graph import DataflowGraph, OpNode, Ref
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.views import Specs, is_address_map
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
+from fuseplan.planner.graph.execute import resolve_op
+from fuseplan.planner.groups.compute_graph import Kind
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.lowering.views import Specs, is_address_map
 
 Role: TypeAlias = Literal["coverable", "anchor", "opaque", "view", "constant"]
 

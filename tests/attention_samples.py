@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import fx
 
-from fuseplan.planner import attention_masks, grouped_queries
-from fuseplan.planner.attention import AttentionRewrites, rewrite_attention
-from fuseplan.planner.attention_call import arguments_of, attention_calls
-from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.rewrites import attention_masks, grouped_queries
+from fuseplan.planner.rewrites.attention import AttentionRewrites, rewrite_attention
+from fuseplan.planner.rewrites.attention_call import arguments_of, attention_calls
 
 Function = Callable[..., Any]
 

@@ -10,12 +10,12 @@ from typing import Any
 import report_samples as samples
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.planner.bench_case import make_inputs, plan_case, trace_cell
-from fuseplan.planner.bench_cells import cell
-from fuseplan.planner.bench_patterns import PatternRow
-from fuseplan.planner.peers import Case
-from fuseplan.planner.session import Session, open_session
-from fuseplan.search.database import Database
+from fuseplan.planner.bench.case import make_inputs, plan_case, trace_cell
+from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.patterns import PatternRow
+from fuseplan.planner.peers.peers import Case
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.search.store.database import Database
 
 
 def cpu_session(folder: Path) -> Session:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import report_samples
 
-from fuseplan.planner import cli
+from fuseplan.planner.cli import main as cli
 
 #: One a line, as a shell would split it. The folder that they run in has the files of :func:`make_folder`.
 LINES = r"""
@@ -509,7 +509,7 @@ class Scene:
     def alone(self, line: str) -> Ended:
         """Run a line as a user does."""
         before = self._files()
-        command = [sys.executable, "-c", "from fuseplan.planner.cli import main; main()", *shlex.split(line)]
+        command = [sys.executable, "-c", "from fuseplan.planner.cli.main import main; main()", *shlex.split(line)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
         return Ended(done.returncode, done.stdout, done.stderr, self._changes(before))
 

@@ -33,10 +33,10 @@ from pathlib import Path
 import report_samples
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.search import maintenance
-from fuseplan.search.database import Database
+from fuseplan.search.store import maintenance
+from fuseplan.search.store.database import Database
 
-PLAN = [sys.executable, "-c", "from fuseplan.planner.cli import main; main()"]
+PLAN = [sys.executable, "-c", "from fuseplan.planner.cli.main import main; main()"]
 #: A tune of seconds whose every verdict is to fuse, by far.
 TUNE = "--pattern sin_chain --shape 3x127 --dtype float32 --trials 1 --seconds 0.1"
 #: Compiles a function under the fault, and compares.

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import fuseplan.planner
-from fuseplan.planner.build import Model, build_model
-from fuseplan.planner.models import find_source, workloads_for
-from fuseplan.planner.workload import Workload
+from fuseplan.planner.models.build import Model, build_model
+from fuseplan.planner.models.sources import find_source, workloads_for
+from fuseplan.planner.models.workload import Workload
 
 
 def logits(model: Model, module: torch.nn.Module, workload: Workload, wide: bool = False) -> torch.Tensor:

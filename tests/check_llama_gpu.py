@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from fuseplan.kernels.backend import SM90, Backend
-from fuseplan.planner.capture import capture
-from fuseplan.planner.models import find_source
-from fuseplan.planner.plan import Planner
-from fuseplan.planner.subject import GroupSubject, group_subject
-from fuseplan.planner.workload import decode, prefill
-from fuseplan.search.database import Database
+from fuseplan.kernels.ir.backend import SM90, Backend
+from fuseplan.planner.capture.trace import capture
+from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import decode, prefill
+from fuseplan.planner.tuning.planner import Planner
+from fuseplan.search.store.database import Database
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpret_kernels import backend_under_test, round_to_nearest, run_interpreted

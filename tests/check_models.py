@@ -46,7 +46,7 @@ _BATCHES = (1, 3)
 #: Where ``plan`` finds the families that are modules.
 _ENV = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
-_PLAN = [sys.executable, "-m", "fuseplan.planner.cli"]
+_PLAN = [sys.executable, "-m", "fuseplan.planner.cli.main"]
 
 #: Tunes of one family, if noise hides what is faster: families that are checked side by side disturb each other.
 _TRIES = 4
@@ -156,7 +156,7 @@ def interpret() -> None:
     """Let the planner's kernels be interpreted."""
     from reference_backend import ReferenceBackend
 
-    from fuseplan.planner import session
+    from fuseplan.planner.tuning import session
 
     backend = ReferenceBackend()
     session.backends_for = lambda device_type: (backend,)

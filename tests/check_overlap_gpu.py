@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fuseplan.kernels.backend import SM90, Config
-from fuseplan.kernels.gpu_build import read_resources
-from fuseplan.kernels.gpu_launch import Variant
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.overlap import OVERLAP_CHOICES, plainly
-from fuseplan.planner.patterns import PATTERNS
+from fuseplan.kernels.gpu.build import read_resources
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.overlap import OVERLAP_CHOICES, plainly
+from fuseplan.kernels.ir.backend import SM90, Config
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.patterns.table import PATTERNS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from check_patterns_gpu import subjects

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from fuseplan.kernels.backend import SM90
-from fuseplan.planner.patterns import PATTERNS, pattern_graph
-from fuseplan.planner.plan import Planner
-from fuseplan.planner.subject import GroupSubject, group_subject
-from fuseplan.search.database import Database
+from fuseplan.kernels.ir.backend import SM90
+from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.patterns.table import PATTERNS, pattern_graph
+from fuseplan.planner.tuning.planner import Planner
+from fuseplan.search.store.database import Database
 
 sys.path.insert(0, str(Path(__file__).parent))
 from check_llama_gpu import compiled

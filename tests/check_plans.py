@@ -37,19 +37,19 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from fuseplan.planner.candidates import enumerate_candidates
-from fuseplan.planner.capture import capture
+from fuseplan.planner.capture.trace import capture
+from fuseplan.planner.cost.prices import GroupBook, MeasuredPrices
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.measured import MeasuredRegion
-from fuseplan.planner.models import find_source
-from fuseplan.planner.partition import Choice, RegionProblem, guided_partition, region_problem
-from fuseplan.planner.plan import PlanSettings, RegionPlan
-from fuseplan.planner.prices import GroupBook, MeasuredPrices
-from fuseplan.planner.session import Session, open_session
-from fuseplan.planner.tune import TuneResult, tune
-from fuseplan.planner.workload import Workload, decode, prefill
-from fuseplan.search.tuner import Budget, Tuner
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import Workload, decode, prefill
+from fuseplan.planner.partition.by_measurement import MeasuredRegion
+from fuseplan.planner.partition.guided_loop import Choice, RegionProblem, guided_partition, region_problem
+from fuseplan.planner.tuning.planner import PlanSettings, RegionPlan
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.tuning.tune import TuneResult, tune
+from fuseplan.search.tune.tuner import Budget, Tuner
 
 COMMON = {"num_hidden_layers": 2, "vocab_size": 1024, "hidden_act": "silu", "max_position_embeddings": 4096}
 CONFIGS = {

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from fuseplan.kernels.gpu_direct import find_launcher, launcher_problem
-from fuseplan.planner.cuda_graphs import GraphedCall, address_reader
-from fuseplan.planner.cuda_recorder import cuda_recorder
-from fuseplan.planner.recordable import Roles
-from fuseplan.planner.tally import Tally
+from fuseplan.kernels.gpu.direct import find_launcher, launcher_problem
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.runtime.cuda_graphs import GraphedCall, address_reader
+from fuseplan.planner.runtime.cuda_recorder import cuda_recorder
+from fuseplan.planner.runtime.recordable import Roles
 
 _CALLS = 200
 _ROUNDS = 20

@@ -16,21 +16,21 @@ from collections.abc import Sequence
 import torch
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.planner.bench_case import make_inputs, trace_cell
-from fuseplan.planner.bench_cells import Cell
-from fuseplan.planner.fallback import GroupPlan
-from fuseplan.planner.flow import flow_of
-from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.lower import Lowered, lower
-from fuseplan.planner.peers import Case, fused
-from fuseplan.planner.plan import PlanSettings
-from fuseplan.planner.prices import GroupBook, fused_mode
-from fuseplan.planner.pricing import hot_inputs, kernel_work
-from fuseplan.planner.recipes import kind_of
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.session import Session, open_session
-from fuseplan.search.contest import contest
-from fuseplan.search.timers import timer_for
+from fuseplan.planner.bench.case import make_inputs, trace_cell
+from fuseplan.planner.bench.cells import Cell
+from fuseplan.planner.cost.group_work import hot_inputs, kernel_work
+from fuseplan.planner.cost.prices import GroupBook, fused_mode
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.peers.peers import Case, fused
+from fuseplan.planner.runtime.fallback import GroupPlan
+from fuseplan.planner.tuning.planner import PlanSettings
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.search.timing.contest import contest
+from fuseplan.search.timing.timers import timer_for
 
 HEADS, WIDTH = 32, 128
 TOKENS = "512,1024,1152,1280,1408,1536,2048,4096"

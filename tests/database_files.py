@@ -7,8 +7,8 @@ from pathlib import Path
 
 from search_records import HERE, SPEC, plan, tuning
 
-from fuseplan.search import transfer
-from fuseplan.search.database import Database
+from fuseplan.search.store import transfer
+from fuseplan.search.store.database import Database
 
 
 def quiet(path: Path) -> Database:

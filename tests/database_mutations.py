@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fuseplan.search import codec
+from fuseplan.search.store import codec
 
 #: Changes the database at a path; the canary is a command line and a piece of Python that would leave a file.
 Mutation = Callable[[random.Random, Path, "Canary"], None]

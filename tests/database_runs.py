@@ -27,15 +27,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.work import Work
-from fuseplan.planner import cli, samples, summary
-from fuseplan.planner.capture import trace_predispatch
-from fuseplan.planner.dispatch import fuseplan as backend
-from fuseplan.planner.normalise import normalise
-from fuseplan.planner.session import open_session
-from fuseplan.search import maintenance
-from fuseplan.search.database import Database
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.cli import main
+from fuseplan.planner.cost import samples
+from fuseplan.planner.runtime.dispatch import fuseplan as backend
+from fuseplan.planner.tuning import summary
+from fuseplan.planner.tuning.session import open_session
 from fuseplan.search.errors import DatabaseError
-from fuseplan.search.record import RecordKey, Trial, Versions
+from fuseplan.search.store import maintenance
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import RecordKey, Trial, Versions
 
 #: Every so many cases run some commands in processes of their own, and write the HTML report.
 _APART = 100
@@ -43,7 +45,7 @@ _PAGE = 10
 
 
 #: Built once: Typer reads every command's signature again for each call, which takes longer than the commands.
-cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]
+main.app = typer.main.get_command(main.app)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def make_database(folder: Path) -> None:
     summary.store(database, summary.summarise("small", "forward", graph, planned))
     database.log_miss(RecordKey("f" * 64, identity.key()), "gelu 7x13 float32", {"ops": ["aten.gelu.default"]})
     database.close()
-    assert cli.run(["db", "export", str(folder / "export.jsonl"), "--db", str(path)]) == 0
+    assert main.run(["db", "export", str(folder / "export.jsonl"), "--db", str(path)]) == 0
 
 
 # -- one case -----------------------------------------------------------------------------------------------------
@@ -228,14 +230,14 @@ def _run(arguments: list[str]) -> tuple[int, str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            status = cli.run(arguments)
+            status = main.run(arguments)
         except BaseException as error:
             return 1, f"{type(error).__name__}: {error}"
     return status, printed.getvalue()
 
 
 def _apart(arguments: list[str], allowed: tuple[int, ...] = (0, 2)) -> list[str]:
-    command = [sys.executable, "-m", "fuseplan.planner.cli", *arguments]
+    command = [sys.executable, "-m", "fuseplan.planner.cli.main", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     return _judged(arguments, done.returncode, done.stdout + done.stderr, allowed)
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fuseplan.planner
-from fuseplan.planner import resolve
-from fuseplan.planner.binding import bind_graph
-from fuseplan.planner.capture import trace_predispatch
-from fuseplan.planner.normalise import normalise
-from fuseplan.planner.session import open_session
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.runtime import resolve
+from fuseplan.planner.tuning.session import open_session
 
 
 def fresh_start() -> Iterator[None]:

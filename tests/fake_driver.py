@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from fuseplan.kernels import gpu_direct, gpu_launch
-from fuseplan.kernels.backend import Resources
-from fuseplan.kernels.cpp_build import find_compiler
-from fuseplan.kernels.gpu_direct import Driver, Launcher, Native
-from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.gpu import direct as gpu_direct
+from fuseplan.kernels.gpu import launch
+from fuseplan.kernels.gpu.direct import Driver, Launcher, Native
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.ir.backend import Resources
+from fuseplan.kernels.native.build import find_compiler
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 both_ways = pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
@@ -174,7 +175,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let CPU tensors (device -1) pass for tensors of the current device, whose stream for Triton is 3."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(gpu_launch, "_raw_stream", lambda _: 3)
+    monkeypatch.setattr(launch, "_raw_stream", lambda _: 3)
 
 
 def aligned(numel: int, shift: int = 0) -> torch.Tensor:

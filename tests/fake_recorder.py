@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.recording import NotRecordable
+from fuseplan.planner.runtime.recording import NotRecordable
 
 
 @dataclass

@@ -8,10 +8,10 @@ from typing import Any
 from search_fakes import CPU, FakeBackend, FakeSubject, ShortTimer
 from worker_jobs import LIMIT
 
-from fuseplan.kernels.backend import Backend
-from fuseplan.search.database import Database
-from fuseplan.search.tuner import Budget, Tuner
-from fuseplan.search.worker import InlineExecutor
+from fuseplan.kernels.ir.backend import Backend
+from fuseplan.search.store.database import Database
+from fuseplan.search.tune.tuner import Budget, Tuner
+from fuseplan.search.workers.worker import InlineExecutor
 
 SUBJECT = FakeSubject()
 #: What ends a search is the trials, however busy the machine is.

@@ -13,10 +13,10 @@ import torch
 import torch.utils._pytree as pytree
 
 import fuseplan.planner
-from fuseplan.planner import dispatch
 from fuseplan.planner.coverage import Coverage, coverage
-from fuseplan.planner.fallback import FirstCall, failure_reason
-from fuseplan.planner.tally import Stats
+from fuseplan.planner.dispatch_stats import Stats
+from fuseplan.planner.runtime import dispatch
+from fuseplan.planner.runtime.fallback import FirstCall, failure_reason
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from fuseplan.kernels.backend import SM90
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.planner.lower import lower
+from fuseplan.kernels.ir.backend import SM90
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.lowering.lower import lower
 
 sys.path.insert(0, str(Path(__file__).parent))
 from graphs import Builder

@@ -7,8 +7,8 @@ from itertools import combinations
 
 import networkx as nx
 
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.synthetic import synthetic_kind
+from fuseplan.planner.bench.synthetic import synthetic_kind
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 
 
 def make(

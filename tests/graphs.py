@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.execute import run_node
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.graph.execute import run_node
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

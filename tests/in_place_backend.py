@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from reference_backend import ReferenceBackend
 
-from fuseplan.kernels.backend import CompiledKernel, Config, Target
-from fuseplan.kernels.gpu_direct import Layout
-from fuseplan.kernels.gpu_launch import allocating
-from fuseplan.kernels.in_place import Execution, Reuse, WritesInPlace
-from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.gpu.direct import Layout
+from fuseplan.kernels.gpu.launch import allocating
+from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
+from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
+from fuseplan.kernels.ir.ir import KernelIR
 
 
 class InPlaceBackend(ReferenceBackend, WritesInPlace):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuseplan.kernels.index import Coord, FloorDiv, Index, Mod, evaluate
+from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod, evaluate
 
 
 def value_of(index: Index, point: Sequence[int]) -> int:

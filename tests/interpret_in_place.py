@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from fuseplan.kernels.backend import SM90
-from fuseplan.kernels.gpu_backend import GpuBackend
-from fuseplan.kernels.in_place import ReuseOptions
+from fuseplan.kernels.gpu.backend import GpuBackend
+from fuseplan.kernels.ir.backend import SM90
+from fuseplan.kernels.ir.in_place import ReuseOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpret_kernels import backend_under_test, configs

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fuseplan.kernels import triton_values
-from fuseplan.kernels.backend import SM90, Backend, Config
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.reference import run_reference
+from fuseplan.kernels.ir.backend import SM90, Backend, Config
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.kernels.triton import values
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ir_samples import dynamic_samples, label, static_samples
@@ -65,10 +65,10 @@ def configs(backend: Backend, ir: KernelIR) -> Iterator[Config]:
 
 def backend_under_test(name: str, cache_dir: str) -> Backend:
     if name == "triton":
-        from fuseplan.kernels.triton_backend import TritonBackend
+        from fuseplan.kernels.triton.backend import TritonBackend
 
         return TritonBackend(cache_dir)
-    from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
+    from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 
     return NinetoothedBackend(cache_dir)
 
@@ -91,7 +91,7 @@ def round_to_nearest() -> None:
     their own here, and are what is compiled."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
-    triton_values.interpreter_is_on = lambda: False
+    values.interpreter_is_on = lambda: False
     original = InterpreterBuilder.cast_impl
 
     def cast_impl(self: InterpreterBuilder, source: Any, target: Any) -> Any:

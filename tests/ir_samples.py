@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fuseplan.kernels.index import Index, Size, evaluate, flatten, product, row_major_strides, symbol
-from fuseplan.kernels.ir import (
+from fuseplan.kernels.ir.index import Index, Size, evaluate, flatten, product, row_major_strides, symbol
+from fuseplan.kernels.ir.ir import (
     Apply,
     Buffer,
     Cast,
@@ -26,9 +26,9 @@ from fuseplan.kernels.ir import (
     register_type,
     validate,
 )
-from fuseplan.kernels.ops import op_spec
-from fuseplan.kernels.reference import torch_dtype
-from fuseplan.kernels.scalars import float32_bits
+from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.kernels.ir.reference import torch_dtype
+from fuseplan.kernels.ir.scalars import float32_bits
 
 
 class Body:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from graphs import Builder, wide
 
-from fuseplan.kernels.ir import validate
-from fuseplan.kernels.reference import run_reference
-from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.lower import Lowered, lower
-from fuseplan.planner.recipes import kind_of
-from fuseplan.planner.subject import _widened, chain_module, group_nodes
+from fuseplan.kernels.ir.ir import validate
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.implementations.subject import _widened, chain_module, group_nodes
+from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.recipes import kind_of
 
 
 def compute_ops(graph: DataflowGraph) -> list[str]:

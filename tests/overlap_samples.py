@@ -6,7 +6,7 @@ import ir_samples as samples
 import torch
 from ir_samples import Body, Sample
 
-from fuseplan.kernels.ir import Buffer, KernelIR
+from fuseplan.kernels.ir.ir import Buffer, KernelIR
 
 
 def one_of_each() -> list[Sample]:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fuseplan.planner
-from fuseplan.planner.dispatch import fuseplan as backend
+from fuseplan.planner.runtime.dispatch import fuseplan as backend
 
 #: Reasons that are no answer but a failure of ours: an exception's name, a compiler, a kernel's first call.
 _FAILED = re.compile(r"^(planning failed|tracing|first call failed|\w*(Error|Exception)\b)")

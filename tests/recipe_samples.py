@@ -8,8 +8,8 @@ import torch
 from graphs import Builder
 from ir_samples import Sample
 
-from fuseplan.planner.graph import Ref
-from fuseplan.planner.lower import lower
+from fuseplan.planner.graph.dataflow import Ref
+from fuseplan.planner.lowering.lower import lower
 
 
 def _sample(name: str, op: str, *operands: torch.Tensor, results: int = 1, **attrs: Any) -> Sample:

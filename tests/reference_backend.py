@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuseplan.kernels.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, Tunable
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.reference import run_reference
+from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, Tunable
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.reference import run_reference
 
 
 @dataclass
@@ -91,7 +91,7 @@ def use(monkeypatch: Any, backend: Backend) -> Backend:
     def backends(device_type: str) -> tuple[Backend, ...]:
         return (backend,)
 
-    monkeypatch.setattr("fuseplan.planner.session.backends_for", backends)
+    monkeypatch.setattr("fuseplan.planner.tuning.session.backends_for", backends)
     return backend
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak
 from fuseplan.costmodel.work import Work
-from fuseplan.planner import summary as summaries
-from fuseplan.planner.summary import RegionSummary, WorkloadSummary
-from fuseplan.search.database import Database
-from fuseplan.search.record import (
+from fuseplan.planner.tuning import summary as summaries
+from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import (
     Alternative,
     Evidence,
     GroupChoice,

@@ -31,7 +31,7 @@ def main(where: str) -> None:
         return
     import sanitize_control  # by its own name: a worker cannot import from this process's __main__
 
-    from fuseplan.search.worker import WorkerPool
+    from fuseplan.search.workers.worker import WorkerPool
 
     with WorkerPool(compilers=1, threads=1) as pool:
         print(pool.call(sanitize_control.beyond, limit_s=120.0))

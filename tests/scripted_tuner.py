@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from graphs import Builder
 
-from fuseplan.kernels.backend import Target
-from fuseplan.planner.graph import DataflowGraph, OpNode
-from fuseplan.planner.subject import GroupSubject
-from fuseplan.search.account import TimeAccount
-from fuseplan.search.contest import Contest
-from fuseplan.search.database import Database
-from fuseplan.search.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
-from fuseplan.search.sequence import Part
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.time_account import TimeAccount
 
 TARGET = Target("cpu", "native", 2)
 

@@ -12,10 +12,19 @@ from pathlib import Path
 import torch
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
-from fuseplan.kernels.index import Index, row_major_strides
-from fuseplan.kernels.ir import Apply, Buffer, KernelIR, Load, Segment, Store
-from fuseplan.search.timers import HostTimer
+from fuseplan.kernels.ir.backend import (
+    Backend,
+    BuildError,
+    CompiledKernel,
+    Config,
+    Resources,
+    Target,
+    Tunable,
+    config_key,
+)
+from fuseplan.kernels.ir.index import Index, row_major_strides
+from fuseplan.kernels.ir.ir import Apply, Buffer, KernelIR, Load, Segment, Store
+from fuseplan.search.timing.timers import HostTimer
 
 CPU = Target("cpu", "native", 2, l2_bytes=4096)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import report_samples
 
-from fuseplan.search.record import (
+from fuseplan.search.store.record import (
     Alternative,
     Evidence,
     Finalist,

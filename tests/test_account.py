@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fuseplan.search.account import Spent, TimeAccount, process_age_s
+from fuseplan.search.tune.time_account import Spent, TimeAccount, process_age_s
 
 
 class Clock:

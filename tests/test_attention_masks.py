@@ -11,12 +11,12 @@ from attention_samples import Function, attention_of, imitate_cuda, rewritten, t
 from dispatch_samples import fresh_start
 from torch.nn.functional import scaled_dot_product_attention
 
-from fuseplan.planner import attention_masks
-from fuseplan.planner.attention import AttentionRewrites
-from fuseplan.planner.attention_call import ATTENTION
+from fuseplan.planner.dispatch_stats import reset_stats, stats
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.options import parse_options
-from fuseplan.planner.tally import reset_stats, stats
+from fuseplan.planner.rewrites import attention_masks
+from fuseplan.planner.rewrites.attention import AttentionRewrites
+from fuseplan.planner.rewrites.attention_call import ATTENTION
+from fuseplan.planner.runtime.options import parse_options
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from dispatch_samples import fresh_start
 from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 
-from fuseplan.planner.attention import AttentionRewrites, rewrite_attention
-from fuseplan.planner.attention_call import ATTENTION, chosen_backend
-from fuseplan.planner.capture import trace_predispatch
+from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.rewrites.attention import AttentionRewrites, rewrite_attention
+from fuseplan.planner.rewrites.attention_call import ATTENTION, chosen_backend
 
 
 @pytest.fixture(autouse=True)

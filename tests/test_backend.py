@@ -8,9 +8,9 @@ import ir_samples as samples
 import pytest
 import torch
 
-from fuseplan.kernels.backend import Backend, CompiledKernel, Config, Resources, Target, Tunable, config_key
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.reference import run_reference, torch_dtype
+from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target, Tunable, config_key
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.reference import run_reference, torch_dtype
 
 TARGET = Target("cpu", "native", 1)
 

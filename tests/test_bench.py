@@ -16,16 +16,18 @@ import report_samples as samples
 import torch
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.planner import bench, bench_evidence, bench_groups, bench_model
-from fuseplan.planner.bench import EAGER, INDUCTOR, OURS, BenchRow
-from fuseplan.planner.build import build_model
-from fuseplan.planner.models import find_source
-from fuseplan.planner.patterns import pattern_graph
-from fuseplan.planner.session import Session, open_session
-from fuseplan.planner.workload import Workload, decode
-from fuseplan.search.contest import Contest
-from fuseplan.search.database import Database
-from fuseplan.search.timers import Operands, Run, Sampler, Timer
+from fuseplan.planner.bench import evidence, groups
+from fuseplan.planner.bench import model as bench_model
+from fuseplan.planner.bench import rows as bench
+from fuseplan.planner.bench.rows import EAGER, INDUCTOR, OURS, BenchRow
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import Workload, decode
+from fuseplan.planner.patterns.table import pattern_graph
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.search.store.database import Database
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
 
 @pytest.fixture
@@ -159,19 +161,19 @@ def test_a_single_round_is_kept() -> None:
 
 
 def test_busy_machine_is_said() -> None:
-    assert bench_evidence.quietness({"load_average": 0.5}) == []
-    assert "not to be trusted" in bench_evidence.quietness({"load_average": 1e4})[0]
+    assert evidence.quietness({"load_average": 0.5}) == []
+    assert "not to be trusted" in evidence.quietness({"load_average": 1e4})[0]
 
 
 # -- evidence ---------------------------------------------------------------------------------------------------
 
 
 def test_results_can_be_read_back(session: Session, tmp_path: Path) -> None:
-    facts = bench_evidence.environment(session, "toy", ["plan", "bench", "--model", "toy"])
+    facts = evidence.environment(session, "toy", ["plan", "bench", "--model", "toy"])
     assert facts["command"] == ["bench", "--model", "toy"]
     assert facts["device"]["cores"] == torch.get_num_threads()
     assert facts["versions"]["torch"] == version("torch")
-    written = bench_evidence.write_results(tmp_path / "out", "toy", {"groups": _frame()}, facts, ["all well"])
+    written = evidence.write_results(tmp_path / "out", "toy", {"groups": _frame()}, facts, ["all well"])
     assert [path.name for path in written] == ["toy-groups.csv", "toy-groups.md", "toy-groups.json"]
     assert pd.read_csv(written[0])["median_us"].tolist()[:5] == [2.0, 8.0, 1.0, 2.0, 1.96]
     text = written[1].read_text()
@@ -180,27 +182,27 @@ def test_results_can_be_read_back(session: Session, tmp_path: Path) -> None:
 
 
 def test_commit_is_empty_outside_a_repository(tmp_path: Path) -> None:
-    assert bench_evidence.commit(tmp_path) == ""
+    assert evidence.commit(tmp_path) == ""
 
 
 def test_file_and_folder_names() -> None:
-    assert bench_evidence.folder_name("cuda-nvidia-h200-f15dd9b4c7e2") == "nvidia-h200"
-    assert bench_evidence.file_name("/models/my llama:2L") == "models-my-llama-2L"
+    assert evidence.folder_name("cuda-nvidia-h200-f15dd9b4c7e2") == "nvidia-h200"
+    assert evidence.file_name("/models/my llama:2L") == "models-my-llama-2L"
 
 
 # -- groups -----------------------------------------------------------------------------------------------------
 
 
-def _groups(session: Session, name: str, shape: str) -> list[bench_groups.BenchGroup]:
+def _groups(session: Session, name: str, shape: str) -> list[groups.BenchGroup]:
     graph = pattern_graph(name, shape, "float32")
     plan = session.planner().plan_graph(graph)
-    return bench_groups.fused_groups(session, [(shape, graph, plan), (f"again {shape}", graph, plan)])
+    return groups.fused_groups(session, [(shape, graph, plan), (f"again {shape}", graph, plan)])
 
 
 def test_every_contestant_of_a_group_computes_the_same(session: Session) -> None:
     (group,) = _groups(session, "add_rms_norm", "3x127")
     assert group.workload == "3x127"
-    rows = {row.contestant: row for row in bench_groups.bench_group(session, group, (EAGER,), ("eager",), 0.0)}
+    rows = {row.contestant: row for row in groups.bench_group(session, group, (EAGER,), ("eager",), 0.0)}
     assert rows.keys() == {OURS, EAGER}
     for row in rows.values():
         assert row.median_us is not None and row.median_us > 0
@@ -212,7 +214,7 @@ def test_inductor_kernel_is_right(session: Session) -> None:
     (group,) = _groups(session, "swiglu", "3x17")
     inputs = group.subject.make_inputs(0, "cpu")
     with torch.no_grad():
-        outputs = bench_groups.inductor_callable(group.subject.chain, inputs, max_autotune=False)(*inputs)
+        outputs = groups.inductor_callable(group.subject.chain, inputs, max_autotune=False)(*inputs)
     reference = group.subject.reference(*inputs)
     torch.testing.assert_close(next(iter(outputs)).double(), reference[0], rtol=1e-5, atol=1e-6)
 
@@ -221,9 +223,9 @@ def test_a_peer_that_fails_gets_a_row_with_the_reason(session: Session, monkeypa
     def fail(*_: object) -> None:
         raise RuntimeError("no\nkernel")
 
-    monkeypatch.setattr(bench_groups, "inductor_callable", fail)
+    monkeypatch.setattr(groups, "inductor_callable", fail)
     (group,) = _groups(session, "swiglu", "3x17")
-    rows = {row.contestant: row for row in bench_groups.bench_group(session, group, (EAGER, INDUCTOR), ("eager",), 0.0)}
+    rows = {row.contestant: row for row in groups.bench_group(session, group, (EAGER, INDUCTOR), ("eager",), 0.0)}
     assert rows[INDUCTOR].median_us is None and rows[INDUCTOR].note == "RuntimeError: no kernel"
     assert rows[OURS].gain is None and rows[EAGER].gain is not None
 

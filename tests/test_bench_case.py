@@ -8,11 +8,11 @@ import pytest
 import torch
 from bench_samples import case_of, cpu_session
 
-from fuseplan.planner import bench_case
-from fuseplan.planner.bench_case import make_inputs, operand_sets, plan_case, trace_cell
-from fuseplan.planner.bench_cells import cell
-from fuseplan.planner.patterns import activations
-from fuseplan.planner.session import Session
+from fuseplan.planner.bench import case as bench_case
+from fuseplan.planner.bench.case import make_inputs, operand_sets, plan_case, trace_cell
+from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.patterns.table import activations
+from fuseplan.planner.tuning.session import Session
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fuseplan.planner.bench_cells import ROWS, cell, parse_sizes, sweep_cells
+from fuseplan.planner.bench.cells import ROWS, cell, parse_sizes, sweep_cells
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
-from fuseplan.planner.patterns import PATTERNS
+from fuseplan.planner.patterns.table import PATTERNS
 
 
 def test_the_default_sweeps_cover_the_groups_that_engines_ship() -> None:

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from fuseplan.planner import bench_compile
-from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE
-from fuseplan.planner.bench_cells import Cell, cell
+from fuseplan.planner.bench import compile_ahead
+from fuseplan.planner.bench.cells import Cell, cell
+from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE
 
 
 def test_without_inductor_nothing_is_compiled_beforehand() -> None:
-    with bench_compile.InductorPool("cpu", (EAGER, "liger"), 4) as pool:
+    with compile_ahead.InductorPool("cpu", (EAGER, "liger"), 4) as pool:
         assert pool.compile([cell("swiglu", "3x8")]) == [] and pool._pool is None
-    with bench_compile.InductorPool("cpu", (EAGER, INDUCTOR), 0) as pool:
+    with compile_ahead.InductorPool("cpu", (EAGER, INDUCTOR), 0) as pool:
         assert pool.compile([cell("swiglu", "3x8")]) == [] and pool._pool is None
 
 
 def test_what_fails_beforehand_is_said() -> None:
-    with bench_compile.InductorPool("cpu", (MAX_AUTOTUNE,), 1) as pool:
+    with compile_ahead.InductorPool("cpu", (MAX_AUTOTUNE,), 1) as pool:
         (said,) = pool.compile([Cell("no_such_pattern", (3, 8), "float32")])
     assert said.startswith("no_such_pattern 3x8 float32: UnknownPatternError")
 
@@ -40,6 +40,6 @@ def test_timing_a_configuration_waits_for_its_turn(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(heuristics.CachingAutotuner, "bench", bench)
     assert heuristics.CachingAutotuner.bench(None, "x") is False
-    bench_compile._take_turns(str(lock))
-    bench_compile._take_turns(str(lock))  # a process compiles many cells
+    compile_ahead._take_turns(str(lock))
+    compile_ahead._take_turns(str(lock))  # a process compiles many cells
     assert heuristics.CachingAutotuner.bench(None, "x") is True

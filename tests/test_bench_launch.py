@@ -17,20 +17,20 @@ import torch
 from graphs import Builder
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.planner import bench_launch as launch
-from fuseplan.planner import cli
-from fuseplan.planner.bench import EAGER, OURS
-from fuseplan.planner.bench_cells import cell
-from fuseplan.planner.bench_launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
-from fuseplan.planner.bench_patterns import PatternBench
-from fuseplan.planner.bench_tune import CellTuner
+from fuseplan.planner.bench import launch
+from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
+from fuseplan.planner.bench.patterns import PatternBench
+from fuseplan.planner.bench.rows import EAGER, OURS
+from fuseplan.planner.bench.tune_cells import CellTuner
+from fuseplan.planner.cli import main
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.plan import Planner
-from fuseplan.planner.session import Session, open_session
-from fuseplan.search.database import Database
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.tuning.planner import Planner
+from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import DatabaseError, MachineFailureError
-from fuseplan.search.tuner import Budget
+from fuseplan.search.store.database import Database
+from fuseplan.search.tune.tuner import Budget
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -55,7 +55,7 @@ def plan(capsys: pytest.CaptureFixture[str], db: Path, tmp_path: Path) -> Run:
     def run(*argv: str, out: str = "out") -> tuple[int, str, str]:
         capsys.readouterr()
         common = ["--device", "cpu", "--db", str(db), "--out", str(tmp_path / out), "--seconds", "0.01"]
-        status = cli.run(["bench", *argv, *common])
+        status = main.run(["bench", *argv, *common])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -271,10 +271,10 @@ def test_no_cell_is_started_after_the_time_is_up(plan: Run) -> None:
 def test_headlines_stand_beside_what_was_claimed(
     plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fuseplan.planner import cli_bench_patterns
+    from fuseplan.planner.cli import bench_patterns
 
     small = {("swiglu", "3x17", "float32"): "target 2.5x", ("no_such", "3", "float32"): "claimed 9x"}
-    monkeypatch.setattr(cli_bench_patterns, "_HEADLINES", small)
+    monkeypatch.setattr(bench_patterns, "_HEADLINES", small)
     status, out, err = plan("headlines", "--no-tune", "--no-inductor")
     assert status == 0, err
     assert "target 2.5x" in out and "there is no pattern no_such" in out
@@ -320,7 +320,7 @@ def test_the_bench_imports_no_peer_before_it_is_asked_for() -> None:
     import subprocess
 
     code = (
-        "import sys, fuseplan.planner.peers, fuseplan.planner.peers_liger, fuseplan.planner.peers_flashinfer; "
+        "import sys, fuseplan.planner.peers.peers, fuseplan.planner.peers.liger, fuseplan.planner.peers.flashinfer; "
         "print([name for name in ('liger_kernel', 'flashinfer', 'torch._inductor.compile_fx') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

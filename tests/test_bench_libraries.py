@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from fuseplan.planner.bench_cells import Cell, cell
-from fuseplan.planner.bench_libraries import LibraryBuilds
-from fuseplan.planner.peers import FLASHINFER, LIGER
+from fuseplan.planner.bench.cells import Cell, cell
+from fuseplan.planner.bench.libraries import LibraryBuilds
+from fuseplan.planner.peers.peers import FLASHINFER, LIGER
 
 CELLS = [cell("swiglu", "1x64"), cell("swiglu", "8x64"), cell("rms_norm", "1x64"), cell("swiglu", "16x64")]
 

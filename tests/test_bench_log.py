@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from bench_samples import row
 
-from fuseplan.planner.bench import EAGER, OURS
-from fuseplan.planner.bench_log import RowLog
+from fuseplan.planner.bench.log import RowLog
+from fuseplan.planner.bench.rows import EAGER, OURS
 from fuseplan.planner.errors import ConfigError
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from bench_samples import cpu_session
 
-from fuseplan.planner import bench_patterns
-from fuseplan.planner.bench import EAGER, OURS
-from fuseplan.planner.bench_cells import cell
-from fuseplan.planner.bench_patterns import OURS_IN_PLACE, PatternBench, copy_of
-from fuseplan.planner.peers import PEERS, Case, Contestant, Peer, PeerError
-from fuseplan.planner.session import Session
+from fuseplan.planner.bench import patterns
+from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.patterns import OURS_IN_PLACE, PatternBench, copy_of
+from fuseplan.planner.bench.rows import EAGER, OURS
+from fuseplan.planner.peers.peers import PEERS, Case, Contestant, Peer, PeerError
+from fuseplan.planner.tuning.session import Session
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         peer("short", lambda case: Contestant(lambda gate, up: _swiglu(gate, up)[:1])),
         peer("broken", broken), peer("absent", absent), replace(peer("elsewhere", absent), devices=("cuda",)),
     ]
-    monkeypatch.setattr(bench_patterns, "PEERS", {one.name: one for one in made})
+    monkeypatch.setattr(patterns, "PEERS", {one.name: one for one in made})
     yield built
 
 
@@ -93,7 +93,7 @@ def test_who_fails_slowly_is_not_asked_again(
 ) -> None:
     bench = PatternBench(session, ("broken", "absent"), ("eager",), 0.0)
     for limit_s in (0.0, 1e9):
-        monkeypatch.setattr(bench_patterns, "_SLOW_FAILURE_S", limit_s)
+        monkeypatch.setattr(patterns, "_SLOW_FAILURE_S", limit_s)
         for shape in ("1x8", "3x8"):
             rows = {row.contestant: row for row in bench.rows(cell("swiglu", shape, "float32"))}
             assert rows["broken"].note == "RuntimeError: no compiler"
@@ -108,7 +108,7 @@ def test_a_cell_that_cannot_be_made_leaves_the_others_in_the_bench(
     def fail(*_: Any) -> None:
         raise MemoryError("64 GiB are too many")
 
-    monkeypatch.setattr(bench_patterns, "make_inputs", fail)
+    monkeypatch.setattr(patterns, "make_inputs", fail)
     (only,) = PatternBench(session, (EAGER,), ("eager",), 0.0).rows(cell("swiglu", "3x8", "float32"))
     assert (only.contestant, only.median_us, only.note) == (OURS, None, "MemoryError: 64 GiB are too many")
     assert only.key == "swiglu 3x8 float32"

@@ -13,17 +13,17 @@ import report_samples as samples
 
 from fuseplan.costmodel.device import current_identity
 from fuseplan.costmodel.roofline import lower_bound
-from fuseplan.planner.bench import EAGER, OURS
-from fuseplan.planner.bench_case import make_inputs, plan_case, trace_cell
-from fuseplan.planner.bench_cells import cell
-from fuseplan.planner.bench_log import pattern_frame
-from fuseplan.planner.bench_patterns import PatternBench, PatternRow
-from fuseplan.planner.bench_prediction import prediction_verdict
-from fuseplan.planner.bench_verdicts import pattern_table
-from fuseplan.planner.pricing import op_work
-from fuseplan.planner.recipes import kind_of
-from fuseplan.planner.session import Session, open_session
-from fuseplan.search.database import Database
+from fuseplan.planner.bench.case import make_inputs, plan_case, trace_cell
+from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.log import pattern_frame
+from fuseplan.planner.bench.patterns import PatternBench, PatternRow
+from fuseplan.planner.bench.prediction import prediction_verdict
+from fuseplan.planner.bench.rows import EAGER, OURS
+from fuseplan.planner.bench.verdicts import pattern_table
+from fuseplan.planner.cost.group_work import op_work
+from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.search.store.database import Database
 
 
 @pytest.fixture(scope="module")

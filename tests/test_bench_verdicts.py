@@ -6,10 +6,10 @@ import pandas as pd
 import pytest
 from bench_samples import row
 
-from fuseplan.planner.bench import EAGER, INDUCTOR, OURS
-from fuseplan.planner.bench_log import pattern_frame
-from fuseplan.planner.bench_patterns import COPY, OURS_IN_PLACE, PatternRow
-from fuseplan.planner.bench_verdicts import headline_table, notes, pattern_table, pattern_verdict
+from fuseplan.planner.bench.log import pattern_frame
+from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternRow
+from fuseplan.planner.bench.rows import EAGER, INDUCTOR, OURS
+from fuseplan.planner.bench.verdicts import headline_table, notes, pattern_table, pattern_verdict
 
 
 def frame() -> pd.DataFrame:

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from fuseplan.planner.best_covers import best_covers
-from fuseplan.planner.cover import CoverProblem, Option
+from fuseplan.planner.partition.best_covers import best_covers
+from fuseplan.planner.partition.cover import CoverProblem, Option
 
 
 def acyclic(problem: CoverProblem, chosen: tuple[int, ...]) -> bool:

@@ -13,7 +13,9 @@ from graphs import Builder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fuseplan.planner.candidates import (
+from fuseplan.planner.bench.synthetic import random_graph, synthetic_kind, transformer_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import (
     Candidate,
     CandidateLimits,
     Enumeration,
@@ -22,12 +24,10 @@ from fuseplan.planner.candidates import (
     group_form,
     transfer,
 )
-from fuseplan.planner.convex import Dependencies, bits
-from fuseplan.planner.flow import flow_of
-from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.lower import NotLowerable, lower
-from fuseplan.planner.regions import find_regions, unique_regions
-from fuseplan.planner.synthetic import random_graph, synthetic_kind, transformer_graph
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.convex import Dependencies, bits
+from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.lowering.lower import NotLowerable, lower
 
 #: More groups than the largest of these graphs has subsets.
 ALL = 2**15

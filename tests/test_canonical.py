@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.kernels.index import symbol
-from fuseplan.planner.canonical import CanonicalForm, canonical_form, workload_key
-from fuseplan.planner.canonical_text import attribute_text
-from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
-from fuseplan.planner.synthetic import random_graph
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.planner.bench.synthetic import random_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.groups.canonical import CanonicalForm, canonical_form, workload_key
+from fuseplan.planner.groups.canonical_text import attribute_text
 
 
 def scrambled(graph: DataflowGraph, seed: int) -> tuple[DataflowGraph, dict[str, str]]:
@@ -270,8 +270,8 @@ def test_attribute_texts_tell_values_apart() -> None:
 def test_keys_are_the_same_in_every_process() -> None:
     """Python randomises ``hash`` per process; keys must not notice, nor change from release to release."""
     script = (
-        "from fuseplan.planner.canonical import canonical_form\n"
-        "from fuseplan.planner.synthetic import random_graph\n"
+        "from fuseplan.planner.groups.canonical import canonical_form\n"
+        "from fuseplan.planner.bench.synthetic import random_graph\n"
         "g = random_graph(7, 60, order=3)\n"
         "print(canonical_form(g, g.graph).key)"
     )

@@ -18,17 +18,18 @@ from model_samples import write_config
 from torch import Tensor, fx, nn
 from tracing import ops, recording
 
-from fuseplan.planner import capture_cache, grouped_queries
-from fuseplan.planner.binding import bind_graph
-from fuseplan.planner.build import build_model
-from fuseplan.planner.capture import capture, record, trace_predispatch
-from fuseplan.planner.capture_cache import cached_capture, capture_beside, capture_key
+from fuseplan.planner.capture import cache
+from fuseplan.planner.capture.cache import cached_capture, capture_beside, capture_key
+from fuseplan.planner.capture.normalise import Normalised
+from fuseplan.planner.capture.trace import capture, record, trace_predispatch
 from fuseplan.planner.errors import CaptureError, ConfigError
-from fuseplan.planner.graph_json import graph_to_json
-from fuseplan.planner.models import ModelSource, find_source, generates
-from fuseplan.planner.normalise import Normalised
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.workload import Workload, decode, generate, prefill
+from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.graph.serialize import graph_to_json
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.sources import ModelSource, find_source, generates
+from fuseplan.planner.models.workload import Workload, decode, generate, prefill
+from fuseplan.planner.rewrites import grouped_queries
 
 DECODE, PREFILL = decode(3, 32), prefill(2, 9)
 
@@ -307,7 +308,7 @@ def test_a_capture_comes_back_from_disk(tmp_path: Path, monkeypatch: pytest.Monk
     def forbidden(*args: object) -> None:
         raise AssertionError("captured again")
 
-    monkeypatch.setattr(capture_cache, "capture", forbidden)
+    monkeypatch.setattr(cache, "capture", forbidden)
     kept = cached_capture(source, PREFILL, "cpu", folder)
     assert graph_to_json(kept.graph) == graph_to_json(fresh.graph)
     assert [dict(node.attrs) for node in kept.graph] == [dict(node.attrs) for node in fresh.graph]
@@ -319,7 +320,7 @@ def test_a_damaged_file_is_captured_again(tmp_path: Path, damage: str, monkeypat
     path = tmp_path / f"{capture_key(source, PREFILL, 'cpu')}.json"
     path.write_text(damage)
     calls: list[object] = []
-    monkeypatch.setattr(capture_cache, "capture", lambda *args: calls.append(args) or _Empty())
+    monkeypatch.setattr(cache, "capture", lambda *args: calls.append(args) or _Empty())
     cached_capture(source, PREFILL, "cpu", tmp_path)
     assert len(calls) == 1
 
@@ -332,7 +333,7 @@ def test_an_unwritable_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.Mo
     source = find_source(config=write_config(tmp_path, "llama"), layers=1)
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    monkeypatch.setattr(capture_cache, "capture", lambda *args: _Empty())
+    monkeypatch.setattr(cache, "capture", lambda *args: _Empty())
     assert cached_capture(source, PREFILL, "cpu", blocked / "cache").graphs == ()
 
 
@@ -359,7 +360,7 @@ def test_the_key_tells_everything_apart_but_the_path(tmp_path: Path) -> None:
 
 
 def test_any_change_to_the_code_captures_anew(tmp_path: Path) -> None:
-    hashed = capture_cache._code_hash.__wrapped__
+    hashed = cache._code_hash.__wrapped__
     (tmp_path / "one.py").write_text("first")
     seen = {hashed((tmp_path,))}
     (tmp_path / "one.py").write_text("second")
@@ -369,7 +370,7 @@ def test_any_change_to_the_code_captures_anew(tmp_path: Path) -> None:
     assert len(seen) == 3
     ours = [Path(module.__file__ or "") for name, module in sys.modules.items()
             if name.startswith(("fuseplan.planner.", "fuseplan.kernels."))]
-    assert {path.parent.resolve() for path in ours} <= {folder.resolve() for folder in capture_cache._CODE}
+    assert {path.parent.resolve() for path in ours} <= {folder.resolve() for folder in cache._CODE}
 
 
 def test_captures_beside_each_other_are_the_captures(tmp_path: Path) -> None:

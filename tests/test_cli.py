@@ -15,10 +15,12 @@ import pytest
 import report_samples as samples
 import torch
 
-from fuseplan.costmodel import load
 from fuseplan.costmodel.device import Peak, current_identity
-from fuseplan.planner import cli, cli_common, scaling, session
-from fuseplan.search.database import Database
+from fuseplan.costmodel.probe import load
+from fuseplan.planner.bench import scaling
+from fuseplan.planner.cli import common, main
+from fuseplan.planner.tuning import session
+from fuseplan.search.store.database import Database
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -27,7 +29,7 @@ Run = Callable[..., tuple[int, str, str]]
 def plan(capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*argv: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
-        status = cli.run([str(arg) for arg in argv])
+        status = main.run([str(arg) for arg in argv])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -80,7 +82,8 @@ def test_version(plan: Run) -> None:
 
 def test_importing_the_command_line_imports_nothing_heavy() -> None:
     code = (
-        "import sys, fuseplan.planner.cli; heavy = ('torch', 'pandas', 'matplotlib', 'transformers', 'sqlalchemy'); "
+        "import sys, fuseplan.planner.cli.main; "
+        "heavy = ('torch', 'pandas', 'matplotlib', 'transformers', 'sqlalchemy'); "
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -137,7 +140,7 @@ def test_cuda_without_a_gpu(plan: Run) -> None:
 
 
 def test_missing_compiler(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fuseplan.kernels.cpp_backend import CppBackend
+    from fuseplan.kernels.cpp.backend import CppBackend
 
     monkeypatch.setattr(CppBackend, "unavailable", lambda self: "no C++ compiler found; install g++ or clang++")
     outcome = plan("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db)
@@ -148,7 +151,7 @@ def test_an_unexpected_error_is_one_line_and_exit_code_1(plan: Run, monkeypatch:
     def fail() -> None:
         raise ZeroDivisionError("the planner\ndivided by zero")
 
-    monkeypatch.setattr("fuseplan.planner.cli_device._say_device", fail)
+    monkeypatch.setattr("fuseplan.planner.cli.device._say_device", fail)
     status, _, err = plan("backends")
     assert status == 1
     assert err == "plan: error: ZeroDivisionError: the planner divided by zero (add --debug for the traceback)\n"
@@ -160,10 +163,10 @@ def test_ctrl_c_says_how_to_go_on(plan: Run, monkeypatch: pytest.MonkeyPatch) ->
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fuseplan.planner.cli_device._say_device", interrupt)
+    monkeypatch.setattr("fuseplan.planner.cli.device._say_device", interrupt)
     status, _, err = plan("backends")
     assert status == 130
-    assert err.strip() == cli.INTERRUPTED
+    assert err.strip() == main.INTERRUPTED
 
 
 @pytest.mark.parametrize("command", ["ls", "show x", "verify", "export out.jsonl", "import in.jsonl", "prune"])
@@ -196,7 +199,7 @@ def test_probe_prints_stores_and_plots(plan: Run, tmp_path: Path, monkeypatch: p
     assert "launch, eager" in out and str(db) in out
     assert plot.read_bytes().startswith(b"\x89PNG")
     with Database(db, mode="read") as database:
-        assert cli_common.stored_spec(database, current_identity("cpu").key()) == measured
+        assert common.stored_spec(database, current_identity("cpu").key()) == measured
 
 
 def test_a_worse_probe_replaces_no_better_one(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,11 +216,11 @@ def test_a_worse_probe_replaces_no_better_one(plan: Run, db: Path, monkeypatch: 
     assert "peak fp32 50 Gop/s, stored 150" in err and "plan probe --force" in err and "stored in" not in out
     known = current_identity("cpu").key()
     with Database(db, mode="read") as database:
-        assert cli_common.stored_spec(database, known) == stored
+        assert common.stored_spec(database, known) == stored
     status, out, err = plan("probe", "--force", "--device", "cpu", "--db", db)
     assert status == 0 and "stored in" in out
     with Database(db, mode="read") as database:
-        assert cli_common.stored_spec(database, known) == worse
+        assert common.stored_spec(database, known) == worse
 
 
 def test_the_less_doubtful_of_two_probes_counts(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +230,7 @@ def test_the_less_doubtful_of_two_probes_counts(plan: Run, db: Path, monkeypatch
     status, _, err = plan("probe", "--device", "cpu", "--db", db)
     assert status == 0 and "doubtful" not in err
     with Database(db, mode="read") as database:
-        assert cli_common.stored_spec(database, current_identity("cpu").key()) == quiet
+        assert common.stored_spec(database, current_identity("cpu").key()) == quiet
 
 
 def test_a_doubtful_probe_that_took_long_is_not_repeated(

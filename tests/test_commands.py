@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from check_commands import LINES, Scene
 
-from fuseplan.planner import cli
-from fuseplan.planner.cli_common import decimal, whole
+from fuseplan.planner.cli import main
+from fuseplan.planner.cli.common import decimal, whole
 from fuseplan.planner.errors import in_words
 
 #: Every fifth, and some that once ran on, or left with another status.
@@ -49,16 +49,16 @@ def test_a_bad_line_ends_its_process_with_status_2(scene: Scene, line: str) -> N
 def test_sigterm_ends_a_command_as_ctrl_c_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fuseplan.planner.cli_device._say_device", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("fuseplan.planner.cli.device._say_device", lambda: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr("sys.argv", ["plan", "backends"])
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM
-    assert capsys.readouterr().err.strip() == cli.INTERRUPTED
+    assert capsys.readouterr().err.strip() == main.INTERRUPTED
 
 
 def test_numbers_are_plain_digits_within_bounds() -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from fuseplan.kernels import cpp_build, limited
-from fuseplan.kernels.backend import BuildError
-from fuseplan.kernels.cpp_backend import CppBackend
-from fuseplan.kernels.cpp_build import Compiler, build_library, find_compiler, required_compiler
-from fuseplan.kernels.limited import Activity, Allowance, activity
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.kernels.native import allowance as limited
+from fuseplan.kernels.native import build
+from fuseplan.kernels.native.allowance import Activity, Allowance, activity
+from fuseplan.kernels.native.build import Compiler, build_library, find_compiler, required_compiler
 
 #: The compiler proper: a child of the driver, which would go on without it.
 HANGS = """
@@ -28,10 +29,10 @@ wait
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    cpp_build._search.cache_clear()
+    build._search.cache_clear()
     yield
-    cpp_build._search.cache_clear()
-    cpp_build._HUNG.clear()
+    build._search.cache_clear()
+    build._HUNG.clear()
 
 
 def script(path: Path, text: str) -> str:

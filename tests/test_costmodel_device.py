@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.costmodel import accuracy, identity, present
+from fuseplan.costmodel import accuracy, device_report, identity
 from fuseplan.costmodel.device import (
     BandwidthCurve,
     BandwidthPoint,
@@ -255,7 +255,7 @@ def test_cache_sizes(text: str, nbytes: int) -> None:
     assert parse_cache_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("module", [identity, accuracy, present])
+@pytest.mark.parametrize("module", [identity, accuracy, device_report])
 def test_docstring_examples(module) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseplan.costmodel.device import DeviceIdentity
-from fuseplan.costmodel.fit import (
+from fuseplan.costmodel.probe.fit import (
     RateTiming,
     StreamTiming,
     bandwidth_curve,
@@ -19,8 +19,8 @@ from fuseplan.costmodel.fit import (
     noise_of,
     peaks,
 )
-from fuseplan.costmodel.probe import Measurements, assemble
-from fuseplan.costmodel.timing import Timing
+from fuseplan.costmodel.probe.probe import Measurements, assemble
+from fuseplan.costmodel.probe.timing import Timing
 
 KIB, MIB = 2**10, 2**20
 SIZES = [4 * KIB * 2**power for power in range(15)]  # 4 KiB to 64 MiB

@@ -11,7 +11,7 @@ import pytest
 from costmodel_samples import CPU, GPU
 
 from fuseplan.costmodel.device import LinearFit
-from fuseplan.costmodel.present import bandwidth_figure, format_bytes, spec_table
+from fuseplan.costmodel.device_report import bandwidth_figure, format_bytes, spec_table
 
 
 def test_table_lists_every_number() -> None:
@@ -50,7 +50,7 @@ def test_figure_draws_the_measured_points(spec, lines: int) -> None:
 
 def test_importing_the_cost_model_loads_no_plotting_and_no_optimiser() -> None:
     code = (
-        "import sys, fuseplan.costmodel.present, fuseplan.costmodel.probe, fuseplan.costmodel.roofline, "
+        "import sys, fuseplan.costmodel.device_report, fuseplan.costmodel.probe.probe, fuseplan.costmodel.roofline, "
         "fuseplan.costmodel.calibrate; print([m for m in ('matplotlib', 'scipy.optimize') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

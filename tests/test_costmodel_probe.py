@@ -11,17 +11,17 @@ from functools import partial
 import pytest
 import torch
 
-from fuseplan.costmodel import probe_cpu, probe_cuda, probe_streams
 from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak, current_identity
-from fuseplan.costmodel.fit import RateTiming, StreamTiming, peaks
-from fuseplan.costmodel.load import Load, doubts, losses
-from fuseplan.costmodel.probe import Measurements, probe
-from fuseplan.costmodel.probe_streams import Stream, _call, stream_sizes
+from fuseplan.costmodel.probe import cpu, cuda, streams
+from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming, peaks
+from fuseplan.costmodel.probe.load import Load, doubts, losses
+from fuseplan.costmodel.probe.probe import Measurements, probe
+from fuseplan.costmodel.probe.streams import Stream, _call, stream_sizes
+from fuseplan.costmodel.probe.time_budget import UNLIMITED, TimeBudget
+from fuseplan.costmodel.probe.timing import Timing
+from fuseplan.costmodel.probe.yardstick import Yardstick
 from fuseplan.costmodel.roofline import lower_bound, predict
-from fuseplan.costmodel.time_budget import UNLIMITED, TimeBudget
-from fuseplan.costmodel.timing import Timing
 from fuseplan.costmodel.work import Work
-from fuseplan.costmodel.yardstick import Yardstick
 
 MIB = 2**20
 
@@ -31,8 +31,8 @@ def probed() -> tuple[DeviceSpec, list[tuple[float, str]], int]:
     steps: list[tuple[float, str]] = []
     launches = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe_cpu, "_largest_bytes", lambda identity: 2 * MIB)
-        patch.setattr(probe_cpu, "_MATMUL_SIZES", (64,))
+        patch.setattr(cpu, "_largest_bytes", lambda identity: 2 * MIB)
+        patch.setattr(cpu, "_MATMUL_SIZES", (64,))
         spec = probe(
             "cpu", progress=lambda fraction, label: steps.append((fraction, label)),
             kernel_call=lambda: launches.append(1),
@@ -71,20 +71,20 @@ def test_cpu_probe_reports_progress_and_restores_threads(probed) -> None:
 
 def test_largest_footprint_follows_cache_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = (DeviceIdentity("cpu", "x", 1, cache, 0) for cache in (MIB, 128 * MIB))
-    monkeypatch.setattr(probe_cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**20}.__getitem__)
+    monkeypatch.setattr(cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**20}.__getitem__)
     # 4 GiB are free, a quarter of which is 1 GiB: 256 MiB, or four times a larger cache.
-    assert probe_cpu._largest_bytes(small) == 256 * MIB
-    assert probe_cpu._largest_bytes(large) == 512 * MIB
-    monkeypatch.setattr(probe_cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**13}.__getitem__)
-    assert probe_cpu._largest_bytes(large) == 8 * MIB  # a quarter of 32 MiB
-    monkeypatch.setattr(probe_cpu.os, "sysconf_names", {})
-    assert probe_cpu._largest_bytes(large) == 512 * MIB
+    assert cpu._largest_bytes(small) == 256 * MIB
+    assert cpu._largest_bytes(large) == 512 * MIB
+    monkeypatch.setattr(cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**13}.__getitem__)
+    assert cpu._largest_bytes(large) == 8 * MIB  # a quarter of 32 MiB
+    monkeypatch.setattr(cpu.os, "sysconf_names", {})
+    assert cpu._largest_bytes(large) == 512 * MIB
 
 
 def test_one_thread_bounds_the_device_from_both_sides() -> None:
     stalled = RateTiming("fp32", 1e6, Timing(1000.0, 1000.0, 0.0))  # 1e9 / s, with all threads in each other's way
     single = RateTiming("fp32", 1e6, Timing(10.0, 10.0, 0.0))  # 1e11 / s
-    peak = peaks([stalled, *probe_cpu._from_one_thread([single], 4)])["fp32"]
+    peak = peaks([stalled, *cpu._from_one_thread([single], 4)])["fp32"]
     assert peak.per_s == pytest.approx(1e11)
     assert peak.best_per_s == pytest.approx(4e11)
 
@@ -162,21 +162,21 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeKernel]:
     kernels = {
         name: FakeKernel() for name in ("nothing", "only_wait", "wait_and_negate", "fma_chain", "exp2_chain")
     }
-    from fuseplan.costmodel import probe_kernels
+    from fuseplan.costmodel.probe import kernels as probe_kernels
 
     for name, kernel in kernels.items():
         monkeypatch.setattr(probe_kernels, name, kernel)
-    monkeypatch.setattr(probe_cuda, "GraphTimer", ScriptedTimer)
-    monkeypatch.setattr(probe_cuda, "HostTimer", ScriptedTimer)
-    monkeypatch.setattr(probe_cuda, "_DEVICE", "cpu")
-    monkeypatch.setattr(probe_cuda, "_matmul_size", lambda quick: 16)
+    monkeypatch.setattr(cuda, "GraphTimer", ScriptedTimer)
+    monkeypatch.setattr(cuda, "HostTimer", ScriptedTimer)
+    monkeypatch.setattr(cuda, "_DEVICE", "cpu")
+    monkeypatch.setattr(cuda, "_matmul_size", lambda quick: 16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     return kernels
 
 
 def test_cuda_measurements_cover_every_unit(cuda_on_cpu: dict[str, FakeKernel]) -> None:
     identity = DeviceIdentity("cuda", "fake", 10, MIB, 64 * MIB)
-    measured = probe_cuda.measure_cuda(identity, True, lambda fraction, label: None, lambda: None, UNLIMITED)
+    measured = cuda.measure_cuda(identity, True, lambda fraction, label: None, lambda: None, UNLIMITED)
     assert {rate.unit for rate in measured.rates} == {
         "fp32", "fp64", "sfu", "fp32_matmul", "bf16_matmul", "fp16_matmul"
     }
@@ -196,7 +196,7 @@ def test_cuda_measurements_cover_every_unit(cuda_on_cpu: dict[str, FakeKernel]) 
 
 def test_cuda_probe_assembles(cuda_on_cpu: dict[str, FakeKernel], monkeypatch: pytest.MonkeyPatch) -> None:
     identity = DeviceIdentity("cuda", "fake", 10, MIB, 64 * MIB)
-    monkeypatch.setattr("fuseplan.costmodel.probe.current_identity", lambda device_type: identity)
+    monkeypatch.setattr("fuseplan.costmodel.probe.probe.current_identity", lambda device_type: identity)
     spec = probe("cuda")
     assert spec.bandwidth.memory_gbps == pytest.approx(1000.0, rel=0.01)
     assert spec.graph_us == pytest.approx(1.0, rel=0.01)
@@ -208,8 +208,8 @@ def test_overlapped_launches_are_measured_where_there_are_any(
     cuda_on_cpu: dict[str, FakeKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity = DeviceIdentity("cuda", "fake", 10, MIB, 64 * MIB)
-    monkeypatch.setattr("fuseplan.costmodel.probe.current_identity", lambda device_type: identity)
-    monkeypatch.setattr(probe_cuda, "_fp8_matmul", lambda size: None)
+    monkeypatch.setattr("fuseplan.costmodel.probe.probe.current_identity", lambda device_type: identity)
+    monkeypatch.setattr(cuda, "_fp8_matmul", lambda size: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     spec = probe("cuda")
     assert cuda_on_cpu["only_wait"].grids and cuda_on_cpu["wait_and_negate"].grids
@@ -224,7 +224,7 @@ def test_overlapped_kernels_wait_before_they_touch_memory(name: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fuseplan.costmodel import probe_kernels
+    from fuseplan.costmodel.probe import kernels as probe_kernels
 
     kernel = getattr(probe_kernels, name)
     signature = {"x_ptr": "*fp32", **({"y_ptr": "*fp32", "block": "constexpr"} if name != "only_wait" else {})}
@@ -242,9 +242,9 @@ def test_fp8_is_left_out_where_it_fails(cuda_on_cpu: dict[str, FakeKernel], monk
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch, "_scaled_mm", unsupported)
-    assert "fp8_matmul" not in probe_cuda._matmul_calls(16)
+    assert "fp8_matmul" not in cuda._matmul_calls(16)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: None)
-    assert probe_cuda._matmul_calls(16)["fp8_matmul"][0] == 2 * 16**3
+    assert cuda._matmul_calls(16)["fp8_matmul"][0] == 2 * 16**3
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_arithmetic_kernels_compile_to_the_instruction_they_time(name: str, dtyp
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fuseplan.costmodel import probe_kernels
+    from fuseplan.costmodel.probe import kernels as probe_kernels
 
     kernel = getattr(probe_kernels, name)
     signature = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "steps": "i32", "block": "constexpr"}
@@ -289,7 +289,7 @@ def test_a_probe_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         [StreamTiming("neg", 4096 * 2**step, Timing(2.0**step, 2.0**step, 0.0), True) for step in range(12)],
         {256: Timing(4.0, 3.0, 0.0), 4096: Timing(4.1, 3.0, 0.0)}, [RateTiming("fp32", 1e6, Timing(10.0, 10.0, 0.0))],
     )
-    monkeypatch.setattr(probe_cpu, "measure_cpu", lambda *_: order.append("measured") or quiet)
+    monkeypatch.setattr(cpu, "measure_cpu", lambda *_: order.append("measured") or quiet)
 
     def load() -> Load:
         order.append("asked")
@@ -327,10 +327,10 @@ def test_a_cpu_probe_ends_in_time_however_slow_the_machine_is(monkeypatch: pytes
     clock = SlowClock(tick_s)
     monkeypatch.setattr(time, "perf_counter", clock.seconds)
     monkeypatch.setattr(time, "perf_counter_ns", clock.nanoseconds)
-    monkeypatch.setattr(probe_streams, "_call", clock.stream)
-    monkeypatch.setattr(probe_cpu, "processor_yardstick", lambda: Yardstick(lambda: None, clock.seconds))
-    monkeypatch.setattr(probe_cpu, "_largest_bytes", lambda identity: 128 * MIB)
-    monkeypatch.setattr(probe_cpu, "_MATMUL_SIZES", (16, 32))
+    monkeypatch.setattr(streams, "_call", clock.stream)
+    monkeypatch.setattr(cpu, "processor_yardstick", lambda: Yardstick(lambda: None, clock.seconds))
+    monkeypatch.setattr(cpu, "_largest_bytes", lambda identity: 128 * MIB)
+    monkeypatch.setattr(cpu, "_MATMUL_SIZES", (16, 32))
     steps: dict[str, float] = {}
     spec = probe(
         "cpu", kernel_call=lambda: None, load=lambda: Load(0.0, 2), budget=TimeBudget.of(20.0, clock.seconds),

@@ -8,9 +8,9 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from fuseplan.costmodel import timing
-from fuseplan.costmodel.time_budget import TimeBudget
-from fuseplan.costmodel.timing import GraphTimer, HostTimer, Timing, time_calls
+from fuseplan.costmodel.probe import timing
+from fuseplan.costmodel.probe.time_budget import TimeBudget
+from fuseplan.costmodel.probe.timing import GraphTimer, HostTimer, Timing, time_calls
 
 
 class Clock:

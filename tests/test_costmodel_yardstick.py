@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fuseplan.costmodel.nominal import nominal_us
-from fuseplan.costmodel.timing import HostTimer
+from fuseplan.costmodel.probe.timing import HostTimer
+from fuseplan.costmodel.probe.yardstick import Yardstick, processor_yardstick
 from fuseplan.costmodel.work import Work
-from fuseplan.costmodel.yardstick import Yardstick, processor_yardstick
 
 
 class Machine:

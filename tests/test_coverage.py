@@ -9,7 +9,7 @@ import torch
 from graphs import Builder
 
 from fuseplan.planner.coverage import Coverage, Role, coverage, role_of
-from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 
 X = TensorSpec.contiguous((3, 5), "float32")
 COLD = TensorSpec((3, 5), "float32", (1, 3))

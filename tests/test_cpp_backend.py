@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipe_samples import recipe_samples
 
-from fuseplan.kernels.backend import SM90, BuildError, Config, Target
-from fuseplan.kernels.cpp_backend import CppBackend
-from fuseplan.kernels.cpp_types import STORAGE_TYPE
-from fuseplan.kernels.index import symbol
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.reference import run_reference
-from fuseplan.planner.lower import lower
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.cpp.types import STORAGE_TYPE
+from fuseplan.kernels.ir.backend import SM90, BuildError, Config, Target
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.planner.lowering.lower import lower
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fuseplan.kernels.backend import BuildError
-from fuseplan.kernels.cpp_build import Compiler, build_library, find_compiler, is_sound
+from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.kernels.native.build import Compiler, build_library, find_compiler, is_sound
 
 FOUND = find_compiler()
 pytestmark = pytest.mark.skipif(FOUND is None, reason="no C++ compiler on PATH")

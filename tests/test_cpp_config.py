@@ -7,8 +7,7 @@ import itertools
 import ir_samples as samples
 import pytest
 
-from fuseplan.kernels.backend import Target
-from fuseplan.kernels.cpp_config import (
+from fuseplan.kernels.cpp.config import (
     config_space,
     count_tasks,
     default_settings,
@@ -18,8 +17,9 @@ from fuseplan.kernels.cpp_config import (
     stage_bytes,
     thread_choices,
 )
-from fuseplan.kernels.cpp_emitter import simplified_segments
-from fuseplan.kernels.index import symbol
+from fuseplan.kernels.cpp.emitter import simplified_segments
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.ir.index import symbol
 
 SAMPLES = [
     *samples.static_samples(), *samples.dynamic_samples(), samples.rms_norm(512, 2048, "bfloat16"),

@@ -14,12 +14,12 @@ import ir_samples as samples
 import pytest
 import torch
 
-from fuseplan.kernels import cpp_launch
-from fuseplan.kernels.backend import Config, Target
-from fuseplan.kernels.cpp_backend import CppBackend
-from fuseplan.kernels.cpp_build import OpenMP, find_compiler, shared_openmp
-from fuseplan.kernels.cpp_launch import CppKernel, load_launcher
-from fuseplan.kernels.index import symbol
+from fuseplan.kernels.cpp import launch
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.cpp.launch import CppKernel, load_launcher
+from fuseplan.kernels.ir.backend import Config, Target
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.kernels.native.build import OpenMP, find_compiler, shared_openmp
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -36,7 +36,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> CppBackend:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both call paths."""
     if request.param == "ctypes":
-        monkeypatch.setattr(cpp_launch, "load_launcher", lambda *_: None)
+        monkeypatch.setattr(launch, "load_launcher", lambda *_: None)
     return str(request.param)
 
 
@@ -133,7 +133,7 @@ def load_with(
     backend: CppBackend, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Team, samples.Sample, Config], CppKernel]:
     def load(team: Team, sample: samples.Sample, settings: Config) -> CppKernel:
-        monkeypatch.setattr(cpp_launch, "shared_openmp", team.runtime)
+        monkeypatch.setattr(launch, "shared_openmp", team.runtime)
         return backend.load(sample.ir, settings, TARGET)
 
     return load
@@ -185,7 +185,7 @@ def test_small_dynamic_work_stays_on_one_thread(load_with: Load) -> None:
 def test_without_an_openmp_runtime_one_thread_does_all(
     backend: CppBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpp_launch, "shared_openmp", OpenMP)
+    monkeypatch.setattr(launch, "shared_openmp", OpenMP)
     (x,) = softmax().inputs()
     torch.testing.assert_close(backend.load(softmax().ir, config(threads=8), TARGET).fused(x), torch.softmax(x, -1))
 
@@ -204,8 +204,8 @@ import sys, torch, re
 sys.path.insert(0, sys.argv[2])
 import ir_samples as samples
 from pathlib import Path
-from fuseplan.kernels.backend import Target
-from fuseplan.kernels.cpp_backend import CppBackend
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.cpp.backend import CppBackend
 sample = samples.swiglu(64, 4096)
 torch.ones(1000, 1000).exp().sum()
 config = {"threads": 2, "rows_per_task": 4, "col_tile": 1024, "unroll": 2, "stage": 0, "stream": 0}

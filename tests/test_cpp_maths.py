@@ -9,12 +9,12 @@ import ir_samples as samples
 import pytest
 import torch
 
-from fuseplan.kernels.backend import Target
-from fuseplan.kernels.cpp_backend import CppBackend
-from fuseplan.kernels.index import Index
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.ops import OPS, reference_apply
-from fuseplan.kernels.reference import torch_dtype
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.ops import OPS, reference_apply
+from fuseplan.kernels.ir.reference import torch_dtype
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")

@@ -9,12 +9,12 @@ import ir_samples as samples
 import pytest
 import sympy
 
-from fuseplan.kernels.backend import BuildError
-from fuseplan.kernels.cpp_emitter import prelude
-from fuseplan.kernels.cpp_text import constant_text, size_text
-from fuseplan.kernels.cpp_types import assign_registers, index_bounds
-from fuseplan.kernels.index import Index, symbol
-from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.cpp.emitter import prelude
+from fuseplan.kernels.cpp.text import constant_text, size_text
+from fuseplan.kernels.cpp.types import assign_registers, index_bounds
+from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.kernels.ir.index import Index, symbol
+from fuseplan.kernels.ir.ir import KernelIR
 
 N = symbol("n")
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from reference_backend import ReferenceBackend, use
 
 import fuseplan.planner
-from fuseplan.planner import cuda_graphs
-from fuseplan.planner.cuda_graphs import PATIENCE, GraphedCall
+from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.options import parse_options
-from fuseplan.planner.recordable import Roles
-from fuseplan.planner.tally import Tally
+from fuseplan.planner.runtime import cuda_graphs
+from fuseplan.planner.runtime.cuda_graphs import PATIENCE, GraphedCall
+from fuseplan.planner.runtime.options import parse_options
+from fuseplan.planner.runtime.recordable import Roles
 
 
 @pytest.fixture(autouse=True)

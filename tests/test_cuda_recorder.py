@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuseplan.planner.cuda_recorder import CudaRecorder
-from fuseplan.planner.recording import NotRecordable
+from fuseplan.planner.runtime.cuda_recorder import CudaRecorder
+from fuseplan.planner.runtime.recording import NotRecordable
 
 
 class Allocator:
@@ -78,8 +78,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[CudaRec
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: None, raising=False)
-        monkeypatch.setattr("fuseplan.planner.cuda_recorder._revive", lambda generator, device: None)
-        monkeypatch.setattr("fuseplan.planner.cuda_recorder._FAILED", [])
+        monkeypatch.setattr("fuseplan.planner.runtime.cuda_recorder._revive", lambda generator, device: None)
+        monkeypatch.setattr("fuseplan.planner.runtime.cuda_recorder._FAILED", [])
         return CudaRecorder(0), allocator
 
     yield made

@@ -10,11 +10,11 @@ from database_files import quiet
 from search_records import HERE, SPEC, plan, tuning
 from sqlalchemy import select
 
-from fuseplan.search import tables
-from fuseplan.search.database import Database
 from fuseplan.search.errors import RecordError
-from fuseplan.search.layered import LayeredDatabase
-from fuseplan.search.record import RecordKey, Trial, TuningRecord
+from fuseplan.search.store import tables
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.layered import LayeredDatabase
+from fuseplan.search.store.record import RecordKey, Trial, TuningRecord
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from search_records import HERE, tuning
 
-from fuseplan.search import maintenance, tables
-from fuseplan.search.database import Database
+from fuseplan.search.store import maintenance, tables
+from fuseplan.search.store.database import Database
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_database_that_is_let_go_leaves_one_whole_file(tmp_path: Path) -> None
 FORK = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from fuseplan.search.database import Database
+from fuseplan.search.store.database import Database
 from search_records import tuning
 
 database = Database(sys.argv[2])
@@ -104,8 +104,8 @@ def test_a_forked_process_opens_its_own(tmp_path: Path) -> None:
 WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from fuseplan.search.database import Database
-from fuseplan.search.record import RecordKey, Trial
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import RecordKey, Trial
 from search_records import HERE, tuning
 db = Database(sys.argv[2])
 for n in range(40):

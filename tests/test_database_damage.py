@@ -12,10 +12,10 @@ from database_files import damage_pages
 from search_records import HERE, tuning
 from sqlalchemy import Engine, event
 
-from fuseplan.planner import cli
-from fuseplan.search import files, maintenance
-from fuseplan.search.database import Database
+from fuseplan.planner.cli import main
 from fuseplan.search.errors import DatabaseError, ForeignDatabaseError, SchemaVersionError
+from fuseplan.search.store import files, maintenance
+from fuseplan.search.store.database import Database
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ OPENERS = """
 import os, sys, warnings
 sys.path.insert(0, sys.argv[1])
 warnings.simplefilter("ignore")
-from fuseplan.search.database import Database
+from fuseplan.search.store.database import Database
 from search_records import tuning
 
 waiting, go = os.pipe()
@@ -206,7 +206,7 @@ def test_what_does_not_fit_into_memory_is_unread(db: Database, path: Path, capsy
         assert "out of memory" in maintenance.verify(readers[1])[0].what
         with pytest.raises(DatabaseError, match="out of memory"):
             db.put_record(tuning())
-        assert cli.run(["db", "ls", "--db", str(path)]) == 2
+        assert main.run(["db", "ls", "--db", str(path)]) == 2
     finally:
         event.remove(Engine, "before_cursor_execute", exhaust)
     assert "Traceback" not in capsys.readouterr().err

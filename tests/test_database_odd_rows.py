@@ -15,10 +15,10 @@ import pytest
 from report_samples import DEVICE
 from search_records import HERE, SPEC, plan, tuning
 
-from fuseplan.planner import cli
-from fuseplan.search import codec, maintenance
-from fuseplan.search.database import Database
-from fuseplan.search.record import RecordKey, Trial
+from fuseplan.planner.cli import main
+from fuseplan.search.store import codec, maintenance
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import RecordKey, Trial
 
 #: Every table, and its column that names a row.
 TABLES = {
@@ -102,7 +102,7 @@ def check_that_they_cost_only_themselves(
         (["report", "--device-key", DEVICE, "--format", "csv"], 0), (["db", "import", str(exported)], 0),
         (["db", "prune"], 0), (["db", "verify"], 0),
     ):
-        assert cli.run([*command, *db]) == status, command
+        assert main.run([*command, *db]) == status, command
         out, err = capfd.readouterr()
         assert "Error:" not in err and "Traceback" not in err
         if command[1] == "ls":

@@ -14,11 +14,11 @@ import pytest
 from search_records import HERE, plan, tuning
 from sqlalchemy import create_engine, text
 
-from fuseplan.planner import cli
-from fuseplan.search import database, location, maintenance, tables, transfer
-from fuseplan.search.database import Database
+from fuseplan.planner.cli import main
 from fuseplan.search.errors import DatabaseError
-from fuseplan.search.location import describe, resolve_url, without_secrets
+from fuseplan.search.store import database, location, maintenance, tables, transfer
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.location import describe, resolve_url, without_secrets
 
 SECRET = "hunter2hunter2"
 #: An empty database to try on, such as postgresql+psycopg://user:password@127.0.0.1/name; its tables are dropped.
@@ -57,7 +57,7 @@ def test_no_password_is_printed(
     place: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["db", *command.split(), "--db", place]) == 2
+    assert main.run(["db", *command.split(), "--db", place]) == 2
     out, err = capfd.readouterr()
     shown = place.startswith("postgresql://127") and "sslmode" in place  # that option is no secret
     assert SECRET not in (out + err).replace(f"sslmode={SECRET}", "" if shown else f"sslmode={SECRET}")
@@ -138,7 +138,7 @@ def server() -> Iterator[str]:
 MAKER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from fuseplan.search.database import Database
+from fuseplan.search.store.database import Database
 from search_records import tuning
 
 waiting, go = os.pipe()

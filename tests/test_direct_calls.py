@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuseplan.planner.direct_calls import Direct, bind_calls, fill_namespace, find_binding
+from fuseplan.planner.implementations.direct_calls import Direct, bind_calls, fill_namespace, find_binding
 
 aten = torch.ops.aten
 Function = Callable[..., Any]

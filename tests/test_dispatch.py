@@ -15,10 +15,10 @@ from dispatch_samples import compiled, fresh_start, swiglu
 from reference_backend import ReferenceBackend, use
 
 import fuseplan.planner
-from fuseplan.planner.dispatch import fuseplan as backend
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.options import parse_options
-from fuseplan.planner.resolve import Resolved
+from fuseplan.planner.runtime.dispatch import fuseplan as backend
+from fuseplan.planner.runtime.options import parse_options
+from fuseplan.planner.runtime.resolve import Resolved
 
 
 @pytest.fixture(autouse=True)
@@ -253,8 +253,8 @@ def test_modes_of_torch_compile_are_understood(
         graphed.append(args)
         return call
 
-    monkeypatch.setattr("fuseplan.planner.dispatch.resolve", resolve)
-    monkeypatch.setattr("fuseplan.planner.dispatch.graphed", keep)
+    monkeypatch.setattr("fuseplan.planner.runtime.dispatch.resolve", resolve)
+    monkeypatch.setattr("fuseplan.planner.runtime.dispatch.graphed", keep)
     x = torch.randn(3, 8)
     torch.testing.assert_close(torch.compile(swiglu, backend="fuseplan", mode=mode)(x, x), swiglu(x, x))
     assert (len(graphed), resolved) == (cuda_graphs, [on_miss])

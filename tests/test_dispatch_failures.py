@@ -15,10 +15,10 @@ from dispatch_samples import Block, compiled, fresh_start, store_plans, swiglu
 from reference_backend import ReferenceBackend, use
 
 import fuseplan.planner
-from fuseplan.kernels.backend import BuildError
-from fuseplan.planner.dispatch import fuseplan as backend
-from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.plan import Planner
+from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.runtime.dispatch import fuseplan as backend
+from fuseplan.planner.tuning.planner import Planner
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +162,7 @@ def test_a_planner_that_fails_is_counted(db: Path, kernels: ReferenceBackend, mo
     def fails(self: Any, graph: Any, **options: Any) -> Any:
         raise ZeroDivisionError("no groups")
 
-    monkeypatch.setattr("fuseplan.planner.plan.Planner.plan_graph", fails)
+    monkeypatch.setattr("fuseplan.planner.tuning.planner.Planner.plan_graph", fails)
     x = torch.randn(3, 8)
     torch.testing.assert_close(compiled(swiglu, db)(x, x), swiglu(x, x))
     assert fuseplan.planner.stats().fallbacks == {"planning failed: ZeroDivisionError: no groups": 1}

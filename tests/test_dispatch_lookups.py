@@ -17,9 +17,9 @@ from dispatch_samples import Block, compiled, fresh_start, store_plans, swiglu
 from reference_backend import ReferenceBackend, use
 
 import fuseplan.planner
-from fuseplan.planner.plan import GraphPlan, Planner
-from fuseplan.planner.session import open_session
-from fuseplan.search.database import Database
+from fuseplan.planner.tuning.planner import GraphPlan, Planner
+from fuseplan.planner.tuning.session import open_session
+from fuseplan.search.store.database import Database
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_stored_plans_are_hits(db: Path, kernels: ReferenceBackend) -> None:
 def test_plans_by_other_versions_are_misses(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
     x = torch.randn(4, 8)
     store_plans(swiglu, (x, x), db, ({},))
-    monkeypatch.setattr("fuseplan.search.record._version", lambda package: "0.0.1")
+    monkeypatch.setattr("fuseplan.search.store.record._version", lambda package: "0.0.1")
     compiled(swiglu, db)(x, x)
     assert fuseplan.planner.stats().misses == 1
 
@@ -124,8 +124,8 @@ def test_tune_on_miss_stores_a_plan(db: Path, kernels: ReferenceBackend, monkeyp
             tuner.database.put_plan(region.record)
         return GraphPlan(tuple(replace(region, source="tuned") for region in regions))
 
-    monkeypatch.setattr("fuseplan.planner.session.Session.tuner", lambda self, budget: Pretender(self.database))
-    monkeypatch.setattr("fuseplan.planner.plan.Planner.plan_graph", plan_graph)
+    monkeypatch.setattr("fuseplan.planner.tuning.session.Session.tuner", lambda self, budget: Pretender(self.database))
+    monkeypatch.setattr("fuseplan.planner.tuning.planner.Planner.plan_graph", plan_graph)
     x = torch.randn(3, 8)
     compiled(swiglu, db, on_miss="tune")(x, x)
     assert fuseplan.planner.stats().from_tuned == 1 and planned == ["closed"]
@@ -149,7 +149,7 @@ def test_what_a_neighbouring_size_serves_is_not_tuned(db: Path, kernels: Referen
         tuned.append([graph.op(name).op for name in region.ops])
         return by_model(planner, graph, region, book), "tuned"
 
-    monkeypatch.setattr("fuseplan.planner.session.Session.tuner", lambda self, budget: nullcontext())
+    monkeypatch.setattr("fuseplan.planner.tuning.session.Session.tuner", lambda self, budget: nullcontext())
     monkeypatch.setattr(Planner, "_decide", decide)
     result = compiled(two_regions, db, on_miss="tune")(*inputs, weight := torch.randn(8, 6))
     torch.testing.assert_close(result, two_regions(*inputs, weight))

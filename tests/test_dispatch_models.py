@@ -15,11 +15,11 @@ from reference_backend import ReferenceBackend, use
 from torch import nn
 
 import fuseplan.planner
-from fuseplan.planner.build import build_model
-from fuseplan.planner.capture import capture
-from fuseplan.planner.models import find_source
-from fuseplan.planner.session import open_session
-from fuseplan.planner.workload import Workload, decode, prefill
+from fuseplan.planner.capture.trace import capture
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import Workload, decode, prefill
+from fuseplan.planner.tuning.session import open_session
 
 BATCH = 2
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from reference_backend import ReferenceBackend
 
-from fuseplan.kernels.index import symbol
-from fuseplan.planner import session as sessions
-from fuseplan.planner.binding import bind_graph
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lower import NotLowerable, lower
-from fuseplan.planner.prices import GroupBook
-from fuseplan.planner.resolve import Resolved, _with_configs, resolve
-from fuseplan.planner.session import open_session
-from fuseplan.planner.tally import Tally
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.planner.cost.prices import GroupBook
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lowering.lower import NotLowerable, lower
+from fuseplan.planner.runtime.resolve import Resolved, _with_configs, resolve
+from fuseplan.planner.tuning import session as sessions
+from fuseplan.planner.tuning.session import open_session
 
 
 @pytest.fixture

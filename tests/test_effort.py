@@ -6,13 +6,13 @@ import pytest
 from ir_samples import Sample, dynamic_samples, label, static_samples, total_elements
 
 from fuseplan.costmodel.work import Traffic
-from fuseplan.kernels.backend import Config
-from fuseplan.kernels.index import Index
-from fuseplan.kernels.ir import Apply, Buffer, Const, Iota, KernelIR, Load, Reduce, Segment, Store
-from fuseplan.planner.aten_effort import AtenEffort, aten_effort
-from fuseplan.planner.effort import Effort, kernel_effort, reduction_levels
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.pricing import kernel_work, launch_mode, op_work
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.ir import Apply, Buffer, Const, Iota, KernelIR, Load, Reduce, Segment, Store
+from fuseplan.planner.cost.aten_overheads import AtenEffort, aten_effort
+from fuseplan.planner.cost.group_work import kernel_work, launch_mode, op_work
+from fuseplan.planner.cost.kernel_overheads import Effort, kernel_effort, reduction_levels
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 
 ROWS, COLS = 3, 8
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuseplan.kernels.index import symbol
+from fuseplan.kernels.ir.index import symbol
 from fuseplan.planner.errors import ShapeError, UnknownOpError
-from fuseplan.planner.execute import bind_call, resolve_op, run_graph, run_node
-from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.graph.execute import bind_call, resolve_op, run_graph, run_node
 
 F32 = TensorSpec.contiguous((2, 3), "float32")
 

@@ -13,17 +13,17 @@ from reference_backend import ReferenceBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseplan.kernels.backend import Backend, Target
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.planner.executor import executable
-from fuseplan.planner.fallback import GroupPlan, RefusedError, check_layouts, failure_reason
-from fuseplan.planner.lower import lower
-from fuseplan.planner.normalise import normalise
-from fuseplan.planner.placement import Traced
-from fuseplan.planner.plan import Planner
-from fuseplan.planner.tally import Tally
-from fuseplan.search.database import Lookup
-from fuseplan.search.record import PlanRecord, RecordKey
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.runtime.executor import executable
+from fuseplan.planner.runtime.fallback import GroupPlan, RefusedError, check_layouts, failure_reason
+from fuseplan.planner.runtime.placement import Traced
+from fuseplan.planner.tuning.planner import Planner
+from fuseplan.search.store.database import Lookup
+from fuseplan.search.store.record import PlanRecord, RecordKey
 
 CPU = Target("cpu", "native", 2)
 Step = tuple[str, int, int]

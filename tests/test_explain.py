@@ -10,13 +10,13 @@ import pytest
 import report_samples as samples
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.planner.explain import explain, sources
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.patterns import pattern_graph
-from fuseplan.planner.plan import GraphPlan, RegionPlan
-from fuseplan.planner.session import Session, open_session
-from fuseplan.search.database import Database
-from fuseplan.search.record import Alternative, GroupChoice
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.patterns.table import pattern_graph
+from fuseplan.planner.report.explain import explain, sources
+from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import Alternative, GroupChoice
 
 
 @pytest.fixture

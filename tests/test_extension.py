@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fuseplan.kernels.backend import BuildError
-from fuseplan.kernels.cpp_build import Compiler, find_compiler
-from fuseplan.kernels.extension import load_extension
+from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.kernels.native.build import Compiler, find_compiler
+from fuseplan.kernels.native.extension import load_extension
 
 _MODULE = """#include <Python.h>
 

@@ -16,10 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tracing import recording
 
 import fuseplan.planner
-from fuseplan.planner.capture import record
-from fuseplan.planner.fake_layouts import correct_layouts
-from fuseplan.planner.graph_json import graph_to_json
-from fuseplan.planner.normalise import Normalised
+from fuseplan.planner.capture.fake_layouts import correct_layouts
+from fuseplan.planner.capture.normalise import Normalised
+from fuseplan.planner.capture.trace import record
+from fuseplan.planner.graph.serialize import graph_to_json
 
 
 @pytest.fixture(autouse=True)

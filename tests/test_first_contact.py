@@ -10,12 +10,13 @@ import pytest
 import report_samples as samples
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.planner import cli, session
-from fuseplan.planner.recheck import Rechecked, verdict
-from fuseplan.planner.stored import stored
-from fuseplan.search import layered, transfer
-from fuseplan.search.database import Database
-from fuseplan.search.record import RecordKey
+from fuseplan.planner.cli import main
+from fuseplan.planner.tuning import session
+from fuseplan.planner.tuning.recheck import Rechecked, verdict
+from fuseplan.search.store import layered, transfer
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.documents import stored
+from fuseplan.search.store.record import RecordKey
 
 Run = Callable[..., tuple[int, str, str]]
 TOY = ("--module", "toy_models:gated", "--device", "cpu")
@@ -26,7 +27,7 @@ BUDGET = ("--trials", "1", "--seconds", "0.1")
 def plan(capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*argv: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
-        status = cli.run([str(arg) for arg in argv])
+        status = main.run([str(arg) for arg in argv])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from function_tails import DTYPES, complaints
 
-from fuseplan.kernels.backend import Target
-from fuseplan.kernels.cpp_backend import CppBackend
-from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.ir.ir import KernelIR
 
 CPU = Target("cpu", "native", 1)
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from graphs import Builder
 
-from fuseplan.kernels.gathers import gathered_elements, index_limits, tables, value_axes
-from fuseplan.kernels.index import Index, symbol
-from fuseplan.kernels.ir import ITEMSIZE, Load, Segment, validate
-from fuseplan.kernels.reference import run_reference
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lower import Lowered, NotLowerable, lower
-from fuseplan.planner.patterns import pattern_graph
-from fuseplan.planner.pricing import kernel_work
-from fuseplan.planner.recipes import kind_of
-from fuseplan.planner.sample_inputs import MOST_TABLE_ROWS, sample_inputs
-from fuseplan.planner.subject import group_subject
+from fuseplan.kernels.ir.gathers import gathered_elements, index_limits, tables, value_axes
+from fuseplan.kernels.ir.index import Index, symbol
+from fuseplan.kernels.ir.ir import ITEMSIZE, Load, Segment, validate
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.planner.cost.group_work import kernel_work
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.implementations.sample_inputs import MOST_TABLE_ROWS, sample_inputs
+from fuseplan.planner.implementations.subject import group_subject
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.patterns.table import pattern_graph
 
 TABLE = torch.randn(11, 6)
 

@@ -14,12 +14,12 @@ import ir_samples as samples
 import pytest
 import torch
 
-from fuseplan.kernels import gpu_build, gpu_launch
-from fuseplan.kernels.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
-from fuseplan.kernels.gpu_build import KernelSpec, ModuleStore, ResourceCache, compile_kernel, vector_bytes
-from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.kernels.gpu import build, launch
+from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, ResourceCache, compile_kernel, vector_bytes
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.ir.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.triton.backend import TritonBackend
 
 
 def test_equal_sources_share_a_file_and_a_module(tmp_path: Path) -> None:
@@ -66,16 +66,16 @@ def test_a_spilling_kernel_gets_a_second_chance(monkeypatch: pytest.MonkeyPatch,
         return "roomy" if options else "first"
 
     facts = {"first": (40, 8), "roomy": (46, roomy_spill)}
-    monkeypatch.setattr(gpu_build, "_compile", fake_compile)
-    monkeypatch.setattr(gpu_build, "_registers_and_spills", facts.__getitem__)
+    monkeypatch.setattr(build, "_compile", fake_compile)
+    monkeypatch.setattr(build, "_registers_and_spills", facts.__getitem__)
     assert compile_kernel(None, KernelSpec({}, (), num_warps=4), SM90) == kept
     assert asked == [{}, {"maxnreg": 255}]
 
 
 def test_a_kernel_at_the_register_limit_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(gpu_build, "_compile", lambda *args: calls.append(args) or "only")
-    monkeypatch.setattr(gpu_build, "_registers_and_spills", lambda _: (64, 100))
+    monkeypatch.setattr(build, "_compile", lambda *args: calls.append(args) or "only")
+    monkeypatch.setattr(build, "_registers_and_spills", lambda _: (64, 100))
     assert compile_kernel(None, KernelSpec({}, (), num_warps=32), SM90) == "only"
     assert len(calls) == 1
 
@@ -85,7 +85,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Records launches; CPU tensors (device -1) stand for tensors on the current device."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(gpu_launch, "_raw_stream", lambda _: 7)
+    monkeypatch.setattr(launch, "_raw_stream", lambda _: 7)
     return []
 
 
@@ -165,7 +165,7 @@ def test_fused_callable_allocates_what_the_kernel_writes(monkeypatch: pytest.Mon
 def test_warming_up_leaves_no_thread_behind() -> None:
     """Workers are forked after it."""
     code = (
-        "import threading; from fuseplan.kernels.gpu_build import warm_up; "
+        "import threading; from fuseplan.kernels.gpu.build import warm_up; "
         "warm_up(); print(threading.active_count())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

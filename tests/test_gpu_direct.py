@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_driver import FUNCTIONS, Machine, aligned, both_ways, needs_compiler, pretend_cuda
 
-from fuseplan.kernels.gpu_launch import Geometry, Variant
+from fuseplan.kernels.gpu.launch import Geometry, Variant
 
 
 @pytest.fixture(autouse=True)

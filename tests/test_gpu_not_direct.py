@@ -10,12 +10,13 @@ import ir_samples as samples
 import pytest
 from fake_driver import Machine, aligned, compiled_kernel, needs_compiler, pretend_cuda
 
-from fuseplan.kernels import cpp_build, gpu_direct
-from fuseplan.kernels.backend import SM90, BuildError
-from fuseplan.kernels.gpu_direct import Entry, entry_of, ptx_parameter_bits
-from fuseplan.kernels.gpu_launch import Variant
-from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
-from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.kernels.gpu import direct
+from fuseplan.kernels.gpu.direct import Entry, entry_of, ptx_parameter_bits
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.ir.backend import SM90, BuildError
+from fuseplan.kernels.native import build
+from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
+from fuseplan.kernels.triton.backend import TritonBackend
 
 
 @pytest.fixture(autouse=True)
@@ -72,19 +73,19 @@ def test_compiled_kernels_have_the_parameters_that_launches_pass() -> None:
 
 @pytest.fixture
 def fresh_search() -> Iterator[None]:
-    gpu_direct._search.cache_clear()
+    direct._search.cache_clear()
     yield
-    gpu_direct._search.cache_clear()
+    direct._search.cache_clear()
 
 
 def test_without_a_compiler_or_a_driver_there_is_a_reason(
     monkeypatch: pytest.MonkeyPatch, fresh_search: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="fuseplan")
-    monkeypatch.setattr(cpp_build, "_search", lambda names: "no C++17 compiler on PATH")
+    monkeypatch.setattr(build, "_search", lambda names: "no C++17 compiler on PATH")
     for _ in range(2):
-        assert gpu_direct.find_launcher() is None
-        assert gpu_direct.launcher_problem() == "no C++17 compiler on PATH"
+        assert direct.find_launcher() is None
+        assert direct.launcher_problem() == "no C++17 compiler on PATH"
     assert len(caplog.messages) == 1
 
 
@@ -93,9 +94,9 @@ def test_a_launcher_that_does_not_build_is_a_reason(monkeypatch: pytest.MonkeyPa
     def refuse(*_: Any) -> Any:
         raise BuildError("cpp: c++ failed: error: no")
 
-    monkeypatch.setattr(gpu_direct, "load_extension", refuse)
-    assert gpu_direct.find_launcher() is None
-    assert gpu_direct.launcher_problem() == "cpp: c++ failed: error: no"
+    monkeypatch.setattr(direct, "load_extension", refuse)
+    assert direct.find_launcher() is None
+    assert direct.launcher_problem() == "cpp: c++ failed: error: no"
 
 
 def test_a_missing_driver_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,4 +105,4 @@ def test_a_missing_driver_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(BuildError, match=r"driver cannot be used: libcuda\.so\.1"):
-        gpu_direct.cuda_driver()
+        direct.cuda_driver()

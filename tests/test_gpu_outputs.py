@@ -11,9 +11,10 @@ import pytest
 import torch
 from fake_driver import Machine, aligned, both_ways, needs_compiler, pretend_cuda
 
-from fuseplan.kernels import extension, gpu_direct
-from fuseplan.kernels.gpu_direct import Native
-from fuseplan.kernels.gpu_launch import Geometry
+from fuseplan.kernels.gpu import direct as gpu_direct
+from fuseplan.kernels.gpu.direct import Native
+from fuseplan.kernels.gpu.launch import Geometry
+from fuseplan.kernels.native import extension
 
 
 @pytest.fixture(autouse=True)

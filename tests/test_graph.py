@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.kernels.index import symbol
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.synthetic import random_graph, transformer_graph
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.planner.bench.synthetic import random_graph, transformer_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 
 
 def small() -> DataflowGraph:

@@ -9,9 +9,9 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from fuseplan.kernels.index import symbol
-from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
-from fuseplan.planner.graph_json import graph_from_json, graph_to_json, parse_size
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json, parse_size
 
 S0, S1 = symbol("s0"), symbol("s1")
 

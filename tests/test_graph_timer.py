@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fuseplan.search.timers import CudaGraphTimer
+from fuseplan.search.timing.timers import CudaGraphTimer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

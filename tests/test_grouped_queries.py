@@ -12,11 +12,11 @@ from dispatch_samples import fresh_start
 from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 
-from fuseplan.planner.capture import record, trace_predispatch
+from fuseplan.planner.capture.trace import record, trace_predispatch
+from fuseplan.planner.dispatch_stats import reset_stats, stats
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.grouped_queries import fold_grouped_queries
-from fuseplan.planner.options import parse_options
-from fuseplan.planner.tally import reset_stats, stats
+from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
+from fuseplan.planner.runtime.options import parse_options
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from in_place_oracle import Trace
 from ir_samples import Body, Sample, contiguous
 
-from fuseplan.kernels.backend import SM90
-from fuseplan.kernels.in_place import Execution, choose_reuse, reuse_options
-from fuseplan.kernels.index import Index, symbol
-from fuseplan.kernels.ir import Buffer, KernelIR, validate
-from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.kernels.ir.backend import SM90
+from fuseplan.kernels.ir.in_place import Execution, choose_reuse, reuse_options
+from fuseplan.kernels.ir.index import Index, symbol
+from fuseplan.kernels.ir.ir import Buffer, KernelIR, validate
+from fuseplan.kernels.triton.backend import TritonBackend
 
 HELD, LOOPED = Execution(False, False), Execution(True, False)
 SMALL, SMALL_LOOPED = Execution(False, True), Execution(True, True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_oracle import value_of
 
-from fuseplan.kernels.index import (
+from fuseplan.kernels.ir.index import (
     Index,
     divides,
     evaluate,

@@ -10,11 +10,11 @@ import pytest
 from database_files import export_sample
 from search_records import HERE, evidence, plan, tuning
 
-from fuseplan.search import layered as layered_module
-from fuseplan.search import transfer
-from fuseplan.search.database import Database
-from fuseplan.search.layered import LayeredDatabase
-from fuseplan.search.record import RecordKey
+from fuseplan.search.store import layered as layered_module
+from fuseplan.search.store import transfer
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.layered import LayeredDatabase
+from fuseplan.search.store.record import RecordKey
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from costmodel_samples import CPU
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.learning import UNFUSED, Learner
+from fuseplan.planner.cost.running_calibration import UNFUSED, Learner
 
 
 def samples(scale: float, count: int) -> list[Sample]:

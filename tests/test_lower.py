@@ -11,13 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lower_oracle import check, compute_ops, rms_norm
 
-from fuseplan.kernels.index import symbol
-from fuseplan.kernels.ir import Load, Reduce, Round
-from fuseplan.kernels.reference import run_reference
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lower import NotLowerable, lower
-from fuseplan.planner.pricing import kernel_work
-from fuseplan.planner.recipes import kind_of
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.kernels.ir.ir import Load, Reduce, Round
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.planner.cost.group_work import kernel_work
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lowering.lower import NotLowerable, lower
+from fuseplan.planner.lowering.recipes import kind_of
 
 
 def rope(b: Builder, x: str, cos: str, sin: str) -> str:
@@ -170,7 +170,7 @@ def test_a_quantised_value_is_rounded_where_the_group_uses_it(dtype: str, larges
 def test_float8_overflows_as_this_pytorch_does(
     saturates: bool, clamped: bool, nan: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fuseplan.planner.recipes_convert.float8_saturates", lambda: saturates)
+    monkeypatch.setattr("fuseplan.planner.lowering.recipes_convert.float8_saturates", lambda: saturates)
     b = Builder(x=torch.tensor([463.0, 465.0, -1e4]))
     source = b("aten.clamp.default", "x", min=-448.0, max=448.0) if clamped else "x"
     graph = b.graph(b("aten.to.dtype", source, dtype="float8_e4m3fn"))

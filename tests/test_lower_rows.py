@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lower_oracle import check, compute_ops, rms_norm
 
-from fuseplan.kernels.ir import Load, Reduce
-from fuseplan.planner.lower import Lowered, NotLowerable, lower
+from fuseplan.kernels.ir.ir import Load, Reduce
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
 
 
 def rows_of(lowered: Lowered) -> list[tuple[Any, ...]]:

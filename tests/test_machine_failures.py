@@ -13,17 +13,17 @@ import report_samples as samples
 from fake_tuner import SUBJECT, tuner
 from search_fakes import FakeBackend
 
-from fuseplan.costmodel import load
 from fuseplan.costmodel.device import current_identity
-from fuseplan.kernels import cpp_build
-from fuseplan.kernels.backend import BuildError, Config, MachineError, Resources, Target
-from fuseplan.kernels.cpp_build import Compiler, build_library
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.planner import cli
-from fuseplan.planner.measured import Decided, MeasuredRegion
-from fuseplan.search.database import Database
+from fuseplan.costmodel.probe import load
+from fuseplan.kernels.ir.backend import BuildError, Config, MachineError, Resources, Target
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.native import build
+from fuseplan.kernels.native.build import Compiler, build_library
+from fuseplan.planner.cli import main
+from fuseplan.planner.partition.by_measurement import Decided, MeasuredRegion
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError
-from fuseplan.search.worker import InlineExecutor, WorkerPool
+from fuseplan.search.store.database import Database
+from fuseplan.search.workers.worker import InlineExecutor, WorkerPool
 
 Run = Callable[..., tuple[int, str, str]]
 LONG_AGO = "2020-01-01T00:00:00+00:00"
@@ -131,7 +131,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(capsys: pytest.CaptureFixture[str]) -> Run:
     def run(*argv: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
-        status = cli.run([str(arg) for arg in argv])
+        status = main.run([str(arg) for arg in argv])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -172,17 +172,17 @@ def test_a_cache_folder_that_cannot_be_written(
 @pytest.fixture
 def broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One that passes for a compiler and then compiles no kernel."""
-    real = next(path for path in map(shutil.which, cpp_build.COMPILER_NAMES) if path is not None)
-    script = tmp_path / "bin" / cpp_build.COMPILER_NAMES[0]
+    real = next(path for path in map(shutil.which, build.COMPILER_NAMES) if path is not None)
+    script = tmp_path / "bin" / build.COMPILER_NAMES[0]
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\ncase "$*" in *kernel.cpp*) echo "error: no luck" >&2; exit 1;; esac\n'
                       f'exec {real} "$@"\n')
     script.chmod(0o700)
     monkeypatch.setenv("PATH", str(script.parent), prepend=":")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cpp_build._search.cache_clear()
+    build._search.cache_clear()
     yield
-    cpp_build._search.cache_clear()
+    build._search.cache_clear()
 
 
 def test_a_compiler_that_fails_on_kernels(plan: Run, file: Path, broken_compiler: None) -> None:

@@ -12,9 +12,9 @@ import pytest
 from database_files import damage_pages
 from search_records import HERE, SPEC, evidence, plan, tuning
 
-from fuseplan.search import codec, maintenance
-from fuseplan.search.database import Database
-from fuseplan.search.record import RecordKey, Trial
+from fuseplan.search.store import codec, maintenance
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import RecordKey, Trial
 
 
 @pytest.fixture

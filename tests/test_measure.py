@@ -10,11 +10,11 @@ import pytest
 import torch
 from search_fakes import CLOCK, VirtualTimer
 
-from fuseplan.search import contest as contest_module
-from fuseplan.search import measure
-from fuseplan.search.contest import Contest, contest, geometric_mean, paired_noise
-from fuseplan.search.measure import rotating_operands, screen, summarise
-from fuseplan.search.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
+from fuseplan.search.timing import contest as contest_module
+from fuseplan.search.timing import measure
+from fuseplan.search.timing.contest import Contest, contest, geometric_mean, paired_noise
+from fuseplan.search.timing.measure import rotating_operands, screen, summarise
+from fuseplan.search.timing.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
 
 
 def taking(us: float, jitter: float = 0.0, calls: list[tuple[torch.Tensor, ...]] | None = None) -> Callable[..., None]:

@@ -12,12 +12,12 @@ import pytest
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
-from fuseplan.planner.plan import Planner, PlanSettings
-from fuseplan.planner.subject import GroupSubject
-from fuseplan.search.contest import Contest
-from fuseplan.search.database import Database
-from fuseplan.search.record import PlanRecord, TuningRecord, Versions
-from fuseplan.search.sequence import Part
+from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import PlanRecord, TuningRecord, Versions
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.sequence import Part
 
 SETTINGS = PlanSettings(tolerance=0.0, margin=0.05, max_fused_measured=100)
 

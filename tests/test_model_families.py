@@ -11,9 +11,9 @@ import pytest
 import torch
 from reference_backend import ReferenceBackend, use
 
-from fuseplan.planner.capture import capture
-from fuseplan.planner.models import find_source, workloads_for
-from fuseplan.planner.session import open_session
+from fuseplan.planner.capture.trace import capture
+from fuseplan.planner.models.sources import find_source, workloads_for
+from fuseplan.planner.tuning.session import open_session
 
 
 @pytest.fixture

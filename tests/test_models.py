@@ -13,15 +13,15 @@ import pytest
 import torch
 from model_samples import CONFIGS, write_config
 
-from fuseplan.planner.build import build_model
-from fuseplan.planner.capture import Captured
-from fuseplan.planner.cli_source import capture_all
+from fuseplan.planner.capture.trace import Captured
+from fuseplan.planner.cli.source import capture_all
 from fuseplan.planner.errors import CaptureError, ConfigError, ShapeError, UnknownModelError
-from fuseplan.planner.examples import rewind
-from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.models import find_source, generates, hf_config, workloads_for
-from fuseplan.planner.presets import PRESETS
-from fuseplan.planner.workload import Workload, decode, generate, parse_workloads, prefill
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.examples import rewind
+from fuseplan.planner.models.presets import PRESETS
+from fuseplan.planner.models.sources import find_source, generates, hf_config, workloads_for
+from fuseplan.planner.models.workload import Workload, decode, generate, parse_workloads, prefill
 
 # -- workloads --------------------------------------------------------------------------------------------
 
@@ -218,8 +218,8 @@ def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take
             raise CaptureError("the model cannot be traced: [why]")
         return Captured((DataflowGraph([], {}, [], []),), workload)
 
-    monkeypatch.setattr("fuseplan.planner.capture_cache.cached_capture", cached)
-    monkeypatch.setattr("fuseplan.planner.capture_cache.capture_beside", lambda *_: None)
+    monkeypatch.setattr("fuseplan.planner.capture.cache.cached_capture", cached)
+    monkeypatch.setattr("fuseplan.planner.capture.cache.capture_beside", lambda *_: None)
     asked = (prefill(1, 8), replace(prefill(1, 8), masked=True), generate(1, 8))
     assert [name for name, _ in capture_all(find_source(), asked, "cpu")] == ["prefill 1x8"]
     assert "generate 1x8 is left out: the model cannot be traced: [why]" in capsys.readouterr().err
@@ -280,7 +280,7 @@ def test_a_model_refuses_regimes_it_has_not(tmp_path: Path) -> None:
 
 def test_a_preset_is_known_without_its_library() -> None:
     code = (
-        "import sys; from fuseplan.planner.models import find_source, generates; "
+        "import sys; from fuseplan.planner.models.sources import find_source, generates; "
         "assert generates(find_source(model='llama')); sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

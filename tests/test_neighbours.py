@@ -18,21 +18,22 @@ from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec, Mode, Peak
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.backend import Target
-from fuseplan.planner import bench_prediction, prices
-from fuseplan.planner.bench_prediction import PlannedKernel, predicted_us
-from fuseplan.planner.candidates import enumerate_candidates
-from fuseplan.planner.graph import DataflowGraph, Region
-from fuseplan.planner.lower import Lowered, lower
-from fuseplan.planner.neighbours import Neighbours
-from fuseplan.planner.partition import Choice, RegionProblem, predicted_partition, region_problem
-from fuseplan.planner.plan import Planner, PlanSettings
-from fuseplan.planner.prices import GroupBook, ModelPrices
-from fuseplan.planner.pricing import hot_inputs, kernel_work, op_work
-from fuseplan.planner.recipes import kind_of
-from fuseplan.planner.regions import find_regions
-from fuseplan.search.database import Database
-from fuseplan.search.record import PlanRecord, Versions
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.planner.bench import prediction
+from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
+from fuseplan.planner.cost import prices
+from fuseplan.planner.cost.group_work import hot_inputs, kernel_work, op_work
+from fuseplan.planner.cost.prices import GroupBook, ModelPrices
+from fuseplan.planner.cost.shared_cache import Neighbours
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.partition.guided_loop import Choice, RegionProblem, predicted_partition, region_problem
+from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import PlanRecord, Versions
 
 #: 8 TB/s for what a cache of 32 MB holds, half of it for twice as much.
 KNEE = dataclasses.replace(
@@ -230,11 +231,11 @@ def test_the_bench_predicts_a_plan_in_its_own_numerics(monkeypatch: pytest.Monke
         asked.append(numerics)
         return lower(graph, ops, numerics, *more)
 
-    for module in (bench_prediction, prices):
+    for module in (prediction, prices):
         monkeypatch.setattr(module, "lower", noted)
     for numerics in ("eager", "fp32"):
         asked.clear()
-        bench_prediction.predicted_us(graph, (), names, KNEE, "graph", numerics)
+        prediction.predicted_us(graph, (), names, KNEE, "graph", numerics)
         assert set(asked) == {numerics}
 
 

@@ -12,9 +12,9 @@ import ir_samples as samples
 import pytest
 from ir_samples import Sample, label
 
-from fuseplan.kernels.backend import SM90, BuildError, Target
-from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
-from fuseplan.kernels.ninetoothed_views import Views
+from fuseplan.kernels.ir.backend import SM90, BuildError, Target
+from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
+from fuseplan.kernels.ninetoothed.views import Views
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from tracing import check, only, ops, ordered, recording, runner
 
-from fuseplan.kernels.index import symbol
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.planner.capture.normalise import Normalised, normalise
 from fuseplan.planner.errors import CaptureError
-from fuseplan.planner.execute import run_node
-from fuseplan.planner.graph import Ref
-from fuseplan.planner.normalise import Normalised, normalise
-from fuseplan.planner.recipes import kind_of, mutates
+from fuseplan.planner.graph.dataflow import Ref
+from fuseplan.planner.graph.execute import run_node
+from fuseplan.planner.lowering.recipes import kind_of, mutates
 
 
 def f32(*shape: int) -> Tensor:

@@ -14,12 +14,9 @@ from overlap_samples import one_of_each, step
 from ptx_paths import ACCESS, END, WAIT, overlap_faults, reached
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.kernels.backend import SM90, BuildError, Target
-from fuseplan.kernels.gpu_backend import GpuBackend
-from fuseplan.kernels.gpu_launch import Variant
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
-from fuseplan.kernels.overlap import (
+from fuseplan.kernels.gpu.backend import GpuBackend
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.overlap import (
     OVERLAP_CHOICES,
     can_overlap,
     overlap_of,
@@ -27,11 +24,14 @@ from fuseplan.kernels.overlap import (
     plainly,
     pointless_overlap,
 )
-from fuseplan.kernels.triton_backend import TritonBackend
-from fuseplan.planner import session
-from fuseplan.planner.plan import PlanSettings
-from fuseplan.search.space import enumerate_space
-from fuseplan.search.strategy import make_strategy
+from fuseplan.kernels.ir.backend import SM90, BuildError, Target
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
+from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.planner.tuning import session
+from fuseplan.planner.tuning.planner import PlanSettings
+from fuseplan.search.tune.space import enumerate_space
+from fuseplan.search.tune.strategy import make_strategy
 
 IN_GRAPH = replace(SM90, in_graph=True)
 STATEMENTS = ("row = pid", "x = load(a)", "store(b, x)", "y = load(c)", "z = y + x", "store(d, z)")

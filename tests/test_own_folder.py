@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fuseplan.kernels import own_folder as module
-from fuseplan.kernels.cpp_build import Compiler, build_library, find_compiler
-from fuseplan.kernels.gpu_build import ModuleStore
-from fuseplan.kernels.own_folder import exposed, own_folder
+from fuseplan.kernels.gpu.build import ModuleStore
+from fuseplan.kernels.native import own_folder as module
+from fuseplan.kernels.native.build import Compiler, build_library, find_compiler
+from fuseplan.kernels.native.own_folder import exposed, own_folder
 
 
 @pytest.fixture(autouse=True)

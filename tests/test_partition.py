@@ -12,12 +12,14 @@ from graph_oracle import Oracle, anything, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.planner.candidates import CandidateLimits, enumerate_candidates
-from fuseplan.planner.convex import bits
-from fuseplan.planner.cover import CoverLimits, CoverProblem, Option, solve_cover
-from fuseplan.planner.cycles import break_cycles, short_cycles
-from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.partition import (
+from fuseplan.planner.bench.synthetic import random_graph, synthetic_kind
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates
+from fuseplan.planner.groups.convex import bits
+from fuseplan.planner.groups.cycles import break_cycles, short_cycles
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.partition.cover import CoverLimits, CoverProblem, Option, solve_cover
+from fuseplan.planner.partition.guided_loop import (
     Choice,
     GuidedResult,
     RegionProblem,
@@ -25,8 +27,6 @@ from fuseplan.planner.partition import (
     predicted_partition,
     region_problem,
 )
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.synthetic import random_graph, synthetic_kind
 
 
 def all_covers(problem: CoverProblem) -> Iterator[tuple[float, tuple[int, ...]]]:

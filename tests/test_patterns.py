@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from reference_backend import ReferenceBackend, use
 
-from fuseplan.kernels.backend import Target
-from fuseplan.kernels.cpp_backend import CppBackend
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
-from fuseplan.planner.patterns import PATTERNS, parse_shape, pattern, pattern_graph
-from fuseplan.planner.recipes import kind_of
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.scheduler import FusionConfig, FusionScheduler
-from fuseplan.planner.subject import group_subject, random_tensor
-from fuseplan.search.verify import make_oracle, verify
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.subject import group_subject, random_tensor
+from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.patterns.table import PATTERNS, parse_shape, pattern, pattern_graph
+from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler
+from fuseplan.search.timing.verify import make_oracle, verify
 
 Tensor = torch.Tensor
 REASON = CppBackend().unavailable()

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from in_place_backend import InPlaceBackend
 
-from fuseplan.kernels.backend import BuildError
-from fuseplan.kernels.cpp_backend import CppBackend
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.registry import backends_for, local_target
-from fuseplan.planner import peers_flashinfer, peers_liger
-from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE
-from fuseplan.planner.bench_case import make_inputs, reference_outputs, trace_cell
-from fuseplan.planner.bench_cells import cell
+from fuseplan.planner.bench.case import make_inputs, reference_outputs, trace_cell
+from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.fallback import GroupPlan
-from fuseplan.planner.peers import FLASHINFER, LIGER, PEERS, Case, Contestant, PeerError, fused, peer_names
-from fuseplan.planner.peers_inductor import _equal, without_chatter
-from fuseplan.planner.recipes import kind_of
-from fuseplan.search.verify import errors
+from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.peers import flashinfer, liger
+from fuseplan.planner.peers.inductor import _equal, without_chatter
+from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, Case, Contestant, PeerError, fused, peer_names
+from fuseplan.planner.runtime.fallback import GroupPlan
+from fuseplan.search.timing.verify import errors
 
 SHAPES = {
     "swiglu": "3x128", "geglu": "3x16", "geglu_tanh": "2x3x16", "rms_norm": "3x127", "rms_norm_gemma": "3x16",
@@ -240,7 +240,7 @@ def install_liger(monkeypatch: pytest.MonkeyPatch, rms_norm: Any = _liger_rms_no
     install(monkeypatch, f"{ops}.rope", rope_forward=_liger_rope)
 
 
-@pytest.mark.parametrize("pattern", sorted(peers_liger.OPS.keys() & SHAPES.keys()))
+@pytest.mark.parametrize("pattern", sorted(liger.OPS.keys() & SHAPES.keys()))
 def test_liger_is_asked_for_the_pattern(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install_liger(monkeypatch)
     case = case_of(pattern, SHAPES[pattern])
@@ -312,7 +312,7 @@ def _apply_rope(
     return turned(query), turned(key)
 
 
-@pytest.mark.parametrize("pattern", sorted(peers_flashinfer.OPS.keys() & SHAPES.keys()))
+@pytest.mark.parametrize("pattern", sorted(flashinfer.OPS.keys() & SHAPES.keys()))
 def test_flashinfer_is_asked_for_the_pattern(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         monkeypatch, "flashinfer.activation", silu_and_mul=_act_and_mul(F.silu), gelu_and_mul=_act_and_mul(F.gelu),
@@ -329,9 +329,9 @@ def test_flashinfer_is_asked_for_the_pattern(pattern: str, monkeypatch: pytest.M
 
 
 def test_every_library_op_is_of_a_pattern() -> None:
-    from fuseplan.planner.patterns import PATTERNS, pattern
+    from fuseplan.planner.patterns.table import PATTERNS, pattern
 
-    for name, op in {**peers_liger.OPS, **peers_flashinfer.OPS}.items():
+    for name, op in {**liger.OPS, **flashinfer.OPS}.items():
         assert tuple(pattern(name, PATTERNS[name].example)[1]) == op.inputs, name
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fuseplan.planner.flow import flow_of
-from fuseplan.planner.graph import OpNode, TensorSpec
-from fuseplan.planner.lower import lower
-from fuseplan.planner.placement import Placement, Traced, fused_graph
-from fuseplan.planner.subgraph import SubGraph, trace_subgraph
-from fuseplan.planner.subject import chain_module, group_nodes
+from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
+from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.implementations.subject import chain_module, group_nodes
+from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.runtime.placement import Placement, Traced, fused_graph
 
 SPEC = TensorSpec.contiguous((3, 3), "float32")
 

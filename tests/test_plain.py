@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from report_samples import DEVICE
 from search_records import evidence, plan, tuning
 
-from fuseplan.planner import cli
-from fuseplan.search import codec
-from fuseplan.search.database import Database
-from fuseplan.search.plain import plain
-from fuseplan.search.record import Alternative, GroupChoice
+from fuseplan.planner.cli import main
+from fuseplan.search.store import codec
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.plain import plain
+from fuseplan.search.store.record import Alternative, GroupChoice
 
 MARKUP = "[/red] [bold]<script>alert(1)</script> | `x` {y} $z$"
 ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b2J\r\u202e\u2028"
@@ -62,8 +62,8 @@ def test_no_command_obeys_stored_text(
     device = ["--device-key", DEVICE] if command.startswith("report") else []
     out = tmp_path / "out"
     if "import" in command:
-        assert cli.run(["db", "export", str(out), "--db", str(path)]) == 0
-    status = cli.run([*command.format(out=out).split(), *device, "--db", str(path)])
+        assert main.run(["db", "export", str(out), "--db", str(path)]) == 0
+    status = main.run([*command.format(out=out).split(), *device, "--db", str(path)])
     assert status == (2 if "verify" in command else 0)
     printed = "".join(capfd.readouterr())
     assert all(line.isprintable() for line in printed.split("\n"))
@@ -76,9 +76,9 @@ def test_no_command_obeys_stored_text(
 def test_data_files_have_what_is_stored(path: Path, tmp_path: Path) -> None:
     table, backup = tmp_path / "report.csv", tmp_path / "backup.jsonl"
     where = ["--db", str(path)]
-    assert cli.run(["report", "--device-key", DEVICE, "--format", "csv", "--out", str(table), *where]) == 0
+    assert main.run(["report", "--device-key", DEVICE, "--format", "csv", "--out", str(table), *where]) == 0
     assert MARKUP in {row["group"] for row in csv.DictReader(io.StringIO(table.read_text()))}
-    assert cli.run(["db", "export", str(backup), *where]) == 0
+    assert main.run(["db", "export", str(backup), *where]) == 0
     plans = [json.loads(line).get("plan_record") for line in backup.read_text().splitlines()]
     assert [one["rejected"][0]["reason"] for one in plans if one] == [ESCAPES]
 
@@ -91,5 +91,5 @@ def test_messages_about_damage_hold_no_stored_escape(path: Path, capfd: pytest.C
             (payload, codec.checksum(payload), ESCAPES),
         )
     for command in ("ls", "verify", "prune"):
-        cli.run(["db", command, "--db", str(path)])
+        main.run(["db", command, "--db", str(path)])
         assert all(line.isprintable() for line in "".join(capfd.readouterr()).split("\n"))

@@ -13,16 +13,16 @@ from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.planner.binding import bind_graph
-from fuseplan.planner.candidates import enumerate_candidates
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.memory import peak_bytes
-from fuseplan.planner.plan import Planner, PlanSettings
-from fuseplan.planner.prices import GroupBook
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.subject import GroupSubject
-from fuseplan.search.database import Database
-from fuseplan.search.record import RecordKey, Trial, Versions
+from fuseplan.planner.cost.prices import GroupBook
+from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.partition.peak_memory import peak_bytes
+from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import RecordKey, Trial, Versions
 
 EXHAUSTIVE = PlanSettings(tolerance=0.0, margin=0.0, max_fused_measured=100)
 
@@ -145,7 +145,7 @@ def test_peak_memory_of_a_partition() -> None:
 
 
 def test_binding_replaces_sizes_everywhere() -> None:
-    from fuseplan.kernels.index import symbol
+    from fuseplan.kernels.ir.index import symbol
 
     s = symbol("s0")
     view = OpNode("aten.view.default", ("x",), ("v",), {"size": (s * 2, 4)})
@@ -162,8 +162,8 @@ def test_binding_replaces_sizes_everywhere() -> None:
 
 
 def test_what_another_kernel_produced_is_hot_even_where_the_graph_is_cut() -> None:
-    from fuseplan.planner.patterns import pattern_graph
-    from fuseplan.planner.subject import group_subject
+    from fuseplan.planner.implementations.subject import group_subject
+    from fuseplan.planner.patterns.table import pattern_graph
 
     graph = pattern_graph("add_rms_norm", "4x64")
     ops = tuple(node.name for node in graph)

@@ -18,14 +18,14 @@ from reference_backend import ReferenceBackend, use
 from scripted_tuner import TARGET
 
 import fuseplan.planner
-from fuseplan.kernels.cpp_backend import CppBackend
-from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.plan import Planner
-from fuseplan.planner.plan_check import PlanCheck, RefusedPlanError, refuse_cover
-from fuseplan.planner.prices import GroupBook
-from fuseplan.planner.regions import find_regions
-from fuseplan.search.database import Database
-from fuseplan.search.record import GroupChoice, PlanRecord, Versions
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.planner.cost.prices import GroupBook
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError, refuse_cover
+from fuseplan.planner.tuning.planner import Planner
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import GroupChoice, PlanRecord, Versions
 
 HONEST = {"unroll": 1}
 Edit = Callable[[PlanRecord], PlanRecord]

@@ -13,7 +13,7 @@ from program_judging import complaints
 from program_runs import run_program
 from programs import Input, Program, Step, make_program
 
-from fuseplan.kernels.cpp_build import find_compiler
+from fuseplan.kernels.native.build import find_compiler
 
 #: The last ones pass through several dtypes, or sum what cancels.
 SEEDS = (*range(7000, 7024), 315, 833, 2866, 3735)

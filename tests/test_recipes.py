@@ -8,11 +8,11 @@ import pytest
 import torch
 from graphs import Builder, wide
 
-from fuseplan.kernels.reference import run_reference
-from fuseplan.planner.graph import Ref
-from fuseplan.planner.lower import lower
-from fuseplan.planner.recipes import RECIPES, kind_of, mutates, why_extern
-from fuseplan.planner.subject import _widened, chain_module, group_nodes
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.planner.graph.dataflow import Ref
+from fuseplan.planner.implementations.subject import _widened, chain_module, group_nodes
+from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.lowering.recipes import RECIPES, kind_of, mutates, why_extern
 
 torch.manual_seed(0)
 X = torch.randn(3, 5, 7)
@@ -314,7 +314,7 @@ def test_what_cannot_be_lowered_says_why(
 
 
 def test_mutations_are_known_by_name() -> None:
-    from fuseplan.planner.graph import OpNode
+    from fuseplan.planner.graph.dataflow import OpNode
 
     assert mutates(OpNode("aten.add_.Tensor", ("x", "y"), ("z",)))
     assert mutates(OpNode("aten.index_copy_.default", ("x",), ("z",)))

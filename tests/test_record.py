@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_records import HERE, evidence, plan, tuning
 
-from fuseplan.search import codec
 from fuseplan.search.errors import RecordError
-from fuseplan.search.record import Measurement, PlanRecord, RecordKey, Trial, TuningRecord, Versions
+from fuseplan.search.store import codec
+from fuseplan.search.store.record import Measurement, PlanRecord, RecordKey, Trial, TuningRecord, Versions
 
 names = st.text("abzAZ09_.+-", max_size=8)
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -146,7 +146,7 @@ class _Library:
 def test_the_drivers_version_comes_from_its_library(
     monkeypatch: pytest.MonkeyPatch, status: int, version: str
 ) -> None:
-    from fuseplan.search import record
+    from fuseplan.search.store import record
 
     monkeypatch.setattr(record.ctypes, "CDLL", lambda name: _Library(status))
     record._driver_version.cache_clear()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fuseplan.planner.recordable import Roles
-from fuseplan.planner.recording import NotRecordable, Results, StaticInputs
+from fuseplan.planner.runtime.recordable import Roles
+from fuseplan.planner.runtime.recording import NotRecordable, Results, StaticInputs
 
 
 def odd(tensor: torch.Tensor) -> torch.Tensor:

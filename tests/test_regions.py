@@ -9,11 +9,11 @@ from graphs import Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.planner import flow as flow_module
-from fuseplan.planner.flow import flow_of
-from fuseplan.planner.graph import DataflowGraph, OpNode, Ref, TensorSpec
-from fuseplan.planner.regions import RegionLimits, find_boundaries, find_regions, unique_regions
-from fuseplan.planner.synthetic import random_graph, synthetic_kind, transformer_graph
+from fuseplan.planner.bench.synthetic import random_graph, synthetic_kind, transformer_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.groups import compute_graph as flow_module
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.regions import RegionLimits, find_boundaries, find_regions, unique_regions
 
 UNBOUNDED = RegionLimits(search_budget=10**6, sibling_levels=99, sibling_window=99)
 

@@ -15,13 +15,15 @@ import pandas as pd
 import pytest
 import report_samples as samples
 
-from fuseplan.planner import report, report_accuracy, report_graph, report_plots, summary
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.graph import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.report import ReportData, load_report
-from fuseplan.planner.report_html import html_report, table_html
-from fuseplan.search.record import Alternative, GroupChoice
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.report import accuracy, frames, plots
+from fuseplan.planner.report import drawing as report_graph
+from fuseplan.planner.report.frames import ReportData, load_report
+from fuseplan.planner.report.html_page import html_report, table_html
+from fuseplan.planner.tuning import summary
+from fuseplan.search.store.record import Alternative, GroupChoice
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def data(tmp_path: Path) -> ReportData:
 
 
 def test_group_frame_counts_runs_and_says_do_not_fuse(data: ReportData) -> None:
-    frame = report.group_frame(data).set_index("group")
+    frame = frames.group_frame(data).set_index("group")
     swiglu = frame.loc["silu+mul 32x8192 bfloat16"]
     assert swiglu["times"] == 32  # 16 in each of two workloads
     assert swiglu["workload"] == "decode b1, prefill 1x128"
@@ -49,12 +51,12 @@ def test_what_noise_hid_is_called_undecided(data: ReportData) -> None:
     records = {
         key: replace(one, fuse=False, undecided=one.label.startswith("silu")) for key, one in data.records.items()
     }
-    answers = report.group_frame(replace(data, records=records)).set_index("group")["answer"]
+    answers = frames.group_frame(replace(data, records=records)).set_index("group")["answer"]
     assert [name for name in answers.index if answers[name] == "undecided"] == ["silu+mul 32x8192 bfloat16"]
 
 
 def test_coverage_counts_ops_and_launches(data: ReportData) -> None:
-    frame = report.coverage_frame(data).set_index("workload")
+    frame = frames.coverage_frame(data).set_index("workload")
     decode = frame.loc["decode b1"]
     # 16 x 2 (swiglu) + 32 x 4 (norm) fused; 16 x 3 (rope) not.
     assert (decode["fusable"], decode["fused"]) == (208, 160)
@@ -65,27 +67,27 @@ def test_coverage_counts_ops_and_launches(data: ReportData) -> None:
 
 
 def test_region_and_miss_frames(data: ReportData) -> None:
-    regions = report.region_frame(data)
+    regions = frames.region_frame(data)
     assert len(regions) == 5
     assert regions["speedup"].tolist() == pytest.approx([3.0, 4.5, 1.0, 3.0, 4.5])
-    misses = report.miss_frame(data)
+    misses = frames.miss_frame(data)
     assert misses[["label", "count"]].to_numpy().tolist() == [["gelu 7x13 float32", 1]]
 
 
 def test_headline_names_groups_that_lose(data: ReportData) -> None:
-    groups = report.group_frame(data)
-    assert report.headline(groups) == (
+    groups = frames.group_frame(data)
+    assert frames.headline(groups) == (
         "2 of 3 groups are fused; geometric mean speed-up over unfused 2.38x; 0 slower than unfused beyond noise"
     )
     groups.loc[0, "speedup"] = 0.9
-    assert "1 slower" in report.headline(groups)
-    assert report.headline(groups.iloc[:0]) == "no group has been tuned"
+    assert "1 slower" in frames.headline(groups)
+    assert frames.headline(groups.iloc[:0]) == "no group has been tuned"
 
 
 def test_records_without_a_summary_still_make_a_report(data: ReportData) -> None:
     bare = replace(data, workloads=(), model="")
-    assert len(report.group_frame(bare)) == 3
-    assert report.coverage_frame(bare).empty
+    assert len(frames.group_frame(bare)) == 3
+    assert frames.coverage_frame(bare).empty
     assert "no graph to draw" in html_report(bare)
 
 
@@ -93,7 +95,7 @@ def test_names_carry_the_model_when_there_are_several(tmp_path: Path) -> None:
     with samples.sample_database(tmp_path / "tuning.db") as database:
         summary.store(database, samples.workload("decode b1", samples.REGIONS[:1], model="other"))
         everything = load_report(database, samples.DEVICE)
-        assert "other decode b1" in report.coverage_frame(everything)["workload"].tolist()
+        assert "other decode b1" in frames.coverage_frame(everything)["workload"].tolist()
         assert load_report(database, samples.DEVICE, model="other").plans.keys() == {samples.SWIGLU_PLAN.key}
 
 
@@ -118,14 +120,14 @@ def test_nothing_stored_is_an_error_that_names_the_nearest_model(tmp_path: Path)
 
 @pytest.mark.parametrize("ratios, expected", [([2.0, 8.0], 4.0), ([3.0, float("inf"), 0.0], 3.0)])
 def test_geometric_mean(ratios: list[float], expected: float) -> None:
-    assert report.geometric_mean(ratios) == pytest.approx(expected)
+    assert frames.geometric_mean(ratios) == pytest.approx(expected)
 
 
 def test_text_forms_keep_every_cell(data: ReportData) -> None:
-    groups = report.group_frame(data)
-    read = pd.read_csv(StringIO(report.to_text(groups, "csv")))
+    groups = frames.group_frame(data)
+    read = pd.read_csv(StringIO(frames.to_text(groups, "csv")))
     assert read["fused_us"].tolist() == groups["fused_us"].tolist()
-    markdown = report.to_text(groups, "markdown").splitlines()
+    markdown = frames.to_text(groups, "markdown").splitlines()
     assert len(markdown) == 2 + len(groups)
     assert all(len(re.findall(r"(?<!\\)\|", line)) == len(groups.columns) + 1 for line in markdown)
     assert r"cat\|neg" in markdown[-1]
@@ -135,11 +137,11 @@ def test_text_forms_keep_every_cell(data: ReportData) -> None:
 
 
 def test_accuracy_pairs_hold_what_was_measured(data: ReportData) -> None:
-    pairs = report_accuracy.accuracy_pairs(data)
+    pairs = accuracy.accuracy_pairs(data)
     assert {(pair.predicted_us, pair.measured_us) for pair in pairs} == {
         (36.0, 40.0), (25.0, 20.0), (48.0, 50.0), (5.0, 5.5), (30.0, 35.0),
     }
-    overall = report_accuracy.accuracy_table(data).iloc[0]
+    overall = accuracy.accuracy_table(data).iloc[0]
     errors = sorted(abs(pair.predicted_us / pair.measured_us - 1) for pair in pairs)
     assert overall["pairs"] == len(errors) == 7
     assert overall["median_error"] == pytest.approx(errors[3])
@@ -155,17 +157,17 @@ def test_regret_is_the_cost_of_the_models_own_choice(data: ReportData) -> None:
         ),
         rejected=(Alternative((0, 1), "silu+mul", "slower", 5.0, 12.0),),
     )
-    table = report_accuracy.regret_table(replace(data, plans={plan.key: plan}))
+    table = accuracy.regret_table(replace(data, plans={plan.key: plan}))
     assert table[["best_us", "model_us"]].to_numpy().tolist() == [[pytest.approx(9.0), pytest.approx(12.0)]]
     assert table["regret"].tolist() == [pytest.approx(12.0 / 9.0 - 1.0)]
 
 
 def test_regret_needs_a_choice(data: ReportData) -> None:
-    assert report_accuracy.regret_table(data).empty
+    assert accuracy.regret_table(data).empty
 
 
 def test_accuracy_text_without_measurements(data: ReportData) -> None:
-    assert report_accuracy.accuracy_text(replace(data, plans={})) == ["No prediction has been measured yet."]
+    assert accuracy.accuracy_text(replace(data, plans={})) == ["No prediction has been measured yet."]
 
 
 # -- summaries ------------------------------------------------------------------------------------------------
@@ -297,10 +299,10 @@ def test_partition_drawing_shows_a_recomputed_op_twice() -> None:
 
 
 def test_plots_take_their_colours_from_the_page() -> None:
-    plot = report_plots.roofline_plot(samples.SPEC, [samples.SWIGLU, samples.NORM])
+    plot = plots.roofline_plot(samples.SPEC, [samples.SWIGLU, samples.NORM])
     assert "var(--fused)" in plot and "#010a" not in plot
     assert "font-family" not in plot and "http" not in plot
-    assert report_plots.roofline_plot(samples.SPEC, [samples.SWIGLU, samples.NORM]) == plot
+    assert plots.roofline_plot(samples.SPEC, [samples.SWIGLU, samples.NORM]) == plot
 
 
 def test_table_html_escapes_and_aligns() -> None:

@@ -16,12 +16,12 @@ from scripted_tuner import TARGET, ScriptedTuner
 
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner import samples as stored
-from fuseplan.planner.plan import Planner
-from fuseplan.planner.report_held_out import regret_frame, sample_frame, verdict_frame
-from fuseplan.planner.samples import ChoiceSample, RegionSamples
-from fuseplan.search.database import Database
-from fuseplan.search.record import RecordKey
+from fuseplan.planner.cost import samples as stored
+from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
+from fuseplan.planner.report.held_out import regret_frame, sample_frame, verdict_frame
+from fuseplan.planner.tuning.planner import Planner
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import RecordKey
 
 
 def sample(ops: tuple[int, ...], family: str, nbytes: float, scale: float, fused: bool = False) -> ChoiceSample:

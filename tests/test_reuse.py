@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuseplan.planner
-from fuseplan.planner.executor import executable
-from fuseplan.planner.fallback import GroupPlan
-from fuseplan.planner.normalise import normalise
-from fuseplan.planner.options import parse_options
-from fuseplan.planner.placement import Traced
-from fuseplan.planner.plan import Planner
-from fuseplan.planner.tally import Tally
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.runtime.executor import executable
+from fuseplan.planner.runtime.fallback import GroupPlan
+from fuseplan.planner.runtime.options import parse_options
+from fuseplan.planner.runtime.placement import Traced
+from fuseplan.planner.tuning.planner import Planner
 
 Tensors = tuple[torch.Tensor, ...]
 

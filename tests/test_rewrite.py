@@ -8,11 +8,11 @@ import ir_samples as samples
 import pytest
 import torch
 
-from fuseplan.kernels.index import Index, symbol
-from fuseplan.kernels.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment, validate
-from fuseplan.kernels.reference import run_reference
-from fuseplan.kernels.rewrite import cheaper_arithmetic, collapse_axes, without_repeated_clamps
-from fuseplan.kernels.split import split_columns
+from fuseplan.kernels.ir.index import Index, symbol
+from fuseplan.kernels.ir.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment, validate
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.kernels.ir.rewrite import cheaper_arithmetic, collapse_axes, without_repeated_clamps
+from fuseplan.kernels.ir.split import split_columns
 
 SAMPLES = [
     pytest.param(one, id=samples.label(one)) for one in [*samples.static_samples(), *samples.dynamic_samples()]

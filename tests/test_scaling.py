@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from graph_oracle import anything
 
-from fuseplan.planner.recipes import kind_of
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.scaling import plan_scaling
-from fuseplan.planner.synthetic import transformer_graph
+from fuseplan.planner.bench.scaling import plan_scaling
+from fuseplan.planner.bench.synthetic import transformer_graph
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.lowering.recipes import kind_of
 
 
 def test_table_counts_what_was_planned() -> None:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from reference_backend import ReferenceBackend, use
 
 from fuseplan.planner import FusionConfig, FusionScheduler, OpNode, SubGraph, reset_stats, stats
+from fuseplan.planner.capture.subgraph import full_name
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError
-from fuseplan.planner.subgraph import full_name
 
 SWIGLU = SubGraph(
     (OpNode("silu", ("gate",), ("act",)), OpNode("mul", ("act", "up"), ("out",))), ("gate", "up"), ("out",)
@@ -227,7 +227,7 @@ def test_a_planner_that_fails_falls_back_or_raises(
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise failure
 
-    monkeypatch.setattr("fuseplan.planner.scheduler.open_session", fails)
+    monkeypatch.setattr("fuseplan.planner.runtime.scheduler.open_session", fails)
     inputs = gates(2, 6)
     scheduler = FusionScheduler(database=db)
     result = scheduler.dispatch(SWIGLU, inputs)["out"]

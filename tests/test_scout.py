@@ -13,13 +13,13 @@ from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
-from fuseplan.kernels.backend import Target
-from fuseplan.planner.graph import DataflowGraph
-from fuseplan.planner.plan import Planner, PlanSettings
-from fuseplan.planner.regions import find_regions
-from fuseplan.planner.scout import Scout
-from fuseplan.search.database import Database
-from fuseplan.search.record import PlanRecord, Versions
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.tuning.lookahead import Scout
+from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import PlanRecord, Versions
 
 GPU = replace(TARGET, device_type="cuda")
 SETTINGS = PlanSettings(tolerance=0.0, margin=0.0)

@@ -15,10 +15,10 @@ from reference_backend import ReferenceBackend
 from search_fakes import FakeSubject
 from torch import Tensor
 
-from fuseplan.kernels.backend import Target
-from fuseplan.planner.subject import GroupSubject, group_subject
-from fuseplan.search.sequence import Part, SharedOperands, sequence
-from fuseplan.search.subject import Subject
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
+from fuseplan.search.timing.subject import Subject
 
 TARGET = Target("cpu", "native", 2)
 

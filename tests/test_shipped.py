@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fuseplan.planner.session import open_session
-from fuseplan.search.layered import shipped_files
-from fuseplan.search.transfer import read_bundle
+from fuseplan.planner.tuning.session import open_session
+from fuseplan.search.store.layered import shipped_files
+from fuseplan.search.store.transfer import read_bundle
 
 
 @pytest.mark.parametrize("path", shipped_files(), ids=lambda path: path.stem)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_fakes import CPU, FakeBackend, muladd_ir
 
-from fuseplan.kernels.backend import Config, Tunable, config_key
-from fuseplan.search.space import Space, enumerate_space
-from fuseplan.search.strategy import ExhaustiveStrategy, GuidedStrategy, Strategy, make_strategy
+from fuseplan.kernels.ir.backend import Config, Tunable, config_key
+from fuseplan.search.tune.space import Space, enumerate_space
+from fuseplan.search.tune.strategy import ExhaustiveStrategy, GuidedStrategy, Strategy, make_strategy
 
 
 def space_of(sizes: tuple[int, ...], keep: set[tuple[int, ...]] | None = None) -> Space:

@@ -11,13 +11,13 @@ from typing import Any
 import ir_samples as samples
 import pytest
 
-from fuseplan.kernels.backend import SM90, Backend, BuildError, Config, Target, checked, config_key, misfit
-from fuseplan.kernels.cpp_backend import CppBackend
-from fuseplan.kernels.cpp_config import run_settings
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
-from fuseplan.kernels.triton_backend import TritonBackend
-from fuseplan.search.space import enumerate_space
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.cpp.config import run_settings
+from fuseplan.kernels.ir.backend import SM90, Backend, BuildError, Config, Target, checked, config_key, misfit
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
+from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.search.tune.space import enumerate_space
 
 CPU = Target("cpu", "native", 8, l2_bytes=2**25)
 TARGETS: Mapping[type[Backend], Target] = {CppBackend: CPU, TritonBackend: SM90, NinetoothedBackend: SM90}

@@ -9,10 +9,10 @@ import torch
 from graphs import Builder
 from lower_oracle import compute_ops, rms_norm
 
-from fuseplan.kernels.reference import run_reference
-from fuseplan.planner.lower import lower
-from fuseplan.planner.pricing import chain_work, kernel_work
-from fuseplan.planner.subject import group_subject
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.planner.cost.group_work import chain_work, kernel_work
+from fuseplan.planner.implementations.subject import group_subject
+from fuseplan.planner.lowering.lower import lower
 
 
 def test_work_is_counted_exactly() -> None:

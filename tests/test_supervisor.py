@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from worker_jobs import LIMIT, PATIENCE_S, add, crash, fail, hang, journal, leave, touch, wait_for
 
-from fuseplan.search.supervisor import BACKGROUND, CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
+from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
 
 #: A job, and its lane, that no test uses.
 ASIDE = 99

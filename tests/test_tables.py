@@ -15,9 +15,9 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateTable
 
-from fuseplan.search import location, tables
-from fuseplan.search.database import Database
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError
+from fuseplan.search.store import location, tables
+from fuseplan.search.store.database import Database
 
 
 @pytest.fixture

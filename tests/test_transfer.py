@@ -9,9 +9,9 @@ import pytest
 from database_files import export_sample
 from search_records import HERE, evidence, tuning
 
-from fuseplan.search import transfer
-from fuseplan.search.database import Database
 from fuseplan.search.errors import ImportRefusedError, RecordError, SchemaVersionError
+from fuseplan.search.store import transfer
+from fuseplan.search.store.database import Database
 
 
 @pytest.fixture

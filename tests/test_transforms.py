@@ -14,7 +14,7 @@ from reference_backend import ReferenceBackend, use
 from torch import Tensor
 
 import fuseplan.planner
-from fuseplan.planner.transforms import modes_restored
+from fuseplan.planner.capture.transforms import modes_restored
 
 
 @pytest.fixture(autouse=True)

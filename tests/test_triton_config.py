@@ -8,15 +8,15 @@ from dataclasses import replace
 import ir_samples as samples
 import pytest
 
-from fuseplan.kernels.backend import SM90, Config, Target
-from fuseplan.kernels.index import Coord, Index
-from fuseplan.kernels.ir import Apply, Buffer, Const, Gather, KernelIR, Load, Segment, Store
-from fuseplan.kernels.overlap import plainly
-from fuseplan.kernels.triton_backend import TritonBackend
-from fuseplan.kernels.triton_config import default_config, full_tile, infeasible, tunables
-from fuseplan.kernels.triton_emitter import emit_triton
-from fuseplan.kernels.triton_tile import live_words, programs, tile_of
-from fuseplan.search.space import enumerate_space
+from fuseplan.kernels.gpu.overlap import plainly
+from fuseplan.kernels.gpu.tile import live_words, programs, tile_of
+from fuseplan.kernels.ir.backend import SM90, Config, Target
+from fuseplan.kernels.ir.index import Coord, Index
+from fuseplan.kernels.ir.ir import Apply, Buffer, Const, Gather, KernelIR, Load, Segment, Store
+from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.kernels.triton.config import default_config, full_tile, infeasible, tunables
+from fuseplan.kernels.triton.emitter import emit_triton
+from fuseplan.search.tune.space import enumerate_space
 
 
 def copies(*shapes: tuple[int, int]) -> KernelIR:

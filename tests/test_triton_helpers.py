@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuseplan.kernels.triton_helpers import helper_sources, plain_helper_sources
+from fuseplan.kernels.triton.helpers import helper_sources, plain_helper_sources
 
 TL = SimpleNamespace(
     float32=torch.float32, float64=torch.float64, where=torch.where, floor=torch.floor, sin=torch.sin, cos=torch.cos,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.kernels.index import Index, flatten, symbol
-from fuseplan.kernels.ir import Const, Segment
-from fuseplan.kernels.triton_index import Coordinates, size_text
-from fuseplan.kernels.triton_tile import Blocks, ceil_div, evaluate_blocks, next_power_of_2
+from fuseplan.kernels.gpu.tile import Blocks, ceil_div, evaluate_blocks, next_power_of_2
+from fuseplan.kernels.ir.index import Index, flatten, symbol
+from fuseplan.kernels.ir.ir import Const, Segment
+from fuseplan.kernels.triton.index import Coordinates, size_text
 
 
 def segment(rows: tuple[int, ...], cols: int) -> Segment:

@@ -17,15 +17,15 @@ import pytest
 from ir_samples import Sample, label
 from recipe_samples import recipe_samples
 
-from fuseplan.kernels import gpu_build
-from fuseplan.kernels.backend import SM90, BuildError, Config, MachineError, Target
-from fuseplan.kernels.gpu_build import _cuobjdump, compile_kernel
-from fuseplan.kernels.gpu_launch import Variant
-from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.gpu import build
+from fuseplan.kernels.gpu.build import _cuobjdump, compile_kernel
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.tile import needs_int64, programs
+from fuseplan.kernels.ir.backend import SM90, BuildError, Config, MachineError, Target
+from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.registry import local_target
-from fuseplan.kernels.triton_backend import TritonBackend, _kernel_spec
-from fuseplan.kernels.triton_emitter import KERNEL_NAME
-from fuseplan.kernels.triton_tile import needs_int64, programs
+from fuseplan.kernels.triton.backend import TritonBackend, _kernel_spec
+from fuseplan.kernels.triton.emitter import KERNEL_NAME
 
 LLAMA_SHAPES = [(1, 2048, 8192), (32, 4096, 14336), (16384, 8192, 28672)]
 
@@ -127,8 +127,8 @@ def test_a_tool_that_hangs_is_the_machines_fault(
     hangs = tmp_path / "cuobjdump"
     hangs.write_text("#!/bin/sh\nsleep 100000\n")
     hangs.chmod(0o755)
-    monkeypatch.setattr(gpu_build, "_TOOL_LIMIT_S", 0.2)
-    monkeypatch.setattr(gpu_build, "_cuobjdump", lambda: str(hangs))
+    monkeypatch.setattr(build, "_TOOL_LIMIT_S", 0.2)
+    monkeypatch.setattr(build, "_cuobjdump", lambda: str(hangs))
     with pytest.raises(MachineError, match=r"cuobjdump did not finish within 0\.2 s"):
         backend.prepare(samples.rms_norm(4, 128).ir, {"block_rows": 1, "block_cols": 128, "num_warps": 1}, SM90)
 
@@ -180,7 +180,7 @@ def test_the_interpreter_keeps_clamps_since_it_does_not_saturate(
 ) -> None:
     ir, config = one_clamp("float8_e4m3fn", 3, 64), {"block_rows": 1, "block_cols": 64, "num_warps": 1}
     assert "tl.maximum" not in backend.source(ir, config)
-    monkeypatch.setattr("fuseplan.kernels.triton_values.interpreter_is_on", lambda: True)
+    monkeypatch.setattr("fuseplan.kernels.triton.values.interpreter_is_on", lambda: True)
     assert "tl.maximum" in backend.source(ir, config) and "tl.minimum" in backend.source(ir, config)
 
 

@@ -11,15 +11,15 @@ import torch
 from fake_tuner import BUDGET, SUBJECT, tuner
 from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer, VirtualClock
 
-from fuseplan.kernels.backend import config_key
-from fuseplan.search.account import TimeAccount
-from fuseplan.search.database import Database
-from fuseplan.search.record import Versions
-from fuseplan.search.sequence import Part
-from fuseplan.search.space import enumerate_space
-from fuseplan.search.timers import Operands, Run, Sampler, Timer
-from fuseplan.search.tuner import ProgressEvent, Tuner
-from fuseplan.search.worker import InlineExecutor, Outcome
+from fuseplan.kernels.ir.backend import config_key
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import Versions
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
+from fuseplan.search.tune.space import enumerate_space
+from fuseplan.search.tune.time_account import TimeAccount
+from fuseplan.search.tune.tuner import ProgressEvent, Tuner
+from fuseplan.search.workers.worker import InlineExecutor, Outcome
 
 
 @pytest.fixture

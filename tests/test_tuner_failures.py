@@ -16,12 +16,12 @@ import pytest
 from fake_tuner import SUBJECT, tuner
 from search_fakes import FakeBackend, FakeSubject
 
-from fuseplan.kernels.backend import config_key
-from fuseplan.search import maintenance
-from fuseplan.search.database import Database
+from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.record import TuningRecord
-from fuseplan.search.worker import InlineExecutor, Outcome, WorkerPool
+from fuseplan.search.store import maintenance
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import TuningRecord
+from fuseplan.search.workers.worker import InlineExecutor, Outcome, WorkerPool
 
 
 @pytest.fixture
@@ -144,8 +144,8 @@ def test_a_kernel_that_is_many_times_faster_is_fused_whatever_the_noise(db: Data
 
 
 def test_a_kernel_that_is_wrong_on_fresh_inputs_loses_its_place(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fuseplan.search import jobs
-    from fuseplan.search.verify import Verdict, verify
+    from fuseplan.search.timing.verify import Verdict, verify
+    from fuseplan.search.workers import jobs
 
     def only_first_seed(kernel: Any, subject: Any, oracle: Any, device: str) -> Verdict:
         verdict = verify(kernel, subject, oracle, device)
@@ -205,9 +205,9 @@ TUNE = """
 import math, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from search_fakes import CPU, FakeBackend, FakeSubject, ShortTimer
-from fuseplan.search.database import Database
-from fuseplan.search.tuner import Budget, Tuner
-from fuseplan.search.worker import InlineExecutor
+from fuseplan.search.store.database import Database
+from fuseplan.search.tune.tuner import Budget, Tuner
+from fuseplan.search.workers.worker import InlineExecutor
 
 class Killed(FakeBackend):
     "Kills its process a number of calls after a number of compilations."

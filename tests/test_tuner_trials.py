@@ -11,13 +11,13 @@ import pytest
 from fake_tuner import BUDGET, SUBJECT, tuner
 from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer
 
-from fuseplan.kernels.backend import Config, Target, config_key
-from fuseplan.kernels.ir import KernelIR
-from fuseplan.search.database import Database
+from fuseplan.kernels.ir.backend import Config, Target, config_key
+from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.record import Versions
-from fuseplan.search.tuner import Budget, Tuner
-from fuseplan.search.worker import InlineExecutor, Outcome
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import Versions
+from fuseplan.search.tune.tuner import Budget, Tuner
+from fuseplan.search.workers.worker import InlineExecutor, Outcome
 
 
 @pytest.fixture

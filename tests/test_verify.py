@@ -11,11 +11,11 @@ import torch
 from search_fakes import FakeKernel, FakeSubject, muladd_ir
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.backend import CompiledKernel, Resources
-from fuseplan.kernels.index import Index
-from fuseplan.kernels.ir import Apply, Buffer, Cast, KernelIR, Load, Segment, Store
+from fuseplan.kernels.ir.backend import CompiledKernel, Resources
+from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.ir import Apply, Buffer, Cast, KernelIR, Load, Segment, Store
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.verify import errors, make_oracle, verify
+from fuseplan.search.timing.verify import errors, make_oracle, verify
 
 SUBJECT = FakeSubject()
 

@@ -20,14 +20,16 @@ from test_reuse import compiled
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from fuseplan.kernels.index import symbol
-from fuseplan.kernels.ir import Buffer
-from fuseplan.planner import executor, grouped_queries, unfused, view_chains
-from fuseplan.planner.aliasing import is_op
-from fuseplan.planner.direct_calls import Direct, bind_calls, fill_namespace
-from fuseplan.planner.tally import Tally
-from fuseplan.planner.view_chains import collapse_views
-from fuseplan.planner.views import VIEW_MAPS
+from fuseplan.kernels.ir.index import symbol
+from fuseplan.kernels.ir.ir import Buffer
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.implementations import aten, view_chains
+from fuseplan.planner.implementations.aliasing import is_op
+from fuseplan.planner.implementations.direct_calls import Direct, bind_calls, fill_namespace
+from fuseplan.planner.implementations.view_chains import collapse_views
+from fuseplan.planner.lowering.views import VIEW_MAPS
+from fuseplan.planner.rewrites import grouped_queries
+from fuseplan.planner.runtime import executor
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -330,7 +332,7 @@ def test_views_of_what_kernels_make(kernels: Any) -> None:
 
 def test_ops_in_place_of_a_kernel_lay_results_out_like_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The views after a group were worked out for what its kernel allocates."""
-    generated = unfused._generated
+    generated = aten._generated
 
     def elsewhere(*args: Any) -> Any:
         plain = generated(*args)
@@ -340,7 +342,7 @@ def test_ops_in_place_of_a_kernel_lay_results_out_like_the_kernel(monkeypatch: p
     call = compiled(chained, inputs, ReferenceBackend(fails_in_call=True), tally)
     with torch.no_grad():
         expected = chained(*inputs)
-        monkeypatch.setattr(unfused, "_generated", elsewhere)
+        monkeypatch.setattr(aten, "_generated", elsewhere)
         for _ in range(2):
             torch.testing.assert_close(call(*inputs)[0], expected[0])
     assert tally.snapshot().fallbacks

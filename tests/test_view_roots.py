@@ -15,7 +15,7 @@ from test_view_chains import check_same, names
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseplan.planner
-from fuseplan.planner import dispatch, executor
+from fuseplan.planner.runtime import dispatch, executor
 
 fresh = pytest.fixture(autouse=True)(fresh_start)
 

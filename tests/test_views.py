@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_oracle import value_of
 
-from fuseplan.kernels.index import Index, symbol
-from fuseplan.planner.graph import OpNode, TensorSpec
-from fuseplan.planner.views import VIEW_MAPS, is_address_map, reshape_position
+from fuseplan.kernels.ir.index import Index, symbol
+from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+from fuseplan.planner.lowering.views import VIEW_MAPS, is_address_map, reshape_position
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

@@ -33,7 +33,7 @@ from worker_jobs import (
     whoami,
 )
 
-from fuseplan.search.worker import InlineExecutor, WorkerPool
+from fuseplan.search.workers.worker import InlineExecutor, WorkerPool
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, sys.argv[1])
 import worker_jobs
-from fuseplan.search.worker import WorkerPool
+from fuseplan.search.workers.worker import WorkerPool
 pool = WorkerPool(compilers=1)
 worker = pool.call(worker_jobs.whoami, limit_s=600).value[0]
 supervisor = pool.call(os.getppid, limit_s=600).value

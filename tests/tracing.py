@@ -10,11 +10,11 @@ import sympy
 import torch
 from torch import fx
 
-from fuseplan.kernels.index import evaluate
-from fuseplan.planner.capture import trace_predispatch
-from fuseplan.planner.execute import run_graph
-from fuseplan.planner.graph import DataflowGraph, OpNode, Ref
-from fuseplan.planner.normalise import Normalised, normalise
+from fuseplan.kernels.ir.index import evaluate
+from fuseplan.planner.capture.normalise import Normalised, normalise
+from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
+from fuseplan.planner.graph.execute import run_graph
 
 
 def runner(trace: Normalised) -> Callable[..., list[Any]]:

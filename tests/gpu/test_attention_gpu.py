@@ -12,7 +12,7 @@ from dispatch_samples import fresh_start
 from torch.nn.functional import scaled_dot_product_attention
 
 import fuseplan.planner
-from fuseplan.planner.attention_call import chosen_backend
+from fuseplan.planner.rewrites.attention_call import chosen_backend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,18 +12,19 @@ import torch
 
 from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak, current_identity
-from fuseplan.planner import bench_groups, bench_launch, bench_model
-from fuseplan.planner.bench import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
-from fuseplan.planner.bench_cells import cell
-from fuseplan.planner.bench_compile import InductorPool
-from fuseplan.planner.bench_patterns import COPY, OURS_IN_PLACE, PatternBench
-from fuseplan.planner.build import build_model
-from fuseplan.planner.models import find_source
-from fuseplan.planner.patterns import pattern_graph
-from fuseplan.planner.peers import FLASHINFER, LIGER, peer_names
-from fuseplan.planner.session import Session, open_session
-from fuseplan.planner.workload import decode
-from fuseplan.search.database import Database
+from fuseplan.planner.bench import groups, launch
+from fuseplan.planner.bench import model as bench_model
+from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.compile_ahead import InductorPool
+from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternBench
+from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import decode
+from fuseplan.planner.patterns.table import pattern_graph
+from fuseplan.planner.peers.peers import FLASHINFER, LIGER, peer_names
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.search.store.database import Database
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,8 +55,8 @@ def session(tmp_path: Path) -> Session:
 def test_group_in_both_modes(session: Session) -> None:
     graph = pattern_graph("add_rms_norm", "3x4097", "bfloat16")
     plan = session.planner().plan_graph(graph)
-    for group in bench_groups.fused_groups(session, [("3x4097", graph, plan)]):
-        rows = list(bench_groups.bench_group(session, group, (EAGER, INDUCTOR), ("eager", "graph"), 0.0))
+    for group in groups.fused_groups(session, [("3x4097", graph, plan)]):
+        rows = list(groups.bench_group(session, group, (EAGER, INDUCTOR), ("eager", "graph"), 0.0))
         assert len(rows) == 6
         for row in rows:
             assert row.median_us is not None, row
@@ -120,8 +121,8 @@ def test_inductor_is_compiled_beforehand(session: Session) -> None:
 
 
 def test_launches_are_timed(session: Session) -> None:
-    rows = bench_launch.bench_launch(session, [cell("add_rms_norm", "1x4096", "bfloat16")], 0.0)
+    rows = launch.bench_launch(session, [cell("add_rms_norm", "1x4096", "bfloat16")], 0.0)
     found = {(row.what, row.outputs): row for row in rows}
-    assert (bench_launch.TRITON, "given") in found
+    assert (launch.TRITON, "given") in found
     for row in rows:
         assert row.host_us is not None and row.statements == 0, row

@@ -11,12 +11,12 @@ import torch
 from model_samples import write_config
 from torch import fx
 
-from fuseplan.planner.build import build_model
-from fuseplan.planner.capture import capture, trace_predispatch
-from fuseplan.planner.graph_json import graph_to_json
-from fuseplan.planner.models import find_source
-from fuseplan.planner.normalise import normalise
-from fuseplan.planner.workload import Workload, decode, prefill
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.trace import capture, trace_predispatch
+from fuseplan.planner.graph.serialize import graph_to_json
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import Workload, decode, prefill
 
 pytestmark = [
     pytest.mark.gpu,

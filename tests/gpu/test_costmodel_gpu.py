@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fuseplan.costmodel.device import DeviceSpec, current_identity
-from fuseplan.costmodel.probe import probe
-from fuseplan.costmodel.timing import GraphTimer
+from fuseplan.costmodel.probe.probe import probe
+from fuseplan.costmodel.probe.timing import GraphTimer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,11 +14,11 @@ from dispatch_samples import fresh_start
 from model_samples import write_config
 
 import fuseplan.planner
-from fuseplan.planner.build import build_model
-from fuseplan.planner.cuda_graphs import GraphedCall
-from fuseplan.planner.models import find_source
-from fuseplan.planner.recordable import Roles
-from fuseplan.planner.tally import Tally
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.runtime.cuda_graphs import GraphedCall
+from fuseplan.planner.runtime.recordable import Roles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -47,7 +47,7 @@ def notes() -> dict[str, int]:
 
 
 def graphed(function: Callable[..., Any], roles: Roles, **options: Any) -> tuple[GraphedCall, Tally]:
-    from fuseplan.planner.cuda_recorder import cuda_recorder
+    from fuseplan.planner.runtime.cuda_recorder import cuda_recorder
 
     tally = Tally()
     return GraphedCall(function, roles, cuda_recorder(torch.cuda.current_device()), tally, **options), tally

@@ -13,15 +13,15 @@ from dispatch_samples import fresh_start
 from model_samples import write_config
 
 import fuseplan.planner
-from fuseplan.planner.bench_case import make_inputs
-from fuseplan.planner.build import build_model
-from fuseplan.planner.models import find_source
-from fuseplan.planner.patterns import PATTERNS, pattern
-from fuseplan.planner.scheduler import FusionConfig, FusionScheduler
-from fuseplan.planner.subgraph import trace_subgraph
-from fuseplan.planner.subject import reference_results
-from fuseplan.planner.workload import Workload, decode, prefill
-from fuseplan.search.verify import errors, rounding
+from fuseplan.planner.bench.case import make_inputs
+from fuseplan.planner.capture.subgraph import trace_subgraph
+from fuseplan.planner.implementations.subject import reference_results
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import Workload, decode, prefill
+from fuseplan.planner.patterns.table import PATTERNS, pattern
+from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler
+from fuseplan.search.timing.verify import errors, rounding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from ir_samples import Sample
 
-from fuseplan.kernels import triton_backend
-from fuseplan.kernels.backend import Resources
-from fuseplan.kernels.gpu_build import compute_capability, load_file
-from fuseplan.kernels.gpu_direct import find_launcher, launcher_problem
-from fuseplan.kernels.gpu_launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.gpu.build import compute_capability, load_file
+from fuseplan.kernels.gpu.direct import find_launcher, launcher_problem
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.ir.backend import Resources
 from fuseplan.kernels.registry import local_target
-from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.kernels.triton import backend as triton_backend
+from fuseplan.kernels.triton.backend import TritonBackend
 
 pytestmark = [
     pytest.mark.gpu,

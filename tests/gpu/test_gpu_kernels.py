@@ -8,12 +8,12 @@ import pytest
 import torch
 from ir_samples import Sample, label
 
-from fuseplan.kernels.backend import Backend
-from fuseplan.kernels.gpu_backend import GpuBackend
-from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
-from fuseplan.kernels.reference import run_reference
+from fuseplan.kernels.gpu.backend import GpuBackend
+from fuseplan.kernels.ir.backend import Backend
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
-from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.kernels.triton.backend import TritonBackend
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 from search_fakes import FakeBackend, FakeKernel, FakeSubject
 
-from fuseplan.kernels.backend import CompiledKernel, Config, Target, config_key
-from fuseplan.kernels.ir import KernelIR
+from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target, config_key
+from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.registry import local_target
-from fuseplan.kernels.triton_backend import TritonBackend
-from fuseplan.search.contest import contest
-from fuseplan.search.database import Database
-from fuseplan.search.measure import rotating_operands, screen
-from fuseplan.search.record import TuningRecord
-from fuseplan.search.timers import timer_for
-from fuseplan.search.tuner import Budget, Tuner
-from fuseplan.search.worker import WorkerPool
+from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import TuningRecord
+from fuseplan.search.timing.contest import contest
+from fuseplan.search.timing.measure import rotating_operands, screen
+from fuseplan.search.timing.timers import timer_for
+from fuseplan.search.tune.tuner import Budget, Tuner
+from fuseplan.search.workers.worker import WorkerPool
 
 pytestmark = [
     pytest.mark.gpu,

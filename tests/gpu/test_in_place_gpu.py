@@ -14,16 +14,16 @@ from ir_samples import Sample, label
 from torch import nn
 
 import fuseplan.planner
-from fuseplan.kernels.backend import Config
-from fuseplan.kernels.gpu_backend import GpuBackend
-from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
+from fuseplan.kernels.gpu.backend import GpuBackend
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
-from fuseplan.kernels.triton_backend import TritonBackend
-from fuseplan.planner.bench_case import make_inputs, trace_cell
-from fuseplan.planner.bench_cells import cell
-from fuseplan.planner.fallback import GroupPlan
-from fuseplan.planner.peers import Case, fused
-from fuseplan.planner.recipes import kind_of
+from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.planner.bench.case import make_inputs, trace_cell
+from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.peers.peers import Case, fused
+from fuseplan.planner.runtime.fallback import GroupPlan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,7 +125,7 @@ def test_the_bench_times_what_dispatch_runs(backend: GpuBackend) -> None:
     one = cell("add_rms_norm", "65x2048", "bfloat16")
     traced, specs = trace_cell(one, "cuda")
     ops = tuple(node.name for node in traced.graph if kind_of(node, traced.graph.specs) == "compute")
-    from fuseplan.planner.lower import lower
+    from fuseplan.planner.lowering.lower import lower
 
     config = backend.default_config(lower(traced.graph, ops).ir, target)
     case = Case(

@@ -11,13 +11,13 @@ import torch
 from ir_samples import Sample, label
 from overlap_samples import one_of_each, step, stepped
 
-from fuseplan.kernels.backend import CompiledKernel, Config, Target
-from fuseplan.kernels.gpu_backend import GpuBackend
-from fuseplan.kernels.ninetoothed_backend import NinetoothedBackend
-from fuseplan.kernels.overlap import OVERLAP_CHOICES, can_overlap
-from fuseplan.kernels.reference import run_reference
+from fuseplan.kernels.gpu.backend import GpuBackend
+from fuseplan.kernels.gpu.overlap import OVERLAP_CHOICES, can_overlap
+from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
+from fuseplan.kernels.ir.reference import run_reference
+from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
-from fuseplan.kernels.triton_backend import TritonBackend
+from fuseplan.kernels.triton.backend import TritonBackend
 
 pytestmark = [
     pytest.mark.gpu,

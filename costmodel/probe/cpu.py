@@ -1,0 +1,180 @@
+"""Measures a CPU with ATen calls and the wall clock."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from fuseplan.costmodel.identity import DeviceIdentity
+from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
+from fuseplan.costmodel.probe.probe import Measurements, Progress
+from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
+from fuseplan.costmodel.probe.time_budget import TimeBudget
+from fuseplan.costmodel.probe.timing import Call, HostTimer, Timing, time_calls
+from fuseplan.costmodel.probe.yardstick import processor_yardstick
+
+_MIB = 2**20
+_LARGEST_BYTES = 256 * _MIB
+_PATTERNS = ("neg", "add", "copy", "read")
+_EAGER_BYTES = (256, 1024, 4096, 8192, 16_384)
+_MATMUL_SIZES = (128, 256, 512, 1024, 2048, 4096)
+_MATMUL_UNITS = {
+    "fp32_matmul": torch.float32,
+    "bf16_matmul": torch.bfloat16,
+    "fp16_matmul": torch.float16,
+    "fp64": torch.float64,
+}
+#: Special functions and the operations one element counts as (the weights of the scalar op table). The cheap ones,
+#: and those that other libraries do better than their weight says, show what the unit can do.
+_SPECIAL_FLOPS: dict[Callable[..., torch.Tensor], float] = {
+    torch.exp: 1.0, torch.sigmoid: 3.0, torch.reciprocal: 1.0, torch.rsqrt: 1.0, torch.erf: 8.0,
+}
+
+
+def measure_cpu(
+    identity: DeviceIdentity, quick: bool, progress: Progress, kernel_call: Call | None, budget: TimeBudget
+) -> Measurements:
+    """Time everything a CPU spec needs, with all of PyTorch's threads (and once with one).
+
+    Each step may take several times what it takes on a quiet machine. Memory bandwidth, which takes longest, comes
+    last: it can do with what the others leave.
+    """
+    timer = _timer(sample_us=500.0 if quick else 2000.0, repeats=9 if quick else 25)
+    largest_bytes = _largest_bytes(identity)
+    step = 2.0 if quick else 2.0**0.5
+    launches = budget.part(0.05, "launch latency")
+    eager = time_calls(
+        {size: _eager_call(size) for size in _EAGER_BYTES}, timer, _step(progress, 0.0, 0.05, "launch latency"),
+        launches.part(0.7),
+    )
+    kernel = None
+    if kernel_call is not None:
+        kernel = time_calls({"kernel": kernel_call}, timer, budget=launches)["kernel"]
+    rates = _rates(identity, quick, _step(progress, 0.05, 0.25, "arithmetic"), budget.part(0.15, "arithmetic"), timer)
+    thread_streams: list[StreamTiming] = []
+    if identity.cores > 1:
+        with _one_thread():
+            single = _rates(
+                identity, quick, _step(progress, 0.25, 0.4, "arithmetic, one thread"),
+                budget.part(0.15, "arithmetic, one thread"), timer,
+            )
+            thread_streams = time_streams(
+                stream_sizes(largest_bytes // 4, step * step), _PATTERNS, "cpu", timer,
+                _step(progress, 0.4, 0.5, "memory bandwidth, one thread"),
+                budget.part(0.2, "memory bandwidth, one thread"),
+            )
+        rates += _from_one_thread(single, identity.cores)
+    streams = time_streams(
+        stream_sizes(largest_bytes, step), _PATTERNS, "cpu", timer, _step(progress, 0.5, 1.0, "memory bandwidth"),
+        budget.part(1.0, "memory bandwidth"),
+    )
+    return Measurements(streams, eager, rates, thread_streams, kernel)
+
+
+def _timer(sample_us: float, repeats: int) -> HostTimer:
+    return HostTimer(sample_us, repeats, steady=lambda limit_us: processor_yardstick().steady(limit_us * 1e-6))
+
+
+def _largest_bytes(identity: DeviceIdentity) -> int:
+    """Well past the last-level cache, yet a small part of the memory."""
+    wanted = max(_LARGEST_BYTES, 4 * identity.l2_bytes)
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return wanted
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return min(wanted, max(_MIB, available // 4))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _eager_call(footprint_bytes: int) -> Call:
+    x = torch.rand(footprint_bytes // 12)
+    return partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x))
+
+
+def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:
+    """What one thread's rates say about the device: all threads reach at least that, and ideally ``cores`` times it.
+
+    On a machine too busy to run its threads side by side this keeps both the prediction and the bound sane.
+    """
+    return single + [replace(rate, flops=rate.flops * cores, typical=False) for rate in single]
+
+
+def _rates(
+    identity: DeviceIdentity, quick: bool, progress: Callable[[float], None], budget: TimeBudget, timer: HostTimer
+) -> list[RateTiming]:
+    return _special_rates(identity, timer, budget.part(0.3)) + _matmul_rates(quick, progress, budget)
+
+
+def _special_rates(identity: DeviceIdentity, timer: HostTimer, budget: TimeBudget) -> list[RateTiming]:
+    """Special functions on data that stays in each core's own cache: 32 Ki elements, ATen's share of one thread."""
+    x = torch.rand(2**15 * identity.cores) + 0.5
+    out = torch.empty_like(x)
+    calls = {function: partial(function, x, out=out) for function in _SPECIAL_FLOPS}
+    timings = time_calls(calls, timer, budget=budget)
+    return [
+        RateTiming("sfu", x.numel() * _SPECIAL_FLOPS[function], timing, typical=function in (torch.exp, torch.sigmoid))
+        for function, timing in timings.items()
+    ]
+
+
+def _matmul_rates(quick: bool, progress: Callable[[float], None], budget: TimeBudget) -> list[RateTiming]:
+    """Square matmuls, each type at the first size that keeps it busy (some CPUs have no fast half precision)."""
+    rates: list[RateTiming] = []
+    for number, (unit, dtype) in enumerate(_MATMUL_UNITS.items()):
+        own = budget.part(1 / (len(_MATMUL_UNITS) - number))
+        flops, timing = _matmul(dtype, 4_000.0 if quick else 40_000.0, 5 if quick else 15, own)
+        if unit.endswith("_matmul"):
+            rates.append(RateTiming(unit, flops, timing))
+        if unit in ("fp32_matmul", "fp64"):
+            # A matmul issues fused multiply-adds, two operations in a slot where elementwise maths issues one.
+            elementwise = unit.removesuffix("_matmul")
+            rates.append(RateTiming(elementwise, flops / 2, timing))
+            rates.append(RateTiming(elementwise, flops, timing, typical=False))
+        progress((number + 1) / len(_MATMUL_UNITS))
+    return rates
+
+
+def _matmul(dtype: torch.dtype, enough_us: float, repeats: int, budget: TimeBudget) -> tuple[float, Timing]:
+    """Operations and time of the smallest square matmul that takes ``enough_us`` (or the largest one tried)."""
+    trying = budget.part(0.5)
+    for size in _MATMUL_SIZES:
+        a = torch.rand(size, size).to(dtype)
+        b, out = a.t().contiguous(), torch.empty_like(a)
+        call = partial(torch.mm, a, b, out=out)
+        if _quickest_us(call, trying) >= enough_us or trying.left_us() <= 0:
+            break
+    timing = time_calls({size: call}, _timer(sample_us=1.0, repeats=repeats), budget=budget)[size]
+    return 2.0 * size**3, timing
+
+
+def _quickest_us(call: Call, budget: TimeBudget) -> float:
+    """The shortest of three calls, or of as many as there is time for."""
+    times = [_elapsed_us(call)]
+    while len(times) < 3 and budget.left_us() > 0:
+        times.append(_elapsed_us(call))
+    return min(times)
+
+
+def _elapsed_us(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _step(progress: Progress, begin: float, end: float, label: str) -> Callable[[float], None]:
+    """Maps a step's own fraction into the whole probe's."""
+    return lambda fraction: progress(begin + fraction * (end - begin), label)

@@ -1,0 +1,143 @@
+"""Measures the current CUDA device: CUDA graphs for device time, the wall clock for what the host pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fuseplan.costmodel.identity import DeviceIdentity
+from fuseplan.costmodel.probe.fit import RateTiming
+from fuseplan.costmodel.probe.probe import Measurements, Progress
+from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
+from fuseplan.costmodel.probe.time_budget import TimeBudget
+from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostTimer, time_calls
+
+_GIB = 2**30
+_DEVICE = "cuda"
+_PATTERNS = ("neg", "add", "read")
+_EAGER_BYTES = (256, 1024, 4096, 8192, 16_384)
+_MATMUL_UNITS = {"fp32_matmul": torch.float32, "bf16_matmul": torch.bfloat16, "fp16_matmul": torch.float16}
+#: Elements of one thread block and dependent steps of the arithmetic kernels: enough independent elements in each
+#: thread to hide latency, enough steps that loading and storing vanish.
+_BLOCK, _STEPS = 1024, 2048
+#: Blocks for each multiprocessor: several waves, so that the last, partial one hardly counts.
+_BLOCKS_PER_CORE = 32
+#: Compute capability of the first devices with programmatic dependent launch.
+_FIRST_OVERLAPPING = (9, 0)
+
+
+def measure_cuda(
+    identity: DeviceIdentity, quick: bool, progress: Progress, kernel_call: Call | None, budget: TimeBudget
+) -> Measurements:
+    """Time everything a CUDA spec needs. Allocates up to 1 GiB (or an eighth of the memory)."""
+    graph_timer = GraphTimer(sample_us=1000.0 if quick else 4000.0, repeats=7 if quick else 25)
+    largest_bytes = min(_GIB, identity.memory_bytes // 8)
+    streams = time_streams(
+        stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5, identity.l2_bytes), _PATTERNS, _DEVICE, graph_timer,
+        lambda fraction: progress(0.5 * fraction, "memory bandwidth"), budget.part(0.5, "memory bandwidth"),
+    )
+    # A few hundred calls stay inside the launch queue, so the host never waits for the device.
+    host_timer = HostTimer(2000.0, 7 if quick else 25, finish=torch.cuda.synchronize, max_calls=500)
+    launches = budget.part(0.5, "launch latency")
+    eager = time_calls(
+        {size: _eager_call(size) for size in _EAGER_BYTES}, host_timer,
+        lambda fraction: progress(0.5 + 0.1 * fraction, "launch latency"), launches,
+    )
+    kernel = None
+    if kernel_call is not None:
+        kernel = time_calls({"kernel": kernel_call}, host_timer, budget=launches)["kernel"]
+    nodes = time_calls({"empty": _empty_call(), **_overlapped_calls()}, graph_timer, budget=launches)
+    calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
+    timings = time_calls(
+        {unit: call for unit, (_, call) in calls.items()}, graph_timer,
+        lambda fraction: progress(0.6 + 0.4 * fraction, "arithmetic"), budget.part(1.0, "arithmetic"),
+    )
+    rates = [RateTiming(unit, flops, timings[unit]) for unit, (flops, _) in calls.items()]
+    return Measurements(
+        streams, eager, rates, kernel=kernel, graph_node=nodes["empty"], overlapped_node=nodes.get("waiting"),
+        overlapped_kernel=nodes.get("negating"),
+    )
+
+
+def _eager_call(footprint_bytes: int) -> Call:
+    x = torch.rand(footprint_bytes // 12, device=_DEVICE)
+    return partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x))
+
+
+def _empty_call() -> Call:
+    from fuseplan.costmodel.probe.kernels import nothing  # imports Triton
+
+    x = torch.empty(1, device=_DEVICE)
+    return lambda: nothing[(1,)](x)
+
+
+def _overlapped_calls() -> dict[str, Call]:
+    """Kernels whose launch overlaps the one before; none where the device cannot."""
+    if torch.cuda.get_device_capability() < _FIRST_OVERLAPPING:
+        return {}
+    from fuseplan.costmodel.probe.kernels import only_wait, wait_and_negate  # imports Triton
+
+    x = torch.rand(_BLOCK, device=_DEVICE)
+    y = torch.empty_like(x)
+    return {
+        "waiting": lambda: only_wait[(1,)](x, launch_pdl=True),
+        "negating": lambda: wait_and_negate[(1,)](x, y, block=_BLOCK, launch_pdl=True),
+    }
+
+
+def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, Call]]:
+    """Elementwise units: operations of one call, and the call."""
+    from fuseplan.costmodel.probe.kernels import exp2_chain, fma_chain  # imports Triton
+
+    blocks = _BLOCKS_PER_CORE * identity.cores
+    steps = float(blocks * _BLOCK * _STEPS)
+    return {
+        "fp32": (2.0 * steps, _chain(fma_chain, blocks, torch.float32)),
+        "fp64": (2.0 * steps, _chain(fma_chain, blocks, torch.float64)),
+        "sfu": (steps, _chain(exp2_chain, blocks, torch.float32)),
+    }
+
+
+def _chain(kernel: Any, blocks: int, dtype: torch.dtype) -> Call:
+    x = torch.rand(blocks * _BLOCK, device=_DEVICE, dtype=dtype)
+    y = torch.empty_like(x)
+
+    def call() -> None:
+        kernel[(blocks,)](x, y, _STEPS, block=_BLOCK, num_warps=4)
+
+    return call
+
+
+def _matmul_size(quick: bool) -> int:
+    return 4096 if quick else 8192
+
+
+def _matmul_calls(size: int) -> dict[str, tuple[float, Call]]:
+    """Square matmuls under the caller's precision settings: operations of one call, and the call."""
+    flops = 2.0 * size**3
+    calls: dict[str, tuple[float, Call]] = {}
+    for unit, dtype in _MATMUL_UNITS.items():
+        a = torch.randn(size, size, device=_DEVICE, dtype=dtype)
+        b, out = torch.randn_like(a), torch.empty_like(a)
+        calls[unit] = (flops, partial(torch.mm, a, b, out=out))
+    if (fp8 := _fp8_matmul(size)) is not None:
+        calls["fp8_matmul"] = (flops, fp8)
+    return calls
+
+
+def _fp8_matmul(size: int) -> Callable[[], torch.Tensor] | None:
+    """An fp8 matmul, or None where this device or this PyTorch has none."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        return None
+    a = torch.randn(size, size, device=_DEVICE).to(torch.float8_e4m3fn)
+    b = torch.randn(size, size, device=_DEVICE).to(torch.float8_e4m3fn).t()  # cuBLASLt wants it column-major
+    scale = torch.ones((), device=_DEVICE)
+    call = partial(torch._scaled_mm, a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+    try:
+        call()
+    except RuntimeError:
+        return None
+    return call

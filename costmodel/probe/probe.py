@@ -1,0 +1,183 @@
+"""``probe``: measure this device and return the :class:`DeviceSpec` every prediction rests on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch
+
+from fuseplan.costmodel.curve import BandwidthCurve
+from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode, current_identity, current_versions
+from fuseplan.costmodel.identity import DeviceIdentity
+from fuseplan.costmodel.probe.fit import (
+    RateTiming,
+    StreamTiming,
+    bandwidth_curve,
+    fit_launches,
+    fit_linear,
+    memory_fit,
+    noise_of,
+    peaks,
+)
+from fuseplan.costmodel.probe.load import IDLE, Load, doubts, machine_load
+from fuseplan.costmodel.probe.time_budget import TimeBudget
+from fuseplan.costmodel.probe.timing import Call, Timing
+
+#: The largest footprints are the ones that all threads share.
+_LARGEST = 5
+#: Noise alone does not push the ratio of all threads to one thread below this.
+_BUSY_RATIO = 0.9
+#: Seconds that a probe may take, and a quick one, by device type: about twice what they take on a quiet machine whose
+#: caches are large. On CUDA they hold the compilation of a few kernels.
+_BUDGET_S = {"cpu": (180.0, 60.0), "cuda": (600.0, 120.0)}
+#: Receives the fraction done (0 to 1) and what is being measured.
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything a probe times, before any fit.
+
+    Attributes:
+        streams: Streaming kernels over sizes, whole device.
+        thread_streams: The same with one CPU thread; empty where that is the whole device.
+        eager: ATen calls that allocate their result, by bytes touched, as unfused models run them.
+        rates: Compute-bound calls.
+        kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
+        graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too; None
+            on CPUs.
+        overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps; None where the
+            device has no such launches.
+        overlapped_kernel: The shortest elementwise kernel, launched so.
+    """
+
+    streams: Sequence[StreamTiming]
+    eager: Mapping[int, Timing]
+    rates: Sequence[RateTiming]
+    thread_streams: Sequence[StreamTiming] = ()
+    kernel: Timing | None = None
+    graph_node: Timing | None = None
+    overlapped_node: Timing | None = None
+    overlapped_kernel: Timing | None = None
+
+
+def probe(
+    device_type: str,
+    quick: bool = True,
+    progress: Progress | None = None,
+    kernel_call: Call | None = None,
+    load: Callable[[], Load] = machine_load,
+    budget: TimeBudget | None = None,
+) -> DeviceSpec:
+    """Measure the processor, or the current CUDA device.
+
+    Takes seconds (``quick``; half a minute where caches are large) to minutes, and up to 1 GiB of device memory.
+    Nothing else should run on the device meanwhile; :attr:`DeviceSpec.noise` says how quiet it was. No device setting
+    is changed. On a busy machine it ends after a fixed time with fewer samples and sizes;
+    :attr:`DeviceSpec.problems` names what they are of.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        quick: Fewer sizes and repetitions.
+        progress: Called with the fraction done and the name of the current step.
+        kernel_call: Launches one tiny fused kernel through our own launcher (this package knows no kernel); it
+            gives the latency of mode ``"kernel"``. Without it that mode gets the latency of an ATen call that
+            writes into a preallocated output, and no lower bound above zero.
+        load: How busy the machine is, asked before anything is measured.
+        budget: The time it may take; by default several times what it takes on a quiet machine.
+
+    Raises:
+        ValueError: Unknown ``device_type``, or no such device here.
+    """
+    identity = current_identity(device_type)
+    before = load()
+    budget = budget or TimeBudget.of(_BUDGET_S[device_type][quick])
+    report = progress or (lambda fraction, label: None)
+    with torch.no_grad():
+        if device_type == "cuda":
+            from fuseplan.costmodel.probe.cuda import measure_cuda  # needs a GPU's libraries
+
+            measured = measure_cuda(identity, quick, report, kernel_call, budget)
+        else:
+            from fuseplan.costmodel.probe.cpu import measure_cpu
+
+            measured = measure_cpu(identity, quick, report, kernel_call, budget)
+    report(1.0, "done")
+    return assemble(identity, measured, before, budget.short)
+
+
+def assemble(
+    identity: DeviceIdentity, measured: Measurements, load: Load = IDLE, short: Sequence[str] = ()
+) -> DeviceSpec:
+    """The spec that follows from the raw timings, from how busy the machine was, and from what time was short for."""
+    typical, _ = fit_launches(measured.streams)
+    fits = {f"launch:{pattern}": fit for pattern, fit in typical.items()}
+    fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
+    sizes = sorted(measured.eager)
+    fits["eager"] = fit_linear(sizes, [measured.eager[size].typical_us for size in sizes])
+    timings = {
+        "streams": [stream.timing for stream in (*measured.streams, *measured.thread_streams)],
+        "eager": list(measured.eager.values()),
+        "rates": [rate.timing for rate in measured.rates],
+    }
+    noise = noise_of(timings)
+    bandwidth = bandwidth_curve(measured.streams)
+    thread_bandwidth = bandwidth_curve(measured.thread_streams) if measured.thread_streams else None
+    return DeviceSpec(
+        identity=identity,
+        # A device is at least as fast as one of its threads, even where waking the others costs more than they save.
+        bandwidth=bandwidth if thread_bandwidth is None else bandwidth.at_least(thread_bandwidth),
+        launch=_latencies(measured, fits["eager"], min(fit.t0_us for fit in typical.values())),
+        peaks=peaks(measured.rates),
+        noise=noise,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=current_versions(identity.device_type),
+        thread_bandwidth=thread_bandwidth,
+        fits=fits,
+        problems=(*_cut(short), *doubts(noise, load), *_problems(identity, bandwidth, thread_bandwidth)),
+    )
+
+
+def _cut(short: Sequence[str]) -> tuple[str, ...]:
+    if not short:
+        return ()
+    return (f"there was not enough time to measure everything often enough, or at all sizes: {'; '.join(short)}",)
+
+
+def _problems(
+    identity: DeviceIdentity, bandwidth: BandwidthCurve, thread_bandwidth: BandwidthCurve | None
+) -> tuple[str, ...]:
+    """A processor whose threads together stream slower than one alone is busy with something else."""
+    if thread_bandwidth is None:
+        return ()
+    ratios = [point.gbps / thread_bandwidth.gbps(point.footprint_bytes) for point in bandwidth.points[-_LARGEST:]]
+    if statistics.median(ratios) >= _BUSY_RATIO:
+        return ()
+    return (
+        f"{identity.cores} threads streamed at {statistics.median(ratios):.2f} times the bandwidth of one: other "
+        "processes are using the processor, and every number of this probe may be too low; probe again when it is idle",
+    )
+
+
+def _latencies(measured: Measurements, eager: LinearFit, stream_us: float) -> dict[Mode, Latency]:
+    """Latency of every mode. ``stream_us`` is the fitted launch latency of the quickest streaming kernel."""
+    quickest_us = min(timing.best_us for timing in measured.eager.values())
+    launch: dict[Mode, Latency] = {
+        "eager": Latency(eager.t0_us, min(quickest_us, eager.t0_us), "aten.add, allocating"),
+        # An ATen call may well cost more than a launcher of our own, so it bounds nothing from below.
+        "kernel": Latency(eager.t0_us, 0.0, "aten.add, allocating (no launcher was given)"),
+    }
+    if measured.kernel is not None:
+        launch["kernel"] = Latency(measured.kernel.typical_us, measured.kernel.best_us, "our own launcher")
+    if measured.graph_node is not None:
+        # A kernel that moves data takes longer to start and drain than one that does nothing.
+        best_us = min(measured.graph_node.best_us, stream_us)
+        launch["graph"] = Latency(stream_us, best_us, "aten elementwise kernel; best: empty kernel")
+    if measured.overlapped_node is not None and measured.overlapped_kernel is not None:
+        typical_us = measured.overlapped_kernel.typical_us
+        best_us = min(measured.overlapped_node.best_us, typical_us)
+        launch["overlapped"] = Latency(typical_us, best_us, "elementwise kernel that waits; best: empty kernel")
+    return launch

@@ -1,0 +1,254 @@
+"""Clocks for the probe: repeated, interleaved samples of small calls, on the host and inside CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from fuseplan.costmodel.probe.time_budget import UNLIMITED, TimeBudget
+
+#: Something to time: launches work and returns nothing of interest.
+Call = Callable[[], object]
+#: Gives one batch of samples, in microseconds per call: at least one, and no more once so many microseconds are over.
+Sampler = Callable[[float], list[float]]
+_Key = TypeVar("_Key")
+#: Relative disagreement up to which a machine counts as quiet.
+_QUIET = 0.1
+_EXTRA_PASSES = 3
+#: A batch may take this many times its planned time before it is cut short.
+_PATIENCE = 4.0
+#: The share of its time that a set of calls may spend on warming up.
+_WARM_UP = 0.4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What repeated samples of one call say.
+
+    Attributes:
+        typical_us: Median of the faster half: other processes only ever add time, and on a shared machine they
+            disturb more samples than not.
+        best_us: The minimum.
+        noise: A/A noise: how far the typical times of two interleaved halves of the batches disagree, relative; 1
+            where there is one sample, which nothing confirms.
+    """
+
+    typical_us: float
+    best_us: float
+    noise: float
+
+    @staticmethod
+    def of(batches: Sequence[Sequence[float]]) -> Timing:
+        """From batches of samples of the same call, taken at different moments; a single batch is halved itself."""
+        if len(batches) == 1:
+            batches = [[sample] for sample in batches[0]]
+        typical_us = _typical([sample for batch in batches for sample in batch])
+        best_us = min(sample for batch in batches for sample in batch)
+        if len(batches) == 1:
+            return Timing(typical_us, best_us, 1.0)
+        first = _typical([sample for batch in batches[::2] for sample in batch])
+        second = _typical([sample for batch in batches[1::2] for sample in batch])
+        return Timing(typical_us, best_us, abs(first - second) / typical_us)
+
+    @property
+    def disturbed(self) -> bool:
+        """True when the samples disagree more than a quiet machine's do."""
+        return self.noise > _QUIET or self.typical_us > (1 + _QUIET) * self.best_us
+
+
+class Timer(Protocol):
+    def prepare(self, call: Call, limit_us: float) -> Sampler:
+        """Warm ``call`` up, decide how often to repeat it, and return its sampler. Brief once ``limit_us`` are over."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostTimer:
+    """Wall-clock time per call, averaged over enough calls that the clock's own cost vanishes.
+
+    Attributes:
+        sample_us: How long one sample should take.
+        repeats: Samples in a batch.
+        finish: Waits for the device. With one that waits (CUDA), calls are only queued during a sample, so a call
+            whose kernel is short costs what the host pays to launch it.
+        max_calls: Most calls in one sample (a device's launch queue is finite).
+        steady: Whether the processor runs at full speed at this moment; samples beside which it did not are left out.
+            Told how many microseconds it has to find out.
+    """
+
+    sample_us: float
+    repeats: int
+    finish: Callable[[], None] = lambda: None
+    max_calls: int = 10_000
+    steady: Callable[[float], bool] = lambda limit_us: True
+
+    def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
+        began_ns = time.perf_counter_ns()
+        call_us = self._run(call, 2)
+        if _since_us(began_ns) < limit_us:
+            call_us = self._run(call, 3)
+        calls = _count(self.sample_us, call_us, self.max_calls)
+        return lambda limit_us: self._batch(call, calls, limit_us)
+
+    def _batch(self, call: Call, calls: int, limit_us: float) -> list[float]:
+        """``repeats`` steady samples; fewer, but at least three, where they take much longer than planned.
+
+        What it takes to ask whether the processor is steady counts: on a busy machine that is most of it. Once
+        ``limit_us`` are over, one sample is enough.
+        """
+        samples: list[float] = []
+        steady_samples: list[float] = []
+        began_ns = time.perf_counter_ns()
+        before = self._steady(limit_us)
+        started_ns = time.perf_counter_ns()
+        patience_us = _PATIENCE * self.sample_us * self.repeats
+        while len(steady_samples) < self.repeats and (_since_us(started_ns) < patience_us or len(samples) < 3):
+            if samples and _since_us(began_ns) >= limit_us:
+                break
+            samples.append(self._run(call, calls))
+            after = self._steady(limit_us - _since_us(began_ns))
+            if before and after:
+                steady_samples.append(samples[-1])
+            before = after
+        return steady_samples if len(steady_samples) >= 3 else samples
+
+    def _steady(self, limit_us: float) -> bool:
+        return limit_us > 0 and self.steady(limit_us)
+
+    def _run(self, call: Call, calls: int) -> float:
+        self.finish()
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        self.finish()
+        return (time.perf_counter_ns() - start) * 1e-3 / calls
+
+
+@contextmanager
+def cuda_graph(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """A CUDA graph of what is launched within. Other threads go on using the device, and may allocate there."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        yield graph
+
+
+@dataclass(frozen=True)
+class GraphTimer:
+    """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
+
+    Attributes:
+        sample_us: How long one replay should take, so that starting it is a small part.
+        repeats: Samples in a batch.
+        max_calls: Most calls in one graph.
+    """
+
+    sample_us: float
+    repeats: int
+    max_calls: int = 1000
+
+    def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
+        # Capture forbids lazy initialisation, so the first calls happen outside it, on a stream of their own.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        estimate_us = self._replay(self._capture(call, 10), 10)
+        calls = _count(self.sample_us, estimate_us, self.max_calls)
+        graph = self._capture(call, calls)
+        self._replay(graph, calls)
+        return lambda limit_us: self._batch(graph, calls, limit_us)
+
+    def _batch(self, graph: torch.cuda.CUDAGraph, calls: int, limit_us: float) -> list[float]:
+        began_ns = time.perf_counter_ns()
+        samples = [self._replay(graph, calls)]
+        while len(samples) < self.repeats and _since_us(began_ns) < limit_us:
+            samples.append(self._replay(graph, calls))
+        return samples
+
+    @staticmethod
+    def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+        with cuda_graph() as graph:
+            for _ in range(calls):
+                call()
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph
+
+    @staticmethod
+    def _replay(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The first replay keeps the device busy while the host queues the second, so that the events
+        # enclose device time only.
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+def time_calls(
+    calls: Mapping[_Key, Call], timer: Timer, progress: Callable[[float], None] | None = None,
+    budget: TimeBudget = UNLIMITED, least: int | None = None,
+) -> dict[_Key, Timing]:
+    """Time every call in two passes over all of them, and the disturbed ones in up to three passes more.
+
+    A disturbance that lasts less than a pass spoils only some of a call's batches.
+
+    Args:
+        calls: What to time.
+        timer: How.
+        progress: Receives the fraction of the first two passes that is done.
+        budget: Where it runs short, batches get smaller, and passes after the first are left out; it is noted then.
+        least: Calls that are timed, with one sample at least, whatever is left; those after them may be left out. All
+            by default.
+    """
+    samplers = _warmed_up(calls, timer, budget.part(_WARM_UP), len(calls) if least is None else least)
+    batches: dict[_Key, list[list[float]]] = {key: [] for key in samplers}
+    for number in range(2):
+        for position, (key, sampler) in enumerate(samplers.items(), start=1):
+            if number == 0 or budget.left_us() > 0:
+                batches[key].append(sampler(budget.share_us((2 - number) * len(samplers) - position + 1)))
+            if progress is not None:
+                progress((number + position / len(samplers)) / 2)
+    for _ in range(_EXTRA_PASSES):
+        for key, sampler in samplers.items():
+            if budget.left_us() > 0 and Timing.of(batches[key]).disturbed:
+                batches[key].append(sampler(budget.share_us(len(samplers))))
+    if len(samplers) < len(calls) or budget.left_us() <= 0:
+        budget.note()
+    return {key: Timing.of(batches[key]) for key in samplers}
+
+
+def _warmed_up(
+    calls: Mapping[_Key, Call], timer: Timer, budget: TimeBudget, least: int
+) -> dict[_Key, Sampler]:
+    """The samplers of all calls, or of as many as the time is enough for, and the first ``least`` ones in any case."""
+    samplers: dict[_Key, Sampler] = {}
+    for number, (key, call) in enumerate(calls.items()):
+        if number >= least and budget.left_us() <= 0:
+            break
+        samplers[key] = timer.prepare(call, budget.share_us(len(calls) - number))
+    return samplers
+
+
+def _typical(samples: Sequence[float]) -> float:
+    return statistics.median(sorted(samples)[: (len(samples) + 1) // 2])
+
+
+def _count(sample_us: float, call_us: float, max_calls: int) -> int:
+    return min(max_calls, max(1, math.ceil(sample_us / max(call_us, 1e-3))))
+
+
+def _since_us(began_ns: int) -> float:
+    return (time.perf_counter_ns() - began_ns) * 1e-3

@@ -1,0 +1,1 @@
+"""The CPU back end: a kernel description as C++."""

@@ -1,0 +1,118 @@
+"""The CPU back end: KernelIR -> C++ -> shared library -> callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from fuseplan.kernels.cpp.config import (
+    PARAMETERS,
+    config_space,
+    default_settings,
+    infeasible,
+    run_settings,
+)
+from fuseplan.kernels.cpp.emitter import generate
+from fuseplan.kernels.cpp.launch import CppKernel, load_kernel
+from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
+from fuseplan.kernels.ir.ir import KernelIR, validate
+from fuseplan.kernels.native.build import (
+    COMPILER_NAMES,
+    Compiler,
+    build_library,
+    default_cache_dir,
+    required_compiler,
+)
+
+
+class CppBackend(Backend):
+    """Generated C++ loops, compiled by the system's compiler for this processor.
+
+    Args:
+        cache_dir: Where compiled kernels are kept; the user's cache folder by default.
+        compilers: Names to look for on PATH, in this order.
+    """
+
+    name: ClassVar[str] = "cpp"
+    device_type: ClassVar[str] = "cpu"
+    parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
+
+    def __init__(self, cache_dir: Path | None = None, compilers: tuple[str, ...] = COMPILER_NAMES) -> None:
+        self._cache_dir = cache_dir or default_cache_dir()
+        self._compilers = compilers
+
+    def unavailable(self) -> str | None:
+        """Why no kernel can be built here, or None."""
+        try:
+            self._compiler()
+        except BuildError as error:
+            return str(error)
+        return None
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        """Why ``ir`` cannot be expressed, or None."""
+        if target.device_type != self.device_type:
+            return f"the C++ back end compiles for cpu, not {target.device_type}"
+        try:
+            validate(ir)
+            generate(ir)
+        except (BuildError, ValueError, KeyError) as error:
+            return str(error)
+        return None
+
+    def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+        """Threads, rows per task, column tile, unroll, staging, streaming stores; what cannot matter has one choice."""
+        return config_space(ir, target)
+
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        """Why ``config`` cannot pay off, or None."""
+        return infeasible(ir, config, target)
+
+    def default_config(self, ir: KernelIR, target: Target) -> Config:
+        """Chosen by bytes and rows."""
+        return default_settings(ir, target)
+
+    def source(self, ir: KernelIR, config: Config) -> str:
+        """The C++ text; only ``unroll``, ``stage`` and ``stream`` change it.
+
+        Raises:
+            BuildError: The config holds what no kernel has, or a size has no C++ spelling.
+        """
+        config = checked(config, PARAMETERS)
+        stage, stream = (bool(int(config.get(name, 0))) for name in ("stage", "stream"))
+        return generate(ir, int(config["unroll"]), stage, stream)
+
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        """Compile into the cache.
+
+        Raises:
+            BuildError: No compiler, or it refuses the source.
+        """
+        return self._build(ir, config)[1]
+
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CppKernel:
+        """Compile or reuse, and load.
+
+        Raises:
+            BuildError: As in :meth:`prepare`.
+        """
+        library, resources = self._build(ir, config)
+        settings = run_settings(ir, config, target)
+        return load_kernel(ir, library, settings, self._compiler(), self._cache_dir, resources)
+
+    def fused_callable(
+        self, ir: KernelIR, config: Config, target: Target
+    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        """``call(*inputs, *sizes)``: allocates the outputs in C and runs; about a microsecond around the kernel."""
+        call: Callable[..., Any] = self.load(ir, config, target).fused
+        return call
+
+    def _compiler(self) -> Compiler:
+        return required_compiler(self._compilers)
+
+    def _build(self, ir: KernelIR, config: Config) -> tuple[Path, Resources]:
+        library = build_library(self.source(ir, config), self._compiler(), self._cache_dir)
+        return library, Resources(extra={"binary": library.stem})

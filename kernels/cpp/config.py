@@ -1,0 +1,205 @@
+"""The configuration space of CPU kernels, and the choice made when nothing has been tuned.
+
+``unroll``, ``stage`` and ``stream`` change the binary; ``threads``, ``rows_per_task`` and ``col_tile`` are arguments of
+a call.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fuseplan.kernels.cpp.emitter import simplified_segments
+from fuseplan.kernels.cpp.entry import is_strided, is_tiled
+from fuseplan.kernels.cpp.launch import RunSettings
+from fuseplan.kernels.ir.backend import Config, Target, Tunable, checked
+from fuseplan.kernels.ir.gathers import gathered_elements
+from fuseplan.kernels.ir.index import is_static
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, KernelIR, Segment
+from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.kernels.ir.schedule import schedule
+
+#: Work that pays for waking one more thread: bytes moved, or their equal in arithmetic.
+BYTES_PER_THREAD = 192 * 1024
+#: The same for dynamic sizes, in elements.
+ELEMENTS_PER_THREAD = 32 * 1024
+#: A task is at least this many bytes, so that handing it out costs nothing beside running it.
+_TASK_BYTES = 16 * 1024
+#: A call that works on fewer elements keeps the interpreter lock: releasing it costs more.
+_GIL_ELEMENTS = 1 << 18
+#: Staging pays while a row's buffer stays in the second-level cache.
+_STAGE_BYTES = 512 * 1024
+_TASKS_PER_THREAD = 4
+_COL_TILES = (1024, 4096, 16384)
+_STRIDED_COL_TILES = (32, 128)
+_ROWS_PER_TASK = (1, 4, 16)
+_UNROLLS = (2, 4)
+#: Streaming stores are worth a try once a call touches more than some last-level caches hold.
+_STREAM_BYTES = 16 * 1024 * 1024
+#: Bytes of traffic that take as long as one special-function application on one element.
+_BYTES_PER_SFU = 8
+
+
+#: Every parameter that some kernel has, and what it can be built and run with.
+PARAMETERS = (
+    Tunable("threads", tuple(range(1, 4097))),
+    Tunable("rows_per_task", tuple(range(1, 65))),
+    Tunable("col_tile", tuple(2**power for power in range(5, 15))),
+    Tunable("unroll", (1, 2, 4)),
+    Tunable("stage", (0, 1)),
+    Tunable("stream", (0, 1)),
+)
+
+
+def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+    """The dimensions; one that cannot matter for ``ir`` has a single choice."""
+    segments = simplified_segments(ir)
+    many_rows = any(not isinstance(segment.num_rows, int) or segment.num_rows > 1 for segment in segments)
+    size = ir_bytes(ir)
+    small = size is not None and size < BYTES_PER_THREAD // 4
+    return (
+        Tunable("threads", (1,) if small else thread_choices(target.cores)),
+        Tunable("rows_per_task", _ROWS_PER_TASK if many_rows else (1,)),
+        Tunable("col_tile", _tiles(segments)),
+        Tunable("unroll", _UNROLLS),
+        Tunable("stage", (0, 1) if can_stage(segments) else (0,)),
+        Tunable("stream", (0, 1) if size is not None and size >= _STREAM_BYTES else (0,)),
+    )
+
+
+def _tiles(segments: tuple[Segment, ...]) -> tuple[int, ...]:
+    """Column tiles to choose from; one where no segment is tiled."""
+    tiled = [segment for segment in segments if is_tiled(segment)]
+    if not tiled:
+        return _COL_TILES[1:2]
+    return _STRIDED_COL_TILES if any(map(is_strided, tiled)) else _COL_TILES
+
+
+def thread_choices(cores: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and all cores."""
+    powers = [2**power for power in range(cores.bit_length()) if 2**power < cores]
+    return (*powers, max(cores, 1))
+
+
+def can_stage(segments: tuple[Segment, ...]) -> bool:
+    """True when some segment evaluates a value twice that a staging buffer could hold."""
+    return any(phase.stages for segment in segments for phase in schedule(segment, stage=True))
+
+
+def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
+    """Why a configuration cannot pay off, or None."""
+    threads, rows, tile = (int(config[name]) for name in ("threads", "rows_per_task", "col_tile"))
+    if threads > max(target.cores, 1):
+        return f"{threads} threads on {target.cores} cores"
+    segments = simplified_segments(ir)
+    if not _is_static(segments):
+        return None
+    if threads > 1 and count_tasks(segments, rows, tile) < threads:
+        return "fewer tasks than threads"
+    if rows > max(1, *(int(segment.num_rows) for segment in segments), 1):
+        return "more rows per task than rows"
+    widest = max((int(segment.cols) for segment in segments if is_tiled(segment)), default=0)
+    if any(tile > smaller >= widest > 0 for smaller in _tiles(segments)):
+        return "a column tile wider than the row"
+    if int(config.get("stage", 0)) and stage_bytes(segments) > _STAGE_BYTES:
+        return f"staging needs {stage_bytes(segments)} bytes a thread"
+    return None
+
+
+def count_tasks(segments: tuple[Segment, ...], rows_per_task: int, col_tile: int) -> int:
+    """Tasks of a call with static sizes."""
+    return sum(
+        math.ceil(segment.num_rows / rows_per_task) * (math.ceil(segment.cols / col_tile) if is_tiled(segment) else 1)
+        for segment in segments
+    )
+
+
+def stage_bytes(segments: tuple[Segment, ...]) -> int:
+    """Staging space of one thread (static columns)."""
+    return max(
+        int(segment.cols) * sum(
+            ITEMSIZE[segment.body[value].dtype] for phase in schedule(segment, stage=True) for value in phase.stages
+        )
+        for segment in segments
+    )
+
+
+def ir_bytes(ir: KernelIR) -> int | None:
+    """Distinct bytes a call touches, plus its special functions in bytes of traffic; None for dynamic sizes."""
+    if ir.symbols:
+        return None
+    gathered = gathered_elements(ir)
+    traffic = sum(
+        gathered[number] * ITEMSIZE[buffer.dtype] if number in gathered else buffer.distinct_bytes()
+        for number, buffer in enumerate(ir.buffers)
+    )
+    functions = sum(
+        segment.num_rows * segment.cols * _BYTES_PER_SFU
+        for segment in ir.segments
+        for instr, row_level in zip(segment.body, segment.per_row(), strict=True)
+        if isinstance(instr, Apply) and not row_level and op_spec(instr.op).unit == "sfu"
+    )
+    return int(traffic + functions)
+
+
+def default_settings(ir: KernelIR, target: Target) -> Config:
+    """A good configuration by arithmetic alone: threads by bytes, then tasks that keep every thread busy."""
+    segments = simplified_segments(ir)
+    size = ir_bytes(ir)
+    cores = max(target.cores, 1)
+    threads = cores if size is None else max(1, min(cores, size // BYTES_PER_THREAD))
+    rows, tile = _default_task(segments, threads)
+    if _is_static(segments):
+        threads = max(1, min(threads, count_tasks(segments, rows, tile)))
+    stage = can_stage(segments) and (not _is_static(segments) or stage_bytes(segments) <= _STAGE_BYTES)
+    # A reduction needs independent accumulators to hide the latency of an addition; a pointwise loop does not.
+    unroll = 4 if any(segment.has_reduction() for segment in segments) else 2
+    # What does not fit the last-level cache is gone before it is read again.
+    stream = 0 < target.l2_bytes < (size or 0) and (size or 0) >= _STREAM_BYTES
+    return {
+        "threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage),
+        "stream": int(stream),
+    }
+
+
+def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int]:
+    """Rows and columns of a task: the largest that are still small, and leave several tasks to each thread."""
+    tiles = _tiles(segments)
+    strided = tiles == _STRIDED_COL_TILES
+    if not _is_static(segments):
+        return (_ROWS_PER_TASK[-1] if strided else _ROWS_PER_TASK[0], tiles[0])
+    widest = max(int(segment.cols) for segment in segments)
+    most_rows = max(int(segment.num_rows) for segment in segments)
+
+    def busy(rows: int, tile: int) -> bool:
+        return threads == 1 or count_tasks(segments, rows, tile) >= _TASKS_PER_THREAD * threads
+
+    tile = tiles[0] if strided else max((one for one in tiles[:-1] if busy(1, one)), default=tiles[0])
+    bytes_per_row = min(widest, tile) * 4
+    fitting = [
+        rows for rows in _ROWS_PER_TASK
+        if rows <= most_rows and rows * bytes_per_row <= _TASK_BYTES and busy(rows, tile)
+    ]
+    return max(fitting, default=1), tile
+
+
+def _is_static(segments: tuple[Segment, ...]) -> bool:
+    return all(is_static(*segment.rows, segment.cols) for segment in segments)
+
+
+def run_settings(ir: KernelIR, config: Config, target: Target) -> RunSettings:
+    """The part of a configuration that is passed at run time.
+
+    Raises:
+        BuildError: It holds what no kernel has.
+    """
+    config = checked(config, PARAMETERS)
+    segments = simplified_segments(ir)
+    static = not ir.symbols
+    elements = sum(segment.num_rows * segment.cols for segment in segments) if static else _GIL_ELEMENTS
+    return RunSettings(
+        threads=min(int(config["threads"]), max(target.cores, 1)),
+        grain=0 if static else ELEMENTS_PER_THREAD,
+        rows_per_task=int(config["rows_per_task"]),
+        col_tile=int(config["col_tile"]),
+        release_gil=bool(elements >= _GIL_ELEMENTS),
+    )

@@ -1,0 +1,277 @@
+"""KernelIR -> C++: one function per segment, loops over rows and vectors of columns, written for one binary.
+
+What does not change the binary (threads, rows per task, column tile) is an argument at run time; see ``Launch`` in
+``cpp_loops.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from fuseplan.kernels.cpp.entry import entry_lines, is_tiled, shapes_lines, symbol_lines
+from fuseplan.kernels.cpp.text import constant_text, indent, size_text
+from fuseplan.kernels.cpp.types import SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, assign_registers
+from fuseplan.kernels.cpp.values import Values, conversion
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, register_type
+from fuseplan.kernels.ir.ops import REDUCTIONS
+from fuseplan.kernels.ir.rewrite import collapse_axes
+from fuseplan.kernels.ir.schedule import Phase, schedule
+from fuseplan.kernels.ir.split import split_columns
+
+#: A staging row up to this size lives on the stack.
+_STACK_BYTES = 64 * 1024
+#: Lanes of the widest vectors (512 bits of float32).
+_MOST_LANES = 16
+
+
+def generate(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
+    """Source text of a kernel.
+
+    Args:
+        ir: The kernel; sizes may be symbolic.
+        unroll: Vectors per turn of a column loop (and accumulators per reduction).
+        stage: Keep values that several passes over a row need in a buffer instead of evaluating them again.
+        stream: Write results past the caches.
+
+    Raises:
+        BuildError: A size expression has no C++ spelling.
+    """
+    names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
+    simple = KernelIR(ir.buffers, simplified_segments(ir))
+    registers = assign_registers(simple)
+    floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
+    rough = bool(floats) and floats <= {"bfloat16", "float16"}
+    macros = {"FP_WIDEST": registers.widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough)}
+    lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
+    for number, segment in enumerate(simple.segments):
+        values = Values(segment, registers.kinds[number], names)
+        lines += _SegmentWriter(simple.buffers, segment, values, names, unroll, stage).function(number)
+    lines += entry_lines(simple.segments, names)
+    lines += shapes_lines(simple.outputs, names)
+    return "\n".join(lines) + "\n"
+
+
+@lru_cache(maxsize=64)
+def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
+    """The segments as they are emitted: cut where their masks change, with as few axes as possible."""
+    return tuple(collapse_axes(piece) for segment in ir.segments for piece in split_columns(segment))
+
+
+@lru_cache(maxsize=1)
+def prelude() -> str:
+    """The C++ text in front of every kernel."""
+    here = Path(__file__).parent
+    return "".join((here / name).read_text() for name in ("cpp_prelude.h", "cpp_maths.h", "cpp_loops.h"))
+
+
+class _SegmentWriter:
+    """Writes the function of one segment: rows ``[begin, end)``, columns ``[low, high)``."""
+
+    def __init__(self, buffers: Sequence[Buffer], segment: Segment, values: Values, names: Mapping[str, str],
+                 unroll: int, stage: bool) -> None:
+        self.buffers, self.segment, self.values, self.names = buffers, segment, values, names
+        # No more accumulators than the row has vectors.
+        self.unroll = max(1, min(unroll, segment.cols // _MOST_LANES)) if isinstance(segment.cols, int) else unroll
+        self.phases = schedule(segment, stage)
+        self.kinds = values.kinds
+        self._declared: set[str] = set()
+
+    def function(self, number: int) -> list[str]:
+        """Source lines of the function."""
+        segment = self.segment
+        tiled = ", i64 low, i64 high" if is_tiled(segment) else ""
+        head = f"static void segment{number}(void* const* buffers, const i64* sizes, i64 begin, i64 end{tiled}) {{"
+        lines = [*symbol_lines(self.names), *self._buffer_lines()]
+        if not tiled:
+            lines.append(f"const i64 low = 0, high = {size_text(segment.cols, self.names)};")
+        lines += [*self._staging_lines(), *self._first_row()]
+        lines.append("for (i64 row = begin; row < end; ++row) {")
+        for position, phase in enumerate(self.phases):
+            lines += indent(self._phase(position, phase))
+        lines += indent(self._next_row())
+        return [head, *indent([*lines, "}"]), "}"]
+
+    def _buffer_lines(self) -> list[str]:
+        used = {instr.buffer for instr in self.segment.body if isinstance(instr, Load)}
+        used |= {store.buffer for store in self.segment.stores}
+        return [
+            f"{self._storage(number)}* __restrict__ b{number} = ({self._storage(number)}*)buffers[{number}];"
+            for number in sorted(used)
+        ]
+
+    def _storage(self, buffer: int) -> str:
+        const = "" if self.buffers[buffer].is_output else "const "
+        return const + STORAGE_TYPE[self.buffers[buffer].dtype]
+
+    def _staging_lines(self) -> list[str]:
+        lines = []
+        count = "(high - low + L - 1) / L * L"
+        for value in (value for phase in self.phases for value in phase.stages):
+            scalar = self._lane_type(value)
+            cols = self.segment.cols
+            if isinstance(cols, int) and cols * ITEMSIZE[self.kinds[value]] <= _STACK_BYTES:
+                lines.append(f"alignas(64) {scalar} t{value}[({max(cols, 1)} + L - 1) / L * L];")
+            else:
+                lines += [f"Scratch<{scalar}> scratch{value}({count});", f"{scalar}* t{value} = scratch{value}.data;"]
+        return lines
+
+    def _lane_type(self, value: int) -> str:
+        kind = self.kinds[value]
+        return "int" if kind == "bool" else SCALAR_TYPE[kind]
+
+    # -- rows -----------------------------------------------------------------------------------------------
+
+    def _row_axes(self) -> list[int]:
+        """Row axes whose coordinate can be other than zero."""
+        return [axis for axis, extent in enumerate(self.segment.rows) if extent != 1]
+
+    def _first_row(self) -> list[str]:
+        axes = self._row_axes()
+        if not axes:
+            return []
+        lines = ["i64 rest = begin;"]
+        for axis in reversed(axes[1:]):
+            extent = size_text(self.segment.rows[axis], self.names)
+            lines.append(f"i64 c{axis} = rest % {extent}; rest /= {extent};")
+        return [*lines, f"i64 c{axes[0]} = rest;"]
+
+    def _next_row(self) -> list[str]:
+        axes = self._row_axes()
+        lines: list[str] = []
+        for axis in axes:
+            step = [f"++c{axis};"]
+            if lines or axis != axes[0]:
+                extent = size_text(self.segment.rows[axis], self.names)
+                step = [f"if (++c{axis} == {extent}) {{", f"  c{axis} = 0;", *indent(lines), "}"]
+            lines = step
+        return lines
+
+    # -- passes over the columns ----------------------------------------------------------------------------
+
+    def _phase(self, position: int, phase: Phase) -> list[str]:
+        values, segment = self.values, self.segment
+        lines = [values.row_declaration(value) for value in phase.rows]
+        for number in phase.row_stores:
+            store = segment.stores[number]
+            scalar = SCALAR_TYPE[register_type(self.buffers[store.buffer].dtype)]
+            lines.append(f"put(b{store.buffer} + ({values.index(store.index)}), ({scalar})r{store.value});")
+        looped = [value for value in phase.reductions if not values.per_row[self._operand(value)]]
+        lines += [self._constant_reduction(value) for value in phase.reductions if value not in looped]
+        if not looped and not phase.stores:
+            return lines
+        body = self._body(phase, looped)
+        lines += self._new([*values.take_splats(), *self._pointers(phase)])
+        lines += [line for value in looped for line in self._accumulators(value)]
+        lines += self._loop(f"pass{position}", looped, body)
+        return [*lines, *(line for value in looped for line in self._fold(value))]
+
+    def _new(self, declarations: Sequence[str]) -> list[str]:
+        """Declarations that no earlier phase of the row has made."""
+        fresh = [line for line in declarations if line not in self._declared]
+        self._declared.update(fresh)
+        return fresh
+
+    def _operand(self, value: int) -> int:
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        return instr.arg
+
+    def _constant_reduction(self, value: int) -> str:
+        """A row-level value folds to itself, or under a sum to itself times the number of columns."""
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        scalar, cols = SCALAR_TYPE[self.kinds[value]], size_text(self.segment.cols, self.names)
+        whole = f"({scalar})r{instr.arg}" + (f" * ({scalar})({cols})" if instr.kind == "sum" else "")
+        return f"const {scalar} r{value} = ({cols}) ? {whole} : {self._identity(value, self.kinds[value])};"
+
+    def _identity(self, value: int, kind: str) -> str:
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        if instr.kind == "sum" or kind.startswith("float"):
+            return constant_text(kind, REDUCTIONS[instr.kind].identity)
+        if kind == "bool":
+            return constant_text(kind, instr.kind == "min")
+        bits = 31 if kind == "int32" else 63
+        return constant_text(kind, -(2**bits) if instr.kind == "max" else 2**bits - 1)
+
+    def _accumulator_kind(self, value: int) -> str:
+        """Register type of a reduction's lanes: the result's, unless the operand is a narrowed integer or a mask."""
+        operand = self.kinds[self._operand(value)]
+        natural = self.segment.body[value].dtype
+        if operand == "bool":
+            return "int32"
+        return operand if natural == "int64" else natural
+
+    def _accumulators(self, value: int) -> list[str]:
+        kind = self._accumulator_kind(value)
+        identity = self._identity(value, kind)
+        vector = VECTOR_TYPE[kind]
+        return [f"{vector} a{value}_{lane} = splat<{vector}>({identity});" for lane in range(self.unroll)]
+
+    def _combine(self, value: int, a: str, b: str) -> str:
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        return REDUCTIONS[instr.kind].cpp_combine.format(a, b)
+
+    def _fold(self, value: int) -> list[str]:
+        total = f"a{value}_0"
+        for lane in range(1, self.unroll):
+            total = self._combine(value, total, f"a{value}_{lane}")
+        function = f"[](auto x, auto y) {{ return {self._combine(value, 'x', 'y')}; }}"
+        target = SCALAR_TYPE[self.kinds[value]]
+        return [f"const {target} r{value} = ({target})fold({total}, {function});"]
+
+    def _pointers(self, phase: Phase) -> list[str]:
+        lines = []
+        for value in phase.elements:
+            instr = self.segment.body[value]
+            if isinstance(instr, Load):
+                storage = self._storage(instr.buffer)
+                lines.append(self.values.pointer(f"p{value}", instr.buffer, instr.index, storage, instr.gather))
+        for number in phase.stores:
+            store = self.segment.stores[number]
+            lines.append(self.values.pointer(f"q{number}", store.buffer, store.index, self._storage(store.buffer)))
+        return [line for line in lines if line]
+
+    def _body(self, phase: Phase, looped: Sequence[int]) -> list[str]:
+        values = self.values
+        lines = []
+        for value in phase.reads:
+            vector = VECTOR_TYPE[self.kinds[value]]
+            lines.append(f"const {vector} e{value} = read<{vector}>(t{value} + slot(m, j));")
+        for value in phase.elements:
+            lines.append(values.element_declaration(value))
+            if value in phase.stages:
+                lines.append(f"write(t{value} + slot(m, j), e{value});")
+        for value in looped:
+            kind, operand = self._accumulator_kind(value), self._operand(value)
+            item = conversion(self.kinds[operand], kind, f"e{operand}")
+            lines.append(f"a{value} = keep(m, {self._combine(value, f'a{value}', item)}, a{value});")
+        for number in phase.stores:
+            store = self.segment.stores[number]
+            lines.append(values.store(number, store, register_type(self.buffers[store.buffer].dtype)))
+        return lines
+
+    def _loop(self, name: str, looped: Sequence[int], body: Sequence[str]) -> list[str]:
+        """The loop over whole vectors, ``unroll`` at a time, then the end of the row."""
+        parameters = "".join(f", {VECTOR_TYPE[self._accumulator_kind(value)]}& a{value}" for value in looped)
+
+        def call(mode: str, column: str, lane: int) -> str:
+            return f"{name}({mode}, {column}{''.join(f', a{value}_{lane}' for value in looped)});"
+
+        unrolled = " ".join(call("Full{}", f"j + {lane} * L", lane) for lane in range(self.unroll))
+        lines = [f"auto {name} = [&](auto m, i64 j{parameters}) __attribute__((always_inline)) {{", *indent(body), "};"]
+        lines += ["{", "  i64 j = low;"]
+        lines.append(f"  for (; j + {self.unroll} * L <= high; j += {self.unroll} * L) {{ {unrolled} }}")
+        if self.unroll > 1:
+            lines.append(f"  for (; j + L <= high; j += L) {call('Full{}', 'j', 0)}")
+        lines += [
+            "  if (j < high) {",
+            f"    if (high >= L) {call('Last{(int)(j - (high - L))}', 'high - L', 0)}",
+            f"    else {call('Part{(int)(high - j)}', 'j', 0)}",
+            "  }",
+            "}",
+        ]
+        return lines

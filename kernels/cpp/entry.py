@@ -1,0 +1,104 @@
+"""Entry points of a generated kernel: how its segments become tasks, and what its outputs look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fuseplan.kernels.cpp.text import indent, size_text
+from fuseplan.kernels.ir.index import Size
+from fuseplan.kernels.ir.ir import Buffer, Load, Segment
+
+#: Rows up to this many columns are never cut into column tiles: their trip count stays a constant.
+UNTILED_COLS = 1024
+#: The same where columns are strided: a narrow tile over several rows uses every cache line it fetches.
+UNTILED_STRIDED_COLS = 32
+
+
+def is_tiled(segment: Segment) -> bool:
+    """True when a (simplified) segment's columns are shared among tasks, too."""
+    if segment.has_reduction() or (isinstance(segment.cols, int) and segment.cols <= UNTILED_STRIDED_COLS):
+        return False
+    return is_strided(segment) or not (isinstance(segment.cols, int) and segment.cols <= UNTILED_COLS)
+
+
+def is_strided(segment: Segment) -> bool:
+    """True when some access steps through memory from column to column (a transposed operand, a gather)."""
+    axis = segment.col_axis
+    loads = [instr for instr in segment.body if isinstance(instr, Load)]
+    per_row = segment.per_row()
+    if any(load.gather is not None and not per_row[load.gather.value] for load in loads):
+        return True
+    indices = [load.index for load in loads] + [store.index for store in segment.stores]
+    return any(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)
+
+
+def symbol_lines(names: Mapping[str, str]) -> list[str]:
+    """Declarations of the dynamic sizes."""
+    return [f"const i64 {text} = sizes[{number}];" for number, text in enumerate(names.values())]
+
+
+def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[str]:
+    """``elements``, ``tasks`` and ``run`` (see ``cpp_loops.h``)."""
+    sizes = symbol_lines(names)
+    counts = [_task_counts(segment, names) for segment in segments]
+    total = " + ".join(_elements(segment, names) for segment in segments)
+    tasks = " + ".join(f"{chunks} * {tiles}" for chunks, tiles in counts)
+    runs: list[str] = []
+    for number, (segment, (chunks, tiles)) in enumerate(zip(segments, counts, strict=True)):
+        runs += _run_segment(number, segment, chunks, tiles, names)
+    return [
+        "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {total};"]), "}",
+        "static i64 tasks(const i64* sizes, const Launch* how) {", *indent([*sizes, f"return {tasks};"]), "}",
+        "static void run(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
+        *indent([*sizes, *runs, "results_done();"]), "}",
+    ]
+
+
+def _elements(segment: Segment, names: Mapping[str, str]) -> str:
+    return f"{_num_rows(segment, names)} * {size_text(segment.cols, names)}"
+
+
+def _num_rows(segment: Segment, names: Mapping[str, str]) -> str:
+    return f"({' * '.join(['(i64)1', *(size_text(extent, names) for extent in segment.rows)])})"
+
+
+def _task_counts(segment: Segment, names: Mapping[str, str]) -> tuple[str, str]:
+    """Row chunks and column tiles of a segment."""
+    chunks = f"ceil_div({_num_rows(segment, names)}, how->rows_per_task)"
+    return chunks, f"ceil_div({size_text(segment.cols, names)}, how->col_tile)" if is_tiled(segment) else "1"
+
+
+def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: Mapping[str, str]) -> list[str]:
+    """Run the part of tasks ``[begin, end)`` that belongs to a segment, then count the rest from its end."""
+    rows = _num_rows(segment, names)
+    call = f"segment{number}(buffers, sizes, "
+    if not is_tiled(segment):
+        return [
+            "{",
+            f"  const i64 count = {chunks}, first = begin > 0 ? begin : 0, last = least(end, count);",
+            f"  if (first < last) {call}first * how->rows_per_task, least({rows}, last * how->rows_per_task));",
+            "  begin -= count; end -= count;",
+            "}",
+        ]
+    cols = size_text(segment.cols, names)
+    return [
+        "{",
+        f"  const i64 tiles = {tiles}, count = {chunks} * tiles, last = least(end, count);",
+        "  for (i64 task = begin > 0 ? begin : 0; task < last; ++task) {",
+        "    const i64 row = task / tiles * how->rows_per_task, col = task % tiles * how->col_tile;",
+        f"    {call}row, least({rows}, row + how->rows_per_task), col, least({cols}, col + how->col_tile));",
+        "  }",
+        "  begin -= count; end -= count;",
+        "}",
+    ]
+
+
+def shapes_lines(outputs: Sequence[Buffer], names: Mapping[str, str]) -> list[str]:
+    """``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes."""
+    sizes: list[Size] = [size for buffer in outputs for size in (*buffer.shape, *buffer.strides)]
+    stores = [f"shapes[{number}] = {size_text(size, names)};" for number, size in enumerate(sizes)]
+    return [
+        'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {',
+        *indent([*symbol_lines(names), *stores]),
+        "}",
+    ]

@@ -1,0 +1,162 @@
+"""Register types of a CPU kernel: which C++ type holds each value, and how wide the widest one is.
+
+The number of SIMD lanes is the vector width over the widest register type, so one int64 position in an attention mask
+would halve the speed of a float32 softmax. Positions are small: where interval arithmetic proves that every int64
+value computed per element fits 32 bits, they are held in int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fuseplan.kernels.ir.index import Coord, Index, Mod, Size
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Segment
+
+#: Inclusive bounds of an integer value; None when unknown.
+Interval: TypeAlias = tuple[int, int] | None
+
+#: Bound assumed for a dynamic size. A tensor dimension beyond it is no sequence length, batch or width.
+DYNAMIC_SIZE_LIMIT = 2**30
+_INT32_LIMIT = 2**31 - 2
+
+SCALAR_TYPE = {"float32": "float", "float64": "double", "int64": "i64", "int32": "int", "bool": "bool"}
+VECTOR_TYPE = {"float32": "vf", "float64": "vd", "int64": "vl", "int32": "vi", "bool": "vm"}
+STORAGE_TYPE = {
+    "float64": "double", "float32": "float", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "int",
+    "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool8",
+    "float8_e4m3fn": "f8",
+}
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
+@dataclass(frozen=True)
+class Registers:
+    """``kinds[segment][value]``: the register type each value is held in; ``widest`` is in bytes (4 or 8)."""
+
+    kinds: tuple[tuple[str, ...], ...]
+    widest: int
+
+
+def assign_registers(ir: KernelIR) -> Registers:
+    """Choose register types: as the IR says, but int64 values computed per element in int32 where all of them fit."""
+    natural = tuple(tuple(instr.dtype for instr in segment.body) for segment in ir.segments)
+    wide = [
+        instr.dtype
+        for segment in ir.segments
+        for instr, row_level in zip(segment.body, segment.per_row(), strict=True)
+        if not row_level and instr.dtype in ("int64", "float64")
+    ]
+    if not wide:
+        return Registers(natural, 4)
+    if "float64" in wide or not all(_fits_int32(segment) for segment in ir.segments):
+        return Registers(natural, 8)
+    narrowed = tuple(
+        tuple(
+            "int32" if instr.dtype == "int64" and not row_level else instr.dtype
+            for instr, row_level in zip(segment.body, segment.per_row(), strict=True)
+        )
+        for segment in ir.segments
+    )
+    return Registers(narrowed, 4)
+
+
+def _fits_int32(segment: Segment) -> bool:
+    """True when every int64 value computed per element (and every reduction of one) has bounds inside int32."""
+    intervals: list[Interval] = []
+    for instr, row_level in zip(segment.body, segment.per_row(), strict=True):
+        interval = _interval(instr, segment, intervals)
+        intervals.append(interval)
+        per_element = not row_level or isinstance(instr, Reduce)
+        if per_element and instr.dtype == "int64" and not _inside(interval):
+            return False
+    return True
+
+
+def _inside(interval: Interval) -> bool:
+    return interval is not None and interval[0] >= -_INT32_LIMIT and interval[1] <= _INT32_LIMIT
+
+
+def _interval(instr: Instr, segment: Segment, known: Sequence[Interval]) -> Interval:
+    if instr.dtype == "bool":
+        return (0, 1)
+    if isinstance(instr, Iota):
+        return index_bounds(instr.index)
+    if isinstance(instr, Const) and not instr.dtype.startswith("float"):
+        return (int(instr.value), int(instr.value))
+    if isinstance(instr, Cast):
+        source = segment.body[instr.arg].dtype
+        return known[instr.arg] if not source.startswith("float") else None
+    if isinstance(instr, Load):
+        return (-(2**31), 2**31 - 1) if instr.dtype == "int32" else None
+    if isinstance(instr, Reduce):
+        operand = known[instr.arg]
+        if instr.kind != "sum" or operand is None:
+            return operand
+        count = segment.cols if isinstance(segment.cols, int) else DYNAMIC_SIZE_LIMIT
+        return (min(0, operand[0] * count), max(0, operand[1] * count))
+    if isinstance(instr, Apply):
+        return _apply_interval(instr.op, [known[arg] for arg in instr.args])
+    return None
+
+
+def _apply_interval(op: str, operands: Sequence[Interval]) -> Interval:
+    numbers = [interval for interval in operands if interval is not None]
+    if len(numbers) != len(operands) or op in _COMPARISONS:
+        return None
+    if op == "where":
+        (_, a, b) = numbers
+        return (min(a[0], b[0]), max(a[1], b[1]))
+    if op in ("neg", "abs"):
+        reach = max(map(abs, numbers[0]))
+        return (-reach, reach)
+    if len(numbers) != 2:
+        return None
+    (a, b) = numbers
+    if op == "int_remainder":
+        reach = max(map(abs, b))
+        return (-reach, reach)
+    if op == "int_floordiv":
+        reach = max(map(abs, a)) + 1
+        return (-reach, reach)
+    if op == "shift_right" and b[0] >= 0:
+        return (min(a[0], a[0] >> b[0]), max(a[1], a[1] >> b[0]))
+    if op == "bit_and" and (a[0] >= 0 or b[0] >= 0):
+        return (0, min(end for low, end in (a, b) if low >= 0))
+    ends = {
+        "add": (a[0] + b[0], a[1] + b[1]),
+        "sub": (a[0] - b[1], a[1] - b[0]),
+        "mul": (min(x * y for x in a for y in b), max(x * y for x in a for y in b)),
+        "maximum": (max(a[0], b[0]), max(a[1], b[1])),
+        "minimum": (min(a[0], b[0]), min(a[1], b[1])),
+    }
+    return ends.get(op)
+
+
+def index_bounds(index: Index) -> Interval:
+    """Bounds of an index over the iteration space; a dynamic size counts as ``DYNAMIC_SIZE_LIMIT``."""
+    if not isinstance(index.const, int):
+        return None
+    low = high = index.const
+    for atom, coef in index.terms:
+        if not isinstance(coef, int):
+            return None
+        if isinstance(atom, Coord):
+            top: int | None = _top(atom.extent)
+        elif isinstance(atom, Mod):
+            top = _top(atom.divisor)
+        else:
+            inner = index_bounds(atom.base)
+            top = inner[1] // atom.divisor if inner and inner[0] >= 0 and isinstance(atom.divisor, int) else None
+        if top is None:
+            return None
+        low, high = (low, high + coef * top) if coef > 0 else (low + coef * top, high)
+    return (low, high)
+
+
+def _top(extent: Size) -> int | None:
+    if isinstance(extent, int):
+        return max(extent - 1, 0)
+    return DYNAMIC_SIZE_LIMIT if getattr(extent, "is_Symbol", False) else None

@@ -1,0 +1,243 @@
+"""C++ expressions for the values of a segment: once per row (scalars), and per column (vectors of lanes).
+
+Row-level value ``v`` is the scalar ``r<v>``, element-level value ``v`` the vector ``e<v>``. A row-level value used
+among vectors is broadcast once per row into ``s<v>_<kind>``. In a column loop ``j`` is the first lane's column and
+``m`` says how many lanes count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fuseplan.kernels.cpp.text import constant_text, index_text, size_text, without_column
+from fuseplan.kernels.cpp.types import SCALAR_TYPE, VECTOR_TYPE
+from fuseplan.kernels.ir.index import Coord, FloorDiv, Index
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Gather, Iota, Load, Round, Segment, Store
+from fuseplan.kernels.ir.ops import op_spec
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_LOGIC = frozenset({"logical_and", "logical_or", "logical_not"})
+
+
+class Values:
+    """Spells the values of one segment. ``kinds`` are their register types, ``names`` the spelling of symbols."""
+
+    def __init__(self, segment: Segment, kinds: Sequence[str], names: Mapping[str, str]) -> None:
+        self.segment, self.kinds, self.names = segment, kinds, names
+        self.per_row = segment.per_row()
+        #: Broadcasts used since the last :meth:`take_splats`, name to declaration.
+        self._splats: dict[str, str] = {}
+
+    # -- rows -----------------------------------------------------------------------------------------------
+
+    def row_declaration(self, value: int) -> str:
+        """``const float r3 = ...;``"""
+        return f"const {SCALAR_TYPE[self.kinds[value]]} r{value} = {self._row_expression(value)};"
+
+    def _row_expression(self, value: int) -> str:
+        instr = self.segment.body[value]
+        kind = self.kinds[value]
+        if isinstance(instr, Const):
+            return constant_text(kind, instr.value)
+        if isinstance(instr, Iota):
+            return f"({SCALAR_TYPE[kind]})({self.index(instr.index)})"
+        if isinstance(instr, Load):
+            loaded = f"get(b{instr.buffer} + ({self.index(instr.index)}){self._row_gather(instr.gather)})"
+            return loaded if instr.mask is None else f"r{instr.mask} ? {loaded} : {constant_text(kind, instr.other)}"
+        if isinstance(instr, Cast):
+            return f"{f'r{instr.arg} != 0' if kind == 'bool' else f'({SCALAR_TYPE[kind]})r{instr.arg}'}"
+        if isinstance(instr, Round):
+            return f"{_round_name(instr)}(r{instr.arg})"
+        assert isinstance(instr, Apply)
+        operands = [f"r{arg}" for arg in instr.args]
+        kinds = [self.kinds[arg] for arg in instr.args]
+        if instr.op not in _LOGIC and "bool" in kinds and instr.op != "where":
+            operands = [f"(int){text}" for text in operands]
+        return _spell(instr.op, operands)
+
+    def index(self, index: Index, column: str = "(j + i)") -> str:
+        """An element offset; row coordinates are ``c<axis>``."""
+        col_axis = self.segment.col_axis
+        return index_text(index, lambda axis: column if axis == col_axis else f"c{axis}", self.names)
+
+    # -- columns --------------------------------------------------------------------------------------------
+
+    def operand(self, value: int, kind: str | None = None) -> str:
+        """A value among vectors of ``kind`` (its own by default)."""
+        kind = kind or self.kinds[value]
+        if not self.per_row[value]:
+            return f"e{value}"
+        name = f"s{value}_{kind}"
+        if kind == "bool":
+            text = f"splat_mask(r{value})"
+        elif kind == "int32" and self.kinds[value] == "int64":
+            text = f"splat<vi>(clamp_int(r{value}))"
+        else:
+            text = f"splat<{VECTOR_TYPE[kind]}>(r{value})"
+        self._splats[name] = f"const {VECTOR_TYPE[kind]} {name} = {text};"
+        return name
+
+    def take_splats(self) -> list[str]:
+        """Declarations of the broadcasts used since the last call."""
+        declarations = [*self._splats.values()]
+        self._splats.clear()
+        return declarations
+
+    def element_declaration(self, value: int) -> str:
+        """``const vf e3 = ...;``"""
+        return f"const {VECTOR_TYPE[self.kinds[value]]} e{value} = {self._element_expression(value)};"
+
+    def _element_expression(self, value: int) -> str:
+        instr = self.segment.body[value]
+        kind = self.kinds[value]
+        if isinstance(instr, Iota):
+            return self._positions(instr.index, kind)
+        if isinstance(instr, Load):
+            return self._load(value, instr, kind)
+        if isinstance(instr, Cast):
+            return conversion(self.kinds[instr.arg], kind, self.operand(instr.arg))
+        if isinstance(instr, Round):
+            return f"{_round_name(instr)}({self.operand(instr.arg)})"
+        assert isinstance(instr, Apply)
+        return self._apply(instr, kind)
+
+    def _positions(self, index: Index, kind: str) -> str:
+        integer = kind if kind.startswith("int") else ("int64" if kind == "float64" else "int32")
+        vector = VECTOR_TYPE[integer]
+        if index.is_affine_in(self.segment.col_axis):
+            step = index.coefficient(self.segment.col_axis)
+            size = index_text(Index(step), str, self.names)
+            base = self.index(without_column(index, self.segment.col_axis))
+            text = f"iota<{vector}>({base} + j * {size}, {size})"
+        else:
+            text = f"positions<{vector}>([&](int i) {{ return {self.index(index)}; }})"
+        return conversion(integer, kind, text)
+
+    def _apply(self, instr: Apply, kind: str) -> str:
+        if instr.op == "where":
+            condition, a, b = instr.args
+            return f"fp_where({self.operand(condition)}, {self.operand(a, kind)}, {self.operand(b, kind)})"
+        if instr.op in _LOGIC:
+            return _spell(instr.op, [self.operand(arg, "bool") for arg in instr.args])
+        common = next(self.kinds[arg] for arg in instr.args if not self.per_row[arg])
+        if common == "bool":
+            # A mask is 0 or -1 in its lanes: arithmetic and order need 0 or 1.
+            result = _spell(instr.op, [f"({self.operand(arg)} & 1)" for arg in instr.args])
+            return f"({result} != 0)" if kind == "bool" and instr.op not in _COMPARISONS else result
+        result = _spell(instr.op, [self.operand(arg, common) for arg in instr.args])
+        return f"fp_mask({result})" if instr.op in _COMPARISONS else result
+
+    # -- memory ---------------------------------------------------------------------------------------------
+
+    def pointer(
+        self, name: str, buffer: int, index: Index, storage: str, gather: Gather | None = None
+    ) -> str | None:
+        """Declaration of the address of column 0 of an index affine in the column; None for the others."""
+        if not index.is_affine_in(self.segment.col_axis) or self._gathers_columns(gather):
+            return None
+        base = f"({self.index(without_column(index, self.segment.col_axis))}){self._row_gather(gather)}"
+        return f"{storage}* {name} = b{buffer} + {base};"
+
+    def _gathers_columns(self, gather: Gather | None) -> bool:
+        return gather is not None and not self.per_row[gather.value]
+
+    def _row_gather(self, gather: Gather | None) -> str:
+        """The summand of an address that a row-level value gives."""
+        return "" if gather is None else f" + r{gather.value} * (i64){size_text(gather.stride, self.names)}"
+
+    def address(self, name: str, buffer: int, index: Index, gather: Gather | None = None) -> tuple[str, str | None]:
+        """``(pointer, offsets)``: consecutive columns when ``offsets`` is None, else a function of the lane."""
+        if gather is not None and self._gathers_columns(gather):
+            picked = f"e{gather.value}[i] * (i64){size_text(gather.stride, self.names)}"
+            return f"b{buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
+        if not index.is_affine_in(self.segment.col_axis):
+            return f"b{buffer}{self._row_gather(gather)}", f"[&](int i) -> i64 {{ return {self.index(index)}; }}"
+        step = index.coefficient(self.segment.col_axis)
+        if isinstance(step, int) and step == 1:
+            return f"{name} + j", None
+        return name, f"[&](int i) -> i64 {{ return (j + i) * {index_text(Index(step), str, self.names)}; }}"
+
+    def _load(self, value: int, instr: Load, kind: str) -> str:
+        if instr.gather is None and instr.mask is None and _shared_by_lanes(instr.index, self.segment):
+            loaded = f"get(b{instr.buffer} + ({self.index(instr.index, 'j')}))"
+            return f"splat_mask({loaded})" if kind == "bool" else f"splat<{VECTOR_TYPE[kind]}>({loaded})"
+        pointer, offsets = self.address(f"p{value}", instr.buffer, instr.index, instr.gather)
+        plain = f"load({pointer}, m)" if offsets is None else f"gather({pointer}, {offsets}, m)"
+        if instr.mask is None:
+            return plain
+        constant = constant_text(kind, instr.other)
+        other = f"splat_mask({constant})" if kind == "bool" else f"splat<{VECTOR_TYPE[kind]}>({constant})"
+        if self.per_row[instr.mask]:
+            return f"r{instr.mask} ? {plain} : {other}"
+        if offsets is None:
+            return f"load_masked({pointer}, e{instr.mask}, {other}, m)"
+        return f"gather_masked({pointer}, {offsets}, e{instr.mask}, {other}, m)"
+
+    def store(self, number: int, store: Store, storage_kind: str) -> str:
+        """Write a value for every column."""
+        value = self.operand(store.value)
+        if (self.kinds[store.value], storage_kind) != ("int32", "int64"):
+            value = conversion(self.kinds[store.value], storage_kind, value)
+        pointer, offsets = self.address(f"q{number}", store.buffer, store.index)
+        if offsets is None:
+            return f"store({pointer}, {value}, m);"
+        return f"scatter({pointer}, {offsets}, {value}, m);"
+
+
+#: Columns in a vector, at most; a vector starts at a multiple of what it holds.
+_LANES = 16
+
+
+def _shared_by_lanes(index: Index, segment: Segment) -> bool:
+    """Whether all lanes of a vector read one element: the column counts by blocks of whole vectors only.
+
+    So it is with what a channel has, where columns walk the positions of several channels.
+    """
+    column = segment.col_axis
+    if column not in index.axes() or not isinstance(segment.cols, int) or segment.cols % _LANES:
+        return False
+    return all(
+        isinstance(atom, FloorDiv) and _in_blocks(atom, column)
+        for atom, _ in index.terms if not isinstance(atom, Coord) or atom.axis == column
+        if isinstance(atom, Coord) or column in atom.base.axes()
+    )
+
+
+def _in_blocks(atom: FloorDiv, column: int) -> bool:
+    """Whether a quotient is the same for all columns of a vector."""
+    numbers = [atom.divisor, atom.base.const]
+    for term, coefficient in atom.base.terms:
+        if not isinstance(term, Coord):
+            return False
+        if term.axis != column:
+            numbers.append(coefficient)
+        elif coefficient != 1:
+            return False
+    return all(isinstance(number, int) and number % _LANES == 0 for number in numbers)
+
+
+def conversion(source: str, target: str, text: str) -> str:
+    """A vector of ``source`` as a vector of ``target``."""
+    if source == target:
+        return text
+    if target == "bool":
+        return f"fp_mask({text} != 0)"
+    number = f"({text} & 1)" if source == "bool" else text
+    if source == "bool" and target == "int32":
+        return number
+    return f"convert<{VECTOR_TYPE[target]}>({number})"
+
+
+def _spell(op: str, operands: Sequence[str]) -> str:
+    return op_spec(op).cpp.format(*operands)
+
+
+_ROUNDS = {
+    "bfloat16": "round_bf16", "float16": "round_f16", "float8_e4m3fn": "round_f8", "int8": "round_i8",
+    "uint8": "round_u8", "int16": "round_i16",
+}
+
+
+def _round_name(instr: Round) -> str:
+    return _ROUNDS[instr.to]
+

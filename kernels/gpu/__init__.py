@@ -1,0 +1,1 @@
+"""What the GPU back ends share: tiles, modules on disk, launches and their overlap."""

@@ -1,0 +1,68 @@
+"""What the two GPU back ends share: a callable that allocates outputs beside its inputs, on their device."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from fuseplan.kernels.gpu.direct import Layout
+from fuseplan.kernels.gpu.launch import GpuKernel, Layouts, allocating
+from fuseplan.kernels.gpu.tile import chunk_width, tile_of
+from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Target
+from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
+from fuseplan.kernels.ir.ir import KernelIR
+
+_WARP = 32
+
+
+class GpuBackend(Backend, WritesInPlace):
+    """A back end whose kernels run on CUDA devices."""
+
+    device_type: ClassVar[str] = "cuda"
+
+    @abstractmethod
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        """Compile (or reuse the cache) and load."""
+
+    def fused_callable(
+        self, ir: KernelIR, config: Config, target: Target
+    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        """``call(*inputs, *sizes)``: allocates the outputs where the first input lives, launches, and returns them."""
+        return self.call(self.load(ir, config, target), ir, target, {})
+
+    def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
+        """How each segment is computed: a tile with fewer elements than threads is held by several alike."""
+        threads = _WARP * int(config["num_warps"])
+        found = []
+        for segment in ir.segments:
+            tile = tile_of(segment, config)
+            found.append(Execution(tile.looped, tile.elements < threads, chunk_width(ir.buffers, segment, config) > 0))
+        return tuple(found)
+
+    def call(
+        self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse
+    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        """Outputs that lie in no input are allocated where the first input lives."""
+        inputs = len(ir.inputs)
+        layout = _layouts(ir, [number for number in range(len(ir.outputs)) if number not in reuse])
+        if isinstance(kernel, GpuKernel):
+            return kernel.fused(inputs, layout, reuse)
+        return allocating(kernel, inputs, layout, reuse)
+
+
+def _layouts(ir: KernelIR, outputs: Sequence[int]) -> Layouts:
+    """Dynamic sizes -> layouts of the outputs at those positions."""
+    symbols, dtypes = ir.symbols, [getattr(torch, ir.outputs[number].dtype) for number in outputs]
+
+    @functools.lru_cache(maxsize=1024)
+    def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+        bound = ir.bind(dict(zip(symbols, sizes, strict=True))).outputs
+        return tuple(
+            (bound[number].shape, bound[number].strides, dtype) for number, dtype in zip(outputs, dtypes, strict=True)
+        )
+
+    return layout

@@ -1,0 +1,272 @@
+"""Launching a compiled Triton kernel with one driver call: no Triton launcher, no argument inspection.
+
+The work of a call is done by the extension in ``gpu_launcher.cpp``; here is what it must be told, and when a kernel
+cannot be launched that way. Without a C++ compiler, or for a kernel that asks for more than a grid (scratch memory,
+clusters), Triton's own launcher is used: some microseconds more a call, same results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.kernels.native.build import default_cache_dir, required_compiler
+from fuseplan.kernels.native.extension import load_extension, torch_flags
+
+logger = logging.getLogger("fuseplan")
+
+_SOURCES = Path(__file__).parent.parent / "native"
+_MODULE, _ALLOCATOR = "fuseplan_gpu_launcher", "fuseplan_tensor_allocator"
+_MAX_ARGUMENTS = 256  # of launcher.h
+_WARP = 32
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
+
+#: ``(shape, strides, dtype)`` of one output.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Addresses of the CUDA driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and
+    ``cuLaunchKernelEx``."""
+
+    launch: int
+    current_context: int
+    error_text: int
+    launch_config: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A loaded kernel as the driver sees it.
+
+    Attributes:
+        function: Its handle.
+        threads: Threads of a block.
+        shared_bytes: Dynamic shared memory of a block.
+        overlapped: It may start before the kernel in front of it has ended, and waits for that one itself
+            (programmatic dependent launch).
+    """
+
+    function: int
+    threads: int
+    shared_bytes: int
+    overlapped: bool = False
+
+
+@dataclass(frozen=True)
+class Native:
+    """What PyTorch does for a call as C functions, by their addresses; 0 where it must be asked in Python.
+
+    Attributes:
+        stream: ``aoti_torch_get_current_cuda_stream``: device index -> handle of its current stream.
+        allocate: ``fuseplan_allocate`` of ``tensor_allocator.cpp``: makes an output.
+        prepare: Layouts of a call's outputs -> the capsule that ``allocate`` reads.
+    """
+
+    stream: int = 0
+    allocate: int = 0
+    prepare: Callable[[tuple[Layout, ...]], object] | None = None
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The extension, and what it calls.
+
+    Attributes:
+        module: The extension.
+        driver: The CUDA driver.
+        allocate: ``(shape, strides, dtype)`` -> tensor on the current device.
+        stream: Device index -> handle of its current stream.
+        check_device: Whether tensors may be on another device than the current one, which is then looked up.
+        native: The same without Python, as far as this PyTorch has it.
+    """
+
+    module: Any
+    driver: Driver
+    allocate: Callable[..., torch.Tensor]
+    stream: Callable[[int], int]
+    check_device: bool = False
+    native: Native = Native()
+
+    def bind(
+        self,
+        counts: tuple[int, int, int],
+        arguments: Sequence[tuple[int, int]],
+        slow_run: Callable[..., None],
+        slow_fused: Callable[..., Any],
+        reuse: Mapping[int, int] = _NOTHING,
+    ) -> Any | None:
+        """A ``Kernel`` of the extension; None when there are more arguments than it holds.
+
+        Args:
+            counts: Inputs, outputs, dynamic sizes.
+            arguments: Buffer and byte offset of each address the kernel takes.
+            slow_run: ``(kernel, *tensors, *sizes)``: does a call, and adds to the kernel what it did not know.
+            slow_fused: The same with the outputs allocated, for ``(kernel, *inputs, *sizes)``.
+            reuse: For positions among the outputs, the position of the input that each overwrites: it is returned.
+        """
+        if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
+            return None
+        driver, native = self.driver, self.native
+        return self.module.Kernel(
+            (driver.launch, driver.current_context, driver.error_text, driver.launch_config),
+            (_data_ptr(), native.stream, native.allocate),
+            (*counts, self.check_device),
+            tuple(arguments),
+            tuple(reuse.get(number, -1) for number in range(counts[1])),
+            (self.allocate, native.prepare, self.stream, slow_run, slow_fused),
+        )
+
+    def address_reader(self, positions: Sequence[int], others: Sequence[torch.Tensor]) -> Callable[[Any], bytes]:
+        """``read(args)``: where the tensors at ``positions`` of a tuple lie, and then ``others``; equal if and only if
+        every address is. One call into the extension."""
+        read, data_ptr, chosen, more = self.module.addresses, _data_ptr(), tuple(positions), tuple(others)
+        return lambda args: read(data_ptr, args, chosen, more)
+
+
+def _data_ptr() -> int:
+    """Address of PyTorch's function from a tensor to its address; 0 where this PyTorch shows none."""
+    return int(getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", 0))
+
+
+def find_launcher() -> Launcher | None:
+    """The launcher of this process, built on first use; None where it cannot be had (:func:`launcher_problem`)."""
+    found = _search()
+    return found if isinstance(found, Launcher) else None
+
+
+def launcher_problem() -> str | None:
+    """Why calls of GPU kernels go through Triton's launcher in this process, None when they do not."""
+    found = _search()
+    return None if isinstance(found, Launcher) else found
+
+
+@lru_cache(maxsize=1)
+def _search() -> Launcher | str:
+    try:
+        several = torch.cuda.device_count() > 1
+        return Launcher(load_module(), cuda_driver(), _allocator(), _stream_query(), several, find_native("cuda"))
+    except BuildError as error:
+        logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", error)
+        return str(error)
+
+
+def load_module(cache_dir: Path | None = None) -> Any:
+    """The extension.
+
+    Raises:
+        BuildError: There is no C++ compiler, or it does not build.
+    """
+    return load_extension(_MODULE, _SOURCES / "gpu_launcher.cpp", required_compiler(), cache_dir or default_cache_dir())
+
+
+def load_allocator(cache_dir: Path | None = None) -> Any:
+    """The extension that makes outputs without Python, for the PyTorch that is imported.
+
+    Raises:
+        BuildError: There is no C++ compiler, PyTorch's headers are missing, or it does not build.
+    """
+    return load_extension(
+        _ALLOCATOR,
+        _SOURCES / "tensor_allocator.cpp",
+        required_compiler(),
+        cache_dir or default_cache_dir(),
+        torch_flags(_ALLOCATOR),
+        f"torch {torch.__version__} {torch.version.git_version}",
+    )
+
+
+def find_native(device_type: str) -> Native:
+    """What this PyTorch can do for a call on a device without Python; never an error."""
+    stream = _stream_address()
+    try:
+        allocator = load_allocator()
+    except BuildError as error:
+        logger.info("outputs of GPU kernels are allocated through Python, a little slower a call: %s", error)
+        return Native(stream)
+    return Native(stream, allocator.entry(), partial(allocator.prepare, device_type))
+
+
+def _stream_address() -> int:
+    """Address of PyTorch's C function for the current stream, part of its stable interface; 0 where it is not found."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+        return ctypes.cast(library.aoti_torch_get_current_cuda_stream, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+def cuda_driver() -> Driver:
+    """The driver of this machine.
+
+    Raises:
+        BuildError: There is none, or it lacks a function.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString", "cuLaunchKernelEx")
+        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"the CUDA driver cannot be used: {error}") from error
+    return Driver(*addresses)
+
+
+def _allocator() -> Callable[..., torch.Tensor]:
+    fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    return fast or _empty_strided
+
+
+def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _stream_query() -> Callable[[int], int]:
+    query: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if query is None:
+        raise BuildError("this PyTorch does not show its current CUDA stream")
+    return query
+
+
+def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
+    """How to launch a Triton ``CompiledKernel`` that is loaded on the current device.
+
+    Args:
+        compiled: The kernel.
+        parameter_bits: Width of every parameter that will be passed, in order.
+
+    Raises:
+        BuildError: It needs Triton's launcher; the message says why.
+    """
+    metadata = compiled.metadata
+    if getattr(metadata, "num_ctas", 1) != 1:
+        raise BuildError("it is launched in clusters")
+    if getattr(metadata, "launch_cooperative_grid", False):
+        raise BuildError("it is compiled with launch_cooperative_grid")
+    for scratch in ("global_scratch_size", "profile_scratch_size"):
+        if getattr(metadata, scratch, 0):
+            raise BuildError(f"it uses scratch memory ({scratch})")
+    found = ptx_parameter_bits(compiled.asm["ptx"])
+    # Triton appends addresses of scratch memory that may be null.
+    count = len(parameter_bits)
+    if found[:count] != tuple(parameter_bits) or found[count:] not in ((), (64,), (64, 64)):
+        raise BuildError(f"its parameters have {found} bits, expected {tuple(parameter_bits)}")
+    overlapped = bool(getattr(metadata, "launch_pdl", False))
+    return Entry(int(compiled.function), int(metadata.num_warps) * _WARP, int(metadata.shared), overlapped)
+
+
+def ptx_parameter_bits(ptx: str) -> tuple[int, ...]:
+    """Width of each parameter of the kernel in PTX text."""
+    match = re.search(r"\.entry\s+[\w$]+\s*\(([^)]*)\)", ptx)
+    return tuple(int(bits) for bits in re.findall(r"\.param\s+\.\w(\d+)", match[1])) if match else ()

@@ -1,0 +1,281 @@
+"""Launching compiled Triton kernels with little work per call, on whatever device and stream the caller is on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+
+from fuseplan.kernels.gpu.direct import Entry, Launcher, Layout, entry_of
+from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
+
+logger = logging.getLogger("fuseplan")
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
+
+#: Dynamic sizes -> layout of each output.
+Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Assumptions a binary is compiled under.
+
+    Attributes:
+        wide: Index arithmetic in 64 bits.
+        aligned: Every buffer starts at a multiple of 16 bytes.
+    """
+
+    wide: bool = False
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a launch needs for one set of dynamic sizes: the number of programs, and whether 64-bit indices."""
+
+    programs: int
+    wide: bool
+
+
+class GpuKernel(CompiledKernel):
+    """A Triton kernel with all configuration folded: its arguments are addresses and the dynamic sizes.
+
+    Binaries are compiled for a variant when a call first needs it, and kept per device. Capturable in a CUDA graph
+    after one warm-up call.
+
+    Args:
+        compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
+        geometry: Programs and index width for given dynamic sizes.
+        symbols: Names of the dynamic sizes.
+        arguments: For each argument of the kernel before the dynamic sizes, the buffer and the bytes to add to its
+            address; or None and the value of a compile-time argument (Triton's launcher expects those in their places).
+        num_buffers: Number of tensors in a call.
+        resources: Facts of the default variant.
+        launcher: Makes calls direct; None to go through Triton's launcher.
+
+    Attributes:
+        run: ``run(*tensors, *sizes)``, as calling the kernel does.
+    """
+
+    def __init__(
+        self,
+        compile_variant: Callable[[Variant], Any],
+        geometry: Callable[[Mapping[str, int]], Geometry],
+        symbols: tuple[str, ...],
+        arguments: tuple[tuple[int | None, int], ...],
+        num_buffers: int,
+        resources: Resources,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self.resources = resources
+        self._loader = _Loader(compile_variant, geometry, symbols, arguments, num_buffers, launcher is not None)
+        self._launcher = launcher
+        direct = self._bind((num_buffers, 0, len(symbols)), _never)
+        self.run: Callable[..., None] = functools.partial(self._loader.run, None) if direct is None else direct.run
+
+    def __call__(self, *args: Any) -> None:
+        self.run(*args)
+
+    def fused(self, inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING) -> Callable[..., Any]:
+        """``call(*inputs, *sizes)``, which allocates the outputs beside the inputs and returns them.
+
+        Args:
+            inputs: How many of the kernel's tensors are inputs.
+            layout: Dynamic sizes -> shape, strides and dtype of each output that is allocated.
+            reuse: For positions among the outputs, the position of the input that each overwrites: it is returned.
+        """
+        loader = self._loader
+
+        def slow(direct: Any, *args: Any) -> Any:
+            sizes = args[inputs:]
+            result = allocating(functools.partial(loader.run, direct), inputs, layout, reuse)(*args)
+            geometry = loader.geometry(sizes)
+            direct.add_grid(sizes, geometry.programs, geometry.wide, layout(sizes))
+            return result
+
+        direct = self._bind((inputs, loader.num_buffers - inputs, len(loader.symbols)), slow, reuse)
+        if direct is None:
+            return allocating(self.run, inputs, layout, reuse)
+        call: Callable[..., Any] = direct.fused
+        return call
+
+    def _bind(
+        self, counts: tuple[int, int, int], slow_fused: Callable[..., Any], reuse: Mapping[int, int] = _NOTHING
+    ) -> Any | None:
+        """A direct call path, None without a launcher. It knows the loader but not this object: no cycle."""
+        if self._launcher is None:
+            return None
+        addresses = [(buffer, offset) for buffer, offset in self._loader.arguments if buffer is not None]
+        return self._launcher.bind(counts, addresses, self._loader.run, slow_fused, reuse)
+
+
+def _never(*_: Any) -> None:
+    raise AssertionError("this call path has no outputs to allocate")
+
+
+def allocating(
+    run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING
+) -> Callable[..., Any]:
+    """``call(*inputs, *sizes)`` for a kernel called with every buffer: outputs are made beside the first input, but for
+    those in ``reuse``, which are inputs."""
+    empty = torch.empty_strided
+
+    def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        sizes = args[inputs:]
+        device = args[0].device if inputs else torch.device("cuda", torch.cuda.current_device())
+        made = [empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layout(sizes)]
+        for number in sorted(reuse):
+            made.insert(number, args[reuse[number]])
+        run(*args[:inputs], *made, *sizes)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    return call
+
+
+class _Loader:
+    """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
+
+    What a direct call path does not know yet (a device, sizes, an alignment) comes here: the call is done, and the path
+    is told.
+    """
+
+    def __init__(
+        self,
+        compile_variant: Callable[[Variant], Any],
+        geometry: Callable[[Mapping[str, int]], Geometry],
+        symbols: tuple[str, ...],
+        arguments: tuple[tuple[int | None, int], ...],
+        num_buffers: int,
+        direct: bool,
+    ) -> None:
+        self.symbols, self.arguments, self.num_buffers = symbols, arguments, num_buffers
+        self._direct = direct
+        self._compile_variant = compile_variant
+        self._geometry = geometry
+        self._geometries: dict[tuple[int, ...], Geometry] = {}
+        self._binaries: dict[tuple[int, bool, bool], _Binary] = {}
+
+    def geometry(self, sizes: tuple[int, ...]) -> Geometry:
+        found = self._geometries.get(sizes)
+        if found is None:
+            found = self._geometries[sizes] = self._geometry(dict(zip(self.symbols, sizes, strict=True)))
+        return found
+
+    def run(self, direct: Any, *args: Any) -> None:
+        """A call; ``direct`` is the extension's ``Kernel`` that it came from, or None."""
+        tensors, sizes = args[: self.num_buffers], args[self.num_buffers :]
+        geometry = self.geometry(sizes)
+        if direct is not None:
+            direct.add_grid(sizes, geometry.programs, geometry.wide, None)
+        if geometry.programs == 0:
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        passed = [rest if buffer is None else addresses[buffer] + rest for buffer, rest in self.arguments]
+        device = tensors[0].get_device()
+        key = (device, geometry.wide, bits % 16 == 0)
+        if device == torch.cuda.current_device():
+            self._launch(key, direct, geometry.programs, (*passed, *sizes))
+        else:
+            with torch.cuda.device(device):
+                self._launch(key, direct, geometry.programs, (*passed, *sizes))
+
+    def _launch(
+        self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]
+    ) -> None:
+        binary = self._binaries.get(key)
+        if binary is None:
+            binary = self._binaries[key] = self._load(*key)
+        binary.launch(programs, _raw_stream(key[0]), *arguments)
+        if direct is not None and binary.entry is not None:
+            entry = binary.entry
+            direct.add_binary(*key, entry.function, entry.threads, entry.shared_bytes, entry.overlapped)
+
+    def _load(self, device: int, wide: bool, aligned: bool) -> _Binary:
+        with torch.cuda.device(device):
+            compiled = self._compile_variant(Variant(wide, aligned))
+            launch = triton_launcher(compiled)
+        return _Binary(launch, self._entry(compiled, wide) if self._direct else None)
+
+    def _entry(self, compiled: Any, wide: bool) -> Entry | None:
+        addresses = sum(buffer is not None for buffer, _ in self.arguments)
+        try:
+            return entry_of(compiled, [64] * addresses + [64 if wide else 32] * len(self.symbols))
+        except BuildError as error:
+            logger.info("a kernel goes through Triton's launcher: %s", error)
+            return None
+
+
+@dataclass(frozen=True)
+class _Binary:
+    """A loaded variant: a call through Triton's launcher, and what a direct one needs (None: impossible)."""
+
+    launch: Callable[..., None]
+    entry: Entry | None
+
+
+def _raw_stream(device: int) -> int:
+    """Handle of the current stream, without making a ``torch.cuda.Stream`` where PyTorch offers that."""
+    query = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return int(query(device) if query else torch.cuda.current_stream(device).cuda_stream)
+
+
+def triton_launcher(compiled: Any) -> Callable[..., None]:
+    """``launch(programs, stream, *arguments)`` for a Triton ``CompiledKernel``, loaded on the current device.
+
+    It calls the compiled launcher with addresses as integers, which skips Triton's argument inspection (and a driver
+    query per pointer).
+    """
+    run = compiled.run
+    function, metadata = compiled.function, compiled.packed_metadata
+
+    def launch(programs: int, stream: int, *arguments: int) -> None:
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    launch.kernel = compiled  # type: ignore[attr-defined]  # Triton unloads the code of a kernel that nobody holds
+    return launch
+
+
+def interpreter_is_on() -> bool:
+    """True when Triton was imported with its interpreter on: its functions then run on CPU tensors, in NumPy."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+class InterpretedKernel(CompiledKernel):
+    """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow.
+
+    Args:
+        function: The kernel, an ``InterpretedFunction``.
+        programs: Number of programs for given dynamic sizes.
+        symbols: Names of the dynamic sizes.
+        bind: Turns the buffers of a call into the kernel's arguments before the dynamic sizes.
+        num_buffers: Number of tensors in a call.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        programs: Callable[[Mapping[str, int]], int],
+        symbols: tuple[str, ...],
+        bind: Callable[[tuple[torch.Tensor, ...]], tuple[Any, ...]],
+        num_buffers: int,
+    ) -> None:
+        self.resources = Resources()
+        self._function, self._programs, self._symbols = function, programs, symbols
+        self._bind, self._num_buffers = bind, num_buffers
+
+    def __call__(self, *args: Any) -> None:
+        tensors, sizes = args[: self._num_buffers], args[self._num_buffers :]
+        count = self._programs(dict(zip(self._symbols, sizes, strict=True)))
+        if count:
+            self._function[(count,)](*self._bind(tensors), *sizes)

@@ -1,0 +1,167 @@
+"""Tiles: which block of a segment one GPU program computes, and how many programs a kernel launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.index import Size, evaluate, is_static, product
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Load, Segment, operands
+from fuseplan.kernels.ir.schedule import rescaled_sums, schedule
+
+#: What a thread loads or stores at once.
+_ACCESS_BYTES = 16
+#: Largest number of elements in one Triton tensor.
+MAX_TILE = 2**20
+_INT32_MAX = 2**31 - 1
+
+
+def next_power_of_2(value: int) -> int:
+    """Smallest power of two that is at least ``value`` (1 for 0)."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The block of a segment that one program computes.
+
+    Attributes:
+        rows: Rows of the block, a power of two. 1 means one-dimensional code with scalar row coordinates.
+        cols: Columns of the block, a power of two.
+        looped: The program walks its rows ``cols`` columns at a time (a reduction that is not held in registers).
+        col_blocks: Programs side by side along the columns (1 where rows are reduced).
+    """
+
+    rows: int
+    cols: int
+    looped: bool
+    col_blocks: Size
+
+    @property
+    def flat(self) -> bool:
+        return self.rows == 1
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+
+def tile_of(segment: Segment, config: Config) -> Tile:
+    """The tile of ``segment`` under ``config``: its block sizes, no larger than the segment needs."""
+    rows, cols = int(config["block_rows"]), int(config["block_cols"])
+    if is_static(segment.num_rows):
+        rows = min(rows, next_power_of_2(segment.num_rows))
+    if is_static(segment.cols):
+        cols = min(cols, next_power_of_2(segment.cols))
+    if segment.has_reduction():
+        looped = not is_static(segment.cols) or cols < segment.cols
+        return Tile(rows, cols, looped, 1)
+    return Tile(rows, cols, False, ceil_div(segment.cols, cols))
+
+
+def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
+    """Neighbouring columns that each thread takes together where sums are rescaled to a rising maximum.
+
+    One exponential rescales a thread's sum for the whole chunk, which is what it loads in 16 bytes.
+
+    Returns:
+        0 where no sum is rescaled: in a tile of several rows or fewer than two columns a thread, or beside reductions
+        that a chunk would have to fold too.
+    """
+    tile = tile_of(segment, config)
+    beside = rescaled_sums(segment) if tile.looped and tile.flat else {}
+    if not beside:
+        return 0
+    chunked = {*beside, *beside.values()}
+    for phase in schedule(segment, rescale=True):
+        if not chunked.isdisjoint(phase.reductions) and not chunked.issuperset(phase.reductions):
+            return 0
+    width = min(access_width(buffers, segment), tile.cols // (32 * int(config["num_warps"])))
+    return width if width > 1 else 0
+
+
+def access_width(buffers: Sequence[Buffer], segment: Segment) -> int:
+    """Elements of the widest loaded type that one access of a thread takes."""
+    loads = [one for one in segment.body if isinstance(one, Load)]
+    return _ACCESS_BYTES // max((ITEMSIZE[buffers[one.buffer].dtype] for one in loads), default=4)
+
+
+def ceil_div(size: Size, block: int) -> Size:
+    """``ceil(size / block)``; for a dynamic size an expression that :func:`evaluate_blocks` understands."""
+    return -(-size // block) if isinstance(size, int) else Blocks(size, block)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """``ceil(size / block)`` of a dynamic size."""
+
+    size: Size
+    block: int
+
+
+def evaluate_blocks(blocks: Size, symbols: Mapping[str, int]) -> int:
+    """The number of blocks once the symbols have values."""
+    if isinstance(blocks, Blocks):
+        return -(-evaluate(blocks.size, symbols) // blocks.block)
+    return int(blocks)
+
+
+def segment_programs(segment: Segment, config: Config, symbols: Mapping[str, int]) -> int:
+    """Programs that compute ``segment``; 0 when it is empty."""
+    tile = tile_of(segment, config)
+    row_blocks = evaluate_blocks(ceil_div(segment.num_rows, tile.rows), symbols)
+    return row_blocks * evaluate_blocks(tile.col_blocks, symbols)
+
+
+def programs(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> int:
+    """Programs (CUDA blocks) of one launch."""
+    return sum(segment_programs(segment, config, symbols) for segment in ir.segments)
+
+
+def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
+    """True when a position or an element offset of ``ir`` does not fit 32 bits.
+
+    Without values for its dynamic sizes a kernel counts as small: the launcher asks again with the values.
+    """
+    known = symbols is not None or not ir.symbols
+    if not known:
+        return False
+    values = symbols or {}
+    for buffer in ir.buffers:
+        span = 1 + sum(
+            (evaluate(extent, values) - 1) * abs(evaluate(stride, values))
+            for extent, stride in zip(buffer.shape, buffer.strides, strict=True)
+        )
+        if span * max(1, ITEMSIZE[buffer.dtype] // 8) > _INT32_MAX:
+            return True
+    # Lanes beyond the end may reach one tile further than the last element.
+    return any(
+        evaluate(product((*segment.rows, segment.cols)), values) > _INT32_MAX - MAX_TILE for segment in ir.segments
+    )
+
+
+def live_words(segment: Segment, in_place: bool = False) -> int:
+    """Most 32-bit register words per element that are live at once when the body runs in order.
+
+    Positions and constants are recomputed at no cost and do not count. With ``in_place`` a result takes over the
+    registers of operands that are needed no more, as it does in compiled code; without, it lies beside them.
+    """
+    body = segment.body
+    per_row = segment.per_row()
+    last_use = {store.value: len(body) for store in segment.stores}
+    for value, instr in enumerate(body):
+        for arg in operands(instr):
+            last_use[arg] = max(last_use.get(arg, 0), value)
+
+    def words(value: int) -> int:
+        instr = body[value]
+        if per_row[value] or isinstance(instr, Const | Iota):
+            return 0
+        return 2 if instr.dtype in ("float64", "int64") else 1
+
+    peak = 0
+    for now in range(len(body)):
+        first = now + 1 if in_place else now
+        peak = max(peak, sum(words(value) for value in range(now + 1) if last_use.get(value, -1) >= first))
+    return peak

@@ -1,0 +1,209 @@
+"""The contract between the search and a kernel back end: tunables in, a checked and callable kernel out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from fuseplan.kernels.ir.ir import KernelIR
+
+#: A kernel configuration, by parameter name (never by position): JSON-able.
+Config: TypeAlias = Mapping[str, int | str]
+
+
+class BuildError(Exception):
+    """A kernel could not be generated or compiled; the message names the back end and the reason."""
+
+
+class MachineError(BuildError):
+    """The machine failed, not the kernel: a full disk, a folder that cannot be written, a compiler that is gone."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device a kernel is compiled for; enough to compile without the device being present.
+
+    Attributes:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        arch: ``"native"`` on CPUs, ``"sm_90"`` style on CUDA.
+        cores: CPU threads available, or streaming multiprocessors.
+        shared_memory_bytes: Shared memory one block may use (CUDA), 0 on CPUs.
+        registers_per_thread: Register limit of one thread (CUDA), 0 on CPUs.
+        l2_bytes: Last-level cache.
+        in_graph: Kernels will be replayed in CUDA graphs; their defaults and tunables follow from it, nothing else.
+    """
+
+    device_type: str
+    arch: str
+    cores: int
+    shared_memory_bytes: int = 0
+    registers_per_thread: int = 0
+    l2_bytes: int = 0
+    in_graph: bool = False
+
+
+#: Compile-only target: what an H100/H200 offers, for machines that have no GPU.
+SM90 = Target("cuda", "sm_90", 132, 232_448, 255, 50 * 2**20)
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """One dimension of a kernel's configuration space; ``choices`` are ordered, small to large."""
+
+    name: str
+    choices: tuple[int | str, ...]
+
+
+def misfit(config: Config, parameters: Iterable[Tunable], complete: bool = True) -> str | None:
+    """Why ``config`` is no choice among ``parameters``, or None. The reason repeats nothing of what it holds.
+
+    Args:
+        config: From anywhere: a stored one may hold any text and any number.
+        parameters: What it may hold.
+        complete: Every parameter must be there.
+    """
+    known = {parameter.name: parameter.choices for parameter in parameters}
+    if not known.keys() >= config.keys():
+        return f"it has parameters that are unknown here (known: {', '.join(known) or 'none'})"
+    if complete and (missing := known.keys() - config.keys()):
+        return f"it lacks {', '.join(sorted(missing))}"
+    for name, value in config.items():
+        # 1 == 1.0 == True, but their texts differ.
+        if type(value) not in (int, str) or value not in known[name]:
+            return f"its {name} is none of the choices here"
+    return None
+
+
+def checked(config: Config, parameters: Iterable[Tunable]) -> Config:
+    """``config``, if it holds nothing but choices of ``parameters``; it may lack some.
+
+    Whatever turns a config into text or into a loop's bound asks here first.
+
+    Raises:
+        BuildError: It holds something else.
+    """
+    if reason := misfit(config, parameters, complete=False):
+        raise BuildError(f"the configuration cannot be used: {reason}")
+    return config
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Facts read back from a compiled kernel. None where the back end cannot know.
+
+    ``extra["run_key"]``, where given, is equal for configurations that run the same machine code in the same way
+    (grid and run-time arguments included): only one of them is measured.
+    """
+
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class CompiledKernel(ABC):
+    """A loaded kernel. Call it with every buffer (inputs, then preallocated outputs), then the symbols' values.
+
+    Calling checks nothing: the caller passes tensors laid out as the IR's buffers say.
+    """
+
+    resources: Resources
+
+    @abstractmethod
+    def __call__(self, *args: torch.Tensor | int) -> None:
+        """Launch on the current stream (CUDA) or run to completion (CPU)."""
+
+
+class Backend(ABC):
+    """A way to turn a :class:`KernelIR` into machine code. Stateless."""
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    #: Every parameter that some kernel has here, with every value that one can be built with.
+    parameters: ClassVar[tuple[Tunable, ...]] = ()
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why this back end cannot be used on this machine at all (no compiler, no package), or None."""
+
+    @abstractmethod
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        """Why this back end cannot express ``ir``, or None."""
+
+    @abstractmethod
+    def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+        """The configuration space of ``ir``; every combination is meaningful, not every one feasible."""
+
+    @abstractmethod
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        """Why ``config`` is not worth compiling (shared memory, registers, redundancy), or None. Pure arithmetic."""
+
+    @abstractmethod
+    def default_config(self, ir: KernelIR, target: Target) -> Config:
+        """The configuration used when nothing has been tuned; always feasible."""
+
+    def refuse_config(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        """Why ``config`` is none that a search could have chosen for ``ir`` here, or None. Enumerates nothing.
+
+        Asked of every stored config before it is built. The reason repeats no text of the config.
+        """
+        reason = misfit(config, self.tunables(ir, target)) or self.infeasible(ir, config, target)
+        return None if reason is None or same_config(config, self.default_config(ir, target)) else reason
+
+    def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
+        """Configurations worth trying before any search, best guess first; () when there is no opinion."""
+        return ()
+
+    @abstractmethod
+    def source(self, ir: KernelIR, config: Config) -> str:
+        """The generated source text (for people, ``plan explain --source``, and the compile cache's key)."""
+
+    @abstractmethod
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        """Compile into the on-disk cache without loading or needing the device; safe in a pool process."""
+
+    @abstractmethod
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        """Compile (or reuse the cache) and load."""
+
+    def fused_callable(
+        self, ir: KernelIR, config: Config, target: Target
+    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+        """``call(*inputs, *sizes)``: allocates the outputs as the IR says, runs, and returns the tensor or a tuple.
+
+        A back end overrides this where it has a faster way. Checks nothing, like a :class:`CompiledKernel`.
+        """
+        kernel = self.load(ir, config, target)
+        inputs, symbols = len(ir.inputs), ir.symbols
+        dtypes = [getattr(torch, buffer.dtype) for buffer in ir.outputs]
+
+        def layout(values: Mapping[str, int]) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+            outputs = ir.bind(values).outputs
+            return [(one.shape, one.strides, dtype) for one, dtype in zip(outputs, dtypes, strict=True)]
+
+        static = None if symbols else layout({})
+
+        def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+            outputs = static if static is not None else layout(dict(zip(symbols, args[inputs:], strict=True)))
+            made = tuple(
+                torch.empty_strided(shape, strides, dtype=dtype, device=target.device_type)
+                for shape, strides, dtype in outputs
+            )
+            kernel(*args[:inputs], *made, *args[inputs:])
+            return made[0] if len(made) == 1 else made
+
+        return call
+
+
+def same_config(one: Config, other: Config) -> bool:
+    """Whether two configs hold the same numbers and words: 1, 1.0, True and "1" are four different things."""
+    return dict(one) == dict(other) and all(type(one[name]) is type(other[name]) for name in other)
+
+
+def config_key(config: Config) -> str:
+    """A canonical text for a config, equal for equal configs."""
+    return ",".join(f"{name}={config[name]}" for name in sorted(config))

@@ -1,0 +1,219 @@
+"""Outputs of a kernel in the memory of inputs that nobody needs afterwards: when that is right, and how it is called.
+
+An output may lie in an input's memory when each program reads an element of that input at most at the very position at
+which it stores that element of the output, and has certainly read it by then. Half the footprint then stays in cache.
+
+What "certainly" takes is the order *between threads* of one program, too: the thread that stores an element need not be
+the one that loaded it. So every load of the input must flow into the value stored at the same position: the store then
+waits for it. A tile of fewer elements than threads is loaded by several threads alike; there a second store could see
+what the first one wrote (Triton issue 1615), so such programs may only have one.
+
+CPU kernels do not write in place: their pointers are ``__restrict__``, and the last vector of a row overlaps the one
+before it, whose columns would have been overwritten already.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
+from fuseplan.kernels.ir.index import Size, as_size, is_static, product, row_major_strides
+from fuseplan.kernels.ir.ir import Buffer, Instr, KernelIR, Load, Reduce, Segment, Store, operands
+from fuseplan.kernels.ir.schedule import Phase, schedule
+
+#: For positions among a kernel's outputs, the position among its inputs whose memory each takes.
+Reuse: TypeAlias = Mapping[int, int]
+#: The same with every input that could be taken.
+ReuseOptions: TypeAlias = Mapping[int, tuple[int, ...]]
+#: A buffer: its position, or the graph's name for it.
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How programs compute a segment.
+
+    Attributes:
+        looped: A program walks its rows in blocks, once for each phase of the schedule; else it holds its tile, and
+            evaluates each value once.
+        replicated: Several threads of a program hold the same element.
+        rescaled: Sums of a looped segment are folded in the pass of their maximum (``schedule``'s ``rescale``).
+    """
+
+    looped: bool
+    replicated: bool
+    rescaled: bool = False
+
+
+class WritesInPlace(ABC):
+    """A back end whose kernels may write an output over an input (a mix-in for ``Backend``)."""
+
+    @abstractmethod
+    def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
+        """How each segment is computed under ``config``."""
+
+    @abstractmethod
+    def call(self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse) -> Callable[..., Any]:
+        """``call(*inputs, *sizes)`` of a loaded kernel: outputs not in ``reuse`` are allocated, all are returned.
+
+        With an empty ``reuse`` that is ``fused_callable``.
+        """
+
+    def reuse_options(self, ir: KernelIR, config: Config) -> ReuseOptions:
+        """Which inputs each output may lie in; see :func:`reuse_options`."""
+        return reuse_options(ir, self.executions(ir, config))
+
+
+# -- what is right ----------------------------------------------------------------------------------------
+
+
+def reuse_options(ir: KernelIR, executions: Sequence[Execution]) -> dict[int, tuple[int, ...]]:
+    """Which inputs' memory each output may take; outputs that can take none are left out.
+
+    Any choice that gives an input to one output at most is right: what is asked of a pair concerns that input's memory
+    alone. An input must be needed by nobody else, which a kernel cannot know.
+
+    Args:
+        ir: The kernel.
+        executions: How each segment is computed.
+    """
+    inputs = range(len(ir.inputs))
+    found = {
+        number: tuple(source for source in inputs if _may_take(ir, executions, len(inputs) + number, source))
+        for number in range(len(ir.outputs))
+    }
+    return {number: sources for number, sources in found.items() if sources}
+
+
+def choose_reuse(options: Mapping[_Name, tuple[_Name, ...]], free: Iterable[_Name]) -> dict[_Name, _Name]:
+    """As many outputs as can be in inputs that are ``free``, each in one of its own.
+
+    >>> choose_reuse({0: (0, 1), 1: (0,)}, [0, 1])
+    {0: 1, 1: 0}
+    """
+    allowed = set(free)
+    owner: dict[_Name, _Name] = {}
+
+    def place(output: _Name, tried: set[_Name]) -> bool:
+        for source in options[output]:
+            if source in allowed and source not in tried:
+                tried.add(source)
+                if source not in owner or place(owner[source], tried):
+                    owner[source] = output
+                    return True
+        return False
+
+    for output in options:
+        place(output, set())
+    sources = {output: source for source, output in owner.items()}
+    return {output: sources[output] for output in options if output in sources}
+
+
+def _may_take(ir: KernelIR, executions: Sequence[Execution], target: int, source: int) -> bool:
+    """Whether buffer ``target``, an output, may lie in the memory of buffer ``source``, an input."""
+    if not _same_layout(ir.buffers[source], ir.buffers[target]):
+        return False
+    writers = [
+        (number, position) for number, segment in enumerate(ir.segments)
+        for position, store in enumerate(segment.stores) if store.buffer == target
+    ]
+    readers = {number for number, segment in enumerate(ir.segments) if _loads(segment, source)}
+    if len(writers) != 1:
+        return False
+    number, position = writers[0]
+    segment = ir.segments[number]
+    if as_size(product((*segment.rows, segment.cols)) - ir.buffers[target].numel) != 0:
+        return False  # an element per row would be read by all threads of the row
+    return readers <= {number} and _segment_allows(segment, executions[number], position, source)
+
+
+def _same_layout(source: Buffer, target: Buffer) -> bool:
+    """The same dtype, shape and strides, and no two positions in one element."""
+    same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
+    return same and _is_dense(target.shape, target.strides)
+
+
+def _is_dense(shape: Sequence[Size], strides: Sequence[Size]) -> bool:
+    if not is_static(*shape, *strides):
+        return tuple(strides) == tuple(row_major_strides(shape))
+    expected = 1
+    dims = zip(strides, shape, strict=True)
+    for stride, extent in sorted((stride, extent) for stride, extent in dims if extent != 1):
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _loads(segment: Segment, source: int) -> list[int]:
+    return [
+        value for value, instr in enumerate(segment.body) if isinstance(instr, Load) and instr.buffer == source
+    ]
+
+
+def _segment_allows(segment: Segment, execution: Execution, position: int, source: int) -> bool:
+    """Whether all loads of ``source`` are at the position of the store, and certainly done before it."""
+    store = segment.stores[position]
+    if segment.store_per_row(store):
+        return False
+    if execution.replicated and (execution.looped or len(segment.stores) > 1):
+        return False
+    phases = schedule(segment, rescale=execution.rescaled)
+    stored_in = next((number for number, phase in enumerate(phases) if position in phase.stores), None)
+    if stored_in is None:
+        return False
+    for value in _loads(segment, source):
+        load = segment.body[value]
+        assert isinstance(load, Load)
+        runs = [number for number, phase in enumerate(phases) if value in (*phase.elements, *phase.rows)]
+        if not runs:
+            continue  # nobody needs it, so it is not loaded
+        if load.index != store.index or load.mask is not None or load.gather is not None:
+            return False
+        done = _done_when_looped if execution.looped else _done_in_one_pass
+        if not done(segment, phases, value, runs, store, stored_in):
+            return False
+    return True
+
+
+def _done_in_one_pass(
+    segment: Segment, phases: Sequence[Phase], value: int, runs: Sequence[int], store: Store, stored_in: int
+) -> bool:
+    """A tile in registers is loaded once, by the first phase that needs it at the latest."""
+    return runs[0] <= stored_in and value in _ancestors(segment.body, store.value)
+
+
+def _done_when_looped(
+    segment: Segment, phases: Sequence[Phase], value: int, runs: Sequence[int], store: Store, stored_in: int
+) -> bool:
+    """Each phase loads anew: those before the store's must fold what they load into a number that the store needs."""
+    needed = _ancestors(segment.body, store.value)
+    for number in runs:
+        if number > stored_in:
+            return False
+        if number == stored_in:
+            if value not in _ancestors(segment.body, store.value, across_columns=False):
+                return False
+        elif not any(
+            fold in needed and value in _ancestors(segment.body, operands(segment.body[fold])[0], across_columns=False)
+            for fold in phases[number].reductions
+        ):
+            return False
+    return True
+
+
+def _ancestors(body: Sequence[Instr], value: int, across_columns: bool = True) -> set[int]:
+    """``value`` and what it is computed from; without ``across_columns`` reductions are not looked through."""
+    found: set[int] = set()
+    pending = [value]
+    while pending:
+        current = pending.pop()
+        if current in found:
+            continue
+        found.add(current)
+        if across_columns or not isinstance(body[current], Reduce):
+            pending.extend(operands(body[current]))
+    return found

@@ -1,0 +1,317 @@
+"""KernelIR: one fused kernel, as data.
+
+A kernel is a list of segments, each an iteration space ``rows x cols`` with a straight-line SSA body. A value is
+computed per element ``(row, col)`` or, once it depends on no column (after a reduction, or a load that does not
+mention the column), per row. ``Reduce`` folds over the columns of one row. Several segments in one kernel are
+horizontal fusion: they share the launch (and may share buffers), not the loop.
+
+Every load and store names a buffer and an :class:`~fuseplan.kernels.ir.index.Index`, the element offset from the
+tensor's data pointer as a function of the coordinates ``0 .. len(rows)`` (the last one is the column). View ops
+leave no trace but these indices.
+
+Values are held in registers as ``float32`` (``float64`` where an operand is), ``int64``, ``int32`` or ``bool``; loads
+widen and stores round. ``Round`` keeps a value in its register type but rounds it to a narrower type, which is how
+``numerics="eager"`` honours a cast in the middle of a group, and how a quantised value is used where it was made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from fuseplan.kernels.ir.index import Index, Size, evaluate, product, symbols_of
+from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
+
+#: Storage types a kernel can load and store, and their sizes in bytes.
+ITEMSIZE: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
+}
+#: Storage types that carry meaning by their few bits: a value of one is always held as exactly what it can store.
+NARROW = frozenset({"float8_e4m3fn", "int8", "uint8", "int16"})
+#: Storage types to which every conversion (``Round``, a store) saturates, NaN excepted, and their largest numbers.
+LARGEST: Mapping[str, float] = {"float8_e4m3fn": 448.0}
+#: Register types.
+RegisterType: TypeAlias = Literal["float64", "float32", "int64", "int32", "bool"]
+
+
+def register_type(dtype: str) -> RegisterType:
+    """The register type that holds a loaded value of storage type ``dtype``."""
+    if dtype in ("float64", "float32", "int64", "int32", "bool"):
+        return dtype  # type: ignore[return-value]
+    return "float32" if dtype in ("bfloat16", "float16", "float8_e4m3fn") else "int32"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor argument. ``shape`` and ``strides`` describe the tensor as the caller passes it (in elements)."""
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    is_output: bool = False
+
+    @property
+    def numel(self) -> Size:
+        return product(self.shape)
+
+    def distinct_bytes(self, symbols: Mapping[str, int] | None = None) -> int:
+        """Bytes of distinct elements: a broadcast (stride 0) dimension is counted once."""
+        total = ITEMSIZE[self.dtype]
+        for extent, stride in zip(self.shape, self.strides, strict=True):
+            if not (isinstance(stride, int) and stride == 0):
+                total *= evaluate(extent, symbols or {})
+        return total
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The part of an address that is data: ``value`` (an int64 value id) times ``stride``, for ``extent`` such rows.
+
+    Where several coordinates are data, ``value`` is their distance from the first element, ``stride`` is 1, and
+    ``extent`` is the least of their sizes: every one of them may be any number below it.
+    """
+
+    value: int
+    stride: Size
+    extent: Size
+
+    def bind(self, symbols: Mapping[str, int]) -> Gather:
+        return Gather(self.value, evaluate(self.stride, symbols), evaluate(self.extent, symbols))
+
+
+@dataclass(frozen=True)
+class Load:
+    """``buffers[buffer][index]``; where ``mask`` (a bool value id) is false, nothing is read and ``other`` stands.
+
+    With ``gather`` the element lies ``gather.value * gather.stride`` further. Its mask is never None: it is true only
+    where ``0 <= value < extent``, so that data cannot lead a kernel out of its buffer.
+    """
+
+    dtype: RegisterType
+    buffer: int
+    index: Index
+    mask: int | None = None
+    other: float = 0.0
+    gather: Gather | None = None
+
+    def bind(self, symbols: Mapping[str, int]) -> Load:
+        """The same with every dynamic size replaced by a number."""
+        gather = None if self.gather is None else self.gather.bind(symbols)
+        return replace(self, index=self.index.bind(symbols), gather=gather)
+
+    def symbols(self) -> set[str]:
+        """Names of the dynamic sizes in its address."""
+        found = self.index.symbols()
+        return found if self.gather is None else found | symbols_of(self.gather.stride, self.gather.extent)
+
+
+@dataclass(frozen=True)
+class Const:
+    dtype: RegisterType
+    value: float | int | bool
+
+
+@dataclass(frozen=True)
+class Iota:
+    """The integer value of an index expression (``arange``, a position in a mask, a ``cat`` selector)."""
+
+    dtype: RegisterType
+    index: Index
+
+    def bind(self, symbols: Mapping[str, int]) -> Iota:
+        """The same with every dynamic size replaced by a number."""
+        return replace(self, index=self.index.bind(symbols))
+
+    def symbols(self) -> set[str]:
+        """Names of the dynamic sizes in its index."""
+        return self.index.symbols()
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A pointwise op of the op table (:mod:`fuseplan.kernels.ir.ops`). Operands have been cast by the lowering."""
+
+    dtype: RegisterType
+    op: str
+    args: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Convert to another register type (float to int truncates toward zero, as in C and ATen)."""
+
+    dtype: RegisterType
+    arg: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Keep only what storage type ``to`` can hold of a value, staying in its register type.
+
+    Floats round to nearest even (bfloat16, float16, and float8_e4m3fn, which saturates at its largest number and keeps
+    NaN); integers wrap around (int8, uint8, int16). A store does the same by itself.
+    """
+
+    dtype: RegisterType
+    arg: int
+    to: str
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Fold ``arg`` over the columns of a row with ``kind`` (a key of ``REDUCTIONS``); the result is per row."""
+
+    dtype: RegisterType
+    kind: str
+    arg: int
+
+
+Instr: TypeAlias = Load | Const | Iota | Apply | Cast | Round | Reduce
+
+
+def operands(instr: Instr) -> tuple[int, ...]:
+    """Value ids an instruction reads."""
+    if isinstance(instr, Apply):
+        return instr.args
+    if isinstance(instr, Cast | Round | Reduce):
+        return (instr.arg,)
+    if isinstance(instr, Load) and instr.mask is not None:
+        return (instr.mask,) if instr.gather is None else (instr.mask, instr.gather.value)
+    return ()
+
+
+@dataclass(frozen=True)
+class Store:
+    """``buffers[buffer][index] = value``, rounded to the buffer's type. Per row when neither mentions the column."""
+
+    buffer: int
+    index: Index
+    value: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One iteration space and its body. ``rows`` are parallel; ``cols`` is the innermost, reduced dimension."""
+
+    rows: tuple[Size, ...]
+    cols: Size
+    body: tuple[Instr, ...]
+    stores: tuple[Store, ...]
+
+    @property
+    def col_axis(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_rows(self) -> Size:
+        return product(self.rows)
+
+    def has_reduction(self) -> bool:
+        return any(isinstance(instr, Reduce) for instr in self.body)
+
+    def per_row(self) -> tuple[bool, ...]:
+        """For each value: True when it is one number per row (depends on no column)."""
+        result: list[bool] = []
+        for instr in self.body:
+            if isinstance(instr, Reduce):
+                result.append(True)
+                continue
+            own = isinstance(instr, Load | Iota) and self.col_axis in instr.index.axes()
+            result.append(not own and all(result[arg] for arg in operands(instr)))
+        return tuple(result)
+
+    def store_per_row(self, store: Store) -> bool:
+        """True when a store writes one element per row."""
+        return self.per_row()[store.value] and self.col_axis not in store.index.axes()
+
+
+@dataclass(frozen=True)
+class KernelIR:
+    """A fused kernel: ``kernel(*buffers, *symbols)``. Inputs come first in ``buffers``, then outputs."""
+
+    buffers: tuple[Buffer, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def inputs(self) -> tuple[Buffer, ...]:
+        return tuple(buffer for buffer in self.buffers if not buffer.is_output)
+
+    @property
+    def outputs(self) -> tuple[Buffer, ...]:
+        return tuple(buffer for buffer in self.buffers if buffer.is_output)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Names of the dynamic sizes, sorted: the trailing integer arguments of the kernel."""
+        found: set[str] = set()
+        for buffer in self.buffers:
+            found |= symbols_of(*buffer.shape, *buffer.strides)
+        for segment in self.segments:
+            found |= symbols_of(*segment.rows, segment.cols)
+            for instr in segment.body:
+                if isinstance(instr, Load | Iota):
+                    found |= instr.symbols()
+            for store in segment.stores:
+                found |= store.index.symbols()
+        return tuple(sorted(found))
+
+    def bind(self, symbols: Mapping[str, int]) -> KernelIR:
+        """The same kernel with every dynamic size replaced by a number."""
+        buffers = tuple(
+            replace(
+                buffer,
+                shape=tuple(evaluate(extent, symbols) for extent in buffer.shape),
+                strides=tuple(evaluate(stride, symbols) for stride in buffer.strides),
+            )
+            for buffer in self.buffers
+        )
+        return KernelIR(buffers, tuple(_bind_segment(segment, symbols) for segment in self.segments))
+
+    def fingerprint(self) -> str:
+        """sha256 of the kernel's content (buffer names excluded): equal kernels share one compiled binary."""
+        anonymous = KernelIR(tuple(replace(buffer, name="") for buffer in self.buffers), self.segments)
+        return hashlib.sha256(repr(anonymous).encode()).hexdigest()
+
+
+def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
+    body = tuple(instr.bind(symbols) if isinstance(instr, Load | Iota) else instr for instr in segment.body)
+    stores = tuple(replace(store, index=store.index.bind(symbols)) for store in segment.stores)
+    rows = tuple(evaluate(extent, symbols) for extent in segment.rows)
+    return Segment(rows, evaluate(segment.cols, symbols), body, stores)
+
+
+def validate(ir: KernelIR) -> None:
+    """Raise ``ValueError`` naming the first malformed part: an emitter may rely on what passes here."""
+    seen_output = False
+    for buffer in ir.buffers:
+        if buffer.dtype not in ITEMSIZE:
+            raise ValueError(f"buffer {buffer.name}: unsupported dtype {buffer.dtype}")
+        if seen_output and not buffer.is_output:
+            raise ValueError(f"buffer {buffer.name}: inputs come before outputs")
+        seen_output |= buffer.is_output
+    for number, segment in enumerate(ir.segments):
+        _validate_segment(ir, number, segment)
+
+
+def _validate_segment(ir: KernelIR, number: int, segment: Segment) -> None:
+    for value, instr in enumerate(segment.body):
+        where = f"segment {number}, value {value} ({type(instr).__name__})"
+        if any(arg >= value for arg in operands(instr)):
+            raise ValueError(f"{where}: operands must be defined earlier")
+        if isinstance(instr, Load) and not 0 <= instr.buffer < len(ir.buffers):
+            raise ValueError(f"{where}: no buffer {instr.buffer}")
+        if isinstance(instr, Load) and instr.gather is not None and instr.mask is None:
+            raise ValueError(f"{where}: a gather without a mask could read outside its buffer")
+        if isinstance(instr, Apply) and len(instr.args) != op_spec(instr.op).arity:
+            raise ValueError(f"{where}: {instr.op} takes {op_spec(instr.op).arity} operands")
+        if isinstance(instr, Reduce) and instr.kind not in REDUCTIONS:
+            raise ValueError(f"{where}: unknown reduction {instr.kind}")
+    if not segment.stores:
+        raise ValueError(f"segment {number} stores nothing")
+    for store in segment.stores:
+        if not ir.buffers[store.buffer].is_output:
+            raise ValueError(f"segment {number}: store into input buffer {ir.buffers[store.buffer].name}")

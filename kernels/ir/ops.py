@@ -1,0 +1,142 @@
+"""THE op table: every scalar operation a kernel body may apply, once.
+
+A row gives the meaning (a torch function: the reference interpreter and the tests run it), the cost, and how each
+back end spells it. Templates take operands as ``{0}``, ``{1}``, ``{2}``. C++ spellings that are calls (``fp_exp``)
+are defined in the C++ prelude, for scalars and SIMD vectors alike; Triton spellings use ``tl`` (``ntl`` in
+ninetoothed has the same functions under the same names) and must run under the Triton interpreter too.
+
+Minimum, maximum and the max/min reductions propagate NaN, as ATen does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+#: Unit that executes an op: ordinary fp32/int pipes, or the special-function unit.
+Unit = Literal["fp32", "sfu"]
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One scalar op.
+
+    Attributes:
+        name: Key used by ``Apply.op``.
+        arity: Number of operands.
+        reference: torch function with the op's exact meaning on tensors of one common dtype.
+        cpp: C++ spelling.
+        triton: Triton spelling.
+        flops: Operations counted per application.
+        unit: The unit they run on.
+        result: ``"same"`` as the operands' register type, or a register type.
+    """
+
+    name: str
+    arity: int
+    reference: Callable[..., torch.Tensor]
+    cpp: str
+    triton: str
+    flops: float = 1.0
+    unit: Unit = "fp32"
+    result: Literal["same", "bool", "float32"] = "same"
+
+
+@dataclass(frozen=True)
+class ReductionSpec:
+    """A fold over the columns of a row: ``identity`` and ``combine`` (C++), ``tl_function`` (Triton), ``reference``."""
+
+    name: str
+    identity: float
+    cpp_combine: str
+    triton_combine: str
+    triton_reduce: str
+    reference: Callable[[torch.Tensor], torch.Tensor]
+
+
+_NAN_MAX = "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
+_NAN_MIN = "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
+
+_ROWS: tuple[OpSpec, ...] = (
+    # -- arithmetic ---------------------------------------------------------------------------------------
+    OpSpec("add", 2, torch.add, "({0} + {1})", "({0} + {1})"),
+    OpSpec("sub", 2, torch.sub, "({0} - {1})", "({0} - {1})"),
+    OpSpec("mul", 2, torch.mul, "({0} * {1})", "({0} * {1})"),
+    OpSpec("div", 2, torch.true_divide, "({0} / {1})", "({0} / {1})", unit="sfu"),
+    OpSpec("neg", 1, torch.neg, "(-{0})", "(-{0})"),
+    OpSpec("abs", 1, torch.abs, "fp_abs({0})", "tl.abs({0})"),
+    OpSpec("maximum", 2, torch.maximum, "fp_maximum({0}, {1})", _NAN_MAX),
+    OpSpec("minimum", 2, torch.minimum, "fp_minimum({0}, {1})", _NAN_MIN),
+    OpSpec("reciprocal", 1, torch.reciprocal, "(1.0f / {0})", "(1.0 / {0})", unit="sfu"),
+    OpSpec("floor", 1, torch.floor, "fp_floor({0})", "tl.floor({0})"),
+    OpSpec("ceil", 1, torch.ceil, "fp_ceil({0})", "tl.ceil({0})"),
+    OpSpec("round", 1, torch.round, "fp_round({0})", "_round({0})"),
+    # -- integers (operands int64 or int32) ---------------------------------------------------------------
+    OpSpec("int_floordiv", 2, lambda a, b: torch.div(a, b, rounding_mode="floor"), "fp_floordiv({0}, {1})",
+           "_floordiv({0}, {1})"),
+    OpSpec("int_remainder", 2, torch.remainder, "fp_remainder({0}, {1})", "_remainder({0}, {1})"),
+    OpSpec("bit_and", 2, torch.bitwise_and, "({0} & {1})", "({0} & {1})"),
+    OpSpec("bit_or", 2, torch.bitwise_or, "({0} | {1})", "({0} | {1})"),
+    OpSpec("bit_xor", 2, torch.bitwise_xor, "({0} ^ {1})", "({0} ^ {1})"),
+    # A shift by the number of bits or more is undefined here: the lowering bounds it.
+    OpSpec("shift_left", 2, torch.bitwise_left_shift, "({0} << {1})", "({0} << {1})"),
+    OpSpec("shift_right", 2, torch.bitwise_right_shift, "({0} >> {1})", "({0} >> {1})"),
+    # The float whose bits an int32 holds: a number that changes from call to call (kernels/ir/scalars.py).
+    OpSpec("as_float", 1, lambda a: a.to(torch.int32).view(torch.float32), "bit_cast<float>((int)({0}))",
+           "({0}).to(tl.int32).to(tl.float32, bitcast=True)", flops=0.0, result="float32"),
+    # -- special functions --------------------------------------------------------------------------------
+    OpSpec("exp", 1, torch.exp, "fp_exp({0})", "_exp({0})", unit="sfu"),
+    OpSpec("exp2", 1, torch.exp2, "fp_exp2({0})", "tl.exp2({0})", unit="sfu"),
+    OpSpec("log", 1, torch.log, "fp_log({0})", "tl.log({0})", unit="sfu"),
+    OpSpec("log1p", 1, torch.log1p, "fp_log1p({0})", "_log1p({0})", flops=4.0, unit="sfu"),
+    OpSpec("sqrt", 1, torch.sqrt, "fp_sqrt({0})", "tl.sqrt({0})", unit="sfu"),
+    OpSpec("rsqrt", 1, torch.rsqrt, "fp_rsqrt({0})", "tl.rsqrt({0})", unit="sfu"),
+    OpSpec("sin", 1, torch.sin, "fp_sin({0})", "_sin({0})", flops=2.0, unit="sfu"),
+    OpSpec("cos", 1, torch.cos, "fp_cos({0})", "_cos({0})", flops=2.0, unit="sfu"),
+    OpSpec("tanh", 1, torch.tanh, "fp_tanh({0})", "_tanh({0})", flops=3.0, unit="sfu"),
+    OpSpec("sigmoid", 1, torch.sigmoid, "fp_sigmoid({0})", "_sigmoid({0})", flops=3.0, unit="sfu"),
+    OpSpec("erf", 1, torch.erf, "fp_erf({0})", "_erf({0})", flops=8.0, unit="sfu"),
+    OpSpec("pow", 2, torch.pow, "fp_pow({0}, {1})", "_pow({0}, {1})", flops=3.0, unit="sfu"),
+    # -- comparisons and logic ----------------------------------------------------------------------------
+    OpSpec("eq", 2, torch.eq, "({0} == {1})", "({0} == {1})", result="bool"),
+    OpSpec("ne", 2, torch.ne, "({0} != {1})", "({0} != {1})", result="bool"),
+    OpSpec("lt", 2, torch.lt, "({0} < {1})", "({0} < {1})", result="bool"),
+    OpSpec("le", 2, torch.le, "({0} <= {1})", "({0} <= {1})", result="bool"),
+    OpSpec("gt", 2, torch.gt, "({0} > {1})", "({0} > {1})", result="bool"),
+    OpSpec("ge", 2, torch.ge, "({0} >= {1})", "({0} >= {1})", result="bool"),
+    OpSpec("logical_and", 2, torch.logical_and, "({0} & {1})", "({0} & {1})", result="bool"),
+    OpSpec("logical_or", 2, torch.logical_or, "({0} | {1})", "({0} | {1})", result="bool"),
+    OpSpec("logical_not", 1, torch.logical_not, "(!{0})", "(~{0})", result="bool"),
+    OpSpec("where", 3, torch.where, "fp_where({0}, {1}, {2})", "tl.where({0}, {1}, {2})"),
+)
+
+OPS: dict[str, OpSpec] = {row.name: row for row in _ROWS}
+
+REDUCTIONS: dict[str, ReductionSpec] = {
+    row.name: row
+    for row in (
+        ReductionSpec("sum", 0.0, "({0} + {1})", "({0} + {1})", "tl.sum",
+                      lambda x: torch.sum(x, dim=-1, keepdim=True)),
+        ReductionSpec("max", -math.inf, "fp_maximum({0}, {1})", _NAN_MAX, "_row_max",
+                      lambda x: torch.amax(x, dim=-1, keepdim=True)),
+        ReductionSpec("min", math.inf, "fp_minimum({0}, {1})", _NAN_MIN, "_row_min",
+                      lambda x: torch.amin(x, dim=-1, keepdim=True)),
+    )
+}
+
+
+def op_spec(name: str) -> OpSpec:
+    """The row of the op table; ``KeyError`` names the op and where to add it."""
+    try:
+        return OPS[name]
+    except KeyError:
+        raise KeyError(f"no scalar op '{name}' in the op table (kernels/ir/ops.py); known: {', '.join(OPS)}") from None
+
+
+def reference_apply(name: str, *args: Any) -> torch.Tensor:
+    """The op's meaning on tensors."""
+    return op_spec(name).reference(*args)

@@ -1,0 +1,254 @@
+"""Rewrites of a segment that keep its meaning: fewer axes, longer rows, no clamp that a conversion repeats; and, to
+within rounding, cheaper arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fuseplan.kernels.ir.index import Atom, Coord, FloorDiv, Index, Mod, Size, as_size
+from fuseplan.kernels.ir.ir import (
+    LARGEST,
+    Apply,
+    Buffer,
+    Cast,
+    Const,
+    Gather,
+    Instr,
+    Iota,
+    Load,
+    Reduce,
+    Round,
+    Segment,
+    operands,
+)
+
+
+def collapse_axes(segment: Segment) -> Segment:
+    """Merge neighbouring axes that every index walks as one; without reductions rows merge into the columns, too.
+
+    A contiguous ``[B, S, H]`` pointwise kernel becomes a single row of ``B * S * H`` columns.
+    """
+    axis = segment.col_axis - 1
+    while axis >= 0:
+        merged = _merge(segment, axis)
+        segment = merged or segment
+        axis -= 1
+    return segment
+
+
+def _merge(segment: Segment, axis: int) -> Segment | None:
+    """The segment with axes ``axis`` and ``axis + 1`` made one, or None where an index tells them apart."""
+    extents: list[Size] = [*segment.rows, segment.cols]
+    if axis + 1 == segment.col_axis and segment.has_reduction():
+        return None
+    body: list[Instr] = []
+    for instr in segment.body:
+        if isinstance(instr, Load | Iota):
+            index = _merge_index(instr.index, axis, extents)
+            if index is None:
+                return None
+            instr = replace(instr, index=index)
+        body.append(instr)
+    stores = []
+    for store in segment.stores:
+        index = _merge_index(store.index, axis, extents)
+        if index is None:
+            return None
+        stores.append(replace(store, index=index))
+    extents[axis : axis + 2] = [as_size(extents[axis] * extents[axis + 1])]
+    return Segment(tuple(extents[:-1]), extents[-1], tuple(body), tuple(stores))
+
+
+def _merge_index(index: Index, axis: int, extents: Sequence[Size]) -> Index | None:
+    outer, inner = extents[axis], extents[axis + 1]
+    slow, fast = index.coefficient(axis), index.coefficient(axis + 1)
+    if inner == 1:
+        fast = slow
+    elif outer != 1 and as_size(slow - fast * inner) != 0:
+        return None
+    terms: list[tuple[Atom, Size]] = []
+    for atom, coef in index.terms:
+        if isinstance(atom, Coord):
+            if atom.axis not in (axis, axis + 1):
+                terms.append((Coord(atom.axis - (atom.axis > axis), atom.extent), coef))
+            continue
+        base = _merge_index(atom.base, axis, extents)
+        if base is None:
+            return None
+        terms.append((FloorDiv(base, atom.divisor) if isinstance(atom, FloorDiv) else Mod(base, atom.divisor), coef))
+    total = as_size(outer * inner)
+    if total != 1 and not (isinstance(fast, int) and fast == 0):
+        terms.append((Coord(axis, total), fast))
+    return Index.build(index.const, terms)
+
+
+def without_repeated_clamps(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
+    """The segment with conversions to a type that saturates reading past the clamps which they repeat.
+
+    Exact, NaN and zeros included: a bound at the type's largest number or beyond is where the conversion ends, too.
+    Values keep their numbers: what nobody reads any more stays in the body.
+    """
+    def source(value: int, to: str) -> int:
+        return _unclamped(segment.body, value, LARGEST[to]) if to in LARGEST else value
+
+    body = tuple(
+        replace(instr, arg=source(instr.arg, instr.to)) if isinstance(instr, Round) else instr
+        for instr in segment.body
+    )
+    stores = tuple(replace(store, value=source(store.value, buffers[store.buffer].dtype)) for store in segment.stores)
+    return replace(segment, body=body, stores=stores)
+
+
+def _unclamped(body: Sequence[Instr], value: int, largest: float) -> int:
+    """What ``value`` is a clamp of, to bounds no closer than the two numbers of magnitude ``largest``."""
+    instr = body[value]
+    if not isinstance(instr, Apply) or instr.op not in ("maximum", "minimum"):
+        return value
+    for one, other in (instr.args, instr.args[::-1]):
+        bound = body[other]
+        if isinstance(bound, Const) and (bound.value if instr.op == "minimum" else -bound.value) >= largest:
+            return _unclamped(body, one, largest)
+    return value
+
+
+def cheaper_arithmetic(segment: Segment) -> Segment:
+    """The segment with dear arithmetic spelled differently, where exact arithmetic would not tell the difference.
+
+    * ``1 + tanh(u)`` becomes ``2 sigmoid(2u)``: one exponential without a polynomial beside it, and nothing cancels
+      where the sum is small. Gelu's tanh form is often spelled out in separate ops.
+    * A division by a constant becomes a product with its reciprocal, as in ATen's CUDA kernels; so does one by a
+      number of the whole row whose bounds are known and ordinary, such as the scale of a quantised row.
+
+    Results differ by rounding: not for kernels that are to round as ATen does.
+    """
+    maker = _Maker(segment)
+    for instr in segment.body:
+        maker.add(instr)
+    stores = tuple(replace(store, value=maker.places[store.value]) for store in segment.stores)
+    return _without_unused(replace(segment, body=tuple(maker.body), stores=stores))
+
+
+#: Between these, reciprocals of float32 numbers are normal numbers, by a factor of two: none is flushed to zero, even
+#: where a GPU's approximation is 2 units off. So a product with one is within a few units in the last place of the
+#: quotient, as an approximate division is, wherever that is a normal number itself. An int8 row's scale may be 2^121.
+_SMALL, _LARGE = 2.0**-125, 2.0**125
+#: No float32 is this large.
+_LARGEST = 2.0**128
+
+
+class _Maker:
+    """Copies a body, instruction by instruction, in the cheaper spelling."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.old = segment.body
+        self.body: list[Instr] = []
+        #: Where each value of the old body is in the new one.
+        self.places: list[int] = []
+        self._known: dict[Instr, int] = {}
+        self._users = _users(segment)
+        self._per_row = segment.per_row()
+
+    def add(self, instr: Instr) -> None:
+        made = self._cheaper(instr)
+        self.places.append(self._emit(_moved(instr, self.places)) if made is None else made)
+
+    def _emit(self, instr: Instr) -> int:
+        if instr not in self._known:
+            self._known[instr] = len(self.body)
+            self.body.append(instr)
+        return self._known[instr]
+
+    def _cheaper(self, instr: Instr) -> int | None:
+        if not isinstance(instr, Apply) or instr.dtype not in ("float32", "float64"):
+            return None
+        if instr.op == "add":
+            for one, other in (instr.args, instr.args[::-1]):
+                tanh = self.old[other]
+                if self._number(one) != 1.0 or self._users[other] > 1:
+                    continue
+                if isinstance(tanh, Apply) and tanh.op == "tanh":
+                    return self._one_plus_tanh(tanh)
+        if instr.op == "div":
+            return self._product(instr, *instr.args)
+        return None
+
+    def _product(self, instr: Apply, dividend: int, divisor: int) -> int | None:
+        """The division as a product with a reciprocal, where that is a normal number of a float32 and saves work."""
+        least, most = self._magnitude(divisor)
+        if not _SMALL < least <= most < _LARGE:
+            return None
+        number = self._number(divisor)
+        if number is not None:
+            inverse = self._emit(Const(instr.dtype, 1.0 / number))
+        elif self._per_row[divisor] and not self._per_row[dividend]:
+            inverse = self._emit(Apply(instr.dtype, "reciprocal", (self.places[divisor],)))
+        else:
+            return None
+        return self._emit(Apply(instr.dtype, "mul", (self.places[dividend], inverse)))
+
+    def _magnitude(self, value: int) -> tuple[float, float]:
+        """Bounds of the absolute value, should it be a finite number."""
+        number, instr = self._number(value), self.old[value]
+        if number is not None:
+            return abs(number), abs(number)
+        if isinstance(instr, Apply) and instr.op in ("maximum", "mul", "div"):
+            for one, other in (instr.args, instr.args[::-1]):
+                constant = self._number(other)
+                if constant is None or (instr.op == "div" and one != instr.args[0]):
+                    continue
+                least, most = self._magnitude(one)
+                if instr.op == "maximum" and constant > 0:
+                    return constant, max(constant, most)
+                if instr.op == "mul":
+                    return least * abs(constant), most * abs(constant)
+                if instr.op == "div" and constant != 0:
+                    return least / abs(constant), most / abs(constant)
+        return 0.0, _LARGEST
+
+    def _number(self, value: int) -> float | None:
+        instr = self.old[value]
+        return float(instr.value) if isinstance(instr, Const) and math.isfinite(instr.value) else None
+
+    def _one_plus_tanh(self, tanh: Apply) -> int:
+        two = self._emit(Const(tanh.dtype, 2.0))
+        double = self._emit(Apply(tanh.dtype, "mul", (self.places[tanh.args[0]], two)))
+        curve = self._emit(Apply(tanh.dtype, "sigmoid", (double,)))
+        return self._emit(Apply(tanh.dtype, "mul", (curve, two)))
+
+
+def _users(segment: Segment) -> Counter[int]:
+    """How many instructions and stores read each value."""
+    counts = Counter(arg for instr in segment.body for arg in operands(instr))
+    counts.update(store.value for store in segment.stores)
+    return counts
+
+
+def _moved(instr: Instr, places: Sequence[int]) -> Instr:
+    """``instr`` with its operands where ``places`` says."""
+    if isinstance(instr, Apply):
+        return replace(instr, args=tuple(places[arg] for arg in instr.args))
+    if isinstance(instr, Cast | Round | Reduce):
+        return replace(instr, arg=places[instr.arg])
+    if isinstance(instr, Load) and instr.mask is not None:
+        gather = instr.gather
+        moved = None if gather is None else Gather(places[gather.value], gather.stride, gather.extent)
+        return replace(instr, mask=places[instr.mask], gather=moved)
+    return instr
+
+
+def _without_unused(segment: Segment) -> Segment:
+    """The segment without the values that no store needs."""
+    needed = {store.value for store in segment.stores}
+    for value in reversed(range(len(segment.body))):
+        if value in needed:
+            needed.update(operands(segment.body[value]))
+    places = [-1] * len(segment.body)
+    body: list[Instr] = []
+    for value in sorted(needed):
+        places[value] = len(body)
+        body.append(_moved(segment.body[value], places))
+    stores = tuple(replace(store, value=places[store.value]) for store in segment.stores)
+    return replace(segment, body=tuple(body), stores=stores)

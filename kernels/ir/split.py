@@ -1,0 +1,182 @@
+"""Cutting a segment at the columns where its masks change, so that each piece has no masks left.
+
+A ``cat`` along the last dimension selects its operand by comparing the column with a constant. Between two such
+columns every comparison has one outcome: the select and the load guards fold away.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Round, Segment, Store
+
+#: More pieces than this cost more than the masks.
+MAX_PIECES = 8
+#: A narrower piece would not fill a vector.
+MIN_COLS = 16
+
+#: A column position ``slope * col + offset``.
+_Line = tuple[int, int]
+_COMPARE: Mapping[str, Callable[[int, int], bool]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
+}
+
+
+def split_columns(segment: Segment) -> tuple[Segment, ...]:
+    """Pieces of a segment without reductions that cover its columns; the segment alone where nothing is gained."""
+    if segment.has_reduction() or not isinstance(segment.cols, int):
+        return (segment,)
+    edges = [0, *sorted(_breakpoints(segment)), segment.cols]
+    widths = [high - low for low, high in pairwise(edges)]
+    if not 1 < len(widths) <= MAX_PIECES or min(widths) < MIN_COLS:
+        return (segment,)
+    return tuple(_piece(segment, low, high) for low, high in pairwise(edges))
+
+
+def _line(instr: Instr, col_axis: int) -> _Line | None:
+    if isinstance(instr, Const) and instr.dtype in ("int64", "int32"):
+        return (0, int(instr.value))
+    if isinstance(instr, Iota) and instr.dtype in ("int64", "int32"):
+        return _index_line(instr.index, col_axis)
+    return None
+
+
+def _index_line(index: Index, col_axis: int) -> _Line | None:
+    slope = index.coefficient(col_axis)
+    plain = all(isinstance(atom, Coord) and atom.axis == col_axis for atom, _ in index.terms)
+    return (slope, index.const) if plain and isinstance(slope, int) and isinstance(index.const, int) else None
+
+
+def _breakpoints(segment: Segment) -> set[int]:
+    """Columns inside the row where a comparison changes its outcome, or a division steps."""
+    axis, cols = segment.col_axis, int(segment.cols)
+    compared = [instr for instr in segment.body if isinstance(instr, Apply) and instr.op in _COMPARE]
+    lines = [(instr.op, line) for instr in compared if (line := _difference(instr, segment.body, axis)) is not None]
+
+    def outcomes(column: int) -> list[bool]:
+        return [_COMPARE[op](slope * column + offset, 0) for op, (slope, offset) in lines]
+
+    roots = [-offset // slope for _, (slope, offset) in lines if slope != 0]
+    near = {root + step for root in roots for step in (0, 1)}
+    changes = {column for column in near if 0 < column < cols and outcomes(column) != outcomes(column - 1)}
+    indices = [instr.index for instr in segment.body if isinstance(instr, Load | Iota)]
+    indices += [store.index for store in segment.stores]
+    return changes.union(*(_steps(index, axis, cols) for index in indices))
+
+
+def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
+    """Columns where a floor division or remainder of a column position steps; none when there are too many."""
+    found: set[int] = set()
+    for atom, _ in index.terms:
+        if not isinstance(atom, FloorDiv | Mod):
+            continue
+        line = _index_line(atom.base, col_axis)
+        if line is None or line[0] == 0 or not isinstance(atom.divisor, int):
+            continue
+        values = [(line[0] * column + line[1]) // atom.divisor for column in range(cols)] if cols <= 4096 else []
+        steps = {column for column in range(1, len(values)) if values[column] != values[column - 1]}
+        if len(steps) < MAX_PIECES:
+            found |= steps
+    return found
+
+
+def _difference(instr: Apply, body: Sequence[Instr], col_axis: int) -> _Line | None:
+    """Left operand less right operand of a comparison, as a function of the column."""
+    left, right = (_line(body[arg], col_axis) for arg in instr.args)
+    return (left[0] - right[0], left[1] - right[1]) if left is not None and right is not None else None
+
+
+def _piece(segment: Segment, low: int, high: int) -> Segment:
+    """Columns ``[low, high)`` as a segment of their own, with what is decided there folded."""
+    axis = segment.col_axis
+    column = {axis: Index.coord(axis, high - low) + low}
+    body = [
+        replace(instr, index=instr.index.substitute(column)) if isinstance(instr, Load | Iota) else instr
+        for instr in segment.body
+    ]
+    folded = _Folded(axis, high - low)
+    for instr in body:
+        folded.add(instr)
+    stores = tuple(
+        Store(store.buffer, store.index.substitute(column), folded.value(store.value)) for store in segment.stores
+    )
+    return Segment(segment.rows, high - low, tuple(folded.body), stores)
+
+
+class _Folded:
+    """A body under construction: ``truth`` holds the decided bools, ``names`` the new ids of the others."""
+
+    def __init__(self, col_axis: int, cols: int) -> None:
+        self.col_axis, self.cols = col_axis, cols
+        self.body: list[Instr] = []
+        self._names: list[int | None] = []
+        self._truth: list[bool | None] = []
+
+    def add(self, instr: Instr) -> None:
+        """Append the next instruction of the old body, or what it folds to."""
+        truth = self._decide(instr)
+        if truth is not None:
+            self._names.append(None)
+        elif isinstance(instr, Apply) and instr.op == "where" and self._truth[instr.args[0]] is not None:
+            chosen = instr.args[1] if self._truth[instr.args[0]] else instr.args[2]
+            self._names.append(self.value(chosen))
+        else:
+            self._names.append(self._append(self._simplified(instr)))
+        self._truth.append(truth)
+
+    def value(self, old: int) -> int:
+        """New id of an old value; a decided bool becomes a constant on demand."""
+        name = self._names[old]
+        if name is None:
+            name = self._names[old] = self._append(Const("bool", bool(self._truth[old])))
+        return name
+
+    def _append(self, instr: Instr) -> int:
+        self.body.append(instr)
+        return len(self.body) - 1
+
+    def _simplified(self, instr: Instr) -> Instr:
+        if isinstance(instr, Load) and instr.mask is not None:
+            truth, mask = self._truth[instr.mask], instr.mask
+            if instr.gather is not None and truth is not False:
+                gather = replace(instr.gather, value=self.value(instr.gather.value))
+                return replace(instr, mask=self.value(mask), gather=gather)
+            if truth is None:
+                return replace(instr, mask=self.value(mask))
+            return replace(instr, mask=None) if truth else Const(instr.dtype, instr.other)
+        if isinstance(instr, Apply):
+            return replace(instr, args=tuple(self.value(arg) for arg in instr.args))
+        if isinstance(instr, Cast | Round):
+            return replace(instr, arg=self.value(instr.arg))
+        return instr
+
+    def _decide(self, instr: Instr) -> bool | None:
+        """The outcome of a bool that is the same in every column of the piece, else None."""
+        if not isinstance(instr, Apply):
+            return None
+        known = [self._truth[arg] for arg in instr.args]
+        if instr.op == "logical_not" and known[0] is not None:
+            return not known[0]
+        if instr.op == "logical_and" and (False in known or None not in known):
+            return False not in known
+        if instr.op == "logical_or" and (True in known or None not in known):
+            return True in known
+        return self._compared(instr) if instr.op in _COMPARE else None
+
+    def _compared(self, instr: Apply) -> bool | None:
+        names = [self._names[arg] for arg in instr.args]
+        lines = [_line(self.body[name], self.col_axis) if name is not None else None for name in names]
+        if lines[0] is None or lines[1] is None:
+            return None
+        slope, offset = lines[0][0] - lines[1][0], lines[0][1] - lines[1][1]
+        ends = offset, slope * (self.cols - 1) + offset
+        outcomes = {_COMPARE[instr.op](end, 0) for end in ends}
+        # A sign change inside could hide an equality from both ends.
+        same_side = ends[0] * ends[1] > 0 or slope == 0 or self.cols == 1
+        if len(outcomes) == 1 and (instr.op not in ("eq", "ne") or same_side):
+            return outcomes.pop()
+        return None

@@ -1,0 +1,238 @@
+"""C++ source -> shared library, with the system's compiler, cached by content; and the OpenMP runtime to share.
+
+A cache entry is one file: the library followed by the sha256 of its bytes, written aside and moved into place, so that
+concurrent processes and interrupted ones leave a good entry or none. An entry that does not check is built again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import platformdirs
+import torch
+
+from fuseplan.kernels.ir.backend import BuildError, MachineError
+from fuseplan.kernels.native.allowance import Allowance
+from fuseplan.kernels.native.own_folder import exposed, own_folder
+
+#: Searched for on PATH, in this order.
+COMPILER_NAMES = ("c++", "g++", "clang++")
+#: NaN and signed zeros count, so no -ffast-math; errno and floating-point traps do not.
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w", "-fPIC", "-shared")
+#: Ways to ask for this processor's instructions, best first (clang spells the second one on ARM).
+_NATIVE_FLAGS: tuple[tuple[str, ...], ...] = (("-march=native",), ("-mcpu=native",), ())
+#: Seconds that one kernel may take, and that the trials of one compiler may take together.
+_COMPILE_LIMIT_S = 120
+_PROBE_LIMIT_S = 10
+#: What a compiler says when the machine fails it, whatever it compiles.
+_STARVED = ("No space left on device", "Cannot allocate memory", "Read-only file system", "Disk quota exceeded",
+            "fatal error: Killed signal")
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler, the first line of its ``--version`` and the flags it takes for this processor."""
+
+    path: str
+    version: str
+    native: tuple[str, ...]
+
+
+def find_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler | None:
+    """The first compiler on PATH that builds a C++17 shared library, or None; searched for once in a process."""
+    found = _search(names)
+    return found if isinstance(found, Compiler) else None
+
+
+def required_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler:
+    """The compiler that :func:`find_compiler` finds.
+
+    Raises:
+        BuildError: There is none, or none that works; the message says why.
+    """
+    found = _search(names)
+    if isinstance(found, Compiler):
+        return found
+    raise BuildError(found)
+
+
+@lru_cache(maxsize=8)
+def _search(names: tuple[str, ...]) -> Compiler | str:
+    """The compiler, or what stands against each that is on PATH."""
+    problems: dict[str, str] = {}
+    for name in names:
+        path = shutil.which(name)
+        if path is None or os.path.realpath(path) in problems:
+            continue
+        try:
+            return _tried_out(path)
+        except (OSError, subprocess.SubprocessError, BuildError) as error:
+            problems[os.path.realpath(path)] = f"{path}: {_why(error)}"
+    if problems:
+        return f"no C++ compiler works ({'; '.join(problems.values())})"
+    return f"no C++17 compiler on PATH (looked for {', '.join(names)}); install g++ or clang++"
+
+
+def _tried_out(path: str) -> Compiler:
+    """A compiler that has built a library.
+
+    Raises:
+        BuildError: It fails; the message is its own.
+        OSError: It cannot be started, or the temporary folder not be written.
+        subprocess.TimeoutExpired: It has used up the allowance.
+    """
+    allowance = Allowance(_PROBE_LIMIT_S)
+
+    def output(*arguments: str) -> str:
+        done = allowance.run([path, *arguments])
+        if done.returncode != 0:
+            raise BuildError(_first_error(done.stderr))
+        return done.stdout
+
+    version = output("--version")
+    with tempfile.TemporaryDirectory(prefix="fuseplan-") as folder:
+        source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
+        source.write_text("constexpr int one() { return 1; }\nstatic_assert(one() == 1);\n")
+        reason = "it builds nothing"
+        for native in _NATIVE_FLAGS:
+            try:
+                output(*_FLAGS, *native, str(source), "-o", str(library))
+            except BuildError as error:
+                reason = str(error).replace(folder + os.sep, "")
+                continue
+            if version and library.is_file():
+                return Compiler(path, version.splitlines()[0], native)
+    raise BuildError(reason)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"it did not answer within {_PROBE_LIMIT_S:g} s"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'it'}: {error.strerror or error}"
+    return str(error)
+
+
+@lru_cache(maxsize=1)
+def processor() -> str:
+    """What ``-march=native`` depends on: the architecture and the instruction sets the kernel reports."""
+    flags = ""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
+        flags = " ".join(sorted(found.group(1).split())) if found else ""
+    return f"{platform.machine()} {flags or platform.processor()}"
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder for compiled kernels."""
+    return Path(platformdirs.user_cache_dir("fuseplan")) / "cpp"
+
+
+#: Compilers that have hung on a kernel in this process: the next kernel would be waited for as long.
+_HUNG: set[Compiler] = set()
+
+
+def build_library(source: str, compiler: Compiler, cache_dir: Path, flags: Sequence[str] = ()) -> Path:
+    """Compile ``source`` into a shared library, or find it in the cache.
+
+    Args:
+        source: C++ text.
+        compiler: What to compile with.
+        cache_dir: Folder of finished libraries; made when missing.
+        flags: More compiler flags.
+
+    Returns:
+        The library. Equal sources, flags, compilers and processors share one.
+
+    Raises:
+        BuildError: The compiler refuses, is too slow or is gone, or the folder cannot be written.
+    """
+    parts = [source, compiler.path, compiler.version, *compiler.native, *_FLAGS, *flags, processor()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    try:
+        path = own_folder(cache_dir) / f"{key}.so"
+        if not is_sound(path):
+            _compile(source, compiler, flags, path)
+    except OSError as error:
+        raise MachineError(f"cpp: cannot write the kernel cache {cache_dir}: {error.strerror or error}") from error
+    return path
+
+
+def is_sound(path: Path) -> bool:
+    """True when a cache entry is this user's and its digest is right: a truncated library would crash the process."""
+    if exposed(path):
+        return False
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return bool(body) and hashlib.sha256(body).digest() == digest
+
+
+def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) -> None:
+    if compiler in _HUNG:
+        raise MachineError(f"cpp: {compiler.path} took more than {_COMPILE_LIMIT_S} s before, and is not asked again")
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+        text, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+        text.write_text(source)
+        command = [compiler.path, *_FLAGS, *compiler.native, *flags, str(text), "-o", str(library)]
+        try:
+            done = Allowance(_COMPILE_LIMIT_S).run(command)
+        except subprocess.TimeoutExpired:
+            _HUNG.add(compiler)
+            raise BuildError(f"cpp: {compiler.path} did not finish within {_COMPILE_LIMIT_S} s") from None
+        except OSError as error:
+            raise MachineError(f"cpp: {compiler.path} cannot be started: {error.strerror or error}") from error
+        if done.returncode != 0:
+            starved = any(words in done.stderr for words in _STARVED)
+            kind = MachineError if starved else BuildError
+            raise kind(f"cpp: {compiler.path} failed: {_first_error(done.stderr).replace(folder + os.sep, '')}")
+        content = library.read_bytes()
+        library.write_bytes(content + hashlib.sha256(content).digest())
+        library.chmod(0o700)
+        library.replace(path)
+
+
+def _first_error(stderr: str) -> str:
+    lines = stderr.strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error" in line), lines[0])
+
+
+@dataclass(frozen=True)
+class OpenMP:
+    """Addresses of the OpenMP runtime's functions; all 0 where there is none to share."""
+
+    parallel: int = 0
+    thread_num: int = 0
+    num_threads: int = 0
+    max_threads: int = 0
+
+
+@lru_cache(maxsize=1)
+def shared_openmp() -> OpenMP:
+    """The OpenMP runtime that torch itself uses, so that kernels and ATen share one pool of threads.
+
+    A look-up through torch's own library finds the runtime that library is bound to, whatever its file is called.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        torch_cpu = ctypes.CDLL(str(library))
+        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
+        addresses = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value or 0 for name in names]
+    except (OSError, AttributeError):
+        return OpenMP()
+    return OpenMP(*addresses)

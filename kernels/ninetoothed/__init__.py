@@ -1,0 +1,1 @@
+"""The ninetoothed back end: a kernel description as a ninetoothed module."""

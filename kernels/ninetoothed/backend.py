@@ -1,0 +1,301 @@
+"""The ninetoothed back end: what it can express, what can be tuned, and how its generated kernel is built."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from fuseplan.kernels.gpu.backend import GpuBackend
+from fuseplan.kernels.gpu.build import (
+    POINTER_TYPES,
+    KernelSpec,
+    ModuleStore,
+    ResourceCache,
+    compile_kernel,
+    digest,
+    load_file,
+    read_resources,
+)
+from fuseplan.kernels.gpu.direct import find_launcher
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
+from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped, plainly
+from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
+from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
+from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
+from fuseplan.kernels.native.own_folder import exposed
+from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, emit_ninetoothed
+from fuseplan.kernels.ninetoothed.views import View, Views
+from fuseplan.kernels.triton.config import MAX_PERSISTENT_COLS, PARAMETERS, default_config, infeasible, tunables
+
+_GENERATION = threading.Lock()
+#: How ninetoothed spells Triton's language in what it generates.
+_LANGUAGE = "triton.language"
+
+
+class NinetoothedBackend(GpuBackend):
+    """Generated ninetoothed kernels for CUDA devices: arrangement and application, compiled by Triton.
+
+    Like :class:`~fuseplan.kernels.triton.backend.TritonBackend`, it runs on CPU tensors in a process that has Triton's
+    interpreter on.
+
+    Args:
+        cache_dir: Folder for generated modules; by default the user's cache folder.
+    """
+
+    name: ClassVar[str] = "ninetoothed"
+    parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
+
+    def __init__(self, cache_dir: Path | str | None = None) -> None:
+        self.store = ModuleStore("ninetoothed", cache_dir)
+        self.resource_cache = ResourceCache(self.store)
+
+    def unavailable(self) -> str | None:
+        for package in ("triton", "ninetoothed"):
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed: pip install {package} (Linux)"
+        return None
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        if target.device_type != "cuda":
+            return f"ninetoothed kernels run on CUDA devices, not on '{target.device_type}'"
+        if ir.symbols:
+            return f"dynamic sizes ({', '.join(ir.symbols)}) would become part of every block's bounds"
+        for segment in ir.segments:
+            if segment.has_reduction() and next_power_of_2(segment.cols) > MAX_PERSISTENT_COLS:
+                return f"a reduction over {segment.cols} columns does not fit one block (at most {MAX_PERSISTENT_COLS})"
+            if segment.num_rows == 0 or segment.cols == 0:
+                return "an empty iteration space has no blocks"
+        if needs_int64(ir):
+            return "an element offset beyond 32 bits: ninetoothed computes offsets in 32 bits"
+        return None
+
+    def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+        found = {tunable.name: tunable for tunable in tunables(ir, target)}
+        found.pop("num_stages", None)
+        widest = max((next_power_of_2(s.cols) for s in ir.segments if s.has_reduction()), default=0)
+        if widest:
+            # Smaller blocks could not hold a row; only pointwise segments beside it could use larger ones.
+            found["block_cols"] = Tunable("block_cols", (widest,))
+        return tuple(found.values())
+
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        for segment in ir.segments:
+            if tile_of(segment, config).looped:
+                return f"block_cols={config['block_cols']} does not hold a row of {segment.cols}"
+        return infeasible(ir, config, target)
+
+    def default_config(self, ir: KernelIR, target: Target) -> Config:
+        config = dict(default_config(ir, target))
+        config.pop("num_stages", None)
+        cols = {t.name: t.choices for t in self.tunables(ir, target)}["block_cols"]
+        if config["block_cols"] not in cols:
+            # A row that Triton would walk in blocks: as many threads as there are hold it at once.
+            config |= {"block_cols": cols[-1], "num_warps": 32}
+        return config
+
+    def source(self, ir: KernelIR, config: Config) -> str:
+        return emit_ninetoothed(ir, config)
+
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        import triton
+
+        versions = f"{triton.__version__}|{_version()}"
+        key = f"{versions}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{_element_types(ir)}"
+        resources = self.resource_cache.get(key)
+        if resources is None:
+            resources = read_resources(self._compile(ir, config, target, Variant()))
+            self.resource_cache.put(key, resources)
+        return resources
+
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        views = Views(ir).all
+        count = _programs(ir, config)
+        if interpreter_is_on():
+            function = self._generate(ir, plainly(config))
+            return InterpretedKernel(
+                function, lambda _: count, (), functools.partial(_bind, function, views), len(ir.buffers)
+            )
+        if not torch.cuda.is_available():
+            raise BuildError("ninetoothed: no CUDA device is visible to load a kernel on; prepare() needs none")
+        resources = self.prepare(ir, config, target)
+        return GpuKernel(
+            functools.partial(self._compile, ir, config, target, known=resources),
+            lambda _: Geometry(count, False),
+            (),
+            _launch_arguments(ir, self._generate(ir, config), views),
+            len(ir.buffers),
+            resources,
+            find_launcher(),
+        )
+
+    def _generate(self, ir: KernelIR, config: Config) -> Any:
+        """The Triton function that ninetoothed generates."""
+        return _generate(self.store, self.source(ir, config), config)
+
+    def _compile(
+        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
+    ) -> Any:
+        function = self._generate(ir, config)
+        return compile_kernel(function, _kernel_spec(ir, config, variant, function), target, known)
+
+
+def _programs(ir: KernelIR, config: Config) -> int:
+    """Segments share programs, so the longest decides."""
+    return max(segment_programs(segment, config, {}) for segment in ir.segments)
+
+
+def _element_types(ir: KernelIR) -> str:
+    return ",".join(buffer.dtype for buffer in ir.buffers)
+
+
+def _byte_offset(ir: KernelIR, view: View) -> int:
+    return view.offset * ITEMSIZE[ir.buffers[view.buffer].dtype]
+
+
+@functools.lru_cache(maxsize=4096)
+def _generate_cached(folder: Path, source: str, num_warps: int, overlap: str) -> Any:
+    """The function, from the file of an earlier generation where there is one: generating takes a tenth of a second."""
+    store = ModuleStore(folder.name, folder.parent)
+    path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{overlap}|{source}')}.py"
+    if exposed(path):
+        function = _make(store.load(source), num_warps)
+        text = Path(inspect.getfile(function.fn)).read_text(encoding="utf-8")
+        store.write_text(path, _overlapped_module(text, {OVERLAP: overlap}))
+    return getattr(load_file(path), KERNEL_NAME)
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return importlib.metadata.version("ninetoothed")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _make(module: ModuleType, num_warps: int) -> Any:
+    import ninetoothed
+
+    arrangement, application, tensors = module.premake()
+    with _GENERATION, _driver_for_generation():
+        handle = ninetoothed.make(
+            arrangement, application, tensors, kernel_name=KERNEL_NAME, num_warps=num_warps, num_stages=1
+        )
+    return handle._kernel
+
+
+def _overlapped_module(text: str, config: Config) -> str:
+    """A generated module with what ``config`` wants of overlap in its kernel; ninetoothed has no word for it."""
+    if not is_overlapped(config):
+        return text
+    module = ast.parse(text)
+    kernel = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == KERNEL_NAME)
+    statements = [ast.unparse(node) for node in kernel.body]
+    placed = overlapped(statements, config, f"{_LANGUAGE}.load(", f"{_LANGUAGE}.store(")
+    kernel.body = ast.parse("\n".join(placed)).body
+    return f"{OVERLAP_IMPORT}\n{ast.unparse(module)}\n"
+
+
+def _generate(store: ModuleStore, source: str, config: Config) -> Any:
+    try:
+        return _generate_cached(store.folder, source, int(config["num_warps"]), overlap_of(config))
+    except BuildError:
+        raise
+    except Exception as error:
+        raise BuildError(f"ninetoothed could not generate the kernel: {type(error).__name__}: {error}") from error
+
+
+class _NoDevice:
+    """Stands for a GPU while ninetoothed generates source: it asks for limits that a fixed config never uses."""
+
+    utils: Any
+
+    def __init__(self) -> None:
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> Mapping[str, int]:
+        return {"max_num_regs": 65536, "max_shared_mem": 232_448}
+
+
+@contextmanager
+def _driver_for_generation() -> Iterator[None]:
+    """An active Triton driver, which ninetoothed wants even to generate; the machine's own where a GPU is in use.
+
+    Elsewhere a stand-in: a process that only compiles must not open the device, which stalls whoever measures on it.
+    """
+    import triton
+
+    if torch.cuda.is_initialized():
+        yield
+        return
+    driver = triton.runtime.driver
+    # What was active (None as a rule) goes back: resetting to the default fails where there is none.
+    before = vars(driver).get("_active")
+    driver.set_active(_NoDevice())
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
+def _parameters(function: Any, views: tuple[View, ...]) -> Iterator[tuple[str, View, int | None]]:
+    """The generated function's parameters: ``(name, view, dimension)`` for a stride, dimension None for an address."""
+    known: dict[str, tuple[View, int | None]] = {}
+    for view in views:
+        known[f"ninetoothed_{view.name}_pointer"] = (view, None)
+        for dimension in range(len(view.shape)):
+            known[f"ninetoothed_{view.name}_stride_{dimension}"] = (view, dimension)
+    for name in function.arg_names:
+        if name not in known:
+            raise BuildError(f"ninetoothed generated a parameter '{name}' that no argument explains")
+        yield name, *known[name]
+
+
+def _launch_arguments(ir: KernelIR, function: Any, views: tuple[View, ...]) -> tuple[tuple[int | None, int], ...]:
+    """For :class:`GpuKernel`: addresses as buffer and byte offset, strides as constants."""
+    return tuple(
+        (view.buffer, _byte_offset(ir, view)) if dimension is None else (None, view.strides[dimension])
+        for _, view, dimension in _parameters(function, views)
+    )
+
+
+def _kernel_spec(ir: KernelIR, config: Config, variant: Variant, function: Any) -> KernelSpec:
+    """Strides become constants; addresses stay arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[str, int] = {}
+    aligned: list[str] = []
+    for name, view, dimension in _parameters(function, Views(ir).all):
+        if dimension is None:
+            signature[name] = POINTER_TYPES[ir.buffers[view.buffer].dtype]
+            if variant.aligned and _byte_offset(ir, view) % 16 == 0:
+                aligned.append(name)
+        else:
+            signature[name] = "constexpr"
+            constants[name] = view.strides[dimension]
+    return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config))
+
+
+def _bind(function: Any, views: tuple[View, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """Arguments for the interpreter: views as tensors, strides as numbers."""
+    arguments: list[Any] = []
+    for _, view, dimension in _parameters(function, views):
+        if dimension is not None:
+            arguments.append(view.strides[dimension])
+            continue
+        tensor = tensors[view.buffer]
+        flat = tensor.as_strided((1,), (1,), tensor.storage_offset() + view.offset)
+        arguments.append(flat)
+    return tuple(arguments)

@@ -1,0 +1,131 @@
+"""The Triton back end: what can be tuned, what is not worth trying, and how a kernel is built."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from fuseplan.kernels.gpu.backend import GpuBackend
+from fuseplan.kernels.gpu.build import (
+    POINTER_TYPES,
+    KernelSpec,
+    ModuleStore,
+    ResourceCache,
+    compile_kernel,
+    read_resources,
+)
+from fuseplan.kernels.gpu.direct import find_launcher
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
+from fuseplan.kernels.gpu.overlap import is_overlapped, plainly
+from fuseplan.kernels.gpu.tile import needs_int64, programs
+from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.triton.config import PARAMETERS, default_config, infeasible, tunables
+from fuseplan.kernels.triton.emitter import KERNEL_NAME, buffer_names, emit_triton
+from fuseplan.kernels.triton.index import symbol_argument
+from fuseplan.kernels.triton.suggestions import suggestions
+
+
+class TritonBackend(GpuBackend):
+    """Generated Triton kernels for CUDA devices.
+
+    In a process that has Triton's interpreter on (``TRITON_INTERPRET=1`` before the first import), :meth:`load` gives
+    kernels that run on CPU tensors.
+
+    Args:
+        cache_dir: Folder for generated modules; by default the user's cache folder.
+    """
+
+    name: ClassVar[str] = "triton"
+    parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
+
+    def __init__(self, cache_dir: Path | str | None = None) -> None:
+        self.store = ModuleStore("triton", cache_dir)
+        self.resource_cache = ResourceCache(self.store)
+
+    def unavailable(self) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed: pip install triton (Linux)"
+        return None
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        if target.device_type != "cuda":
+            return f"triton kernels run on CUDA devices, not on '{target.device_type}'"
+        try:
+            emit_triton(ir, self.default_config(ir, target))
+        except BuildError as error:
+            return str(error)
+        return None
+
+    def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+        return tunables(ir, target)
+
+    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
+        return infeasible(ir, config, target)
+
+    def default_config(self, ir: KernelIR, target: Target) -> Config:
+        return default_config(ir, target)
+
+    def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
+        return suggestions(ir, target)
+
+    def source(self, ir: KernelIR, config: Config) -> str:
+        return emit_triton(ir, config, needs_int64(ir))
+
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        import triton
+
+        variant = Variant(wide=needs_int64(ir))
+        key = f"{triton.__version__}|{target.arch}|{config_key(config)}|{emit_triton(ir, config, variant.wide)}"
+        resources = self.resource_cache.get(key)
+        if resources is None:
+            resources = read_resources(self._compile(ir, config, target, variant))
+            self.resource_cache.put(key, resources)
+        return resources
+
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        if interpreter_is_on():
+            function = getattr(self.store.load(self.source(ir, plainly(config))), KERNEL_NAME)
+            count = functools.partial(programs, ir, config)
+            return InterpretedKernel(function, count, ir.symbols, tuple, len(ir.buffers))
+        if not torch.cuda.is_available():
+            raise BuildError("triton: no CUDA device is visible to load a kernel on; prepare() compiles without one")
+        resources = self.prepare(ir, config, target)
+        return GpuKernel(
+            functools.partial(self._compile, ir, config, target, known=resources),
+            functools.partial(_geometry, ir, config),
+            ir.symbols,
+            tuple((number, 0) for number in range(len(ir.buffers))),
+            len(ir.buffers),
+            resources,
+            find_launcher(),
+        )
+
+    def _compile(
+        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
+    ) -> Any:
+        module = self.store.load(emit_triton(ir, config, variant.wide))
+        return compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(ir, config, variant), target, known)
+
+
+def _kernel_spec(ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
+    pointers = {
+        name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(buffer_names(ir), ir.buffers, strict=True)
+    }
+    sizes = {symbol_argument(name): "i64" if variant.wide else "i32" for name in ir.symbols}
+    return KernelSpec(
+        signature={**pointers, **sizes},
+        aligned=tuple(pointers) if variant.aligned else (),
+        num_warps=int(config["num_warps"]),
+        num_stages=int(config.get("num_stages", 1)),
+        overlapped=is_overlapped(config),
+    )
+
+
+def _geometry(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> Geometry:
+    return Geometry(programs(ir, config, symbols), needs_int64(ir, symbols))

@@ -1,0 +1,283 @@
+"""Configurations of a Triton kernel: the choices, which of them arithmetic rules out, and the default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_CHOICES, default_overlap, overlap_tunables, pointless_overlap
+from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
+from fuseplan.kernels.ir.backend import Config, Target, Tunable
+from fuseplan.kernels.ir.index import Index, Size, is_static
+from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
+from fuseplan.kernels.ir.schedule import reduction_depths, schedule
+
+#: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
+DEFAULT_PERSISTENT_COLS = 16384
+MAX_PERSISTENT_COLS = 32768
+#: Registers a kernel spends on addresses, masks and the like, whatever its tile.
+_BASE_REGISTERS = 24
+#: Registers of one multiprocessor, per thread of a full one: 65536 in all.
+_REGISTER_FILE = 65536
+#: A count of programs that is as good as the fewest, and columns as good as covered exactly.
+_NEARLY = 1.25
+#: Elements of a default pointwise tile at most, and the bytes that each moves; where it moves fewer, tiles are larger.
+_POINTWISE_TILE, _FULL_BYTES = 1024, 4
+#: Columns of such a larger tile: four elements for each of 128 threads.
+_NARROW_COLS = 512
+#: The default block and warps of a looped reduction that rescales sums.
+_RESCALING: Config = {"block_rows": 1, "block_cols": 8192, "num_warps": 32}
+#: What a dynamic size counts as where a choice needs a number.
+_TYPICAL_SIZE = 4096
+
+
+#: Every parameter that some kernel has, and what it can be built with.
+PARAMETERS = (
+    Tunable(OVERLAP, ("none", *OVERLAP_CHOICES)),
+    Tunable("block_rows", (1, 2, 4, 8, 16, 32, 64, 128)),
+    Tunable("block_cols", tuple(2**power for power in range(MAX_PERSISTENT_COLS.bit_length()))),
+    Tunable("num_warps", (1, 2, 4, 8, 16, 32)),
+    Tunable("loads", ("early", "late")),
+    Tunable("num_stages", (1, 2, 3)),
+)
+
+
+def _static(size: Size, otherwise: int = _TYPICAL_SIZE) -> int:
+    return size if isinstance(size, int) else otherwise
+
+
+def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+    """``block_rows``, ``block_cols``, ``num_warps``; for reductions also ``loads``; for looped ones ``num_stages``.
+
+    On devices that can, ``overlap`` comes first.
+
+    A reduction whose columns fit ``block_cols`` is persistent (its row stays in registers), else it is looped.
+    """
+    widest = max((next_power_of_2(_static(segment.cols)) for segment in ir.segments), default=1)
+    rows = max((next_power_of_2(_static(segment.num_rows)) for segment in ir.segments), default=1)
+    reduces = any(segment.has_reduction() for segment in ir.segments)
+    if reduces:
+        cols = [c for c in (1024, 2048, 4096, 8192) if c < widest]
+        cols += [widest] if widest <= MAX_PERSISTENT_COLS else []
+    else:
+        cols = [c for c in (64, 128, 256, 512, 1024, 2048, 4096) if c < widest]
+        cols += [widest] if widest <= 8192 else []
+    found = [
+        *overlap_tunables(target),
+        Tunable("block_rows", tuple(r for r in (1, 2, 4, 8, 16, 32, 64, 128) if r <= rows)),
+        Tunable("block_cols", tuple(cols or [widest])),
+        Tunable("num_warps", (1, 2, 4, 8, 16, 32) if reduces else (1, 2, 4, 8)),
+    ]
+    if reduces:
+        if any(_late_loads(segment) for segment in ir.segments):
+            found.append(Tunable("loads", ("early", "late")))
+        if any(not is_static(s.cols) or min(cols) < s.cols for s in ir.segments if s.has_reduction()):
+            found.append(Tunable("num_stages", (1, 2, 3)))
+    return tuple(found)
+
+
+def _late_loads(segment: Segment) -> bool:
+    """True when some load is first needed after a reduction: it may be issued before or after."""
+    return any(
+        isinstance(segment.body[value], Load) and reduction_depths(segment)[value] == 0
+        for phase in schedule(segment)[1:]
+        for value in _new_elements(segment, phase.elements)
+    )
+
+
+def _new_elements(segment: Segment, elements: Iterable[int]) -> list[int]:
+    first = set(schedule(segment)[0].elements)
+    return [value for value in elements if value not in first]
+
+
+def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
+    """Why ``config`` is not worth compiling, or None."""
+    threads = 32 * int(config["num_warps"])
+    tiles = [tile_of(segment, config) for segment in ir.segments]
+    for segment, tile in zip(ir.segments, tiles, strict=True):
+        reason = _infeasible_tile(segment, tile, threads, target)
+        if reason:
+            return reason
+    reason = _redundant(ir, config, tiles) or _starved(ir, config, tiles, target)
+    if reason or ir.symbols:
+        return reason
+    return pointless_overlap(config, programs(ir, config, {}), max(tile.elements for tile in tiles), target)
+
+
+def _infeasible_tile(segment: Segment, tile: Tile, threads: int, target: Target) -> str | None:
+    per_thread = tile.elements / threads
+    limit = min(target.registers_per_thread or 255, _REGISTER_FILE // threads)
+    need = estimated_registers(segment, tile, threads)
+    if need > limit:
+        return f"about {need} registers a thread, the limit is {limit}"
+    if not segment.has_reduction() and per_thread > 64:
+        return f"{per_thread:.0f} elements a thread in a pointwise tile"
+    return None
+
+
+def estimated_registers(segment: Segment, tile: Tile, threads: int) -> int:
+    """Registers of one thread if everything live is held at once, at least one element of each value."""
+    per_thread = max(1.0, tile.elements / threads)
+    return _BASE_REGISTERS + round(per_thread * live_words(segment, in_place=True))
+
+
+def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
+    """Configs that build the same kernel as another, or only waste lanes."""
+    rows = int(config["block_rows"])
+    if all(tile.rows < rows for tile in tiles):
+        return f"block_rows={rows} is more than any segment has"
+    if not any(tile.looped for tile in tiles) and int(config.get("num_stages", 1)) != 1:
+        return "num_stages has no effect without a loop"
+    folding = [tile for tile, segment in zip(tiles, ir.segments, strict=True) if segment.has_reduction()]
+    if config.get("loads") == "late" and all(tile.looped for tile in folding):
+        return "loads has no effect on a looped reduction"
+    for tile, segment in zip(tiles, ir.segments, strict=True):
+        if tile.looped and tile.rows > 4:
+            return "a looped reduction over many rows at once"
+        if not segment.has_reduction() and isinstance(segment.cols, int) and isinstance(tile.col_blocks, int):
+            covered = tile.col_blocks * tile.cols
+            if tile.cols > 64 and tile.col_blocks > 1 and covered > _NEARLY * segment.cols:
+                return f"{covered - segment.cols} of {covered} columns would be idle lanes"
+    return None
+
+
+def _starved(ir: KernelIR, config: Config, tiles: list[Tile], target: Target) -> str | None:
+    """Tiles too small for their threads, or so large that most multiprocessors idle."""
+    threads = 32 * int(config["num_warps"])
+    largest = max(tile.elements for tile in tiles)
+    if threads > 32 and largest < 2 * threads:
+        return f"{threads} threads for tiles of {largest} elements"
+    if ir.symbols:
+        return None
+    count = programs(ir, config, {})
+    if count < target.cores // 2 and largest > 4096 and max(tile.rows for tile in tiles) > 1:
+        return f"{count} programs leave most of {target.cores} multiprocessors idle"
+    if count > 64 * target.cores and largest <= 256:
+        return f"{count} programs of only {largest} elements"
+    return None
+
+
+def default_config(ir: KernelIR, target: Target) -> Config:
+    """A config that is good without tuning: 16-byte accesses, 8 to 32 elements a thread, no spills."""
+    reduces = any(segment.has_reduction() for segment in ir.segments)
+    chosen = _default_reduction(ir, target) if reduces else _default_pointwise(ir, target)
+    return {**default_overlap(target), **chosen}
+
+
+def _elements(segment: Segment) -> int:
+    return _static(segment.num_rows) * _static(segment.cols)
+
+
+def _default_pointwise(ir: KernelIR, target: Target) -> Config:
+    total = sum(_elements(segment) for segment in ir.segments)
+    # Enough programs to occupy every multiprocessor a few times over before tiles grow.
+    most = _most_elements(ir, max(ir.segments, key=_elements))
+    while most > 256 and total // most < 2 * target.cores:
+        most //= 2
+    while most > 128 and max((live_words(segment) for segment in ir.segments), default=1) * most > 16384:
+        most //= 2
+    rows, cols = _block_shape(ir, most, target)
+    shape = {"block_rows": rows, "block_cols": cols}
+    # Four warps, but no fewer than four elements a thread.
+    warps = min(4, max(1, _largest_tile(ir, shape) // 128))
+    return {**shape, "num_warps": warps}
+
+
+def full_tile(ir: KernelIR, segment: Segment) -> tuple[int, int]:
+    """Rows and columns of a default block of ``segment`` where there is enough work for every multiprocessor."""
+    most = _POINTWISE_TILE if segment.has_reduction() else _most_elements(ir, segment)
+    cols = _width(segment, most)
+    return max(1, min(most // cols, _static(segment.num_rows))), cols
+
+
+def _most_elements(ir: KernelIR, segment: Segment) -> int:
+    """Elements of a pointwise tile at most, a power of two: more where each moves few bytes."""
+    return _POINTWISE_TILE * _FULL_BYTES // min(next_power_of_2(_moved_bytes(ir, segment)), _FULL_BYTES)
+
+
+def _moved_bytes(ir: KernelIR, segment: Segment) -> int:
+    """Bytes that one element loads and stores for itself, at least 1: not what the rows above and below load too."""
+    last_row = segment.col_axis - 1
+
+    def own(index: Index) -> bool:
+        return {segment.col_axis, *([last_row] if last_row >= 0 else [])} <= set(index.axes())
+
+    # Which row is gathered depends on the row.
+    loads = [one for one in segment.body if isinstance(one, Load) and (one.gather is not None or own(one.index))]
+    touched = {(one.buffer, one.index) for one in loads}
+    touched |= {(store.buffer, store.index) for store in segment.stores if own(store.index)}
+    return max(1, sum(ITEMSIZE[ir.buffers[buffer].dtype] for buffer, _ in touched))
+
+
+def _width(main: Segment, most: int) -> int:
+    """Columns of a default tile of ``most`` elements.
+
+    Where tiles are larger than usual, since elements are narrow, several rows share what they load once for all, and a
+    thread holds so few columns that its loads of wider types stay close to its neighbours': a boolean mask over 64-bit
+    positions took 36.8 us on an H200 with 1024 columns and one row, 22.4 with 512, and 10.3 against 4.9 with two rows.
+    """
+    if most > _POINTWISE_TILE:
+        most = max(_NARROW_COLS, most // max(1, _static(main.num_rows)))  # a result may have no rows at all
+    return min(most, next_power_of_2(_static(main.cols)))
+
+
+def _largest_tile(ir: KernelIR, shape: Config) -> int:
+    return max((tile_of(segment, shape).elements for segment in ir.segments), default=1)
+
+
+def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
+    """Rows and columns of a block for segments of unlike shapes, each tile of at most ``most`` elements.
+
+    What suits the segment with the most elements may leave tiny tiles to the others (a long flat segment beside many
+    narrow rows): then the widest block that needs about as few programs as any.
+    """
+    main = max(ir.segments, key=_elements)
+    choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
+    all_cols, typical = [int(choice) for choice in choices["block_cols"]], dict.fromkeys(ir.symbols, _TYPICAL_SIZE)
+
+    def count(rows: int, cols: int) -> int:
+        return programs(ir, {"block_rows": rows, "block_cols": cols}, typical)
+
+    width = _width(main, most)
+    cols = next((one for one in all_cols if one >= width), all_cols[-1])
+    rows = min(max(most // width, 1), next_power_of_2(_static(main.num_rows)), 128)
+    fits = _largest_tile(ir, {"block_rows": rows, "block_cols": cols}) <= most
+    if fits and count(rows, cols) <= _NEARLY * sum(-(-_elements(segment) // most) for segment in ir.segments):
+        return rows, cols
+    shapes = {
+        (rows, cols): count(rows, cols)
+        for rows in map(int, choices["block_rows"]) for cols in all_cols
+        if _largest_tile(ir, {"block_rows": rows, "block_cols": cols}) <= most
+    }
+    enough = _NEARLY * min(shapes.values(), default=0)
+    ranked = sorted((-cols, number, rows) for (rows, cols), number in shapes.items() if number <= enough)
+    return (ranked[0][2], -ranked[0][0]) if ranked else (rows, cols)
+
+
+def _default_reduction(ir: KernelIR, target: Target) -> Config:
+    reducing = [segment for segment in ir.segments if segment.has_reduction()]
+    widest = max(next_power_of_2(_static(segment.cols)) for segment in reducing)
+    looped = widest > DEFAULT_PERSISTENT_COLS or not all(is_static(segment.cols) for segment in reducing)
+    num_rows = max(_static(segment.num_rows) for segment in reducing)
+    rescales = looped and any(chunk_width(ir.buffers, segment, _RESCALING) for segment in reducing)
+    block = 4096 if num_rows > target.cores and not rescales else 8192
+    cols = min(widest, block) if looped else widest
+    rows = 1
+    while not looped and rows * cols < 1024 and num_rows // (2 * rows) >= 2 * target.cores:
+        rows *= 2
+    # Measured on an H200: few warps, each with all its loads in flight, fold a row fastest; but with a few rows for
+    # each multiprocessor, more and smaller warps overlap better.
+    few_rows_each = target.cores < num_rows <= 8 * target.cores
+    per_thread = 8 if looped else 16 if few_rows_each else 32
+    # As many rows at once as the cache keeps for their second pass: where a pass holds little, many small programs
+    # would fit (4096x32768 softmax: 129 us with 32 warps, 180 with 16).
+    warps = min(32 if rescales else 16, max(1, rows * cols // (32 * per_thread)))
+    words = max(live_words(segment) for segment in ir.segments)
+    while warps < 32 and rows * cols // (32 * warps) * words > 128:
+        warps *= 2
+    choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
+    cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
+    chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
+    if few_rows_each and not looped:
+        chosen["loads"] = "late"
+    # The first choice of what is left: all loads ahead of the first reduction, no pipelining.
+    return {name: chosen.get(name, values[0]) for name, values in choices.items()}

@@ -1,0 +1,254 @@
+"""What one Triton program does: its tile of one segment, as statements.
+
+With one row to a tile the code is one-dimensional and row coordinates are scalars; otherwise tensors are ``[rows, 1]``,
+``[1, cols]`` or ``[rows, cols]``. A row reduction either holds its row in registers (every value is computed once) or
+walks it in blocks, one loop for each phase of the schedule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from fuseplan.kernels.gpu.overlap import overlapped
+from fuseplan.kernels.gpu.tile import chunk_width
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.index import Index, divides
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
+from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
+from fuseplan.kernels.ir.schedule import Phase, rescaled_sums, schedule
+from fuseplan.kernels.triton.index import Coordinates, size_text
+from fuseplan.kernels.triton.values import ValueEmitter, fold_identity, index_extent, literal, tl_type
+
+_INDENT = "    "
+#: How many times wider a loaded type is than a stored one where its lanes lie far apart.
+_FAR_APART = 4
+
+
+class SegmentEmitter(ValueEmitter):
+    """Emits a segment for a program number ``pid`` that counts from 0 within the segment."""
+
+    def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
+        super().__init__(buffers, segment, config)
+        self.names = names
+        self.chunk = chunk_width(buffers, segment, config)
+        self.rescaled = rescaled_sums(segment) if self.chunk else {}
+        #: Which loads of the current pass the cache is to keep, or to let go.
+        self.policies: dict[Load, str] = {}
+        self.masks_rows = not self.tile.flat and divides(self.tile.rows, segment.num_rows) is None
+        self.coordinates = Coordinates(segment, self.tile.rows if self._loads_rows_once() else 1)
+
+    def _loads_rows_once(self) -> bool:
+        """Whether a row that all of a block share is loaded by itself, with the lanes that suit its own type.
+
+        In a tile of the results' shape each thread would load as many elements as it stores in 16 bytes, so that lanes
+        of a much wider type lie far apart. Worth an exchange between threads only there; plain pointwise tiles only.
+        """
+        loads = [one for one in self.segment.body if isinstance(one, Load)]
+        if self.masks_rows or self.segment.has_reduction() or any(one.mask is not None for one in loads):
+            return False
+        widest = max((ITEMSIZE[self.buffers[one.buffer].dtype] for one in loads), default=0)
+        narrowest = min((ITEMSIZE[self.buffers[one.buffer].dtype] for one in self.segment.stores), default=8)
+        return widest >= _FAR_APART * narrowest
+
+    def lines(self) -> list[str]:
+        """The statements; ``pid``, the buffers and the dynamic sizes are in scope."""
+        body = self._looped() if self.tile.looped else self.single_pass()
+        body = [*self.coordinates.definitions(), *body]
+        lines = [*self._geometry("\n".join(body)), *body]
+        return overlapped(_statements(lines), self.config, "tl.load(", "tl.store(")
+
+    # -- positions ----------------------------------------------------------------------------------------
+
+    def _geometry(self, body: str) -> list[str]:
+        """Definitions of ``row`` and ``col`` (and their bounds), where ``body`` uses them."""
+        tile, lines = self.tile, []
+        row_block, col_block = self._block_numbers()
+        if re.search(r"\b(row|in_rows)\b", body):
+            lines.append(
+                f"row = {row_block}"
+                if tile.flat
+                else f"row = ({_atom(row_block)} * {tile.rows} + tl.arange(0, {tile.rows}))[:, None]"
+            )
+        if re.search(r"\bfirst_row\b", body):
+            lines.append(f"first_row = ({_atom(row_block)} * {tile.rows} + tl.arange(0, 1))[:, None]")
+        if re.search(r"\bin_rows\b", body):
+            lines.append(f"in_rows = row < {size_text(self.segment.num_rows)}")
+        if not tile.looped and re.search(r"\b(col|in_cols)\b", body):
+            lines += self._columns(f"{_atom(col_block)} * {tile.cols} + " if col_block else "")
+        return lines
+
+    def _block_numbers(self) -> tuple[str, str]:
+        """The program's block along the rows, and along the columns ("" where there is one only)."""
+        blocks = self.tile.col_blocks
+        if isinstance(blocks, int) and blocks == 1:
+            return "pid", ""
+        if isinstance(self.segment.num_rows, int) and self.segment.num_rows == 1:
+            return "0", "pid"
+        return f"pid // {size_text(blocks)}", f"pid % {size_text(blocks)}"
+
+    def _columns(self, start: str) -> list[str]:
+        arange = f"tl.arange(0, {self.tile.cols})"
+        lines = [f"col = {start}{arange}" if self.tile.flat else f"col = ({start}{arange})[None, :]"]
+        if self.masks_cols:
+            lines.append(f"in_cols = col < {size_text(self.segment.cols)}")
+        return lines
+
+    def position(self, index: Index) -> str:
+        return self.coordinates.text(index)
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    def _bounds(self, on_rows: bool, on_cols: bool) -> list[str]:
+        """The conditions under which lanes of this extent are real."""
+        rows = ["in_rows"] if on_rows and self.masks_rows else []
+        return [*rows, "in_cols"] if on_cols and self.masks_cols else rows
+
+    def _pointer(
+        self, buffer: int, index: Index, widen: tuple[bool, bool] = (False, False), gather: Gather | None = None
+    ) -> str:
+        """Address of ``index``, broadcast to rows / columns that the index itself does not mention."""
+        terms = self.coordinates.terms(index)
+        if gather is not None:
+            terms.append(f"{self.tensor(gather.value)}.to(tl.int64) * {size_text(gather.stride)}")
+        on_rows, on_cols = index_extent(self.segment, index)
+        if widen[0] and not on_rows:
+            terms.append("row * 0")
+        if widen[1] and not on_cols:
+            terms.append("col * 0")
+        return " + ".join([self.names[buffer], *terms])
+
+    def load(self, instr: Load) -> str:
+        on_rows, on_cols = index_extent(self.segment, instr.index)
+        policy = f', eviction_policy="{self.policies[instr]}"' if instr in self.policies else ""
+        if instr.mask is None:
+            mask = _mask(self._bounds(on_rows, on_cols))
+            return f"tl.load({self._pointer(instr.buffer, instr.index)}{mask}{policy})"
+        widen = self.extent[instr.mask]
+        conditions = [*self._bounds(on_rows or widen[0], on_cols or widen[1]), self.operand(instr.mask)]
+        other = literal(instr.other, "float32" if instr.dtype.startswith("float") else "int32")
+        pointer = self._pointer(instr.buffer, instr.index, widen, instr.gather)
+        return f"tl.load({pointer}{_mask(conditions)}, other={other}{policy})"
+
+    def store(self, store: Store, value: str) -> str:
+        bounds = self._bounds(*index_extent(self.segment, store.index))
+        return f"tl.store({self._pointer(store.buffer, store.index)}, {value}{_mask(bounds)})"
+
+    # -- several passes -----------------------------------------------------------------------------------
+
+    def _looped(self) -> list[str]:
+        lines: list[str] = []
+        phases = schedule(self.segment, rescale=self.chunk > 0)
+        for number, phase in enumerate(phases):
+            self.policies = self._policies(phases, number)
+            folds, row_folds = self.split_reductions(phase)
+            width = self.chunk if any(value in self.rescaled for value in folds) else 1
+            lines += self.values(phase.rows)
+            lines += self.stores(phase.row_stores)
+            lines += [self._accumulator(value, width) for value in folds]
+            if folds or phase.stores:
+                lines += self._loop(phase, folds, width)
+            for value in folds:
+                lines += self.fold(value, self._folded(value))
+            lines += [self.fold_per_row(value) for value in row_folds]
+        return lines
+
+    def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
+        """What is read again by the next pass is to stay in the cache until then, and to make room afterwards.
+
+        Rows of all programs together may fill half of the cache, and results pass through it meanwhile. What every row
+        reads is left alone.
+        """
+        found: dict[Load, str] = {}
+        for value in phases[number].elements:
+            instr = self.segment.body[value]
+            if not isinstance(instr, Load) or index_extent(self.segment, instr.index) != (True, True):
+                continue
+            if any(value in later.elements for later in phases[number + 1 :]):
+                found[instr] = "evict_last"
+            elif any(value in earlier.elements for earlier in phases[:number]):
+                found[instr] = "evict_first"
+        return found
+
+    def _accumulator(self, value: int, width: int) -> str:
+        dtype = self.fold_type(value)
+        identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
+        cols = self.tile.cols // width
+        shape = f"({cols},)" if self.tile.flat else f"({self.tile.rows}, {cols})"
+        return f"acc{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
+
+    def _loop(self, phase: Phase, folds: Sequence[int], width: int) -> list[str]:
+        """One pass; its columns are taken in chunks of ``width`` where that is more than one."""
+        self.done.difference_update(phase.elements)
+        self.loaded.difference_update(phase.elements)
+        body = self._columns("start + ") if width == 1 else self._chunked_columns(width)
+        body += self.values(phase.elements)
+        body += self._rescaling(folds) if width > 1 else [self._accumulate(value) for value in folds]
+        body += self.stores(phase.stores)
+        bounds = f"0, {size_text(self.segment.cols)}, {self.tile.cols}"
+        head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"
+        return [head, *(_INDENT + line for line in body)]
+
+    def _accumulate(self, value: int) -> str:
+        """Take the loop's columns into a reduction's accumulator, which has an element for each lane."""
+        combine = REDUCTIONS[self.reduction(value).kind].triton_combine
+        return f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}"
+
+    # -- sums that follow a maximum -----------------------------------------------------------------------
+
+    def _chunked_columns(self, width: int) -> list[str]:
+        chunks = self.tile.cols // width
+        lines = [f"col = start + (tl.arange(0, {chunks}) * {width})[:, None] + tl.arange(0, {width})[None, :]"]
+        return [*lines, f"in_cols = col < {size_text(self.segment.cols)}"] if self.masks_cols else lines
+
+    def _rescaling(self, folds: Sequence[int]) -> list[str]:
+        """Take chunks into the accumulators of maxima and of the sums below them, which have an element a chunk.
+
+        A chunk of nothing but -inf adds exp(-inf - 0), not exp(-inf + inf).
+        """
+        fold_max, fold_sum = REDUCTIONS["max"].triton_reduce, REDUCTIONS["sum"].triton_reduce
+        larger = REDUCTIONS["max"].triton_combine
+        lines: list[str] = []
+        for top in [value for value in folds if value not in self.rescaled]:
+            lines += [
+                f"n{top} = {self.masked_operand(top)}",
+                f"top{top} = {larger.format(f'acc{top}', f'{fold_max}(n{top}, 1)')}",
+                f"base{top} = tl.where(top{top} == float('-inf'), 0.0, top{top})",
+            ]
+            for total in [value for value in folds if self.rescaled.get(value) == top]:
+                kept = f"acc{total} * {_exponential(f'acc{top} - base{top}')}"
+                lines.append(
+                    f"acc{total} = {kept} + {fold_sum}({_exponential(f'n{top} - base{top}[:, None]')}, 1)"
+                )
+            lines.append(f"acc{top} = top{top}")
+        return lines
+
+    def _folded(self, value: int) -> str:
+        """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time its sum does."""
+        top = self.rescaled.get(value)
+        if top is None:
+            return f"acc{value}"
+        return f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
+
+
+def _exponential(text: str) -> str:
+    return op_spec("exp").triton.format(text)
+
+
+def _statements(lines: Iterable[str]) -> list[str]:
+    """Lines joined to top-level statements: what is indented belongs to the line above."""
+    found: list[str] = []
+    for line in lines:
+        if line.startswith(_INDENT):
+            found[-1] += f"\n{line}"
+        else:
+            found.append(line)
+    return found
+
+
+def _atom(text: str) -> str:
+    return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+
+def _mask(conditions: list[str]) -> str:
+    return f", mask={' & '.join(conditions)}" if conditions else ""

@@ -1,0 +1,339 @@
+"""Values of a segment as Triton-language statements: what the Triton and ninetoothed emitters share.
+
+How a tile is laid out, and how memory is reached, is left to the two subclasses.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from fuseplan.kernels.gpu.launch import interpreter_is_on
+from fuseplan.kernels.gpu.tile import tile_of
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.index import Index, divides
+from fuseplan.kernels.ir.ir import (
+    Apply,
+    Buffer,
+    Cast,
+    Const,
+    Instr,
+    Iota,
+    Load,
+    Reduce,
+    Round,
+    Segment,
+    Store,
+    operands,
+)
+from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
+from fuseplan.kernels.ir.rewrite import without_repeated_clamps
+from fuseplan.kernels.ir.schedule import Phase, reduction_depths, schedule
+from fuseplan.kernels.triton.index import size_text
+
+_OTHER_NAMES = {"bool": "int1", "float8_e4m3fn": "float8e4nv"}
+_SMALLEST = {"int32": -(2**31), "int64": -(2**63)}
+#: Powers that are cheaper, and more exact, as products and roots.
+_SIMPLE_POWERS = {
+    2.0: "({0} * {0})",
+    3.0: "({0} * {0} * {0})",
+    4.0: "(({0} * {0}) * ({0} * {0}))",
+    0.5: "tl.sqrt({0})",
+    -0.5: "tl.rsqrt({0})",
+    -1.0: "(1.0 / {0})",
+}
+
+
+def tl_type(dtype: str) -> str:
+    """``"bfloat16"`` -> ``"tl.bfloat16"``."""
+    return f"tl.{_OTHER_NAMES.get(dtype, dtype)}"
+
+
+def literal(value: float | int | bool, dtype: str) -> str:
+    """Source text of a constant of register type ``dtype``."""
+    if dtype == "bool":
+        return str(bool(value))
+    if dtype.startswith("int"):
+        return str(int(value))
+    number = float(value)
+    return repr(number) if math.isfinite(number) else f'float("{number}")'
+
+
+def fold_identity(kind: str, dtype: str) -> float | int:
+    """The neutral element of a fold over values of ``dtype``."""
+    identity = REDUCTIONS[kind].identity
+    if dtype in _SMALLEST and not math.isfinite(identity):
+        return _SMALLEST[dtype] if identity < 0 else -(_SMALLEST[dtype] + 1)
+    return identity
+
+
+def as_emitted(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
+    """The segment without clamps that conversions repeat: compiled ones do, those of Triton's interpreter do not."""
+    return segment if interpreter_is_on() else without_repeated_clamps(segment, buffers)
+
+
+class ValueEmitter(ABC):
+    """Emits the values of one segment, each as a variable ``v<id>``.
+
+    Args:
+        buffers: The kernel's buffers.
+        segment: The segment.
+        config: The kernel's configuration.
+        prefix: Goes before every variable, so that segments can share a function.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], segment: Segment, config: Config, prefix: str = "") -> None:
+        segment = as_emitted(segment, buffers)
+        self.buffers, self.segment, self.config, self.prefix = buffers, segment, config, prefix
+        self.tile = tile_of(segment, config)
+        self.depths = reduction_depths(segment)
+        self.extent = value_extents(segment)
+        self.masks_cols = divides(self.tile.cols, segment.cols) is None
+        #: Row coordinates and row-level values are scalars, and tiles have one dimension.
+        self.flat = self.tile.flat
+        #: Values loaded ahead of their use, still in storage type.
+        self.loaded: set[int] = set()
+        self.done: set[int] = set()
+
+    @abstractmethod
+    def load(self, instr: Load) -> str:
+        """An expression that loads, in storage type."""
+
+    @abstractmethod
+    def store(self, store: Store, value: str) -> str:
+        """A statement that stores ``value``, which has the buffer's type."""
+
+    @abstractmethod
+    def position(self, index: Index) -> str:
+        """An index expression over the tile's coordinates."""
+
+    # -- values -------------------------------------------------------------------------------------------
+
+    def name(self, value: int) -> str:
+        return f"{self.prefix}v{value}"
+
+    def operand(self, value: int) -> str:
+        """A variable, or a literal that takes its type from what it meets."""
+        instr = self.segment.body[value]
+        return literal(instr.value, instr.dtype) if isinstance(instr, Const) else self.name(value)
+
+    def tensor(self, value: int) -> str:
+        """An operand that must not be a bare literal."""
+        instr = self.segment.body[value]
+        if isinstance(instr, Const):
+            return f"tl.full((), {literal(instr.value, instr.dtype)}, {tl_type(instr.dtype)})"
+        return self.name(value)
+
+    def values(self, values: Iterable[int]) -> list[str]:
+        """Statements for those of ``values`` that do not exist yet."""
+        lines: list[str] = []
+        for value in values:
+            instr = self.segment.body[value]
+            if value in self.done or isinstance(instr, Const | Reduce):
+                continue
+            self.done.add(value)
+            if isinstance(instr, Load):
+                if value not in self.loaded:
+                    lines.append(self.early_load(value, instr))
+                lines += self._widened(value, instr)
+                continue
+            text = self._expression(instr)
+            if instr.dtype == "bool" and self._is_scalar(value):
+                # Triton folds this select away; its interpreter types a scalar comparison by its operands, and then
+                # rejects it as a mask.
+                text = f"tl.where({text}, True, False)"
+            lines.append(f"{self.name(value)} = {text}")
+        return lines
+
+    def early_load(self, value: int, instr: Load) -> str:
+        """``x<id> = ...``: the loaded value in storage type; ``v<id>`` itself where no conversion follows."""
+        self.loaded.add(value)
+        return f"{self._raw(value, instr)} = {self.load(instr)}"
+
+    def _raw(self, value: int, instr: Load) -> str:
+        return f"{self.prefix}{'x' if self._converts(value, instr) else 'v'}{value}"
+
+    def _converts(self, value: int, instr: Load) -> bool:
+        scalar_bool = instr.dtype == "bool" and self._is_scalar(value)
+        return self.buffers[instr.buffer].dtype != instr.dtype or scalar_bool
+
+    def _widened(self, value: int, instr: Load) -> list[str]:
+        if not self._converts(value, instr):
+            return []
+        raw = self._raw(value, instr)
+        stored = self.buffers[instr.buffer].dtype
+        text = f"tl.where({raw}, True, False)" if instr.dtype == "bool" else _converted(raw, stored, instr.dtype)
+        return [f"{self.name(value)} = {text}"]
+
+    def _is_scalar(self, value: int) -> bool:
+        on_rows, on_cols = self.extent[value]
+        return not on_cols and (self.flat or not on_rows)
+
+    def _expression(self, instr: Instr) -> str:
+        if isinstance(instr, Iota):
+            if not instr.index.terms and isinstance(instr.index.const, int):
+                return f"tl.full((), {instr.index.const}, {tl_type(instr.dtype)})"
+            return f"({self.position(instr.index)}).to({tl_type(instr.dtype)})"
+        if isinstance(instr, Cast):
+            text = self.tensor(instr.arg)
+            return f"({text} != 0)" if instr.dtype == "bool" else f"{text}.to({tl_type(instr.dtype)})"
+        if isinstance(instr, Round):
+            return _rounded(self.tensor(instr.arg), instr)
+        assert isinstance(instr, Apply)
+        return self._apply(instr)
+
+    def _apply(self, instr: Apply) -> str:
+        body = self.segment.body
+        arguments = [self.operand(arg) for arg in instr.args]
+        if instr.op == "pow":
+            exponent = body[instr.args[1]]
+            if isinstance(exponent, Const) and float(exponent.value) in _SIMPLE_POWERS:
+                return _SIMPLE_POWERS[float(exponent.value)].format(self.tensor(instr.args[0]))
+            arguments = [self.tensor(arg) for arg in instr.args]
+        # A literal takes its type from a tensor beside it: at least one operand must be one.
+        first = 1 if instr.op == "where" else 0
+        if all(isinstance(body[arg], Const) for arg in instr.args[first:]):
+            arguments[first] = self.tensor(instr.args[first])
+        if instr.op == "where":
+            arguments[0] = self.tensor(instr.args[0])
+        return op_spec(instr.op).triton.format(*arguments)
+
+    def stores(self, positions: Iterable[int]) -> list[str]:
+        """Statements for the stores at ``positions`` of the segment's list."""
+        lines: list[str] = []
+        for position in positions:
+            store = self.segment.stores[position]
+            value = self.tensor(store.value)
+            held, dtype = self.segment.body[store.value].dtype, self.buffers[store.buffer].dtype
+            if dtype != held:
+                value = f"({value} != 0)" if dtype == "bool" else _narrowed(value, held, dtype)
+            lines.append(self.store(store, value))
+        return lines
+
+    # -- reductions ---------------------------------------------------------------------------------------
+
+    def reduction(self, value: int) -> Reduce:
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        return instr
+
+    def fold_type(self, value: int) -> str:
+        """Register type in which a reduction is folded (a bool as an integer)."""
+        dtype = self.segment.body[value].dtype
+        return "int32" if dtype == "bool" else dtype
+
+    def masked_operand(self, value: int) -> str:
+        """The operand of a reduction, with the identity in lanes beyond the last column."""
+        reduce = self.reduction(value)
+        text, dtype = self.operand(reduce.arg), self.fold_type(value)
+        if self.segment.body[reduce.arg].dtype != dtype:
+            text = f"{text}.to({tl_type(dtype)})"
+        if not self.masks_cols:
+            return text
+        return f"tl.where({self.prefix}in_cols, {text}, {literal(fold_identity(reduce.kind, dtype), dtype)})"
+
+    def fold(self, value: int, text: str) -> list[str]:
+        """``v<value> = ...``: fold the columns of a tile."""
+        reduce, name = self.reduction(value), self.name(value)
+        # By position, and never left out: ninetoothed knows neither names nor defaults of the helpers it inlines.
+        axis = "0, False" if self.flat else "1, True"
+        lines = [f"{name} = {REDUCTIONS[reduce.kind].triton_reduce}({text}, {axis})"]
+        return [*lines, f"{name} = ({name} != 0)"] if reduce.dtype == "bool" else lines
+
+    def fold_per_row(self, value: int) -> str:
+        """A fold of equal values: the length times the value, or the value itself."""
+        reduce, name = self.reduction(value), self.name(value)
+        text = self.tensor(reduce.arg)
+        if reduce.kind != "sum":
+            return f"{name} = {text}"
+        text = f"{text}.to({tl_type(self.fold_type(value))}) * {size_text(self.segment.cols)}"
+        return f"{name} = ({text} != 0)" if reduce.dtype == "bool" else f"{name} = {text}"
+
+    def split_reductions(self, phase: Phase) -> tuple[list[int], list[int]]:
+        """Reductions of per-element values, and those of per-row values."""
+        per_row = self.segment.per_row()
+        pairs = [(value, self.reduction(value).arg) for value in phase.reductions]
+        return [v for v, arg in pairs if not per_row[arg]], [v for v, arg in pairs if per_row[arg]]
+
+    # -- one pass -----------------------------------------------------------------------------------------
+
+    def single_pass(self) -> list[str]:
+        """All of a segment whose columns fit the tile (or that reduces nothing): every value once."""
+        lines = self._early_loads() if self.config.get("loads") == "early" else []
+        for phase in schedule(self.segment):
+            folds, row_folds = self.split_reductions(phase)
+            lines += self.values(sorted((*phase.rows, *phase.elements)))
+            for value in folds:
+                lines += self.fold(value, self.masked_operand(value))
+            lines += [self.fold_per_row(value) for value in row_folds]
+            lines += self.stores((*phase.stores, *phase.row_stores))
+        return lines
+
+    def _early_loads(self) -> list[str]:
+        """Every load that waits for no reduction, kept in storage type until it is used."""
+        lines: list[str] = []
+        for value, instr in enumerate(self.segment.body):
+            if isinstance(instr, Load) and self.depths[value] == 0 and value not in self.loaded:
+                for operand in operands(instr):
+                    lines += self.values(_ancestors(self.segment.body, operand))
+                lines.append(self.early_load(value, instr))
+        return lines
+
+
+def _rounded(text: str, instr: Round) -> str:
+    """``text`` rounded to a storage type and back.
+
+    Where four float8 numbers are rounded, stored as one word and read back, ptxas 12.8 and 12.9 (sm_90) read half of
+    them back from a register that was never written. The mirror image is another conversion than the stored one's, and
+    as exact: rounding to nearest even, saturation, NaN and zeros are symmetric.
+    """
+    mirror = " * -1.0" if instr.to == "float8_e4m3fn" else ""
+    text = f"({text}{mirror})" if mirror else text
+    return _converted(_narrowed(text, instr.dtype, instr.to), instr.to, instr.dtype) + mirror
+
+
+def _narrowed(text: str, dtype: str, stored: str) -> str:
+    """``text``, which has register type ``dtype``, in storage type ``stored``."""
+    return f"{_between(text, dtype, stored)}.to({tl_type(stored)})"
+
+
+def _converted(text: str, stored: str, dtype: str) -> str:
+    """``text``, which has storage type ``stored``, in register type ``dtype``."""
+    if (stored, dtype) == ("bfloat16", "float32"):
+        return f"_float_of_bfloat16({text})"
+    return f"{_between(text, dtype, stored)}.to({tl_type(dtype)})"
+
+
+def _between(text: str, dtype: str, stored: str) -> str:
+    """Triton knows no conversion between float64 and float8: by way of float32, as in ATen."""
+    return f"{text}.to(tl.float32)" if (dtype, stored) == ("float64", "float8_e4m3fn") else text
+
+
+def _ancestors(body: Sequence[Instr], value: int) -> list[int]:
+    """``value`` and all it is computed from, in body order."""
+    found, pending = set[int](), [value]
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            pending.extend(operands(body[current]))
+    return sorted(found)
+
+
+def index_extent(segment: Segment, index: Index) -> tuple[bool, bool]:
+    """Whether an index mentions a row coordinate, and the column."""
+    axes = index.axes()
+    return any(axis != segment.col_axis for axis in axes), segment.col_axis in axes
+
+
+def value_extents(segment: Segment) -> list[tuple[bool, bool]]:
+    """For each value, whether its tensor has the tile's rows, and the tile's columns."""
+    extents: list[tuple[bool, bool]] = []
+    for instr in segment.body:
+        own = index_extent(segment, instr.index) if isinstance(instr, Load | Iota) else (False, False)
+        below = [extents[arg] for arg in operands(instr)]
+        on_rows = own[0] or any(rows for rows, _ in below)
+        on_cols = (own[1] or any(cols for _, cols in below)) and not isinstance(instr, Reduce)
+        extents.append((on_rows, on_cols))
+    return extents

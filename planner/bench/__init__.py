@@ -1,0 +1,1 @@
+"""Measurements to publish: our plans beside their peers in one run."""

@@ -1,0 +1,153 @@
+"""What published numbers depend on, and the files they are published in."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fuseplan.planner.bench.rows import comparison
+from fuseplan.planner.report.frames import markdown_table
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.store.record import now
+from fuseplan.search.workers.jobs import clocks_mhz
+
+
+def environment(session: Session, model: str, command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Device, versions, clocks and commit, as JSON."""
+    import torch
+
+    device = session.target.device_type
+    spec = session.spec
+    identity = asdict(spec.identity) if spec is not None else {"key": session.device}
+    return {
+        "created": now(),
+        "command": [_without_folder(word) for word in list(sys.argv if command is None else command)[1:]],
+        "model": model,
+        "device": identity,
+        "device_key": session.device,
+        "regime": session.settings.regime,
+        "numerics": session.settings.numerics,
+        "probe_noise": spec.noise if spec is not None else None,
+        "clocks_mhz": clocks_mhz(device),
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "commit": commit(Path(__file__).parent),
+        "versions": versions(device),
+    }
+
+
+def _without_folder(word: str) -> str:
+    """Published evidence names files, not where they lie on one machine."""
+    return Path(word).name if Path(word).is_absolute() else word
+
+
+def quietness(facts: Mapping[str, Any]) -> list[str]:
+    """A sentence when other programs kept the processor busy, for then CPU times say little."""
+    load, cores = facts["load_average"], os.cpu_count() or 1
+    # The bench itself keeps up to all cores busy, so only more than that is somebody else.
+    if load <= 1.25 * cores:
+        return []
+    return [f"the machine was busy (load average {load} on {cores} cores): times on the CPU are not to be trusted"]
+
+
+_PACKAGES = (
+    "fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python",
+)
+
+
+def versions(device_type: str) -> dict[str, str]:
+    """Software that matters to the times."""
+    import importlib.metadata
+
+    import torch
+
+    found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if device_type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def commit(folder: Path) -> str:
+    """``git describe`` of the source tree, empty where there is none."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--tags"], cwd=folder, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def write_results(
+    folder: Path, name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str],
+    tables: Mapping[str, pd.DataFrame] | None = None,
+) -> list[Path]:
+    """Write ``<name>-<part>.csv`` for every frame; ``<name>-<parts>.md`` with all tables, and its ``.json`` of facts.
+
+    Args:
+        folder: Made when missing.
+        name: Start of the file names.
+        frames: Raw rows by part (``model``, ``groups``, ``planner``).
+        facts: What the numbers depend on.
+        words: Sentences to stand above the tables.
+        tables: What the Markdown shows of a part; by default its raw rows, or its contestants side by side.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for part, frame in frames.items():
+        written.append(folder / f"{name}-{part}.csv")
+        frame.to_csv(written[-1], index=False)
+    together = "-".join((name, *frames))
+    written.append(folder / f"{together}.md")
+    written[-1].write_text(_markdown(name, {**frames, **(tables or {})}, facts, words), encoding="utf-8")
+    written.append(folder / f"{together}.json")
+    written[-1].write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return written
+
+
+def _markdown(
+    name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str]
+) -> str:
+    device = facts.get("device", {})
+    lines = [f"# {name}", ""]
+    lines += [f"{device.get('name', facts.get('device_key', ''))}, {facts['created']}, commit {facts['commit'] or '-'}"]
+    lines += [", ".join(f"{package} {version}" for package, version in facts["versions"].items()), ""]
+    lines += [f"* {line}" for line in words]
+    for part, frame in frames.items():
+        table = comparison(frame) if "contestant" in frame else frame
+        lines += ["", f"## {part}", "", markdown_table(table)]
+    lines += ["Times are medians in microseconds over interleaved rounds; `vs_x` is the time of x over ours.", ""]
+    return "\n".join(lines)
+
+
+def folder_name(device_key: str) -> str:
+    """Folder of a device's results: its key without type and hash.
+
+    >>> folder_name("cuda-nvidia-h200-f15dd9b4c7e2")
+    'nvidia-h200'
+    """
+    parts = device_key.split("-")
+    return "-".join(parts[1:-1]) or device_key
+
+
+def file_name(model: str) -> str:
+    """A model's name as the start of a file name.
+
+    >>> file_name("llama-3.2-1b:2L")
+    'llama-3.2-1b-2L'
+    """
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in model).strip("-")

@@ -1,0 +1,99 @@
+"""Every fused group of a plan beside the eager chain and TorchInductor's kernel for it, in interleaved rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.peers.inductor import inductor_callable
+from fuseplan.planner.tuning.planner import GraphPlan
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.store.record import GroupChoice
+from fuseplan.search.timing.measure import cache_bytes, rotating_operands
+from fuseplan.search.timing.timers import Run, timer_for
+from fuseplan.search.timing.verify import errors
+from fuseplan.search.workers.jobs import free_bytes
+
+
+@dataclass(frozen=True)
+class BenchGroup:
+    """A fused group of a plan, ready to be timed."""
+
+    workload: str
+    choice: GroupChoice
+    subject: GroupSubject
+
+
+def fused_groups(
+    session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]
+) -> list[BenchGroup]:
+    """The distinct fused groups of the plans; ``workload`` is the first one that has the group."""
+    found: dict[str, BenchGroup] = {}
+    for workload, graph, plan in planned:
+        flow = flow_of(graph, None)
+        for region in plan.unique():
+            for choice in region.record.groups:
+                if choice.kind != "fused" or choice.workload in found:
+                    continue
+                ops = region.group_ops(choice)
+                outputs = tuple(flow.needed_outside(flow.position[name] for name in ops))
+                subject = group_subject(
+                    graph, ops, choice.workload, session.settings.numerics, session.target.device_type, outputs
+                )
+                found[choice.workload] = BenchGroup(workload, choice, subject)
+    return list(found.values())
+
+
+def bench_group(
+    session: Session, group: BenchGroup, peers: Sequence[str], modes: Sequence[str], seconds: float, seed: int = 0
+) -> Iterator[BenchRow]:
+    """Rows of one group in every mode. A contestant that fails gets a row that says why.
+
+    Inductor's kernels are called directly, without Dynamo's guards, as ours are.
+    """
+    device, subject = session.target.device_type, group.subject
+    common: dict[str, Any] = {"workload": group.workload, "subject": group.choice.label, "key": group.choice.workload}
+    with torch.no_grad():
+        inputs = subject.make_inputs(seed, device)
+        references = subject.reference(*inputs)
+        limit = free_bytes(device) // 4
+        operands = rotating_operands(inputs, subject.hot_inputs, cache_bytes(session.target.l2_bytes), limit)
+        runs: dict[str, Run] = {}
+        facts: dict[str, dict[str, Any]] = {}
+        for name in (OURS, *peers):
+            start = time.perf_counter()
+            try:
+                run = _contestant(session, group, name, inputs)
+                outputs = run(*inputs)
+            except Exception as error:  # a peer that cannot compile a group must not end the bench
+                note = failure(error)
+                yield from (BenchRow(contestant=name, mode=mode, note=note, **common) for mode in modes)
+                continue
+            runs[name] = run
+            facts[name] = {"compile_s": time.perf_counter() - start, "error": _error(outputs, references)}
+        for mode in modes:
+            yield from mode_rows(timer_for(device, mode), runs, operands, seconds, facts, **common)
+
+
+def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence[torch.Tensor]) -> Run:
+    subject = group.subject
+    if name == OURS:
+        backend = next(backend for backend in session.backends if backend.name == group.choice.backend)
+        return backend.fused_callable(subject.ir, group.choice.config, session.target)
+    if name == EAGER:
+        return subject.eager
+    return inductor_callable(subject.chain, inputs, {INDUCTOR: False, MAX_AUTOTUNE: True}[name])
+
+
+def _error(outputs: Any, references: Sequence[torch.Tensor]) -> float:
+    """Largest normwise relative error over the outputs."""
+    tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    return max(errors(own.cpu(), reference.cpu())[0] for own, reference in zip(tensors, references, strict=True))

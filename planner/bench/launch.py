@@ -1,0 +1,283 @@
+"""What a call costs the host: our fused group beside Triton's own launcher and one eager ATen op."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import repeat
+from typing import Any
+
+import pandas as pd
+import torch
+
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.bench.case import make_inputs, plan_case, trace_cell
+from fuseplan.planner.bench.cells import Cell
+from fuseplan.planner.bench.rows import failure
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.errors import PlanError
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.implementations.subject import random_tensor
+from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.peers.peers import Case, fused
+from fuseplan.planner.runtime.fallback import GroupPlan
+from fuseplan.planner.runtime.resolve import resolve
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.timing.measure import no_collection
+
+#: Names of what is called.
+GROUP, PLAN, TRITON, ADD = "fused group", "whole plan", "triton launcher", "aten add"
+#: What an eager launch of a fused group may cost.
+BAR_US = 4.0
+#: What is held against it, by whether outputs are allocated in the call: the launch, as Triton's launcher is timed, and
+#: what a model's call costs.
+_JUDGED = {"given": "launching a fused group", "allocated": "calling it, outputs and all,"}
+#: Calls of one sample: far from filling a launch queue.
+_CALLS = 200
+_MIN_ROUNDS = 7
+_LOOKUPS = 9
+
+Call = Callable[[], object]
+#: Subject, what is called, and whether outputs are allocated.
+Name = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class LaunchRow:
+    """Host time of one kind of call.
+
+    Attributes:
+        subject: Pattern, shape and dtype.
+        what: What is called.
+        outputs: ``"allocated"`` in the call, or ``"given"``.
+        host_us: Median microseconds until the call returns; None when it failed. The device is not waited for.
+        p20_us: 20th percentile.
+        p80_us: 80th percentile.
+        statements: Database statements during all its calls.
+        note: What was special, or why it failed.
+    """
+
+    subject: str
+    what: str
+    outputs: str
+    host_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    statements: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class LookupRow:
+    """Look-ups while one graph is compiled.
+
+    Attributes:
+        subject: Pattern, shape and dtype.
+        regions: Its regions.
+        database_us: Microseconds per region in the database.
+        planning_us: Microseconds per region with everything else that finding a plan takes: regions, hashes, groups.
+    """
+
+    subject: str
+    regions: int
+    database_us: float
+    planning_us: float
+
+
+def launch_frame(rows: Sequence[LaunchRow]) -> pd.DataFrame:
+    """One row per kind of call."""
+    return pd.DataFrame([asdict(row) for row in rows], columns=list(LaunchRow.__dataclass_fields__))
+
+
+def lookup_frame(rows: Sequence[LookupRow]) -> pd.DataFrame:
+    """One row per graph."""
+    return pd.DataFrame([asdict(row) for row in rows], columns=list(LookupRow.__dataclass_fields__))
+
+
+def bench_lookup(session: Session, cell: Cell) -> LookupRow:
+    """Time finding the plan of one cell, as a compilation does; the median of a few."""
+    traced = trace_cell(cell, session.target.device_type)[0].graph
+    database, planning = [], []
+    regions = 0
+    for _ in range(_LOOKUPS):
+        tally = Tally(cell.key)
+        # A compilation starts with a new graph, of which no regions are remembered.
+        graph = copy.copy(traced)
+        resolve(session, graph, "unfused", tally)
+        seen = tally.snapshot()
+        regions = max(1, seen.regions)
+        planning.append(seen.lookup_s * 1e6 / regions)
+        plan = session.planner().plan_graph(graph, on_failure=lambda region, error: None)  # only looking up is timed
+        database.append(plan.lookup_us / regions)
+    return LookupRow(cell.key, regions, statistics.median(database), statistics.median(planning))
+
+
+def bench_launch(session: Session, cells: Sequence[Cell], seconds: float) -> list[LaunchRow]:
+    """Time the calls of each cell's largest fused group and of what it is compared with, all in interleaved rounds.
+
+    Args:
+        session: Plans and compiles; nothing else should be running, since what runs beside a call slows it.
+        cells: What to call.
+        seconds: Time to spend on rounds, for each cell.
+
+    Raises:
+        PlanError: A cell's plan fuses nothing.
+    """
+    device = session.target.device_type
+    calls: dict[Name, Call] = {}
+    failed: list[LaunchRow] = []
+    with torch.no_grad():
+        for cell in cells:
+            for what, make in _callables(_case(session, cell)):
+                name = (cell.key, *what)
+                try:
+                    calls[name] = make()
+                    calls[name]()
+                except Exception as error:  # a launcher that does not work here must not end the bench
+                    calls.pop(name, None)
+                    failed.append(LaunchRow(*name, note=failure(error)))
+        times, statements = _host_times(calls, seconds * len(cells), device)
+    return [*(_row(name, times[name], statements[name]) for name in calls), *failed]
+
+
+def _case(session: Session, cell: Cell) -> Case:
+    device = session.target.device_type
+    traced, specs = trace_cell(cell, device)
+    case, _ = plan_case(session, cell, traced, tuple(specs), make_inputs(traced, specs, device))
+    if not case.groups:
+        raise PlanError(f"the plan of {cell.key} fuses nothing, so there is no launch to time")
+    return case
+
+
+def _row(name: Name, samples: Sequence[float], statements: int) -> LaunchRow:
+    low, _, _, high = statistics.quantiles(samples, n=5, method="inclusive")
+    return LaunchRow(*name, statistics.median(samples), low, high, statements)
+
+
+# -- what is called ---------------------------------------------------------------------------------------
+
+
+def _callables(case: Case) -> Iterator[tuple[tuple[str, str], Callable[[], Call]]]:
+    """Name of each kind of call, and what makes it."""
+    group = max(case.groups, key=lambda one: len(one.ops))
+    flow = flow_of(case.traced.graph)
+    lowered = lower(
+        case.traced.graph, group.ops, case.numerics, flow.needed_outside(flow.position[op] for op in group.ops)
+    )
+    device = case.target.device_type
+    inputs = _group_inputs(case, lowered.inputs)
+    yield (GROUP, "allocated"), lambda: _bound(
+        group.backend.fused_callable(lowered.ir, group.config, case.target), inputs
+    )
+    yield (GROUP, "given"), lambda: _bound(
+        group.backend.load(lowered.ir, group.config, case.target), [*inputs, *_outputs(lowered.ir, device)]
+    )
+    yield (PLAN, "allocated"), lambda: _bound(fused(case, case.groups).run, case.inputs)
+    if device == "cuda":
+        yield (TRITON, "given"), lambda: _triton_launcher(case, group, lowered.ir, inputs)
+    dtype = getattr(torch, case.dtype)
+    x = torch.zeros(8, dtype=dtype, device=device)
+    yield (ADD, "allocated"), lambda: lambda: torch.add(x, x)
+    y = torch.zeros(8, dtype=dtype, device=device)
+    yield (ADD, "given"), lambda: lambda: torch.add(x, x, out=y)
+
+
+def _bound(call: Callable[..., object], operands: Sequence[torch.Tensor]) -> Call:
+    return lambda: call(*operands)
+
+
+def _group_inputs(case: Case, names: Sequence[str]) -> list[torch.Tensor]:
+    """Tensors in the layout of the group's inputs; a group in the middle of a pattern reads what others produced."""
+    given = dict(zip(case.traced.graph.inputs, case.inputs, strict=True))
+    specs = case.traced.graph.specs
+    generator = torch.Generator(case.target.device_type).manual_seed(0)
+    return [given[name] if name in given else random_tensor(specs[name], generator) for name in names]
+
+
+def _outputs(ir: KernelIR, device: str) -> list[torch.Tensor]:
+    return [
+        torch.empty_strided(one.shape, one.strides, dtype=getattr(torch, one.dtype), device=device)
+        for one in ir.bind({}).outputs
+    ]
+
+
+def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, inputs: Sequence[torch.Tensor]) -> Call:
+    """The same kernel through ``kernel[grid](...)``: what a hand-written Triton kernel pays per call."""
+    from fuseplan.kernels.gpu.tile import programs
+    from fuseplan.kernels.triton.backend import TritonBackend
+    from fuseplan.kernels.triton.emitter import KERNEL_NAME
+
+    backend = group.backend if isinstance(group.backend, TritonBackend) else TritonBackend()
+    config = group.config if backend is group.backend else backend.default_config(ir, case.target)
+    kernel = getattr(backend.store.load(backend.source(ir, config)), KERNEL_NAME)
+    arguments = [*inputs, *_outputs(ir, case.target.device_type)]
+    options = {"num_warps": int(config["num_warps"]), "num_stages": int(config.get("num_stages", 1))}
+    grid = (programs(ir, config, {}),)
+    return lambda: kernel[grid](*arguments, **options)
+
+
+# -- timing -----------------------------------------------------------------------------------------------
+
+
+def _host_times(
+    calls: Mapping[Name, Call], seconds: float, device: str
+) -> tuple[dict[Name, list[float]], dict[Name, int]]:
+    """Samples in microseconds per call, and database statements seen meanwhile, of every kind of call."""
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    seen = [0]
+
+    def count(*_: Any) -> None:
+        seen[0] += 1
+
+    samples: dict[Name, list[float]] = {name: [] for name in calls}
+    statements = dict.fromkeys(calls, 0)
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        with no_collection():
+            end = time.perf_counter() + seconds
+            while len(next(iter(samples.values()), [0] * _MIN_ROUNDS)) < _MIN_ROUNDS or time.perf_counter() < end:
+                for name, call in calls.items():
+                    before = seen[0]
+                    samples[name].append(_sample_us(call, device))
+                    statements[name] += seen[0] - before
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+    return samples, statements
+
+
+def _sample_us(call: Call, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in repeat(None, _CALLS):
+        call()
+    return (time.perf_counter() - start) * 1e6 / _CALLS
+
+
+def launch_verdict(calls: pd.DataFrame, lookups: pd.DataFrame) -> list[str]:
+    """Sentences that answer the bars: host time of a fused group, look-ups at compile, look-ups per call."""
+    lines = []
+    for subject, part in calls[calls["host_us"].notna()].groupby("subject", sort=False):
+        times = {(row["what"], row["outputs"]): row["host_us"] for row in part.to_dict("records")}
+        said = ", ".join(f"{what} ({outputs} outputs) {value:.2f} us" for (what, outputs), value in times.items())
+        bars = [
+            f"{words} is {'under' if times[GROUP, outputs] < BAR_US else 'over'} {BAR_US:g} us"
+            for outputs, words in _JUDGED.items() if (GROUP, outputs) in times
+        ]
+        lines.append("; ".join([f"{subject}: host time of a call: {said}", *bars]))
+        lines.append(f"{subject}: {int(part['statements'].sum())} database statements in all these calls")
+    lines += [
+        f"{row['subject']}: look-up at compile {row['database_us']:.0f} us a region in the database, "
+        f"{row['planning_us']:.0f} us with finding and hashing it"
+        for row in lookups.to_dict("records")
+    ]
+    lines += [
+        f"{row['what']} ({row['outputs']} outputs), {row['subject']}: {row['note']}"
+        for row in calls[calls["note"].astype(bool)].to_dict("records")
+    ]
+    return lines

@@ -1,0 +1,85 @@
+"""How planning scales with the size of a graph: the table behind ``plan bench planner``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pandas as pd
+
+from fuseplan.planner.bench.synthetic import transformer_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Legal, enumerate_candidates, transfer
+from fuseplan.planner.groups.cycles import break_cycles
+from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.partition.guided_loop import Choice, predicted_partition, region_problem
+
+#: A nominal device for pricing groups, so that the table does not depend on a probe: what is timed is the planner.
+_LAUNCH_S = 2e-6
+_BYTES_PER_S = 1e12
+
+
+def plan_scaling(
+    sizes: Sequence[int] = (1_000, 10_000, 100_000), legal: Legal | None = None
+) -> pd.DataFrame:
+    """Build, hash and plan synthetic decoders of the given sizes, timing each step.
+
+    Args:
+        sizes: Numbers of ops.
+        legal: Legality of a group; by default whether it lowers.
+
+    Returns:
+        One row a size: what was found (``regions``, ``unique_regions``, ``candidates``, ``groups``), the seconds of
+        each step, their total, and ``us_per_op``.
+    """
+    return pd.DataFrame([_plan_once(size, legal) for size in sizes])
+
+
+def _plan_once(size: int, legal: Legal | None) -> dict[str, float | int]:
+    clock = _Clock()
+    graph = transformer_graph(size)
+    build_s = clock.lap()
+    regions = find_regions(graph)
+    unique = unique_regions(regions)
+    regions_s = clock.lap()
+    limits = CandidateLimits()
+    enumerations = {key: enumerate_candidates(graph, found[0], limits, legal) for key, found in unique.items()}
+    enumerate_s = clock.lap()
+    groups: list[Candidate] = []
+    for key, found in unique.items():
+        problem = region_problem(graph, found[0], enumerations[key])
+        result = predicted_partition(problem, lambda choice: traffic_s(graph, choice))
+        fused = [priced.choice.group for priced in result.chosen if priced.choice.fused]
+        groups += [transfer(graph, group, found[0], region) for region in found for group in fused]
+    kept, _ = break_cycles(graph, groups)
+    cover_s = clock.lap()
+    total_s = build_s + regions_s + enumerate_s + cover_s
+    return {
+        "ops": len(graph),
+        "regions": len(regions),
+        "unique_regions": len(unique),
+        "candidates": sum(len(found.candidates) for found in enumerations.values()),
+        "groups": len(kept),
+        "build_s": build_s,
+        "regions_s": regions_s,
+        "enumerate_s": enumerate_s,
+        "cover_s": cover_s,
+        "total_s": total_s,
+        "us_per_op": total_s / len(graph) * 1e6,
+    }
+
+
+def traffic_s(graph: DataflowGraph, choice: Choice) -> float:
+    """One launch plus the bytes of a group's inputs and outputs, on the nominal device."""
+    values = (*choice.group.inputs, *choice.group.outputs)
+    return _LAUNCH_S + sum(graph.specs[value].nbytes(graph.symbols) for value in values) / _BYTES_PER_S
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.last = self.last, time.perf_counter()
+        return self.last - before

@@ -1,0 +1,145 @@
+"""Tuning the cells of a bench, with one set of worker processes, each as it or the one before is about to be measured.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+
+from fuseplan.planner.bench.case import trace_cell
+from fuseplan.planner.bench.cells import Cell
+from fuseplan.planner.bench.turns import Turns
+from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.tuning import summary
+from fuseplan.planner.tuning.lookahead import Scout
+from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.tune import RegionFailure, noting
+from fuseplan.search.tune.tuner import Budget, Tuner
+
+
+class CellTuner:
+    """Plans and tunes what is not stored; a context manager. No process is started before something is missing.
+
+    Args:
+        session: Open for writing, its device probed.
+        budget: What one fusion group may cost.
+        seed: Seed of the search.
+
+    Attributes:
+        turns: While it is closed, a tune that was started :meth:`ahead` waits between two of its steps.
+        failures: Regions that could not be planned; their workload is the cell's key.
+    """
+
+    def __init__(self, session: Session, budget: Budget, seed: int = 0) -> None:
+        self.turns = Turns()
+        self.failures: list[RegionFailure] = []
+        self._session = session
+        self._budget = budget
+        self._seed = seed
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tune")
+        self._worker = 0
+        self._ahead: dict[Cell, Future[bool]] = {}
+        self._learner = Learner(session.spec)
+        self._tuner: Tuner | None = None
+        self._scout: Scout | None = None
+        self._graphs: dict[Cell, DataflowGraph] = {}
+
+    def __enter__(self) -> CellTuner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.turns.open()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._tuner is None:
+            return
+        if self._scout is not None:
+            self._scout.__exit__(kind, error, trace)
+        self._tuner.close()
+        if error is None:
+            self._learner.update(final=True)
+            replace(self._session, spec=self._learner.spec).recalibrated()
+
+    def tune(self, cell: Cell) -> bool:
+        """Store a plan for the cell, or wait for the tune that does; True when something had to be measured for it.
+
+        Raises:
+            CompilerMissingError: No kernel back end can be used here.
+            MachineFailureError: The machine fails what a tune needs.
+            DatabaseError: The database cannot be written.
+        """
+        started = self._ahead.pop(cell, None)
+        return started.result() if started is not None else self._tune(cell)
+
+    def ahead(self, cell: Cell) -> None:
+        """Begin to tune a cell in the background; on CPUs, which the bench needs for itself, nothing happens.
+
+        Until :meth:`tune` of the same cell returns, no other cell may be tuned.
+        """
+        if self._session.target.device_type == "cpu" or cell in self._ahead:
+            return
+        with suppress(Exception):  # left for tune to complain about
+            self._graph(cell)  # tracing is not for two threads
+            self._ahead[cell] = self._thread.submit(self._work, cell)
+
+    def _work(self, cell: Cell) -> bool:
+        self._worker = threading.get_ident()
+        self.turns.begin()
+        try:
+            return self._tune(cell)
+        finally:
+            self.turns.end()
+
+    def _tune(self, cell: Cell) -> bool:
+        graph = self._graph(cell)
+        known = self._session.planner()
+        if not known.undecided(graph):
+            return False
+        planner = self._session.planner(self._started(), learner=self._learner)
+        plan = planner.plan_graph(graph, self._scout, noting(self.failures, cell.key, graph))
+        pairs = [(one.region, one.record) for one in plan.regions]
+        if pairs:
+            name, size = f"pattern {cell.pattern}", f"{cell.size} {cell.dtype}"
+            summary.store(self._session.database, summary.summarise(name, size, graph, pairs))
+        return True
+
+    def look_ahead(self, cells: Iterable[Cell]) -> None:
+        """Have the kernels of cells that will be tuned compiled meanwhile; on CPUs nothing happens.
+
+        A cell that cannot be traced is left for :meth:`tune` to complain about.
+        """
+        if self._session.target.device_type == "cpu":
+            return
+        for cell in cells:
+            with suppress(Exception):
+                graph = self._graph(cell)
+                missing = self._session.planner().undecided(graph)
+                if not missing:
+                    continue
+                planner = self._session.planner(self._started())
+                if self._scout is None:
+                    self._scout = planner.scout()
+                    assert self._scout is not None
+                    self._scout.__enter__()
+                self._scout.send(graph, missing)
+
+    def _graph(self, cell: Cell) -> DataflowGraph:
+        if cell not in self._graphs:
+            self._graphs[cell] = trace_cell(cell, self._session.target.device_type)[0].graph
+        return self._graphs[cell]
+
+    def _started(self) -> Tuner:
+        if self._tuner is None:
+            self._tuner = self._session.tuner(self._budget, self._seed, self._step)
+        return self._tuner
+
+    def _step(self, _: object) -> None:
+        """Between two steps of a tune: one in the background waits for its turn."""
+        if threading.get_ident() == self._worker:
+            self.turns.check()

@@ -1,0 +1,174 @@
+"""What the rows of a pattern bench say: one line per cell and mode, and sentences that answer the bars."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
+from fuseplan.planner.bench.prediction import prediction_verdict
+from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
+from fuseplan.planner.report.frames import geometric_mean
+
+#: A cell this far behind the best peer is listed.
+LOST = 0.97
+#: Share of copy bandwidth that large cells should have.
+_COPY_SHARE = 0.94
+
+
+def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """One line per cell and mode: everyone's median, the best peer, what ours moves per second.
+
+    Like is compared with like: a peer that writes over its operands with ours that does (with ours that does not, where
+    the pattern allows it no more), every other peer with ours that allocates. ``vs_best`` is the best peer's time over
+    ours, and the worse of the two where both kinds took part: above 1, ours is faster. ``vs_in_place`` is the second
+    kind alone. ``predicted_us`` is the cost model's time for ours. ``copy_share`` is ours over what a copy of
+    as many bytes reaches in the same run; only large cells have one. In a CUDA graph a copy of another mode
+    counts where it is faster: graphs copy some sizes at two thirds of the speed.
+    """
+    copies = frame[frame["contestant"] == COPY].groupby(["subject", "workload", "key"])["median_us"].min().to_dict()
+    names = [name for name in dict.fromkeys(frame["contestant"]) if name != COPY]
+    names.sort(key=lambda name: (OURS, OURS_IN_PLACE).index(name) if name in (OURS, OURS_IN_PLACE) else 2)
+    rows = []
+    for (subject, workload, mode, key), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
+        times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
+        if mode == "graph" and (subject, workload, key) in copies:
+            times[COPY] = copies[subject, workload, key]
+        row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode}
+        row |= {f"{name}_us": times.get(name) for name in names}
+        row["predicted_us"] = _predicted(part)
+        in_place = set(part.loc[part["in_place"].eq(True), "contestant"])
+        rows.append(row | _standing(times, in_place, float(part["bytes"].max())))
+    return pd.DataFrame(rows)
+
+
+def _predicted(part: pd.DataFrame) -> float | None:
+    known = part.loc[part["contestant"] == OURS, "predicted_us"].dropna()
+    return None if known.empty else float(known.iloc[0])
+
+
+def _standing(times: dict[str, float], in_place: set[str], moved_bytes: float) -> dict[str, Any]:
+    known = {name: value for name, value in times.items() if pd.notna(value) and value}
+    ours, copy = known.get(OURS), known.get(COPY)
+    rivals = {name: value for name, value in known.items() if name not in (OURS, OURS_IN_PLACE, COPY)}
+    overwriting = _best({name: value for name, value in rivals.items() if name in in_place})
+    others = _best({name: value for name, value in rivals.items() if name not in in_place})
+    ratios = {
+        name: _ratio(known.get(name), own) for name, own in
+        ((overwriting, known.get(OURS_IN_PLACE, ours)), (others, ours)) if name is not None
+    }
+    judged = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    best = min(judged, key=lambda name: judged[name]) if judged else None
+    return {
+        "best_peer": best or others or overwriting or "",
+        "vs_best": None if best is None else judged[best],
+        "vs_in_place": None if overwriting is None else ratios[overwriting],
+        "mb": moved_bytes / 1e6,
+        "gbps": moved_bytes / ours / 1e3 if ours else None,
+        "copy_share": _ratio(copy, ours),
+    }
+
+
+def _best(times: dict[str, float]) -> str | None:
+    return min(times, key=lambda name: times[name]) if times else None
+
+
+def pattern_verdict(frame: pd.DataFrame) -> list[str]:
+    """Sentences: ours against the best peer in each mode and pattern, every lost cell, large cells against a copy."""
+    if frame.empty:
+        return []
+    table = pattern_table(frame)
+    lines: list[str] = []
+    for mode, part in table.groupby("mode", sort=False):
+        judged = part[part["vs_best"].notna()]
+        if judged.empty:
+            continue
+        lost = judged[judged["vs_best"] < LOST]
+        lines.append(
+            f"{mode}: {geometric_mean(judged['vs_best']):.3f}x the best peer (geometric mean of {len(judged)} cells), "
+            f"worst {judged['vs_best'].min():.2f}x; {len(lost)} under {LOST:.2f}x"
+        )
+        lines += [_pattern_line(str(mode), str(name), one) for name, one in judged.groupby("pattern", sort=False)]
+        lines += _large(str(mode), judged)
+    return lines + prediction_verdict(frame) + _losses(frame, table)
+
+
+def _pattern_line(mode: str, name: str, part: pd.DataFrame) -> str:
+    mean, worst = geometric_mean(part["vs_best"]), part["vs_best"].min()
+    return f"{mode}, {name}: {mean:.3f}x ({len(part)} cells), worst {worst:.2f}x"
+
+
+def _large(mode: str, part: pd.DataFrame) -> list[str]:
+    large = part[(part["mb"] >= LARGE_BYTES / 1e6) & part["copy_share"].notna()]
+    if large.empty:
+        return []
+    share = large["copy_share"]
+    low = int((share < _COPY_SHARE).sum())
+    return [
+        f"{mode}: {len(large)} cells move {LARGE_BYTES / 1e6:.0f} MB or more, "
+        f"at {share.min():.1%} to {share.max():.1%} of a copy's bandwidth; {low} under {_COPY_SHARE:.0%}"
+    ]
+
+
+def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
+    """Every lost cell with what explains it; times with their 20th and 80th percentile."""
+    timed = frame[frame["median_us"].notna()].assign(in_place=frame["in_place"].eq(True)).to_dict("records")
+    facts = {(row["subject"], row["workload"], row["mode"], row["contestant"]): row for row in timed}
+    lines = []
+    for row in table[table["vs_best"] < LOST].to_dict("records"):
+        cell = (row["pattern"], row["shape"], row["mode"])
+        own, peer = facts[*cell, OURS], facts[*cell, row["best_peer"]]
+        overwriting = facts.get((*cell, OURS_IN_PLACE))
+        same_kind = overwriting if peer["in_place"] and overwriting is not None else own
+        words = [
+            f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels",
+            *([f"{own['registers']} registers"] if own["registers"] else []), *filter(None, [own["config"]]),
+        ]
+        lines.append(
+            f"lost: {row['mode']}, {row['pattern']} {row['shape']}: {row['vs_best']:.2f}x {row['best_peer']} ("
+            f"{_spread(same_kind)} against {_spread(peer)} us, noise {own['noise']:.1%}); {', '.join(words)}"
+        )
+    return lines
+
+
+def _spread(row: Mapping[Hashable, Any]) -> str:
+    known = pd.notna(row["p20_us"]) and pd.notna(row["p80_us"])
+    return f"{row['median_us']:.2f}" + (f" [{row['p20_us']:.2f} to {row['p80_us']:.2f}]" if known else "")
+
+
+def notes(frame: pd.DataFrame) -> list[str]:
+    """What was special about each contestant, once for each pattern."""
+    said = frame[frame["note"].astype(bool)]
+    lines = []
+    for (contestant, subject, note), part in said.groupby(["contestant", "subject", "note"], sort=False):
+        sizes = list(dict.fromkeys(part["workload"]))
+        where = sizes[0] if len(sizes) == 1 else f"{len(sizes)} sizes"
+        lines.append(f"{contestant}, {subject} ({where}): {note}")
+    return lines
+
+
+# -- headlines --------------------------------------------------------------------------------------------
+
+
+def headline_table(frame: pd.DataFrame, claims: Mapping[str, str]) -> pd.DataFrame:
+    """One line per cell and mode: how many times faster than eager ours and TorchInductor are.
+
+    Args:
+        frame: Rows of a pattern bench.
+        claims: By cell key, what is claimed or aimed at, in words.
+    """
+    rivals = [name for name in (INDUCTOR, MAX_AUTOTUNE) if name in set(frame["contestant"])]
+    rows = []
+    for (subject, workload, mode, key), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
+        times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
+        eager = times.get(EAGER)
+        row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode, "said": claims.get(str(key), "")}
+        row |= {f"{name}_x": _ratio(eager, times.get(name)) for name in (OURS, *rivals)}
+        rows.append(row | {f"{name}_us": times.get(name) for name in (EAGER, OURS, *rivals)})
+    return pd.DataFrame(rows)
+
+
+def _ratio(slow: float | None, fast: float | None) -> float | None:
+    return slow / fast if slow is not None and fast is not None and pd.notna(slow) and pd.notna(fast) else None

@@ -1,0 +1,1 @@
+"""A model or a trace becomes a dataflow graph: traced, normalised, and kept on disk."""

@@ -1,0 +1,128 @@
+"""Captured graphs kept on disk: a second tune or bench of the same model neither traces nor imports ``transformers``.
+
+A file is found by a hash of everything the graph depends on: the config, the sizes, the device, the versions of the
+libraries and this package's own capture code. A file that cannot be read counts as absent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from importlib import metadata
+from pathlib import Path
+
+import platformdirs
+import torch
+
+import fuseplan.kernels
+from fuseplan.planner.capture.trace import Captured, capture
+from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
+from fuseplan.planner.models.sources import ModelSource
+from fuseplan.planner.models.workload import Workload
+from fuseplan.search.timing.measure import no_collection
+from fuseplan.search.workers.processes import die_with_parent
+
+#: Folders whose sources decide what a captured graph looks like.
+_CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
+#: Cores for each capturing process: a second one is busy with what it imports.
+_CORES_EACH = 2
+
+
+def default_folder() -> Path:
+    """The user's cache folder for captured graphs."""
+    return platformdirs.user_cache_path("fuseplan") / "captures"
+
+
+def cached_capture(source: ModelSource, workload: Workload, device_type: str, folder: Path | None = None) -> Captured:
+    """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before.
+
+    The user's own module is always captured: its code may have changed. A folder that cannot be written is no error;
+    the capture is then just not kept. ``Captured.traces`` is empty when the graphs come from disk.
+
+    Raises:
+        CaptureError, ConfigError: As :func:`~fuseplan.planner.capture.trace.capture`.
+    """
+    if source.kind == "module":
+        return capture(source, workload, device_type)
+    path = _path(source, workload, device_type, folder)
+    found = _read(path, workload)
+    if found is None:
+        found = capture(source, workload, device_type)
+        _write(path, found)
+    return found
+
+
+def capture_beside(
+    source: ModelSource, workloads: Sequence[Workload], device_type: str, cores: int, folder: Path | None = None
+) -> None:
+    """Capture what is not on disk yet, each workload in a process of its own where there are cores for them.
+
+    A process that fails leaves its workload to :func:`cached_capture`, which then says why.
+    """
+    missing = [one for one in workloads if not _path(source, one, device_type, folder).exists()]
+    workers = min(len(missing), cores // _CORES_EACH)
+    if source.kind == "module" or workers < 2:
+        return
+    # Fresh processes: a fork of one that has touched a GPU cannot use it.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_with_parent) as pool:
+        wait([pool.submit(_capture_to_disk, source, one, device_type, folder) for one in missing])
+
+
+def _capture_to_disk(source: ModelSource, workload: Workload, device_type: str, folder: Path | None) -> None:
+    torch.set_num_threads(1)
+    cached_capture(source, workload, device_type, folder)
+
+
+def _path(source: ModelSource, workload: Workload, device_type: str, folder: Path | None) -> Path:
+    return (folder or default_folder()) / f"{capture_key(source, workload, device_type)}.json"
+
+
+def capture_key(source: ModelSource, workload: Workload, device_type: str) -> str:
+    """sha256 of everything a captured graph depends on. The path of a config file is not among it."""
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    facts = {
+        "source": {**dataclasses.asdict(source), "name": ""},
+        "workload": dataclasses.asdict(workload),
+        "device": torch.cuda.get_device_name() if on_gpu else ("meta" if device_type == "cuda" else device_type),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "code": _code_hash(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def _code_hash(folders: Sequence[Path] = _CODE) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, workload: Workload) -> Captured | None:
+    try:
+        # A file holds a hundred thousand lists, none of them garbage: the collector would look through them for longer
+        # than it takes to read them.
+        with no_collection():
+            graphs = json.loads(path.read_text(encoding="utf-8"))["graphs"]
+            return Captured(tuple(graph_from_json(graph) for graph in graphs), workload)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: Path, captured: Captured) -> None:
+    """Write beside the target and rename: a reader never sees half a file."""
+    try:
+        text = json.dumps({"graphs": [graph_to_json(graph) for graph in captured.graphs]})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,128 @@
+"""Layouts that fake tensors get wrong: a trace must lie in memory as eager's tensors will.
+
+PyTorch's fake ``x[i]`` lies as ``x`` does. Eager's goes by the index too where ``x`` tells nothing about the order of
+dimensions: those that it replaces have stride 0 for it (``restride_src`` in ATen's ``TensorAdvancedIndexing.cpp``).
+
+PyTorch's fake ``zeros_like`` and its kin forget the strides of single elements. They tell nothing, but are part of what
+a compiled graph is called with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._prims_common import compute_elementwise_output_strides
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fuseplan.planner.rewrites.trace_edit import follow, set_values, value_of
+
+_ATEN = torch.ops.aten
+_INDEX = _ATEN.index.Tensor
+#: Ops whose result lies as their operand does, if that is dense.
+_LIKE = (
+    _ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.ones_like.default, _ATEN.full_like.default,
+    _ATEN.rand_like.default, _ATEN.randn_like.default,
+)  # fmt: skip
+
+
+def correct_layouts(module: fx.GraphModule) -> None:
+    """Give what fake tensors get wrong in a pre-dispatch trace, and all that reads it, the layout that eager makes.
+
+    A trace that could not run with it (a ``view`` of what is not laid out for it) stays as it is: eager fails there.
+
+    Raises:
+        ValueError: Not even the shape of a fake value is eager's.
+    """
+    for node in module.graph.nodes:
+        strides = _indexed(node) if node.target is _INDEX else _like(node) if node.target in _LIKE else None
+        result = value_of(node)
+        if strides is None or result is None or _same(strides, result.stride()):
+            continue
+        with torch.no_grad(), _mode(result):
+            made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+        values = follow(node, made, corrected=True)
+        if values is not None:
+            set_values(values)
+
+
+def laid_out(run: Callable[..., Any], trace: fx.GraphModule) -> Callable[..., Any]:
+    """A graph whose fake results have the strides that its corrected trace says: the next graph is called with them.
+
+    Args:
+        run: Runs the graph on fake tensors.
+        trace: Its trace after :func:`correct_layouts`.
+    """
+    expected = [value_of(leaf) for leaf in pytree.tree_leaves(trace.graph.output_node().args)]
+
+    def corrected(*args: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(run(*args))
+        return pytree.tree_unflatten([_restrided(*pair) for pair in zip(leaves, expected, strict=True)], spec)
+
+    return corrected
+
+
+def _restrided(result: Any, expected: torch.Tensor | None) -> Any:
+    """A fake tensor with the strides of another one of its shape, where both are plain numbers."""
+    if not isinstance(result, torch.Tensor) or expected is None or result.stride() == expected.stride():
+        return result
+    numbers = all(isinstance(size, int) for one in (result, expected) for size in (*one.shape, *one.stride()))
+    return result.as_strided(expected.shape, expected.stride()) if numbers else result
+
+
+def _mode(result: torch.Tensor) -> Any:
+    mode = torch._guards.detect_fake_mode(result)
+    assert mode is not None, "a trace holds a tensor that is not fake"
+    return mode
+
+
+def _indexed(node: fx.Node) -> Sequence[Any] | None:
+    """Strides of what is indexed with tensors; None where nothing is known."""
+    source, result, listed = value_of(node.args[0]), value_of(node), cast(Sequence[Any], node.args[1])
+    indices = {dim: value for dim, one in enumerate(listed) if (value := value_of(one)) is not None}
+    if source is None or result is None or not indices or any(map(_is_mask, indices.values())):
+        return None
+    with torch.no_grad(), _mode(result):
+        strides = compute_elementwise_output_strides(*_operands(source.detach(), indices))
+    if len(strides) != result.dim():  # an index without dimensions, which fake tensors do not broadcast
+        raise ValueError(f"{node} has {len(strides)} dimensions, for PyTorch's fake tensors {result.dim()}")
+    return strides
+
+
+def _like(node: fx.Node) -> Sequence[Any] | None:
+    """Strides of a tensor made like another: the other's, if those that count are."""
+    source, result = value_of(node.args[0]), value_of(node)
+    if source is None or result is None or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return None
+    count = [not statically_known_true(size == 1) for size in source.shape]
+    own, other = (list(compress(one.stride(), count)) for one in (result, source))
+    return source.stride() if _same(own, other) else None
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _operands(source: torch.Tensor, indices: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """What ATen walks together, each in the shape of the result: the source where the indices are 0, and these."""
+    shape = torch.broadcast_shapes(*(one.shape for one in indices.values()))
+    common = [one.expand(shape) for one in indices.values()]
+    at, count = min(indices), len(indices)
+    if max(indices) - at + 1 != count:  # a slice parts them: their dimensions come first
+        source, at = source.permute(*indices, *(dim for dim in range(source.dim()) if dim not in indices)), 0
+
+    def replaced(of_source: Sequence[Any], of_index: Sequence[Any]) -> tuple[Any, ...]:
+        return (*of_source[:at], *of_index, *of_source[at + count :])
+
+    strides = replaced(source.stride(), (0,) * len(shape))
+    # Single elements have strides that count: those of ``reshape``, as in ATen.
+    aligned, whole = replaced([1] * source.dim(), shape), replaced(source.shape, shape)
+    return [source.as_strided(whole, strides), *(one.reshape(aligned).expand(whole) for one in common)]
+
+
+def _same(strides: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(statically_known_true(one == other) for one, other in zip(strides, others, strict=True))

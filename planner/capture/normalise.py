@@ -1,0 +1,397 @@
+"""From a pre-dispatch ATen ``fx.GraphModule`` to a :class:`DataflowGraph`: the one path of planning and dispatch.
+
+Both the offline capture and the ``torch.compile`` back end come through :func:`normalise`, so a plan that was keyed
+offline is found at run time. Names and devices play no part in the result's meaning: arguments are bound by schema,
+no-op calls vanish, synonyms get one spelling, and dynamic sizes are renamed in order of first use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from fuseplan.planner.capture.arguments import Bound, Storages, TracedTensor, bind_arguments, tensor_call, tensors_in
+from fuseplan.planner.capture.functionalise import functional_twin, is_laid_out_alike, is_read_later, unordered_readers
+from fuseplan.planner.capture.hazards import Access, live, order_edges
+from fuseplan.planner.capture.sizes import SizeNames
+from fuseplan.planner.capture.synonyms import Call, respell
+from fuseplan.planner.errors import CaptureError
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.lowering.recipes import RECIPES
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """A dataflow graph, and how its values relate to the traced module.
+
+    Attributes:
+        graph: The graph.
+        nodes: The fx node that computes each value (for an op with several results, the op's own node).
+        placeholders: Position among the module's arguments of each tensor input; constants are not in it.
+        sizes: Position among the module's arguments of each dynamic size that is passed as an integer.
+        scalars: The fx node that computes a number from sizes, or reads it from an argument, by symbol.
+        constants: Tensors that the trace holds as attributes; they are graph inputs too.
+        opaque: Callables of ops that are no ATen call (higher-order ops), by op name in the graph: they take the
+            op's inputs as tensors and return a list of tensors.
+        results: What the module returns, leaf by leaf: ``Ref(i)`` for ``graph.outputs[i]``, a size, or a constant.
+        written: Positions among the module's arguments of tensors whose memory the graph writes to.
+    """
+
+    graph: DataflowGraph
+    nodes: Mapping[str, fx.Node]
+    placeholders: Mapping[str, int]
+    sizes: Mapping[str, int]
+    constants: Mapping[str, torch.Tensor]
+    opaque: Mapping[str, Callable[..., list[torch.Tensor]]]
+    results: tuple[Any, ...]
+    written: frozenset[int] = frozenset()
+    scalars: Mapping[str, fx.Node] = field(default_factory=dict)
+
+
+def normalise(module: fx.GraphModule) -> Normalised:
+    """Build the dataflow graph of a pre-dispatch ATen trace whose nodes carry fake values in ``meta["val"]``.
+
+    Raises:
+        CaptureError: The trace holds something that has no place in a dataflow graph; the message names the node.
+    """
+    builder = _Builder(module)
+    builder.walk()
+    return builder.finish()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+#: Calls that only switch a mode and compute nothing: a traced graph runs without gradients and outside autocast
+#: throughout.
+MODE_SWITCHES = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+#: Run-time checks: they compute nothing either.
+_CHECKS = frozenset(
+    (
+        "_assert_async",
+        "_assert_scalar",
+        "_assert_tensor_metadata",
+        "sym_constrain_range",
+        "sym_constrain_range_for_size",
+    )
+)
+_DROPOUTS = frozenset(f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout"))
+
+
+@dataclass
+class _Builder:
+    root: fx.GraphModule
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    nodes: dict[str, fx.Node] = field(default_factory=dict)
+    placeholders: dict[str, int] = field(default_factory=dict)
+    size_arguments: dict[str, int] = field(default_factory=dict)
+    scalars: dict[str, fx.Node] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    opaque: dict[str, Callable[..., list[torch.Tensor]]] = field(default_factory=dict)
+    ops: list[OpNode] = field(default_factory=list)
+    accesses: dict[str, Access] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+    results: tuple[Any, ...] = ()
+    names: SizeNames = field(default_factory=SizeNames)
+    storages: Storages = field(default_factory=Storages)
+    #: Pairs of ops that must keep their order although no access says so.
+    ordered: list[tuple[str, str]] = field(default_factory=list)
+    #: Values that an in-place op wrote over, whose result counts as memory of its own.
+    overwritten: set[str] = field(default_factory=set)
+    #: Results of ops without operands (``full``, ``arange``).
+    from_nothing: set[str] = field(default_factory=set)
+    #: What each fx node stands for: a TracedTensor, a size or constant, a tuple of these, or a module.
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fakes = [node.meta.get("val") for node in self.root.graph.nodes]
+        devices = Counter(fake.device.type for fake in fakes if isinstance(fake, torch.Tensor))
+        self.device = devices.most_common(1)[0][0] if devices else "cpu"
+
+    def walk(self) -> None:
+        position = 0
+        for node in self.root.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = self._placeholder(node, position)
+                position += 1
+            elif node.op == "get_attr":
+                self.values[node] = self._attribute(node)
+            elif node.op == "call_function":
+                self.values[node] = self._call(node)
+            elif node.op == "output":
+                self._output(node)
+            else:
+                raise CaptureError(f"node {node.name} is a {node.op}; only ATen calls can be planned")
+
+    # -- leaves ---------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node, position: int) -> Any:
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.Tensor):
+            self.placeholders[node.name] = position
+            return self._define(node.name, fake, node)
+        if isinstance(fake, torch.SymInt):
+            size = self.names.size(fake)
+            if not isinstance(size, int) and size.is_Symbol:
+                self.size_arguments.setdefault(size.name, position)
+            return size
+        return fake
+
+    def _attribute(self, node: fx.Node) -> Any:
+        held: Any = self.root
+        for part in str(node.target).split("."):
+            held = getattr(held, part)
+        if not isinstance(held, torch.Tensor):
+            return held
+        self.constants[node.name] = held
+        fake = node.meta.get("val")
+        return self._define(node.name, fake if isinstance(fake, torch.Tensor) else held, node)
+
+    def _define(self, name: str, fake: torch.Tensor, node: fx.Node) -> TracedTensor:
+        if fake.layout is not torch.strided:
+            raise CaptureError(f"value {name} has layout {fake.layout}; only strided tensors can be planned")
+        self.specs[name] = self._spec(fake)
+        self.nodes[name] = node
+        return TracedTensor(name, fake)
+
+    def _spec(self, fake: torch.Tensor) -> TensorSpec:
+        shape = tuple(self.names.size(extent) for extent in fake.shape)
+        return TensorSpec(shape, dtype_name(fake.dtype), tuple(self.names.size(stride) for stride in fake.stride()))
+
+    def _output(self, node: fx.Node) -> None:
+        leaves = []
+        for leaf in pytree.tree_leaves(self._resolve(node.args[0]), is_leaf=lambda item: item is None):
+            if isinstance(leaf, TracedTensor):
+                leaves.append(Ref(len(self.outputs)))
+                self.outputs.append(leaf.name)
+            else:
+                leaves.append(leaf)
+        self.results = tuple(leaves)
+
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node) -> Any:
+        target, fake = node.target, node.meta.get("val")
+        if target is operator.getitem:
+            container, index = self._resolve(node.args[0]), node.args[1]
+            return container[index]
+        if isinstance(fake, torch.SymInt | torch.SymFloat | torch.SymBool):
+            number = self.names.expression(fake)
+            if isinstance(number, sympy.Symbol):
+                self.scalars.setdefault(number.name, node)
+            return number
+        if target in MODE_SWITCHES:
+            if target is torch.amp.autocast_mode._enter_autocast and (len(node.args) < 3 or node.args[2]):
+                raise CaptureError("the model enables autocast; cast it with model.to(dtype) instead")
+            return None
+        if isinstance(target, torch._ops.OpOverload):
+            return self._op(node, target)
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return self._higher_order(node, target)
+        if isinstance(fake, int | float | bool):
+            return fake
+        raise CaptureError(f"node {node.name} calls {target}, which is no ATen op")
+
+    def _resolve(self, argument: Any) -> Any:
+        """The argument with every fx node replaced by what it stands for."""
+        if isinstance(argument, fx.Node):
+            return self.values[argument]
+        if isinstance(argument, list | tuple):
+            return tuple(self._resolve(item) for item in argument)
+        if isinstance(argument, dict):
+            return {key: self._resolve(item) for key, item in argument.items()}
+        if isinstance(argument, slice):
+            raise CaptureError("a slice object reached the trace; index with ATen ops")
+        return argument
+
+    def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> Any:
+        name = str(target)
+        if name.split(".")[1] in _CHECKS:
+            return None
+        bound = bind_arguments(name, self._resolve(node.args), self._resolve(node.kwargs), self.names)
+        results, value = self._results(node)
+        if not results:
+            return self._append_effect(node, name, bound.operands, bound.written)
+        twin = functional_twin(target) if len(results) == len(bound.written) == 1 else None
+        if twin is not None and self._may_be_functional(node, twin, bound.written[0]):
+            self._append_functional(str(twin), bound, results, node)
+            return value
+        if len(results) == 1 and bound.operands and not bound.written and self._is_same(name, bound, results[0]):
+            # A split into a single part lists it.
+            return bound.operands[0] if isinstance(value, TracedTensor) else bound.operands[:1]
+        self._append(name, bound, results, node, random=_is_random(target, bound.attrs))
+        return value
+
+    def _may_be_functional(self, node: fx.Node, twin: torch._ops.OpOverload, written: TracedTensor) -> bool:
+        """Whether nobody can tell that the in-place call ``node`` wrote to an operand: it may be fused as ``twin``.
+
+        The operand is an intermediate, no view of it or of what it lies in exists, and all its readers came before.
+        """
+        name, storage = written.name, self.storages.of(written)
+        if str(twin) not in RECIPES or name in self.placeholders or name in self.constants:
+            return False
+        tensors = [(one, value) for one, value in self._traced() if value.name not in self.overwritten]
+        if any(self.storages.of(value) == storage and value.name != name for _, value in tensors):
+            return False
+        standing_for = [one for one, value in tensors if value.name == name]
+        if is_read_later([self.nodes[name], *standing_for], node, self.values):
+            return False
+        return is_laid_out_alike(node, twin)
+
+    def _traced(self) -> Iterator[tuple[fx.Node, TracedTensor]]:
+        """Every tensor so far, with a node that stands for it."""
+        for node, value in self.values.items():
+            for item in tensors_in(value):
+                yield node, item
+
+    def _append_functional(self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node) -> None:
+        """Add an in-place call as the op ``name``, whose result is in memory of its own."""
+        (written,) = bound.written
+        storage = self.storages.of(written)
+        readers = [op for op in self.ops if storage in self.accesses[op.name].touched]
+        self._append(name, replace(bound, written=()), results, node, random=False, fresh=True)
+        made = self.ops[-1]
+        # Where the op stays as it is, it writes over what they read.
+        self.ordered.extend((reader, made.name) for reader in unordered_readers(readers, made, self.ops))
+        self.overwritten.add(written.name)
+        self.storages.renew(written)
+
+    def _is_same(self, op: str, bound: Bound, result: TracedTensor) -> bool:
+        """True when the op handed back its operand: same memory, same layout, same bits."""
+        operand = bound.operands[0]
+        if op in _DROPOUTS and (not bound.attrs["train"] or bound.attrs["p"] == 0):
+            # Its fake result has memory of its own; its real one has not.
+            self.storages.merge(result, operand)
+        if self.storages.of(operand) != self.storages.of(result) or operand.fake.dtype.is_complex:
+            return False
+        offsets = [self.names.size(tensor.fake.storage_offset()) for tensor in (operand, result)]
+        return offsets[0] == offsets[1] and self._spec(operand.fake) == self._spec(result.fake)
+
+    def _append(
+        self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node, random: bool, fresh: bool = False
+    ) -> None:
+        for result in results:
+            self._define(result.name, result.fake, node)
+        source, result = next(iter(bound.operands), None), results[0]
+        call = Call(
+            name,
+            tuple(operand.name for operand in bound.operands),
+            bound.attrs,
+            self.specs[source.name] if source else None,
+            self.specs[result.name],
+            source is not None and source.fake.device != result.fake.device,
+        )
+        op, inputs, attrs = respell(call)
+        if call.moves or any(self._is_elsewhere(tensor) for tensor in (*bound.operands, *results)):
+            attrs["device"] = result.fake.device.type
+        if not bound.operands:
+            self.from_nothing.update(item.name for item in results)
+        made = OpNode(op, inputs, tuple(item.name for item in results), attrs)
+        self.ops.append(made)
+        touched = frozenset(map(self.storages.of, bound.operands))
+        written = frozenset(map(self.storages.of, bound.written))
+        is_view = bool(touched) and not written and not fresh and touched.issuperset(map(self.storages.of, results))
+        self.accesses[made.name] = Access(frozenset() if is_view else touched, written, random)
+
+    def _is_elsewhere(self, tensor: TracedTensor) -> bool:
+        """True for a tensor on another device than most; what an op makes of numbers alone can be made anywhere."""
+        return tensor.fake.device.type != self.device and tensor.name not in self.from_nothing
+
+    def _results(self, node: fx.Node) -> tuple[list[TracedTensor], Any]:
+        """The tensors an op returns, and the same in the structure that ``getitem`` nodes index."""
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.Tensor):
+            result = TracedTensor(node.name, fake)
+            return [result], result
+        if not isinstance(fake, list | tuple):
+            return [], None
+        value = tuple(
+            TracedTensor(f"{node.name}_out{number}", item) if isinstance(item, torch.Tensor) else self.names.plain(item)
+            for number, item in enumerate(fake)
+        )
+        return [item for item in value if isinstance(item, TracedTensor)], value
+
+    def _append_effect(
+        self, node: fx.Node, name: str, operands: Sequence[TracedTensor], written: Sequence[TracedTensor]
+    ) -> None:
+        """An op without a tensor as its result: it is there for what it writes, or for something else that it does."""
+        self.specs[node.name] = TensorSpec.contiguous((0,), "float32")
+        self.nodes[node.name] = node
+        self.ops.append(OpNode(name, tuple(operand.name for operand in operands), (node.name,)))
+        touched = frozenset(map(self.storages.of, operands))
+        changed = frozenset(map(self.storages.of, written or operands))
+        # What nobody can see written keeps its place all the same, as if it drew random numbers.
+        self.accesses[node.name] = Access(touched, changed, random=not written)
+
+    # -- higher-order ops -----------------------------------------------------------------------------------
+
+    def _higher_order(self, node: fx.Node, target: torch._ops.HigherOrderOperator) -> Any:
+        """Keep a call such as ``cond`` whole, as one opaque op (the tracer has inlined the simple ones)."""
+        arguments, keywords = self._resolve(node.args), self._resolve(node.kwargs)
+        operands = tensors_in((arguments, keywords))
+        results, value = self._results(node)
+        if not results:
+            return self._append_effect(node, f"higher_order.{target.name()}", operands, ())
+        for result in results:
+            self._define(result.name, result.fake, node)
+        made = OpNode(
+            f"higher_order.{target.name()}",
+            tuple(operand.name for operand in operands),
+            tuple(result.name for result in results),
+        )
+        self.ops.append(made)
+        # What it does inside is not looked at: it may write to anything it is given.
+        touched = frozenset(map(self.storages.of, operands))
+        self.accesses[made.name] = Access(touched, touched)
+        self.opaque[made.name] = tensor_call(target, arguments, keywords)
+        return value
+
+    def finish(self) -> Normalised:
+        ops = live(self.ops, self.accesses, self.outputs)
+        defined = {*self.placeholders, *self.constants}
+        used = {*(name for op in ops for name in op.inputs), *self.outputs}
+        constants = {name: held for name, held in self.constants.items() if name in used}
+        kept = {*self.placeholders, *constants, *(name for op in ops for name in op.outputs)}
+        graph = DataflowGraph(
+            ops,
+            {name: spec for name, spec in self.specs.items() if name in kept},
+            [name for name in self.specs if name in defined and name in kept],
+            self.outputs,
+            self.names.hints,
+            [*order_edges(ops, self.accesses), *self._ordered_among(ops)],
+            self.names.derived,
+        )
+        nodes = {name: node for name, node in self.nodes.items() if name in kept}
+        return Normalised(
+            graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results, self._written(),
+            self.scalars,
+        )
+
+    def _ordered_among(self, ops: Iterable[OpNode]) -> list[tuple[str, str]]:
+        kept = {op.name for op in ops}
+        return [(before, after) for before, after in self.ordered if before in kept and after in kept]
+
+    def _written(self) -> frozenset[int]:
+        storages = {storage for access in self.accesses.values() for storage in access.written}
+        return frozenset(
+            position for name, position in self.placeholders.items()
+            if self.storages.of(TracedTensor(name, self.nodes[name].meta["val"])) in storages
+        )
+
+
+def _is_random(target: torch._ops.OpOverload, attrs: Mapping[str, Any]) -> bool:
+    """True when the op draws random numbers (attention does only with dropout)."""
+    return torch.Tag.nondeterministic_seeded in target.tags and attrs.get("dropout_p", 1.0) != 0.0

@@ -1,0 +1,218 @@
+"""Hand-built graphs: ops by short or full name, checked, put in order, and traced like any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuseplan.kernels.ir.reference import torch_dtype
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError, in_words
+from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+from fuseplan.planner.graph.execute import bind_call, parameters_of, resolve_op, run_node
+from fuseplan.planner.runtime.placement import Traced
+
+#: Names that are no ATen op but that people write.
+_ALIASES = {"cast": "to", "rmsnorm": "rms_norm", "layernorm": "layer_norm", "concat": "cat", "swish": "silu"}
+
+
+@dataclass(frozen=True)
+class SubGraph:
+    """A graph of ops over named values.
+
+    Attributes:
+        nodes: The ops, in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
+        input_names: Values given by the caller.
+        output_names: Values wanted back.
+
+    >>> swiglu = SubGraph(
+    ...     (OpNode("silu", ("gate",), ("act",)), OpNode("mul", ("act", "up"), ("out",))), ("gate", "up"), ("out",)
+    ... )
+    >>> [node.op for node in swiglu.ordered]
+    ['aten.silu.default', 'aten.mul.Tensor']
+    """
+
+    nodes: tuple[OpNode, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "input_names", "output_names"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @cached_property
+    def ordered(self) -> tuple[OpNode, ...]:
+        """The ops with full names, each after the ops it reads.
+
+        Raises:
+            GraphError: A value is missing or produced twice, or the ops form a cycle.
+            UnknownOpError: PyTorch has no such op.
+        """
+        return tuple(replace(node, op=full_name(node)) for node in _in_order(self))
+
+    @cached_property
+    def signature(self) -> str:
+        """Text that is equal for equal graphs."""
+        nodes = [(node.op, node.inputs, node.outputs, sorted(node.attrs.items())) for node in self.nodes]
+        return repr((nodes, self.input_names, self.output_names))
+
+
+def _in_order(graph: SubGraph) -> list[OpNode]:
+    producer: dict[str, OpNode] = {}
+    for node in graph.nodes:
+        for value in node.outputs:
+            if value in producer or value in graph.input_names:
+                raise GraphError(f"value {value!r} is produced twice; give every op its own output names")
+            producer[value] = node
+    for value in graph.output_names:
+        if value not in producer and value not in graph.input_names:
+            raise GraphError(f"output {value!r} is produced by no op; known values: {_listed(producer)}")
+    ordered: list[OpNode] = []
+    waiting = list(graph.nodes)
+    known = set(graph.input_names)
+    while waiting:
+        later = []
+        for node in waiting:  # an order that is right already is kept
+            if known.issuperset(node.inputs):
+                ordered.append(node)
+                known.update(node.outputs)
+            else:
+                later.append(node)
+        if len(later) == len(waiting):
+            raise _unorderable(waiting, producer, known)
+        waiting = later
+    return ordered
+
+
+def _unorderable(waiting: Sequence[OpNode], producer: Mapping[str, OpNode], known: set[str]) -> GraphError:
+    for node in waiting:
+        for value in node.inputs:
+            if value not in producer and value not in known:
+                known_values = _listed([*known, *producer])
+                return GraphError(f"op {node.op} reads {value!r}, which nothing produces; known values: {known_values}")
+    return GraphError(f"the graph has a cycle through {_listed(node.name for node in waiting)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names))) or "none"
+
+
+# -- op names ---------------------------------------------------------------------------------------------
+
+
+def full_name(node: OpNode) -> str:
+    """The ATen overload a node means: ``"add"`` with two tensors is ``"aten.add.Tensor"``.
+
+    Raises:
+        UnknownOpError: PyTorch has no such op; the message suggests the nearest names.
+        GraphError: No overload takes these operands and attributes.
+    """
+    if "." in node.op:
+        resolve_op(node.op)
+        reason = _misfit(node, node.op)
+        if reason is None:
+            return node.op
+        raise GraphError(f"op {node.op} ({node.name}): {reason}")
+    short = _ALIASES.get(node.op, node.op)
+    packet = getattr(torch.ops.aten, short, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        raise UnknownOpError(node.op, _short_names())
+    names = [f"aten.{short}.{overload}" for overload in packet.overloads() if "out" not in overload]
+    usable = [name for name in names if "Dimname" not in str(resolve_op(name)._schema)]
+    fitting = [name for name in usable if _misfit(node, name) is None]
+    if not fitting:
+        reasons = "; ".join(f"{name}: {_misfit(node, name)}" for name in usable[:3])
+        raise GraphError(f"no overload of {node.op} ({node.name}) takes its operands: {reasons}")
+    return min(fitting, key=lambda name: (_unlikely(node, name), names.index(name)))
+
+
+def _misfit(node: OpNode, op: str) -> str | None:
+    """Why ``op`` cannot be called with the node's operands and attributes, None when it can."""
+    parameters = [parameter.name for parameter in parameters_of(op)]
+    unknown = [name for name in node.attrs if name not in parameters]
+    if unknown:
+        return f"it has no argument {unknown[0]!r}; it takes {', '.join(parameters)}"
+    try:
+        bind_call(replace(node, op=op), [object()] * len(node.inputs))
+    except ShapeError as error:
+        return str(error)
+    return None
+
+
+def _unlikely(node: OpNode, op: str) -> tuple[bool, int]:
+    """Orders overloads as eager dispatches: ``x + 2`` is ``add.Tensor``, but ``x ** 2`` is ``pow.Tensor_Scalar``."""
+    tensors = {parameter.name for parameter in parameters_of(op) if parameter.is_tensor}
+    return op.endswith(".Scalar"), sum(name in tensors and value is not None for name, value in node.attrs.items())
+
+
+def _short_names() -> list[str]:
+    from fuseplan.planner.lowering.recipes import RECIPES
+    from fuseplan.planner.lowering.views import VIEW_MAPS
+
+    planned = {name.split(".")[1] for name in (*RECIPES, *VIEW_MAPS)}
+    return sorted(planned | _ALIASES.keys() | {"linear", "matmul", "scaled_dot_product_attention"})
+
+
+# -- tracing ----------------------------------------------------------------------------------------------
+
+
+def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:
+    """Trace and normalise a hand-built graph, as the back end does with a model; nothing is computed.
+
+    Args:
+        graph: The graph.
+        specs: Layout of every input.
+        device: Where the inputs would be.
+
+    Raises:
+        GraphError: The graph is malformed.
+        ShapeError: An input is missing, or an op cannot take its operands' shapes.
+    """
+    nodes = graph.ordered
+    for name in graph.input_names:
+        if name not in specs:
+            raise ShapeError(f"input {name!r} is missing; the graph reads {', '.join(graph.input_names)}")
+    with FakeTensorMode() as mode:
+        fakes = [_fake(specs[name], device) for name in graph.input_names]
+    with mode:
+        module = make_fx(_runner(nodes, graph, device), pre_dispatch=True)(*fakes)
+    normalised = normalise(module)
+    return Traced(module, normalised.graph, normalised.nodes, normalised.sizes, normalised.scalars)
+
+
+def _fake(spec: TensorSpec, device: str) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)
+
+
+def _runner(nodes: Sequence[OpNode], graph: SubGraph, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return run_nodes(nodes, graph, dict(zip(graph.input_names, tensors, strict=True)), device)
+
+    return run
+
+
+def run_nodes(
+    nodes: Iterable[OpNode], graph: SubGraph, inputs: Mapping[str, torch.Tensor], device: str
+) -> tuple[torch.Tensor, ...]:
+    """Execute ops one by one and return the graph's outputs.
+
+    Raises:
+        ShapeError: An op cannot take its operands; the message names it and their shapes.
+    """
+    values = dict(inputs)
+    for node in nodes:
+        operands = [values[name] for name in node.inputs]
+        try:
+            results = run_node(node, operands, operands[0].device if operands else device)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            shapes = ", ".join(f"{name} {tuple(values[name].shape)}" for name in node.inputs)
+            raise ShapeError(f"op {node.op} ({node.name}) cannot take {shapes}: {in_words(error)}") from error
+        if len(results) != len(node.outputs):
+            raise GraphError(f"op {node.op} ({node.name}) has {len(results)} results, not {len(node.outputs)}")
+        values.update(zip(node.outputs, results, strict=True))
+    return tuple(values[name] for name in graph.output_names)

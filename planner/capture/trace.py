@@ -1,0 +1,332 @@
+"""From a model to its dataflow graph, with no weights in memory.
+
+Dynamo traces the model on fake tensors, exactly as ``torch.compile`` does at run time, and the trace goes through the
+same :func:`trace_predispatch` and :func:`~fuseplan.planner.capture.normalise.normalise` as in the back end. That is
+what makes a plan tuned offline a hit at run time: models branch on ``torch.compiler.is_compiling()``, and attention's
+output layout depends on the device, so neither plain tracing nor the meta device gives the same graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuseplan.planner.capture.fake_layouts import correct_layouts, laid_out
+from fuseplan.planner.capture.normalise import Normalised, normalise
+from fuseplan.planner.capture.transforms import modes_restored, without_transforms
+from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
+from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.models.build import Model, construct, foreign_code, load_module
+from fuseplan.planner.models.sources import ModelSource, quiet
+from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.rewrites.attention import rewrite_attention
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The graphs of one model under one workload.
+
+    Attributes:
+        graphs: One per graph that Dynamo makes, in call order; a model without graph breaks has one.
+        workload: The sizes it was captured for.
+        traces: The same graphs with their fx modules; empty when the capture came from a file.
+    """
+
+    graphs: tuple[DataflowGraph, ...]
+    workload: Workload
+    traces: tuple[Normalised, ...] = ()
+
+    @property
+    def graph(self) -> DataflowGraph:
+        """The graph of a model without graph breaks.
+
+        Raises:
+            CaptureError: There are several graphs.
+        """
+        if len(self.graphs) != 1:
+            raise CaptureError(f"the model breaks into {len(self.graphs)} graphs; use Captured.graphs")
+        return self.graphs[0]
+
+
+_ATEN = torch.ops.aten
+#: Ops that PyTorch itself computes by a ``permute``, ``reshape``, ``slice`` or ``repeat``.
+COMPOSED: tuple[torch._ops.OpOverload, ...] = (
+    _ATEN.movedim.int, _ATEN.movedim.intlist, _ATEN.moveaxis.int, _ATEN.moveaxis.intlist, _ATEN.swapaxes.default,
+    _ATEN.swapdims.default, _ATEN.tensor_split.sections, _ATEN.tensor_split.indices, _ATEN.hsplit.int,
+    _ATEN.vsplit.int, _ATEN.dsplit.int, _ATEN.ravel.default, _ATEN.tile.default,
+)  # fmt: skip
+
+
+def trace_predispatch(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    grouped_queries: bool | None = None,
+    attention_masks: bool = True,
+) -> fx.GraphModule:
+    """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
+
+    No functionalisation, and no decomposition but of ops that only rearrange elements (``COMPOSED``): ``linear`` and
+    attention stay whole, in-place updates stay in place. But attention is asked for less
+    (:func:`~fuseplan.planner.rewrites.attention.rewrite_attention`, which takes the other two arguments);
+    ``meta["attention"]`` of the result says how often.
+
+    Raises:
+        CaptureError: Tracing failed, or autocast is on (its casts are not part of the trace).
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise CaptureError("trace_predispatch works only inside a torch.compile back end")
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise CaptureError("autocast is on; cast the model with model.to(dtype) instead")
+    fakes = [_fake(item, context) for item in example_inputs]
+    try:
+        with context.fake_mode, modes_restored():
+            plain = without_transforms(module, fakes)
+            trace = make_fx(plain, {op: op.decompose for op in COMPOSED}, pre_dispatch=True)(*fakes)
+        correct_layouts(trace)
+        trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks)
+    except Exception as error:
+        raise CaptureError(f"tracing to ATen ops failed: {in_words(error)}") from error
+    return trace
+
+
+def _fake(item: Any, context: Any) -> Any:
+    """The argument under the back end's fake mode, with the dynamic sizes that Dynamo gave it."""
+    if not isinstance(item, torch.Tensor):
+        return item
+    symbolic = context.tensor_to_context.get(item)
+    return context.fake_mode.from_tensor(
+        item, symbolic_context=symbolic, source=getattr(symbolic, "tensor_source", None)
+    )
+
+
+def capture(source: ModelSource, workload: Workload, device_type: str) -> Captured:
+    """Capture a model as ``torch.compile`` would see it on this kind of device.
+
+    Args:
+        source: The model.
+        workload: The sizes of the call.
+        device_type: ``"cpu"`` or ``"cuda"``. Without a GPU, ``"cuda"`` is captured on the meta device: the same ops,
+            but attention's output layout may differ from the real device's.
+
+    Forgets all graphs that ``torch.compile`` holds in this process (they are compiled again when next called).
+
+    Raises:
+        CaptureError: The model cannot be traced without data; the message names the reason.
+        ConfigError: The model cannot be built, or has no such regime.
+    """
+    device = "meta" if device_type == "cuda" and not torch.cuda.is_available() else device_type
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _without_data(source, mode, device)
+    with mode:
+        if workload.regime != "generate":
+            with foreign_code("the model cannot be run"):
+                args, kwargs = model.example(workload)
+                traces = record(model.module, args, kwargs)
+    if workload.regime == "generate":
+        traces = record_generation(model, workload, mode)
+    return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload, tuple(traces))
+
+
+def record(module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Normalised]:
+    """Call ``module`` once under ``torch.compile`` and give every graph it makes, normalised.
+
+    Raises:
+        CaptureError: Dynamo cannot trace the call, or traces nothing.
+    """
+    with _recording("the model cannot be traced") as recorder, torch.no_grad():
+        torch.compile(module, backend=recorder, dynamic=False)(*args, **kwargs)
+    return recorder.traces
+
+
+def record_generation(model: Model, workload: Workload, mode: FakeTensorMode) -> list[Normalised]:
+    """Let ``generate()`` call the model until it makes no new graphs, and give these, normalised.
+
+    The loop of ``transformers`` runs for real, on tokens; its calls only trace, and every token has the same score. So
+    masks, positions and caches are what they are at run time: a prompt, a first token, and one after that, from which
+    on a cache that grows has a dynamic size; and, where it is not far, the tokens at which a sliding window is full.
+
+    Raises:
+        CaptureError: Dynamo cannot trace a call, or ``generate()`` fails.
+    """
+    if model.device.type == "meta":
+        raise CaptureError("generate() needs a device to run on; this machine has no GPU")
+    module: Any = model.module
+    forward = module.forward
+    calls = _calls(model.config, workload)
+    new = workload.kv_len - workload.seq + 1 if workload.kv_len else calls
+    static = {"cache_implementation": "static"} if workload.kv_len else {}
+    with _recording("generate() cannot be followed") as recorder, quiet():
+        for mask in _prompt_masks(workload, model.device):
+            torch._dynamo.reset()  # a process that has seen other prompts before takes more sizes for dynamic
+            module.forward = _Followed(forward, recorder, mode, model.device, calls)
+            with suppress(_Enough):
+                module.generate(
+                    input_ids=torch.ones_like(mask), attention_mask=mask, do_sample=False, num_beams=1,
+                    max_new_tokens=new, min_new_tokens=min(new, calls), disable_compile=True, **static,
+                )
+    return recorder.traces
+
+
+def _prompt_masks(workload: Workload, device: torch.device) -> list[torch.Tensor]:
+    """Attention masks of prompts as a tokenizer makes them: batch x seq, int64.
+
+    Prompts of one length have no padding, and ``transformers`` then drops masks; of several lengths the shorter ones
+    are padded on the left.
+    """
+    full = torch.ones(workload.batch, workload.seq, dtype=torch.long, device=device)
+    if workload.batch == 1 or workload.seq == 1:
+        return [full]
+    padded = full.clone()
+    padded[:-1, : workload.seq // 2] = 0
+    return [padded, full]
+
+
+#: Calls of a model after which ``generate()`` only repeats itself.
+_CALLS = 3
+#: Tokens after a prompt within which a sliding window that fills up is followed: each takes a call of the model.
+_FAR = 64
+
+
+def _calls(config: Any, workload: Workload) -> int:
+    window = getattr(config.get_text_config(), "sliding_window", None) or 0
+    near = not workload.kv_len and workload.seq < window <= workload.seq + _FAR
+    return max(_CALLS, window - workload.seq + 2) if near else _CALLS
+
+
+class _Enough(Exception):
+    """Nothing new can come."""
+
+
+class _Followed:
+    """A compiled model in the hands of ``generate()``: it sees fake tensors, and every token has the same score."""
+
+    def __init__(
+        self, forward: Callable[..., Any], backend: _Recorder, mode: FakeTensorMode, device: torch.device, calls: int
+    ) -> None:
+        self.__signature__ = inspect.signature(forward)  # generate() hands over only what forward() names
+        self._compiled = torch.compile(forward, backend=backend)
+        self._mode = mode
+        self._device = device
+        self._left = calls
+
+    def __call__(self, **kwargs: Any) -> Any:
+        with self._mode, torch.no_grad():
+            outputs = self._compiled(**pytree.tree_map_only(torch.Tensor, self._fake, kwargs))
+        self._left -= 1
+        if not self._left:
+            raise _Enough
+        batch, _, words = outputs.logits.shape
+        outputs.logits = torch.zeros(batch, 1, words, device=self._device)
+        return outputs
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+
+class _Recorder:
+    """A ``torch.compile`` back end that keeps every graph, normalised."""
+
+    def __init__(self) -> None:
+        self.traces: list[Normalised] = []
+        self.errors: list[FuseplanError] = []
+
+    def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            trace = trace_predispatch(graph, example_inputs)
+            run = laid_out(graph.forward, trace)
+            self.traces.append(normalise(trace))
+        except FuseplanError as error:
+            self.errors.append(error)
+            return graph.forward
+        return run
+
+
+#: Writes pages about an operation that fails on fake tensors; the error says it in one line.
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def _silent(log: logging.Logger) -> Iterator[None]:
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
+def _recording(failure: str) -> Iterator[_Recorder]:
+    """A recorder for what is compiled meanwhile; all graphs that ``torch.compile`` holds are forgotten.
+
+    Raises:
+        CaptureError: What is done with it fails, which ``failure`` names, or a graph cannot be normalised, or there is
+            none.
+    """
+    recorder = _Recorder()
+    torch._dynamo.reset()
+    try:
+        with _silent(_FAKE_LOG):
+            yield recorder
+    except Exception as error:
+        if recorder.errors:
+            raise recorder.errors[0] from error
+        asked = isinstance(error, DataDependentOutputException)
+        why = "it decides by a number in a tensor, and a trace has none" if asked else in_words(error)
+        raise CaptureError(f"{failure}: {why}") from error
+    finally:
+        torch._dynamo.reset()
+    if recorder.errors:
+        raise recorder.errors[0]
+    if not recorder.traces:
+        raise CaptureError("the model runs no tensor op that torch.compile can trace; nothing can be planned")
+
+
+def _without_data(source: ModelSource, mode: FakeTensorMode, device: str) -> Model:
+    """The model on fake tensors."""
+    if source.kind == "module":
+        # What a user's factory does with weights (casts, loads, asks) is only possible with real ones.
+        real = load_module(source)
+    else:
+        try:
+            with mode:
+                return construct(source, device)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, DataDependentOutputException):
+                raise
+            real = construct(source, "cpu")  # its constructor looks at numbers
+    with mode:
+        return _faked(real, mode, device)
+
+
+def _faked(model: Model, mode: FakeTensorMode, device: str) -> Model:
+    """The model with every tensor replaced by a fake one on ``device``; shared tensors stay shared."""
+    made: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in made:
+            twin: Any = mode.from_tensor(tensor.detach()).to(device)
+            if isinstance(tensor, torch.nn.Parameter):
+                twin = torch.nn.Parameter(twin, requires_grad=False)
+            # The original is kept too: a freed tensor's id could come back.
+            made[id(tensor)] = (tensor, twin)
+        return made[id(tensor)][1]
+
+    for module in model.module.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    held[name] = fake(value)
+    inputs = pytree.tree_map_only(torch.Tensor, fake, model.inputs)
+    return replace(model, device=torch.device(device), inputs=inputs)

@@ -1,0 +1,1 @@
+"""The ``plan`` command: one file for each of its commands, and what they share."""

@@ -1,0 +1,302 @@
+"""``plan bench``: our plan beside its peers, what a call costs, and how planning scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fuseplan.planner.cli.bench_options import (
+    ColsOption,
+    MinutesOption,
+    ModesOption,
+    PatternsOption,
+    PeersOption,
+    ProcessesOption,
+    ResumeOption,
+    RowsOption,
+    ShapesOption,
+    TrialsOption,
+    TuneOption,
+    TuneSecondsOption,
+    Wanted,
+)
+from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, console, decimal, device_type, print_frame
+from fuseplan.planner.cli.source import (
+    ConfigOption,
+    DecodeOption,
+    DtypeOption,
+    KvLenOption,
+    LayersOption,
+    ModelOption,
+    ModuleOption,
+    Numerics,
+    NumericsOption,
+    PrefillOption,
+    Regime,
+    capture_all,
+    regime_name,
+)
+from fuseplan.search.store.plain import plain
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from fuseplan.planner.bench.rows import BenchRow
+    from fuseplan.planner.models.sources import ModelSource
+    from fuseplan.planner.models.workload import Workload
+    from fuseplan.planner.tuning.session import Session
+
+#: Layers of the end-to-end model unless the user says otherwise: enough for every region to occur.
+_LAYERS = 2
+
+
+class Topic(StrEnum):
+    """What to measure."""
+
+    ALL = "all"
+    MODEL = "model"
+    GROUPS = "groups"
+    PATTERNS = "patterns"
+    HEADLINES = "headlines"
+    LAUNCH = "launch"
+    PLANNER = "planner"
+
+
+#: Topics about named patterns.
+_OF_PATTERNS = (Topic.PATTERNS, Topic.HEADLINES, Topic.LAUNCH)
+
+
+def bench(
+    topic: Annotated[
+        Topic,
+        typer.Argument(
+            help="model: end to end. groups: every fused group. all: both. patterns: named patterns beside every peer, "
+            "tuned first. headlines: gains over eager that are often quoted. launch: host time of a call. "
+            "planner: how planning scales to 100k ops."
+        ),
+    ] = Topic.ALL,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    module: ModuleOption = None,
+    decode: DecodeOption = None,
+    kv_len: KvLenOption = None,
+    prefill: PrefillOption = None,
+    dtype: DtypeOption = None,
+    layers: LayersOption = None,
+    numerics: NumericsOption = Numerics.FP32,
+    regime: Annotated[
+        Regime | None,
+        typer.Option("--regime", help="Plans tuned for launches from Python, or for CUDA graphs. Default: eager; "
+                     "graph for patterns and headlines on CUDA, where device time decides."),
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(parser=decimal(0.01), metavar="S",
+                     help="Seconds of interleaved rounds per comparison. Default: 1; 0.3 for patterns, 0.5 "
+                     "for headlines and launch."),
+    ] = None,
+    max_autotune: Annotated[
+        bool, typer.Option("--max-autotune/--no-max-autotune", help="Also time TorchInductor with max-autotune (slow).")
+    ] = True,
+    inductor: Annotated[bool, typer.Option("--inductor/--no-inductor", help="Time TorchInductor at all.")] = True,
+    pattern: PatternsOption = None,
+    shape: ShapesOption = None,
+    rows: RowsOption = None,
+    cols: ColsOption = None,
+    rivals: PeersOption = None,
+    modes: ModesOption = None,
+    tune: TuneOption = True,
+    trials: TrialsOption = 12,
+    tune_seconds: TuneSecondsOption = 6.0,
+    compile_processes: ProcessesOption = None,
+    resume: ResumeOption = False,
+    minutes: MinutesOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where to write CSV, Markdown and JSON. "
+                                  "Default: results/<device>.")
+    ] = None,
+    device: DeviceOption = Device.AUTO,
+    db: DbOption = None,
+) -> None:
+    """Measure our plan beside its peers, on the same inputs in one run.
+
+    Tune a model first: what is not stored is planned by the cost model, and said so. Patterns are tuned here. On CUDA
+    everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
+    interrupted bench keeps what it has measured.
+    """
+    from fuseplan.planner.cli.source import dtype_name
+    from fuseplan.planner.tuning.planner import PlanSettings
+    from fuseplan.planner.tuning.session import open_session
+
+    kind = device_type(device)
+    of_patterns = topic in _OF_PATTERNS
+    if regime is None:
+        regime = Regime.GRAPH if topic in _OF_PATTERNS[:2] and kind == "cuda" else Regime.EAGER
+    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
+    _check_options(topic, (model, config, module, decode, kv_len, prefill, layers), (pattern, shape, rows, cols, rivals,
+                   modes, compile_processes, minutes))
+    peers = _peers(inductor, max_autotune)
+    if of_patterns:
+        from fuseplan.planner.cli.bench_patterns import check
+
+        wanted = Wanted(
+            patterns=pattern or (), shapes=shape or (), rows=rows, cols=cols, peers=rivals, modes=modes,
+            dtype=dtype_name(dtype), without=_left_out(peers), seconds=seconds or _SECONDS[topic], tune=tune,
+            trials=trials, tune_seconds=tune_seconds, processes=compile_processes, resume=resume, minutes=minutes,
+            out=out,
+        )
+        check(wanted, kind)
+        _of_patterns(topic, open_session(kind, db, settings, mode="write" if tune else "inspect"), wanted)
+        return
+    session = open_session(kind, db, settings, mode="inspect")
+    if topic is Topic.PLANNER:
+        _planner(session, out)
+        return
+    from fuseplan.planner.models.sources import find_source, workloads_for
+
+    source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))
+    workloads = workloads_for(source, kind, decode, kv_len, prefill)
+    launches = ("eager", "graph") if kind == "cuda" else ("eager",)
+    parts: dict[str, list[BenchRow]] = {}
+    spend = seconds or _SECONDS[topic]
+    try:
+        if topic in (Topic.ALL, Topic.GROUPS):
+            parts["groups"] = []
+            parts["groups"].extend(_groups(session, source, workloads, peers, launches, spend))
+        if topic in (Topic.ALL, Topic.MODEL):
+            parts["model"] = []
+            parts["model"].extend(_models(session, source, workloads, peers, launches, spend))
+    finally:  # an interrupted bench keeps what it has measured
+        measured = {part: rows for part, rows in parts.items() if rows}
+        if measured:
+            _publish(session, source.label, measured, out)
+
+
+#: Seconds of rounds for one comparison.
+_SECONDS = {
+    Topic.ALL: 1.0, Topic.MODEL: 1.0, Topic.GROUPS: 1.0, Topic.PATTERNS: 0.3, Topic.HEADLINES: 0.5, Topic.LAUNCH: 0.5,
+}
+
+
+def _check_options(topic: Topic, of_model: Sequence[object], of_patterns: Sequence[object]) -> None:
+    """An option that a topic does not take is a mistake, not something to pass over."""
+    from fuseplan.planner.errors import ConfigError
+
+    if topic in _OF_PATTERNS and any(option is not None for option in of_model):
+        raise ConfigError(f"`plan bench {topic}` measures named patterns; a model's options do not go with it")
+    if topic not in _OF_PATTERNS and any(option is not None for option in of_patterns):
+        raise ConfigError(f"`plan bench {topic}` takes no pattern's options; try `plan bench patterns`")
+
+
+def _of_patterns(topic: Topic, session: Session, wanted: Wanted) -> None:
+    from fuseplan.planner.cli import bench_patterns as runs
+
+    {Topic.PATTERNS: runs.patterns, Topic.HEADLINES: runs.headlines, Topic.LAUNCH: runs.launch}[topic](session, wanted)
+
+
+def _left_out(peers: Sequence[str]) -> tuple[str, ...]:
+    """What ``--no-inductor`` and ``--no-max-autotune`` rule out."""
+    from fuseplan.planner.bench.rows import PEERS
+
+    return tuple(name for name in PEERS if name not in peers)
+
+
+def _peers(inductor: bool, max_autotune: bool) -> tuple[str, ...]:
+    from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE
+
+    return (EAGER, *([INDUCTOR] if inductor else []), *([MAX_AUTOTUNE] if inductor and max_autotune else []))
+
+
+def _groups(
+    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
+    modes: Sequence[str], seconds: float,
+) -> Iterator[BenchRow]:
+    from fuseplan.planner.bench.groups import bench_group, fused_groups
+    from fuseplan.planner.errors import PlanError
+    from fuseplan.planner.tuning.tune import RegionFailure, noting
+
+    graphs = capture_all(source, workloads, session.target.device_type)
+    failures: list[RegionFailure] = []
+    planned = [
+        (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))
+        for name, graph in graphs
+    ]
+    for failure in failures:
+        typer.echo(f"plan: warning: {plain(str(failure))}", err=True)
+    untuned = {one.region.key for _, _, plan in planned for one in plan.regions if one.source == "model"}
+    if untuned:
+        words = f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first"
+        typer.echo(f"plan: warning: {words}", err=True)
+    groups = fused_groups(session, planned)
+    if not groups:
+        raise PlanError("the plan fuses nothing, so there is no group to measure; run `plan tune` first")
+    with console(stderr=True).status("measuring") as status:
+        for number, group in enumerate(groups, 1):
+            status.update(f"group {number} of {len(groups)}: {group.choice.label}")
+            yield from bench_group(session, group, peers, modes, seconds)
+
+
+def _models(
+    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
+    modes: Sequence[str], seconds: float,
+) -> Iterator[BenchRow]:
+    from fuseplan.planner.bench.model import bench_model
+    from fuseplan.planner.models.build import build_model
+
+    with console(stderr=True).status(f"building {source.label}") as status:
+        model = build_model(source, session.target.device_type)
+        for workload in workloads:
+            status.update(f"{source.label}, {workload.label}: compiling and measuring every contestant")
+            yield from bench_model(session, model, workload, peers, modes, seconds)
+
+
+def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out: Path | None) -> None:
+    from fuseplan.planner.bench import rows as results
+
+    frames: dict[str, pd.DataFrame] = {part: results.bench_frame(rows) for part, rows in parts.items()}
+    words: list[str] = []
+    for part, frame in frames.items():
+        print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
+        words += results.verdict(frame, part)
+        words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
+    write(session, name, frames, words, out)
+
+
+def results_folder(session: Session, out: Path | None) -> Path:
+    """Where results go: ``out``, else the device's folder."""
+    from fuseplan.planner.bench.evidence import folder_name
+
+    return (out if out is not None else Path("results") / folder_name(session.device)).expanduser()
+
+
+def write(
+    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
+    tables: dict[str, pd.DataFrame] | None = None,
+) -> None:
+    """Say ``words``, and publish them with the frames and what the numbers depend on."""
+    from fuseplan.planner.bench import evidence as results
+
+    facts = results.environment(session, name)
+    words = [*results.quietness(facts), *words]
+    for line in words:
+        typer.echo(line)
+    folder = results_folder(session, out)
+    for path in results.write_results(folder, results.file_name(name), frames, facts, words, tables):
+        typer.echo(f"written: {path}")
+
+
+def _planner(session: Session, out: Path | None) -> None:
+    from fuseplan.planner.bench.scaling import plan_scaling
+
+    with console(stderr=True).status("planning synthetic graphs of 1k, 10k and 100k ops"):
+        frame = plan_scaling()
+    print_frame(frame, title="Planning time by graph size")
+    words = [
+        f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"
+        for row in frame.to_dict("records")
+    ]
+    write(session, "planner", {"planner": frame}, words, out)

@@ -1,0 +1,187 @@
+"""Options and helpers that every ``plan`` command shares. Imports nothing heavy, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+import typer
+
+from fuseplan.search.store.plain import plain
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+
+    from fuseplan.costmodel.device import DeviceSpec
+    from fuseplan.search.store.database import Database
+
+
+class Device(StrEnum):
+    """Where to run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+DbOption = Annotated[
+    str | None,
+    typer.Option(
+        "--db",
+        metavar="URL",
+        help="Tuning database: a file path or a SQLAlchemy URL. Default: tuning.db in your user data folder.",
+    ),
+]
+DeviceOption = Annotated[
+    Device, typer.Option("--device", help="Device to use; auto takes CUDA where PyTorch sees a GPU, else the CPU.")
+]
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str | int], int]:
+    """What reads an option's whole number: plain digits, from ``least`` to ``most``."""
+
+    def read(given: str | int) -> int:
+        if not re.fullmatch(r"-?[0-9]{1,19}", str(given)):
+            raise typer.BadParameter(f"{_shown(given)} is not a whole number, from {least} to {most}")
+        return _within(int(given), least, most)
+
+    return read
+
+
+def decimal(least: float, most: float = 1e6) -> Callable[[str | float], float]:
+    """What reads an option's number: plain digits, with a point or an exponent, from ``least`` to ``most``."""
+
+    def read(given: str | float) -> float:
+        if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", str(given)):
+            raise typer.BadParameter(f"{_shown(given)} is not a number, from {least} to {most}")
+        return _within(float(given), least, most)
+
+    return read
+
+
+N = TypeVar("N", int, float)
+
+
+def _within(number: N, least: N, most: N) -> N:
+    if not least <= number <= most:
+        raise typer.BadParameter(f"{number} is not in the range from {least} to {most}")
+    return number
+
+
+def _shown(given: object) -> str:
+    text = repr(given)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def device_type(device: Device) -> Literal["cpu", "cuda"]:
+    """``"cpu"`` or ``"cuda"``, with ``auto`` resolved.
+
+    Raises:
+        DeviceError: CUDA is asked for and PyTorch sees no GPU.
+    """
+    if device is Device.CPU:
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device is Device.AUTO:
+        return "cpu"
+    from fuseplan.planner.errors import DeviceError
+
+    built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
+    raise DeviceError(f"--device cuda: PyTorch sees no CUDA GPU{built}; use --device cpu, or check with nvidia-smi")
+
+
+def device_key(kind: Literal["cpu", "cuda"]) -> str:
+    """Database key of this machine's device."""
+    from fuseplan.costmodel.identity import current_identity
+
+    return current_identity(kind).key()
+
+
+def open_database(url: str | None, kind: Literal["cpu", "cuda"] | None = None, write: bool = True) -> Database:
+    """The tuning database; look-ups compare versions when ``kind`` is given. One that cannot be used is an error."""
+    from fuseplan.search.store.database import Database
+    from fuseplan.search.store.record import Versions
+
+    versions = Versions.current(kind) if kind is not None else None
+    return Database(url, mode="write" if write else "inspect", versions=versions)
+
+
+def stored_spec(database: Database, key: str) -> DeviceSpec | None:
+    """The device's measured spec, or None before the first probe."""
+    import json
+
+    from fuseplan.costmodel.device import DeviceSpec
+
+    stored = database.get_device(key)
+    return DeviceSpec.from_json(json.dumps(stored)) if stored is not None else None
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console; wide when the output is not a terminal, so that piped tables keep their columns."""
+    from rich.console import Console
+
+    screen = Console(stderr=stderr, highlight=False)
+    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=220)
+
+
+def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = ()) -> None:
+    """Print a frame as a table: text to the left, numbers to the right.
+
+    Args:
+        frame: What to print.
+        title: Stands above it.
+        digits: Decimals of floats.
+        spare: Columns to leave out, in this order, until the table fits the terminal.
+    """
+    import pandas as pd
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = console()
+    numeric = {name for name in frame.columns if pd.api.types.is_numeric_dtype(frame[name])}
+    texts = {name: [cell_text(value, digits) for value in frame[name]] for name in frame.columns}
+    widths = {name: min(_WIDEST, max(map(len, [str(name), *cells]))) for name, cells in texts.items()}
+    for name in (name for name in spare if name in widths):
+        if sum(widths.values()) + 3 * len(widths) <= screen.width:
+            break
+        del widths[name]
+    heading = Text(plain(title)) if title else None
+    table = Table(title=heading, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for name in widths:
+        table.add_column(str(name), justify="right" if name in numeric else "left", no_wrap=name in numeric)
+    for row in zip(*(texts[name] for name in widths), strict=True):
+        table.add_row(*map(Text, row))
+    screen.print(table)
+
+
+#: Characters of a text column before it wraps.
+_WIDEST = 44
+
+
+def cell_text(value: object, digits: int = 2) -> str:
+    """A table cell: numbers at ``digits`` decimals, nothing for a missing value, text without what a terminal obeys."""
+    if value is None or (isinstance(value, float) and value != value):
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.{digits}f}"
+    return plain(str(value))
+
+
+def print_text(text: str) -> None:
+    """Print lines that may hold stored text, without what a terminal obeys."""
+    typer.echo("\n".join(map(plain, text.split("\n"))))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, making its folder; an unwritable one is an :class:`OSError` that names it."""
+    path = path.expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,163 @@
+"""The ``plan`` command: one entry point, one place where errors become one line and an exit code."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, TextIO
+
+import typer
+
+from fuseplan.planner.cli import bench, database, device, explain, patterns, report, tune
+from fuseplan.search.store.plain import plain
+
+#: Exit statuses after Ctrl-C and after SIGTERM, as shells have them.
+_INTERRUPTED, _TERMINATED = 130, 143
+INTERRUPTED = "interrupted; finished work is stored, run the same command to go on"
+
+app = typer.Typer(
+    name="plan",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Plan and tune the fusion of a PyTorch model's ops for the device at hand.\n\n"
+    "Start with `plan tune --model llama`; then torch.compile(model, backend='fuseplan') uses what was stored.",
+)
+app.command("tune", short_help="Plan a model's fusion, tune it on this device, store it.")(tune.tune)
+app.command("explain", short_help="Say why each boundary is where it is.")(explain.explain)
+app.command("bench", short_help="Measure the plan beside eager and TorchInductor.")(bench.bench)
+app.command("report", short_help="Show what is stored: tables or an HTML page.")(report.report)
+app.command("probe", short_help="Measure this device for the cost model.")(device.probe)
+app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(patterns.patterns)
+app.command("backends", short_help="Say which kernel back ends work here, and why not.")(device.backends)
+app.add_typer(database.app, name="db", short_help="List, show, export, import, verify and prune records.")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        typer.echo(f"fuseplan {importlib.metadata.version('fuseplan')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options that stand before or after any command."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit status.
+
+    0 is done, 1 a fault of ours or of the machine, 2 a user's mistake, 130 Ctrl-C; a process that SIGTERM ends has 143.
+    """
+    debug = "--debug" in argv
+    args = [arg for arg in argv if arg != "--debug"]
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            status = int(app(args=args, prog_name="plan", standalone_mode=False) or 0)
+        except (KeyboardInterrupt, typer.Abort):
+            status = _INTERRUPTED
+        except BaseException as error:  # a library may leave with SystemExit, whose status is not ours
+            if debug:
+                traceback.print_exc()
+            status = _report(error)
+    if status == _INTERRUPTED:
+        typer.echo(INTERRUPTED, err=True)
+    return status
+
+
+def _report(error: BaseException) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":  # a command group without a command: the message is its help
+        typer.echo(str(error), err=True)
+        return 2
+    line, status = describe(error)
+    typer.echo(f"plan: error: {line}", err=True)
+    return status
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    """One line for people, and the exit status: 2 for what the user can mend, 1 for a defect of ours or the machine."""
+    if any(base.__name__ == "ClickException" for base in type(error).__mro__):
+        message: str = getattr(error, "format_message", error.__str__)()
+        return _one_line(message), 2
+    if isinstance(error, _user_errors()):
+        return _one_line(str(error)), 1 if isinstance(error, _machine_errors()) else 2
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}", 2
+    return f"{type(error).__name__}: {_one_line(str(error))} (add --debug for the traceback)", 1
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """Every package's error family; the packages stay apart, so only here do they meet."""
+    from fuseplan.planner.errors import FuseplanError
+    from fuseplan.search.errors import SearchError
+
+    known: list[type[Exception]] = [FuseplanError, SearchError]
+    # These two import torch; an error of theirs means that it is loaded already.
+    if "torch" in sys.modules:
+        from fuseplan.costmodel.device import DeviceSpecError
+        from fuseplan.kernels.ir.backend import BuildError
+
+        known += [DeviceSpecError, BuildError]
+    return tuple(known)
+
+
+def _machine_errors() -> tuple[type[Exception], ...]:
+    """No mistake in the command: the machine fails it."""
+    from fuseplan.search.errors import MachineFailureError, NothingCompilesError
+
+    return MachineFailureError, NothingCompilesError
+
+
+def _one_line(text: str) -> str:
+    return plain(" ".join(text.split())) or "no message"
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Our own warnings as one line; what the libraries warn about is not for this command's user."""
+    if issubclass(category, UserWarning) and _ours(filename):
+        typer.echo(f"plan: warning: {_one_line(str(message))}", err=True)
+
+
+def _ours(filename: str) -> bool:
+    """True for a file of our four packages, which lie side by side."""
+    root, path = Path(__file__).resolve().parents[2], Path(filename).resolve()
+    return any(path.is_relative_to(root / package) for package in ("costmodel", "kernels", "planner", "search"))
+
+
+def main() -> None:
+    """Entry point of the ``plan`` script."""
+    # Importing makes objects by the hundred thousand, all to stay: looking for garbage among them takes half a second.
+    gc.set_threshold(50_000, 20, 20)
+    terminated = False
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        """Everything ends as after Ctrl-C; only the exit status is another."""
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
+    status = run(sys.argv[1:])
+    sys.exit(_TERMINATED if terminated else status)
+
+
+if __name__ == "__main__":
+    main()

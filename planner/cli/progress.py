@@ -1,0 +1,82 @@
+"""Progress of a tune on the terminal: which group, which trial, the best time so far, and the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from fuseplan.planner.cli.common import console
+
+if TYPE_CHECKING:
+    from fuseplan.planner.graph.dataflow import DataflowGraph
+    from fuseplan.planner.tuning.session import Session
+    from fuseplan.search.tune.tuner import ProgressEvent
+
+
+def regions_to_tune(session: Session, graphs: Sequence[tuple[str, DataflowGraph]]) -> list[list[bool]]:
+    """For each graph, for each of its distinct regions in planning order: whether it has to be tuned."""
+    from fuseplan.planner.groups.regions import find_regions, unique_regions
+
+    planner = session.planner()
+    seen: set[str] = set()
+    found = []
+    for _, graph in graphs:
+        keys = list(unique_regions(find_regions(graph)))
+        missing = {region.key for region in planner.undecided(graph)}
+        found.append([key not in seen and key in missing for key in keys])
+        seen.update(keys)
+    return found
+
+
+class _Bar(Progress):
+    """The bar, and under it a line that is cut rather than wrapped."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(f"  {self.line}", overflow="ellipsis", no_wrap=True)
+
+
+class TuneProgress:
+    """A progress bar over the regions that have to be tuned; a context manager.
+
+    Args:
+        pending: From :func:`regions_to_tune`.
+    """
+
+    def __init__(self, pending: Sequence[Sequence[bool]]) -> None:
+        self._pending = [flag for regions in pending for flag in regions]
+        self._started = 0
+        self._bar = _Bar(
+            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("regions"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            console=console(stderr=True), transient=True,
+        )
+        self._task = self._bar.add_task("tuning", total=max(1, sum(self._pending)))
+
+    def __enter__(self) -> TuneProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def on_region(self, workload: str, label: str, number: int, total: int) -> None:
+        """A region of a workload is looked up or tuned next."""
+        done = sum(self._pending[: self._started])
+        self._started += 1
+        self._bar.line = label
+        self._bar.update(self._task, completed=done, description=workload)
+
+    def on_trial(self, event: ProgressEvent) -> None:
+        """A group's tune took a step."""
+        best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
+        self._bar.line = f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}"

@@ -1,0 +1,145 @@
+"""``plan report``: what is stored, as tables or as one HTML page."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_frame, print_text, write_text
+
+if TYPE_CHECKING:
+    from fuseplan.planner.report.frames import ReportData
+
+
+class Topic(StrEnum):
+    """What to report on."""
+
+    GROUPS = "groups"
+    ACCURACY = "accuracy"
+
+
+class Format(StrEnum):
+    """How to write it."""
+
+    TABLE = "table"
+    CSV = "csv"
+    MARKDOWN = "markdown"
+    HTML = "html"
+
+
+#: Columns of the terminal's group table: what fits.
+_SHOWN = [
+    "workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source",
+]
+
+
+def report(
+    topic: Annotated[
+        Topic, typer.Argument(help="groups: fused against unfused. accuracy: predicted against measured times.")
+    ] = Topic.GROUPS,
+    model: Annotated[str | None, typer.Option(help="Only what was tuned for this model.")] = None,
+    style: Annotated[
+        Format, typer.Option("--format", help="html writes one self-contained page (fuseplan-report.html).")
+    ] = Format.TABLE,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file.")] = None,
+    device: DeviceOption = Device.AUTO,
+    device_key: Annotated[
+        str | None, typer.Option("--device-key", help="Report another device's records (`plan db ls` lists them).")
+    ] = None,
+    regime: Annotated[
+        str | None, typer.Option(help="Only what was tuned for this regime: eager or graph.")
+    ] = None,
+    db: DbOption = None,
+) -> None:
+    """Report fused against unfused times of everything that was tuned; nothing is measured."""
+    data = load(db, device, device_key, model, regime)
+    if style is Format.HTML:
+        from fuseplan.planner.report.html_page import html_report
+
+        target = out if out is not None else Path("fuseplan-report.html")
+        write_text(target, html_report(data))
+        typer.echo(f"report written to {target}")
+    elif style is Format.TABLE:
+        _print(data, topic)
+    else:
+        text = _text(data, topic, style)
+        if out is None:
+            # A pipe gets what is stored; a terminal would obey it.
+            echo = print_text if sys.stdout.isatty() else typer.echo
+            echo(text.removesuffix("\n"))
+        else:
+            write_text(out, text)
+            typer.echo(f"report written to {out}")
+
+
+def load(
+    db: str | None, device: Device, device_key: str | None, model: str | None, regime: str | None = None
+) -> ReportData:
+    """The stored and the shipped data of this machine's device, or of the one that ``device_key`` names."""
+    from fuseplan.costmodel.identity import current_identity
+    from fuseplan.planner.errors import PlanError
+    from fuseplan.planner.report.frames import load_report
+    from fuseplan.planner.tuning.session import stored_spec
+    from fuseplan.search.store.database import Database
+    from fuseplan.search.store.layered import LayeredDatabase, shipped_files
+    from fuseplan.search.store.record import Versions
+
+    kind = device_type(device)
+    key = device_key if device_key is not None else current_identity(kind).key()
+    # Which software another machine has is not known here.
+    versions = Versions.current(kind) if device_key is None else None
+    database = LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(key))
+    if regime not in (None, "eager", "graph"):
+        raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
+    return load_report(database, key, stored_spec(database, key), model_name(model, device), regime)
+
+
+def model_name(model: str | None, device: Device) -> str:
+    """The name a model's records are stored under (``llama`` stands for a preset of the device's size)."""
+    from fuseplan.planner.models.presets import ALIASES
+
+    if model is None:
+        return ""
+    return ALIASES.get(model, {}).get(device_type(device), model)
+
+
+def _print(data: ReportData, topic: Topic) -> None:
+    from fuseplan.planner.report import frames
+    from fuseplan.planner.report.accuracy import accuracy_table, accuracy_tables, accuracy_text
+
+    if topic is Topic.ACCURACY:
+        print_frame(accuracy_table(data), title="Predicted against measured", digits=3)
+        for title, frame in accuracy_tables(data):
+            print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
+    else:
+        groups = frames.group_frame(data)
+        spare = ("config", "ops", "backend", "workload", "times", "source")
+        print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
+        if data.workloads:
+            less = ("views", "ops", "planned_us", "unfused_us")
+            print_frame(frames.coverage_frame(data), title="Coverage", spare=less)
+        if data.misses:
+            print_frame(frames.miss_frame(data).drop(columns=["key"]), title="Look-ups without a plan")
+        typer.echo(frames.headline(groups))
+    for line in accuracy_text(data):
+        print_text(line)
+
+
+def _text(data: ReportData, topic: Topic, style: Format) -> str:
+    from fuseplan.planner.report import frames
+    from fuseplan.planner.report.accuracy import accuracy_samples, accuracy_table, accuracy_tables, accuracy_text
+
+    if style is Format.CSV:
+        frame = accuracy_samples(data) if topic is Topic.ACCURACY else frames.group_frame(data)
+        return frames.to_text(frame, "csv")
+    if topic is Topic.ACCURACY:
+        parts = [("Predicted against measured", accuracy_table(data)), *accuracy_tables(data)]
+    else:
+        parts = [("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data))]
+        parts += [("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data))]
+    tables = [f"## {title}\n\n{frames.markdown_table(frame)}" for title, frame in parts if len(frame)]
+    return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy_text(data), ""])

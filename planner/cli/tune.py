@@ -1,0 +1,272 @@
+"""``plan tune``: capture, plan, measure what is not stored yet, and store it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from fuseplan.planner.cli.common import (
+    DbOption,
+    Device,
+    DeviceOption,
+    console,
+    decimal,
+    device_type,
+    print_frame,
+    print_text,
+    whole,
+)
+from fuseplan.planner.cli.device import warn_of_problems
+from fuseplan.planner.cli.source import (
+    ConfigOption,
+    DecodeOption,
+    DtypeOption,
+    KvLenOption,
+    LayersOption,
+    ModelOption,
+    ModuleOption,
+    Numerics,
+    NumericsOption,
+    PatternOption,
+    PrefillOption,
+    Regime,
+    RegimeOption,
+    ShapeOption,
+    named_graphs,
+    regime_name,
+)
+from fuseplan.search.store.plain import plain
+from fuseplan.search.tune.time_account import TimeAccount, process_age_s
+
+if TYPE_CHECKING:
+    from fuseplan.costmodel.probe.load import Load
+    from fuseplan.planner.graph.dataflow import DataflowGraph
+    from fuseplan.planner.tuning.session import Session
+    from fuseplan.planner.tuning.tune import TuneResult
+    from fuseplan.search.tune.tuner import Budget
+    from fuseplan.search.workers.worker import Executor
+
+T = TypeVar("T")
+
+
+def tune(
+    model: ModelOption = None,
+    config: ConfigOption = None,
+    module: ModuleOption = None,
+    pattern: PatternOption = None,
+    shape: ShapeOption = None,
+    decode: DecodeOption = None,
+    kv_len: KvLenOption = None,
+    prefill: PrefillOption = None,
+    dtype: DtypeOption = None,
+    layers: LayersOption = None,
+    calls: Annotated[
+        bool,
+        typer.Option(
+            "--calls/--no-calls",
+            help="Also plan what a call with an attention mask, and Hugging Face's generate(), make of these sizes.",
+        ),
+    ] = True,
+    numerics: NumericsOption = Numerics.FP32,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole(1), metavar="N",
+            help="Configurations tried per group, over all back ends. Default: 12 on CPUs, 8 on CUDA.",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(parser=decimal(0.1), metavar="S", help="Search time per group, in seconds.")
+    ] = 6.0,
+    seed: Annotated[
+        int, typer.Option(parser=whole(0, 2**32 - 1), metavar="N", help="Seed of the search and of the inputs.")
+    ] = 0,
+    shipped: Annotated[
+        bool,
+        typer.Option("--shipped/--no-shipped", help="Take the records that come with fuseplan for this device."),
+    ] = True,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure anew what is stored or shipped; the new answers replace it.")
+    ] = False,
+    regime: RegimeOption = Regime.EAGER,
+    device: DeviceOption = Device.AUTO,
+    db: DbOption = None,
+) -> None:
+    """Plan a model's fusion, tune it on this device, and store the result.
+
+    What is stored already is not measured again. Without options, tunes the llama preset. Ctrl-C loses nothing that
+    was finished: the same command goes on. The last line says where the time went.
+    """
+    account = TimeAccount(process_age_s())
+    with account.spend("starting"):
+        from fuseplan.costmodel.probe.load import machine_load
+        from fuseplan.planner.tuning.planner import PlanSettings
+        from fuseplan.planner.tuning.session import open_session
+        from fuseplan.search.store.record import now
+        from fuseplan.search.tune.tuner import Budget, make_pool
+
+        kind = device_type(device)
+    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
+
+    def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:
+        return named_graphs(
+            kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls
+        )
+
+    with make_pool(kind) as pool:
+        if kind == "cuda" and pattern is None:
+            session = open_session(kind, db, settings)
+            if session.spec is None:  # then hardly anything is stored, and the workers will be needed
+                pool.start()
+            session, (name, graphs) = probe_beside(session, capture, account)
+        else:
+            with account.spend("capturing"):
+                name, graphs = capture()
+            session = ready(open_session(kind, db, settings), account)
+        if session.spec is not None:
+            warn_of_problems(session.spec)
+        load = machine_load()
+        session = replace(session, shipped=shipped, since=now() if again else "")
+        result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed, account, pool)
+    with account.spend("reporting"):
+        say(result, name)
+    typer.echo(account.line())
+    if complain(result, load):
+        raise typer.Exit(1)
+
+
+def probe_beside(session: Session, work: Callable[[], T], account: TimeAccount | None = None) -> tuple[Session, T]:
+    """The session with a measured GPU, probed while ``work`` waits for processes that capture, and its result."""
+    account = account if account is not None else TimeAccount()
+    with ThreadPoolExecutor(1) as beside:
+        probed = beside.submit(lambda: session if session.spec is not None else session.probed())
+        with account.spend("capturing"):
+            done = work()
+        with account.spend("probing"):
+            return probed.result(), done
+
+
+def ready(session: Session, account: TimeAccount | None = None) -> Session:
+    """The session with a measured device: the stored one, else probed now."""
+    if session.spec is not None:
+        return session
+    account = account if account is not None else TimeAccount()
+    with account.spend("probing"), console(stderr=True).status("probing") as status:
+        return session.probed(
+            progress=lambda fraction, step: status.update(f"probing this device once: {step}, {fraction:.0%}")
+        )
+
+
+def run(
+    session: Session, name: str, graphs: list[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
+    account: TimeAccount | None = None, executor: Executor | None = None,
+) -> TuneResult:
+    """Tune with a progress bar, and keep a summary of each workload for the reports."""
+    from fuseplan.planner.cli.progress import TuneProgress, regions_to_tune
+    from fuseplan.planner.tuning import summary
+    from fuseplan.planner.tuning import tune as offline
+
+    with TuneProgress(regions_to_tune(session, graphs)) as progress:
+        result = offline.tune(
+            session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor
+        )
+    for (workload, graph), planned in zip(graphs, result.plans, strict=True):
+        pairs = [(one.region, one.record) for one in planned.plan.regions]
+        if pairs:
+            summary.store(session.database, summary.summarise(name, workload, graph, pairs))
+    return result
+
+
+def say(result: TuneResult, name: str) -> None:
+    """The final table and what it took."""
+    from fuseplan.planner.report import frames
+    from fuseplan.planner.tuning import recheck
+
+    session = result.session
+    if not result.distinct():
+        return
+    data = frames.load_report(replace(session, since="").store, session.device, session.spec, name)
+    groups = frames.group_frame(data)
+    sources = source_of_groups(result)
+    shown = groups[groups["key"].isin(sources)]
+    shown = shown.assign(source=shown["key"].map(sources))
+    spare = ("config", "ops", "backend", "workload", "source")
+    print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
+    typer.echo(frames.headline(groups))
+    print_text(outcome(result))
+    noise = [record.unfused.noise for record in data.records.values() if sources.get(record.key.workload) == "measured"]
+    if noise:
+        typer.echo(f"noise of what was measured: {median(noise):.1%} in the median, {max(noise):.1%} at most")
+    if result.rechecked:
+        print_text(recheck.verdict(result.rechecked))
+    typer.echo(f"stored in {session.database.where}")
+
+
+def complain(result: TuneResult, load: Load) -> bool:
+    """Name what was not decided, or doubtfully; True when that is more than a region or some noise.
+
+    Args:
+        result: What the tune did.
+        load: How busy the machine was when it began.
+    """
+    from fuseplan.search.errors import NothingCompilesError
+
+    for failure in result.failures:
+        typer.echo(f"plan: warning: {plain(str(failure))}", err=True)
+    if result.measured and load.busy:
+        typer.echo(
+            f"plan: warning: the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew",
+            err=True,
+        )
+    hidden = sum(plan.record.undecided for _, plan in result.distinct())
+    if hidden:
+        typer.echo(
+            f"plan: warning: noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "
+            "planned by the cost model", err=True,
+        )
+    if any(isinstance(failure.error, NothingCompilesError) for failure in result.failures):
+        why = "nothing compiles here"
+    elif result.failures and not result.distinct():
+        why = "no region could be planned"
+    else:
+        return False
+    typer.echo(f"plan: error: {why}; nothing of that is stored, and the same command tries again", err=True)
+    return True
+
+
+_SHOWN = ["workload", "group", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source"]
+
+
+def source_of_groups(result: TuneResult) -> dict[str, str]:
+    """Workload key of each group of this run: ``measured`` now, ``stored`` before, or ``shipped`` with fuseplan."""
+    found: dict[str, str] = {}
+    for _, region in result.distinct():
+        source = "measured" if region.source == "tuned" else "shipped" if region.shipped else "stored"
+        workloads = [group.workload for group in region.record.groups]
+        workloads += [alternative.workload for alternative in region.record.rejected]
+        for workload in filter(None, workloads):
+            found.setdefault(workload, source)
+    return found
+
+
+def outcome(result: TuneResult) -> str:
+    """What was measured, in one sentence."""
+    distinct = result.distinct()
+    tuned = sum(region.source == "tuned" for _, region in distinct)
+    shipped = sum(region.shipped for _, region in distinct)
+    stored = len(distinct) - tuned - shipped
+    if not tuned:
+        came = "came from the database"
+        if shipped:
+            came = f"come with fuseplan ({shipped}) or from the database ({stored})"
+        return f"nothing was measured: all {len(distinct)} distinct regions {came} ({result.elapsed_s:.1f} s)"
+    known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "")
+    return (
+        f"measured {result.measured} of {result.enumerated} candidates in {tuned} regions "
+        f"({known}); tuning took {result.elapsed_s:.1f} s"
+    )

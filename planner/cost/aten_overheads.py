@@ -1,0 +1,172 @@
+"""What ATen's own CUDA kernels do besides moving bytes: the fields of ``Work`` that only predict, for one op alone.
+
+ATen has few kinds of kernels, and the kind follows from layouts: an elementwise op over contiguous tensors of one type
+loads vectors; over anything else each element's address is divided out of its position; a reduction gives each warp
+some rows; ``cat`` and gathers have kernels of their own. The counts are of that code's structure (PyTorch 2.11), not of
+any device, and a calibration scales them. CPUs ignore them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fuseplan.kernels.ir.index import evaluate
+from fuseplan.kernels.ir.ir import ITEMSIZE
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+
+#: Dependent instructions, beyond those of a contiguous elementwise kernel, of the other kinds.
+_JOIN_STEPS, _CONTIGUOUS_JOIN_STEPS, _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 24.0, 3.0, 8.0, 20.0, 60.0
+#: Those of one element in a thread of a strided kernel, which divides its address, loads, computes and stores before it
+#: goes on to the next; and of converting it between types that are only known at run time.
+_ELEMENT_STEPS, _CONVERTING_STEPS = 5.0, 2.0
+#: Elements of such a thread: half as many where a result has four bytes or more. Threads of its block.
+_THREAD_ELEMENTS, _STRIDED_BLOCK = 4, 128
+#: Those of a function that takes a division, a range reduction or a polynomial; and its instructions: ATen's are exact,
+#: an exponential of nine and a division of ten.
+_FUNCTION_STEPS, _FUNCTION_INSTRUCTIONS = 8.0, 20.0
+#: Instructions for each element.
+_VECTOR_INSTRUCTIONS, _FOLD_INSTRUCTIONS, _JOIN_INSTRUCTIONS, _GATHER_INSTRUCTIONS = 8.0, 4.0, 110.0, 20.0
+_STRIDED_INSTRUCTIONS, _OPERAND_INSTRUCTIONS, _DIM_INSTRUCTIONS, _CONVERTING_INSTRUCTIONS = 20.0, 8.0, 4.0, 20.0
+#: Dependent instructions of one turn of a reduction's loop, and of one row of a small gather, which takes them in turn.
+_TURN_STEPS, _ROW_STEPS = 4.0, 10.0
+#: A gather of no more rows than this takes them one after the other.
+_SMALL_GATHER = 16
+#: Threads of a block, of a warp, and elements that a thread of a reduction loads at once.
+_BLOCK, _WARP, _VECTOR = 512, 32, 4
+
+_FOLDS = frozenset({
+    "mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any", "all", "adaptive_avg_pool2d",
+})
+_WHOLE_ROWS = frozenset({
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "_softmax", "log_softmax",
+})
+_JOINS = frozenset({"cat", "stack"})
+_FUNCTIONS = frozenset({"silu", "sigmoid", "sin", "cos", "tan", "tanh", "gelu", "erf", "log", "mish", "softplus"})
+_GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
+
+
+@dataclass(frozen=True)
+class AtenEffort:
+    """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names."""
+
+    instructions: float = 0.0
+    steps: float = 0.0
+    serial_steps: float = 0.0
+
+
+def aten_effort(graph: DataflowGraph, node: OpNode) -> AtenEffort:
+    """The effort of ATen's kernel for one compute op of a static graph."""
+    name = node.op.split(".")[1]
+    elements = math.prod(_shape(graph, node.outputs[0]))
+    if name in _FOLDS and node.inputs:
+        read = math.prod(_shape(graph, node.inputs[0]))
+        turns = _fold_turns(elements, max(read // max(elements, 1), 1))
+        return AtenEffort(_FOLD_INSTRUCTIONS * read, _FOLD_STEPS, _TURN_STEPS * turns)
+    if name in _WHOLE_ROWS:
+        return AtenEffort(_FOLD_INSTRUCTIONS * elements, _WHOLE_ROW_STEPS)
+    if name in _JOINS and all(_contiguous(graph, value) for value in node.inputs):
+        return AtenEffort(_VECTOR_INSTRUCTIONS * elements, _CONTIGUOUS_JOIN_STEPS)
+    if name in _JOINS:
+        return AtenEffort(_JOIN_INSTRUCTIONS * elements, _JOIN_STEPS)
+    if name in _GATHERS and len(node.inputs) > 1:
+        rows = math.prod(_shape(graph, node.inputs[1]))
+        serial = _ROW_STEPS * rows if rows <= _SMALL_GATHER else 0.0
+        return AtenEffort(_GATHER_INSTRUCTIONS * elements, _GATHER_STEPS, serial)
+    return _elementwise(graph, node, elements)
+
+
+def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> AtenEffort:
+    converting = _converts(graph, node)
+    is_function = node.op.split(".")[1] in _FUNCTIONS
+    function_steps, function = (_FUNCTION_STEPS, _FUNCTION_INSTRUCTIONS) if is_function else (0.0, 0.0)
+    if not converting and _same_layout(graph, node):
+        return AtenEffort((_VECTOR_INSTRUCTIONS + function) * elements, function_steps)
+    tensors, dims = len(node.inputs) + 1, _dims(graph, node)
+    each = function + _STRIDED_INSTRUCTIONS + tensors * (_OPERAND_INSTRUCTIONS + _DIM_INSTRUCTIONS * dims)
+    turn_steps = _ELEMENT_STEPS
+    if converting:
+        each, turn_steps = each + _CONVERTING_INSTRUCTIONS, turn_steps + _CONVERTING_STEPS
+    turns = _strided_turns(graph.specs[node.outputs[0]].dtype, elements, converting)
+    return AtenEffort(each * elements, turn_steps * turns + function_steps)
+
+
+def _strided_turns(dtype: str, elements: int, converting: bool) -> int:
+    """Elements that a thread does one after the other, as ``gpu_kernel_impl`` in ATen's ``CUDALoops.cuh`` has it."""
+    most = _THREAD_ELEMENTS if converting or ITEMSIZE[dtype] < 4 else _THREAD_ELEMENTS // 2
+    return min(most, math.ceil(elements / _STRIDED_BLOCK))
+
+
+def _converts(graph: DataflowGraph, node: OpNode) -> bool:
+    """Whether each element's type is looked up as it is loaded: not when narrowing a float, nor when comparing."""
+    result = graph.specs[node.outputs[0]].dtype
+    given = {graph.specs[value].dtype for value in node.inputs}
+    narrowing = given == {"float32"} and result in ("bfloat16", "float16")
+    return not narrowing and result != "bool" and any(dtype != result for dtype in given)
+
+
+def _same_layout(graph: DataflowGraph, node: OpNode) -> bool:
+    """Whether every operand has the result's shape and strides, sizes of one aside."""
+    return all(len(set(strides)) == 1 for _, strides in _layout(graph, node))
+
+
+def _contiguous(graph: DataflowGraph, value: str) -> bool:
+    """Whether a value's elements lie one after the other in memory, in order."""
+    expected = 1
+    strides = graph.specs[value].strides
+    for extent, stride in zip(reversed(_shape(graph, value)), reversed(strides), strict=True):
+        if extent > 1 and evaluate(stride, graph.symbols) != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _dims(graph: DataflowGraph, node: OpNode) -> int:
+    """Dimensions that are left where those that all tensors walk as one are merged."""
+    merged: list[tuple[int, tuple[int, ...]]] = []
+    for extent, strides in reversed(_layout(graph, node)):
+        if merged and all(own == inner * merged[-1][0] for own, inner in zip(strides, merged[-1][1], strict=True)):
+            merged[-1] = (merged[-1][0] * extent, merged[-1][1])
+        else:
+            merged.append((extent, strides))
+    return len(merged)
+
+
+def _layout(graph: DataflowGraph, node: OpNode) -> list[tuple[int, tuple[int, ...]]]:
+    """Each dimension of the result that is longer than one: its size, and the stride of every tensor along it."""
+    shape = _shape(graph, node.outputs[0])
+    strides = [_strides(graph, value, len(shape)) for value in (*node.inputs, *node.outputs)]
+    return [
+        (extent, tuple(own[dim] for own in strides)) for dim, extent in enumerate(shape) if extent > 1
+    ]
+
+
+def _strides(graph: DataflowGraph, value: str, rank: int) -> tuple[int, ...]:
+    """Strides as broadcast to ``rank`` dimensions."""
+    spec = graph.specs[value]
+    own = [
+        0 if extent == 1 else evaluate(stride, graph.symbols)
+        for extent, stride in zip(_shape(graph, value), spec.strides, strict=True)
+    ]
+    return tuple([0] * (rank - len(own)) + own)[-rank:] if rank else ()
+
+
+def _shape(graph: DataflowGraph, value: str) -> tuple[int, ...]:
+    return tuple(evaluate(extent, graph.symbols) for extent in graph.specs[value].shape)
+
+
+def _fold_turns(outputs: int, reduced: int) -> float:
+    """Turns of the loop in which one thread of a reduction folds its share of a row.
+
+    As ``setReduceConfig`` of ATen's ``Reduce.cuh`` shapes its blocks: warps take a row each where there are rows, and
+    share one where a thread would otherwise fold very many elements.
+    """
+    height = min(_floor_power_of_2(outputs), _BLOCK // min(_floor_power_of_2(reduced), _WARP))
+    width = min(_floor_power_of_2(reduced), _BLOCK // height)
+    each = reduced / width
+    lanes = width * height if each >= min(_BLOCK // 2, 16 * height) else width
+    return reduced / (lanes * _VECTOR)
+
+
+def _floor_power_of_2(value: int) -> int:
+    return 1 << (max(value, 1).bit_length() - 1)

@@ -1,0 +1,247 @@
+"""The work of a fused kernel, and of the ATen ops it would replace: exact byte and flop counts from the IR."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Traffic, Work
+from fuseplan.kernels.gpu.overlap import overlap_of
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.gathers import gathered_elements
+from fuseplan.kernels.ir.index import Coord, Index, evaluate
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Reduce, Segment
+from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.planner.cost.aten_overheads import aten_effort
+from fuseplan.planner.cost.kernel_overheads import kernel_effort, reduction_levels
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.lowering.recipes import kind_of
+
+
+def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
+    """Work of one launch of a static kernel.
+
+    Args:
+        ir: The kernel.
+        hot: Per input, whether it was just produced; None for all of them.
+
+    ``dram_bytes`` counts each distinct element once however often the body reads it; ``l2_bytes`` counts what later
+    passes over a row read again; flops follow the op table. What is gathered counts as hot: popular rows come back.
+    """
+    repeated = 0.0
+    flops: dict[str, float] = {}
+    for segment in ir.segments:
+        sizes = _extents(segment)
+        per_row = segment.per_row()
+        passes = _passes(segment, per_row)
+        for instr in segment.body:
+            if isinstance(instr, Load) and instr.gather is None and segment.col_axis in instr.index.axes():
+                elements = _footprint(instr.index, sizes)
+                repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[instr.buffer].dtype]
+        _count_flops(segment, sizes, per_row, flops)
+    gathered = _gathered(ir)
+    moved = {
+        number: _reached_bytes(ir.buffers[number], indices, gathered.get(number, 0))
+        for number, indices in _touched(ir).items()
+    }
+    cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number not in gathered]
+    effort = kernel_effort(ir)
+    tables = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number in gathered]
+    return Work(
+        flops=flops,
+        dram_bytes=float(sum(moved.values())),
+        l2_bytes=repeated,
+        launches=1,
+        written_bytes=float(sum(nbytes for number, nbytes in moved.items() if ir.buffers[number].is_output)),
+        cold_bytes=float(sum(moved.get(number, 0) for number in cold)),
+        requested_bytes=effort.requested_bytes,
+        row_bytes=effort.row_bytes,
+        row_loaded_bytes=effort.row_loaded_bytes,
+        row_instructions=effort.row_instructions,
+        instructions=effort.instructions,
+        special=effort.special,
+        steps=effort.steps,
+        gathered_bytes=float(
+            sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
+        ),
+        traffic=_traffic(ir, effort.requests) if len(ir.segments) > 1 else (),
+    )
+
+
+def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
+    """Elements that loads and stores reach, by buffer and index; a buffer that is only gathered from has none."""
+    touched: dict[int, dict[Index, int]] = {}
+    for segment in ir.segments:
+        sizes = _extents(segment)
+        for instr in segment.body:
+            if isinstance(instr, Load):
+                own = touched.setdefault(instr.buffer, {})
+                if instr.gather is None:
+                    own[instr.index] = _footprint(instr.index, sizes)
+        for store in segment.stores:
+            touched.setdefault(store.buffer, {})[store.index] = _footprint(store.index, sizes)
+    return touched
+
+
+def _gathered(ir: KernelIR) -> Mapping[int, int]:
+    gathers = any(isinstance(one, Load) and one.gather is not None for part in ir.segments for one in part.body)
+    return gathered_elements(ir) if gathers else {}
+
+
+def _reached_bytes(buffer: Buffer, indices: Mapping[Index, int], gathered: int) -> float:
+    """Bytes of a buffer in so many elements, each once."""
+    return float(min((sum(indices.values()) + gathered) * ITEMSIZE[buffer.dtype], buffer.distinct_bytes()))
+
+
+def moved_bytes(kernels: Iterable[Lowered]) -> dict[str, float]:
+    """Bytes that static kernels read or write of each value; what several of them touch alike counts once."""
+    touched: dict[str, dict[Index, int]] = {}
+    gathered: dict[str, int] = {}
+    buffers: dict[str, Buffer] = {}
+    for one in kernels:
+        names = (*one.inputs, *one.outputs)
+        for number, indices in _touched(one.ir).items():
+            buffers[names[number]] = one.ir.buffers[number]
+            touched.setdefault(names[number], {}).update(indices)
+        for number, elements in _gathered(one.ir).items():
+            gathered[names[number]] = max(elements, gathered.get(names[number], 0))
+    return {name: _reached_bytes(buffers[name], touched[name], gathered.get(name, 0)) for name in touched}
+
+
+def launch_mode(config: Config, regime: str) -> Mode:
+    """How a generated GPU kernel of a configuration is launched in a regime.
+
+    What a plan is chosen by are defaults, which wait for the kernel ahead (``"overlapped"``); tuning makes most short
+    kernels let the next one start ``"early"``.
+    """
+    if regime != "graph":
+        return "kernel"
+    overlap = overlap_of(config)
+    return "early" if overlap == "early" else "overlapped" if overlap != "none" else "graph"
+
+
+def _traffic(ir: KernelIR, requests: Sequence[float]) -> tuple[Traffic, ...]:
+    """What each segment moves: their blocks follow one another."""
+    found = []
+    for segment, requested_bytes in zip(ir.segments, requests, strict=True):
+        sizes = _extents(segment)
+        loads = {(one.buffer, one.index) for one in segment.body if isinstance(one, Load) and one.gather is None}
+        stores = {(store.buffer, store.index) for store in segment.stores}
+        moved_bytes, written_bytes = (
+            float(sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in one))
+            for one in (loads | stores, stores)
+        )
+        found.append(Traffic(moved_bytes, requested_bytes, written_bytes))
+    return tuple(found)
+
+
+def _extents(segment: Segment) -> tuple[int, ...]:
+    return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
+
+
+def _passes(segment: Segment, per_row: Sequence[bool]) -> int:
+    """Sweeps over the columns of a row: one per level of reductions that feed each other, plus that of stores there."""
+    levels = reduction_levels(segment)
+    column = segment.col_axis
+    return levels + (
+        not levels or any(not per_row[store.value] or column in store.index.axes() for store in segment.stores)
+    )
+
+
+def _footprint(index: Index, sizes: tuple[int, ...]) -> int:
+    """Distinct elements an index reaches: the product of the extents it depends on."""
+    total = 1
+    for axis in index.axes():
+        total *= sizes[axis]
+    if all(isinstance(atom, Coord) for atom, _ in index.terms):
+        return total
+    return min(total, evaluate(index.maximum(), {}) + 1)
+
+
+def _distinct(ir: KernelIR, number: int) -> int:
+    buffer = ir.buffers[number]
+    return buffer.distinct_bytes() // ITEMSIZE[buffer.dtype]
+
+
+def _count_flops(
+    segment: Segment, sizes: tuple[int, ...], per_row: Sequence[bool], flops: dict[str, float]
+) -> None:
+    rows = 1
+    for extent in sizes[:-1]:
+        rows *= extent
+    elements = rows * sizes[-1]
+    for instr, once_per_row in zip(segment.body, per_row, strict=True):
+        if isinstance(instr, Reduce):
+            unit, cost, count = "fp32", 1.0, elements
+        elif isinstance(instr, Apply):
+            spec = op_spec(instr.op)
+            unit, cost, count = spec.unit, spec.flops, rows if once_per_row else elements
+        else:
+            continue
+        if instr.dtype == "float64":
+            unit = "fp64"
+        flops[unit] = flops.get(unit, 0.0) + cost * count
+
+
+def op_work(graph: DataflowGraph, name: str) -> Work:
+    """Work of one op run alone by ATen: a kernel for compute ops, a library call for extern ones, nothing for views."""
+    node = graph.op(name)
+    kind = kind_of(node, graph.specs)
+    if kind == "view":
+        return Work()
+    if kind == "compute":
+        try:
+            return _aten_work(graph, node)
+        except NotLowerable:
+            pass
+    return Work(flops=_library_flops(graph, node), dram_bytes=float(_operand_bytes(graph, node)), launches=1)
+
+
+def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
+    lowered = lower(graph, (node.name,), outputs=node.outputs)
+    fused = kernel_work(lowered.ir.bind(graph.kernel_sizes), hot_inputs(graph, lowered.inputs))
+    effort = aten_effort(graph, node)
+    return replace(
+        fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,
+        instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps,
+    )
+
+
+def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:
+    """Per value, True for an activation just produced, False for a weight."""
+    return tuple(graph.producer(value) is not None or value in graph.fresh for value in values)
+
+
+def chain_work(graph: DataflowGraph, ops: Iterable[str]) -> list[Work]:
+    """Work of each launch of the unfused chain, in order."""
+    works = [op_work(graph, name) for name in ops]
+    return [work for work in works if work.launches]
+
+
+def _operand_bytes(graph: DataflowGraph, node: OpNode) -> int:
+    return sum(graph.specs[value].nbytes(graph.symbols) for value in dict.fromkeys((*node.inputs, *node.outputs)))
+
+
+_MATMULS = {"aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.addmm.default"}
+
+
+def _library_flops(graph: DataflowGraph, node: OpNode) -> dict[str, float]:
+    """Flops of a library call: 2 M N K for matmuls, 4 B H S K D for attention (two matmuls)."""
+    specs = graph.specs
+    unit = {"bfloat16": "bf16_matmul", "float16": "fp16_matmul"}.get(specs[node.inputs[0]].dtype, "fp32_matmul")
+
+    def size(value: str, *dims: int) -> float:
+        total = 1.0
+        for dim in dims:
+            total *= evaluate(specs[value].shape[dim], graph.symbols)
+        return total
+
+    out = float(evaluate(specs[node.outputs[0]].numel, graph.symbols))
+    if node.op in _MATMULS:
+        operand = node.inputs[1] if node.op == "aten.addmm.default" else node.inputs[0]
+        return {unit: 2.0 * out * size(operand, -1)}
+    if node.op.startswith("aten.scaled_dot_product_attention"):
+        return {unit: 4.0 * out * size(node.inputs[1], -2)}
+    return {}

@@ -1,0 +1,317 @@
+"""What a generated kernel does besides moving bytes and arithmetic: the fields of ``Work`` that only predict.
+
+The counts are those of a straightforward GPU kernel that holds what it loaded in registers. CPUs ignore them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from fuseplan.kernels.gpu.tile import next_power_of_2
+from fuseplan.kernels.ir.gathers import value_axes
+from fuseplan.kernels.ir.index import Coord, Index, evaluate
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
+from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, full_tile
+
+#: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
+_FOLD_STEPS = 4.0
+#: The same where an address is data, which is loaded before what lies there: a way to memory and back.
+_GATHER_STEPS = 5.0
+#: Instructions that a warp issues, one a cycle, in a step: a tenth of what an elementwise kernel takes, 0.026 us or 50
+#: cycles.
+_STEP_INSTRUCTIONS = 50.0
+#: Elements that one thread has to do: those of a small pointwise tile, and of a row at most that is held in registers.
+_TILE_SHARE, _ROW_SHARE = 4.0, 32.0
+#: Columns of a row that a multiprocessor's four schedulers take at once, at so many to a thread.
+_ROW_COLS = 4 * 32 * _ROW_SHARE
+#: Dependent instructions of one round in which the threads of a block exchange 16 bytes each by way of shared memory: a
+#: store, a barrier and a load.
+_EXCHANGE_STEPS, _ROUND_BYTES = 1.0, 16.0
+#: Instructions, for each element, of moving bytes to the threads that hold the wider operand beside them: 16 bits of
+#: shared memory at a time, stored and loaded at a quarter of the rate.
+_EXCHANGE_INSTRUCTIONS = 6.0
+#: Instructions for each element of a fold, beyond the half of one that its operation counts as (a fused multiply-add is
+#: one instruction for two): the other half, and its share of the shuffles.
+_FOLD_INSTRUCTIONS = 0.7
+#: Instructions of a division or remainder by a constant, in an address that changes from column to column.
+_DIVISION_INSTRUCTIONS = 4.0
+#: Integers, comparisons and logic have half the units that fp32 arithmetic has: 64 results a cycle and multiprocessor
+#: against 128 (compute capability 9.0; CUDA C++ Programming Guide, "Arithmetic Instructions").
+_HALF_RATE, _HALF_RATE_SLOTS = frozenset({"int64", "int32", "bool"}), 2.0
+#: Where a kernel has no more elements than this, its tiles are the smallest: of twice as many elements there would not
+#: be two for each of an H200's 132 multiprocessors. Each thread has four of them.
+_SMALL_KERNEL, _SMALL_TILE = 2**17, 256
+#: Operations that are nothing beside a constant.
+_LOGIC = frozenset({"logical_and", "logical_or"})
+#: Instructions for an element of one byte, beyond that of wider types: a permutation and a selection, at half the rate.
+_BYTE_INSTRUCTIONS = 3.0
+#: Instructions of the polynomials, range reductions and corrections around a special function, beyond one and the uses
+#: of the special-function unit: counted in the machine code of Triton's kernels (sm_90), double precision twice.
+_POLYNOMIALS: Mapping[str, float] = {
+    "sin": 30, "cos": 30, "tanh": 13, "erf": 16, "pow": 190, "int_floordiv": 20, "int_remainder": 20, "log": 24,
+    "sigmoid": 2, "div": 7, "reciprocal": 6,
+}
+#: Uses of the special-function unit there, where they are not what the op table counts: conversions and roundings of
+#: double precision are some, of a logarithm there is none.
+_SPECIAL: Mapping[str, float] = {"sin": 5, "cos": 5, "tanh": 2, "sigmoid": 2, "erf": 1, "pow": 6, "log": 0}
+#: Dependent instructions of arithmetic in a step: one takes 5 cycles.
+_ARITHMETIC_A_STEP = 10.0
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names; ``requests`` are by segment."""
+
+    requests: tuple[float, ...] = ()
+    row_bytes: float = 0.0
+    row_loaded_bytes: float = 0.0
+    row_instructions: float = 0.0
+    instructions: float = 0.0
+    special: float = 0.0
+    steps: float = 0.0
+
+    @property
+    def requested_bytes(self) -> float:
+        return sum(self.requests)
+
+
+def kernel_effort(ir: KernelIR) -> Effort:
+    """The effort of one launch of a static kernel."""
+    segments = [_segment_effort(ir, segment) for segment in ir.segments]
+    return Effort(
+        requests=tuple(one.requested_bytes for one in segments),
+        row_bytes=max((one.row_bytes for one in segments), default=0.0),
+        row_loaded_bytes=max((one.row_loaded_bytes for one in segments), default=0.0),
+        row_instructions=max((one.row_instructions for one in segments), default=0.0),
+        instructions=sum(one.instructions for one in segments),
+        special=sum(one.special for one in segments),
+        steps=max((one.steps for one in segments), default=0.0),
+    )
+
+
+def reduction_levels(segment: Segment) -> int:
+    """How many reductions feed one another."""
+    depth: list[int] = []
+    for instr in segment.body:
+        level = max((depth[arg] for arg in operands(instr)), default=0)
+        depth.append(level + 1 if isinstance(instr, Reduce) else level)
+    return max(depth, default=0)
+
+
+def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
+    sizes = _extents(segment)
+    elements, cols = math.prod(sizes), sizes[-1]
+    block_rows = full_tile(ir, segment)[0]
+    per_row = segment.per_row()
+    issued = _issued(ir, segment, per_row, block_rows)
+    levels = reduction_levels(segment)
+    each = issued.instructions / max(elements, 1)
+    alone = each + issued.repeated / max(elements, 1)
+    gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
+    steps = _GATHER_STEPS * gathers + _share(cols, levels) * alone / _STEP_INSTRUCTIONS
+    requests = (_requested_bytes(ir, segment, sizes, block_rows),)
+    if not levels:
+        steps += _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
+        return Effort(requests, instructions=issued.instructions, special=issued.special, steps=steps)
+    # A row that is too long to be held is loaded for each sweep along it.
+    sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
+    return Effort(
+        requests,
+        row_bytes=issued.loaded_bytes + issued.stored_bytes,
+        row_loaded_bytes=issued.loaded_bytes * sweeps,
+        row_instructions=each * max(cols - _ROW_COLS, 0.0),
+        instructions=issued.instructions,
+        special=issued.special,
+        steps=steps + _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols),
+    )
+
+
+@dataclass
+class _Issued:
+    """What all threads of a segment issue, and the bytes that they load and store for one row.
+
+    Attributes:
+        repeated: What more there would be if each thread computed for itself what rows of a block share.
+    """
+
+    instructions: float = 0.0
+    repeated: float = 0.0
+    special: float = 0.0
+    loaded_bytes: float = 0.0
+    stored_bytes: float = 0.0
+
+
+def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> _Issued:
+    sizes, column = _extents(segment), segment.col_axis
+    rows, cols = math.prod(sizes[:-1]), sizes[-1]
+    found = _Issued()
+    for instr, once, axes, slots in zip(segment.body, per_row, value_axes(segment), _slots(segment), strict=True):
+        # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them;
+        # yet a thread with few elements holds one row of them, and waits for what it computes of that by itself.
+        count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
+        each = 0.0 if _decided(segment, instr) else _instructions(instr, column, slots)
+        found.instructions += count * each
+        found.repeated += 0.0 if once else (rows * cols - count) * each
+        found.special += count * _special(instr)
+        if isinstance(instr, Load):
+            found.instructions += count * (_packing(ir, instr.buffer) + _moving(ir, segment, instr))
+            found.loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
+        if isinstance(instr, Reduce):
+            found.instructions += rows * cols * _FOLD_INSTRUCTIONS
+    for store in segment.stores:
+        once = per_row[store.value] and column not in store.index.axes()
+        each = 1.0 + _packing(ir, store.buffer) + _division_instructions(store.index, column)
+        found.instructions += each * (rows if once else rows * cols)
+        found.stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
+    return found
+
+
+def _chain(segment: Segment, per_row: Sequence[bool]) -> float:
+    """Dependent instructions of one element, from the first load to the last result: the longest chain."""
+    chain: list[float] = []
+    for instr, once in zip(segment.body, per_row, strict=True):
+        own = 0.0
+        if not once and not isinstance(instr, Const | Reduce):
+            own = 1.0 + _polynomial(instr) / _ARITHMETIC_A_STEP
+        chain.append(own + max((chain[arg] for arg in operands(instr)), default=0.0))
+    return max((chain[store.value] for store in segment.stores), default=0.0)
+
+
+def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
+    """Barriers of the smallest tiles: two for each operand that all rows share and that fills all threads.
+
+    It is loaded by threads other than those that use it, and goes by way of shared memory; of fewer elements than there
+    are threads, each thread loads what it uses.
+    """
+    if sum(math.prod(_extents(one)) for one in ir.segments) > _SMALL_KERNEL:
+        return 0
+    width = min(_SMALL_TILE, next_power_of_2(sizes[-1]))
+    tile_rows = min(_SMALL_TILE // width, next_power_of_2(math.prod(sizes[:-1])))
+    threads = max(32, tile_rows * width // int(_TILE_SHARE))
+    if tile_rows < 2 or width < threads:
+        return 0
+    return 2 * sum(
+        isinstance(one, Load) and one.gather is None and set(one.index.axes()) == {segment.col_axis}
+        for one in segment.body
+    )
+
+
+def _extents(segment: Segment) -> tuple[int, ...]:
+    return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
+
+
+def _share(cols: int, levels: int) -> float:
+    """Elements that one thread does, one after the other, where there are few rows."""
+    return min(_ROW_SHARE, cols / 32) if levels else _TILE_SHARE
+
+
+def _rounds(ir: KernelIR, segment: Segment, per_row: Sequence[bool], cols: int) -> float:
+    """Rounds of exchange between the threads of a row, where results are of another width than what was loaded.
+
+    A thread loads and stores 16 bytes at once, so that it holds other elements of one type than it stores of another.
+    """
+    bodies = zip(segment.body, per_row, strict=True)
+    loaded = {ITEMSIZE[ir.buffers[one.buffer].dtype] for one, once in bodies if isinstance(one, Load) and not once}
+    stored = {ITEMSIZE[ir.buffers[store.buffer].dtype] for store in segment.stores if not per_row[store.value]}
+    return sum(width * _share(cols, 1) / _ROUND_BYTES for width in stored - loaded) if loaded else 0.0
+
+
+def _requested_bytes(ir: KernelIR, segment: Segment, sizes: tuple[int, ...], block_rows: int) -> float:
+    """Bytes that the blocks of a segment load and store, each for itself; within a block, rows share what they can."""
+    loads = {(one.buffer, one.index, one.gather is not None) for one in segment.body if isinstance(one, Load)}
+    total = 0.0
+    for buffer, index, gathered in loads | {(store.buffer, store.index, False) for store in segment.stores}:
+        if segment.col_axis in index.axes():
+            shared = 1 if gathered else min(block_rows, _shared_rows(index.axes(), sizes))
+            total += math.prod(sizes) / shared * ITEMSIZE[ir.buffers[buffer].dtype]
+    return total
+
+
+def _shared_rows(axes: Set[int], sizes: tuple[int, ...]) -> int:
+    """Neighbouring rows for which something that depends on the coordinates ``axes`` is the same."""
+    rows = 1
+    for axis in range(len(sizes) - 2, -1, -1):
+        if axis in axes and sizes[axis] > 1:
+            break
+        rows *= sizes[axis]
+    return max(rows, 1)
+
+
+def _instructions(instr: Instr, column: int, slots: float) -> float:
+    """Instructions for one element besides what the op table counts, in units of one of fp32 arithmetic."""
+    if isinstance(instr, Const | Reduce):
+        return 0.0
+    if isinstance(instr, Load):
+        return 1.0 + _division_instructions(instr.index, column) + (4.0 if instr.gather is not None else 0.0)
+    if isinstance(instr, Apply):
+        spec = op_spec(instr.op)
+        # Its operations are counted beside this, as half an instruction each.
+        return slots + _polynomial(instr) - (spec.flops / 2 if spec.unit == "fp32" else 0.0)
+    index = getattr(instr, "index", None)
+    return slots * (1.0 + (_division_instructions(index, column) if index is not None else 0.0))
+
+
+def _polynomial(instr: Instr) -> float:
+    return _POLYNOMIALS.get(instr.op, 0.0) if isinstance(instr, Apply) else 0.0
+
+
+def _special(instr: Instr) -> float:
+    """Uses of the special-function unit for one element."""
+    if not isinstance(instr, Apply):
+        return 0.0
+    spec = op_spec(instr.op)
+    return _SPECIAL.get(instr.op, spec.flops if spec.unit == "sfu" else 0.0)
+
+
+def _decided(segment: Segment, instr: Instr) -> bool:
+    """Whether the compiler leaves an instruction out: logic with a constant."""
+    if not (isinstance(instr, Apply) and instr.op in _LOGIC):
+        return False
+    return any(isinstance(segment.body[arg], Const) for arg in instr.args)
+
+
+def _moving(ir: KernelIR, segment: Segment, load: Load) -> float:
+    """Instructions that take a loaded byte to the thread that holds what a wider load of the same column gave."""
+    def width(one: Load) -> int:
+        return ITEMSIZE[ir.buffers[one.buffer].dtype] if segment.col_axis in one.index.axes() else 0
+
+    if width(load) != 1:
+        return 0.0
+    wider = any(isinstance(one, Load) and width(one) > 1 for one in segment.body)
+    return _EXCHANGE_INSTRUCTIONS if wider else 0.0
+
+
+def _packing(ir: KernelIR, buffer: int) -> float:
+    """Instructions that take an element out of the word that it shares with others, or put it there, beyond one.
+
+    What converts to float8 puts two into a word.
+    """
+    dtype = ir.buffers[buffer].dtype
+    return _BYTE_INSTRUCTIONS if ITEMSIZE[dtype] == 1 and not dtype.startswith("float") else 0.0
+
+
+def _slots(segment: Segment) -> list[float]:
+    """For each value, the instructions of fp32 arithmetic in whose place those that compute it are issued.
+
+    What takes or gives two registers is done twice: 64-bit floats, and 64-bit integers unless they are positions, whose
+    range is known.
+    """
+    loaded: list[bool] = []
+    wide: list[bool] = []
+    found: list[float] = []
+    for instr in segment.body:
+        args, dtype = operands(instr), instr.dtype
+        loaded.append(isinstance(instr, Load) or any(loaded[arg] for arg in args))
+        wide.append(dtype == "float64" or (dtype == "int64" and loaded[-1]))
+        half = dtype in _HALF_RATE or any(segment.body[arg].dtype in _HALF_RATE for arg in args)
+        slots = _HALF_RATE_SLOTS if half else 1.0
+        found.append(2.0 * slots if wide[-1] or any(wide[arg] for arg in args) else slots)
+    return found
+
+
+def _division_instructions(index: Index, column: int) -> float:
+    divisions = [atom for atom, _ in index.terms if not isinstance(atom, Coord)]
+    return _DIVISION_INSTRUCTIONS * sum(column in atom.base.axes() for atom in divisions)

@@ -1,0 +1,112 @@
+"""Every choice of a region that was measured, with the work behind it: what the cost model is judged by and fitted to.
+
+Kept beside a region's plan, which only has the answer. A report can then leave kernels out of a fit and predict them,
+without a device and without tracing the model again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Literal
+
+from fuseplan.costmodel.calibrate import Sample
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import region_dependencies
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.partition.guided_loop import Choice
+from fuseplan.search.store import codec, limits
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.documents import CaptureStore, stored
+from fuseplan.search.store.record import RecordKey
+
+_PREFIX = "samples"
+
+
+@dataclass(frozen=True)
+class ChoiceSample:
+    """One measured way to run some ops of a region.
+
+    Attributes:
+        ops: Positions among the region's ops.
+        fused: One generated kernel in its default configuration; else the ATen op.
+        name: Calibration that predicts it: the kernel's back end, or ``"unfused"``.
+        label: For people.
+        family: What it computes, whatever the shape.
+        group: Workload key; equal ones are the same kernel.
+        mode: How it was launched.
+        work: What it does.
+        measured_us: Its time in the screening, by itself.
+        delay_us: How much longer it takes in its region, by the model (:mod:`fuseplan.planner.cost.shared_cache`).
+    """
+
+    ops: limits.Positions
+    fused: bool
+    name: str
+    label: str
+    family: str
+    group: str
+    mode: Literal["eager", "kernel", "graph", "overlapped", "early"]
+    work: Annotated[Work, limits.possible_work]
+    measured_us: limits.Measured
+    delay_us: limits.Signed = 0.0
+
+    def sample(self) -> Sample:
+        """As a calibration takes it."""
+        mode: Mode = self.mode
+        return Sample(self.work, mode, self.measured_us, family=self.family)
+
+
+@dataclass(frozen=True)
+class RegionSamples:
+    """What was measured of one region.
+
+    Attributes:
+        key: Key of the region's plan.
+        label: For people.
+        edges: Which op must run before which, by position, those by way of views included.
+        enumerated: Choices that there are, measured or not.
+        samples: The measured ones.
+    """
+
+    key: RecordKey
+    label: str
+    edges: tuple[tuple[int, int], ...]
+    enumerated: limits.Count
+    samples: tuple[ChoiceSample, ...]
+
+
+def region_samples(
+    key: RecordKey,
+    label: str,
+    graph: DataflowGraph,
+    region: Region,
+    enumerated: int,
+    measured: Iterable[tuple[Choice, ChoiceSample]],
+) -> RegionSamples:
+    """The record of a region; the samples of ``measured`` get their positions here."""
+    dependencies = region_dependencies(graph, region)
+    flow = flow_of(graph, None)
+    position = {name: number for number, name in enumerate(region.ops)}
+    names = [position[flow.names[at]] for at in dependencies.members]
+    edges = tuple(sorted((names[first], names[second]) for first, second in dependencies.edges()))
+    samples = tuple(
+        replace(sample, ops=tuple(position[op] for op in choice.group.ops)) for choice, sample in measured
+    )
+    return RegionSamples(key, label, edges, enumerated, samples)
+
+
+def store(database: Database, samples: RegionSamples) -> None:
+    """Keep the samples of a region; earlier ones of the same plan are replaced."""
+    key = samples.key
+    parts = (key.device, key.regime, key.numerics, key.workload)
+    database.put_capture(f"{_PREFIX}/{codec.checksum(' '.join(parts))}", asdict(samples))
+
+
+def load(database: CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
+    """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
+    found = stored(database, RegionSamples, _PREFIX)
+    wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]
+    return tuple(sorted(wanted, key=lambda one: (one.label, one.key.regime, one.key.workload)))

@@ -1,0 +1,207 @@
+"""What dispatch did in this process: groups by origin, misses, and every fallback with its reason.
+
+>>> from fuseplan.planner.dispatch_stats import reset_stats, stats
+>>> reset_stats()
+>>> stats().groups_fused
+0
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Literal
+
+#: Where a region's plan came from.
+Source = Literal["database", "tuned", "model", "unfused"]
+
+
+@dataclass(frozen=True)
+class CompileStats:
+    """One graph that went through the back end.
+
+    Attributes:
+        compile_id: Dynamo's id of the compilation (``"0/1"``: frame 0, first recompile), or a name for a graph that
+            did not come from ``torch.compile``.
+        regions: Regions of the graph.
+        from_database: Fused groups whose plan was looked up.
+        from_tuned: Fused groups whose plan was tuned now.
+        from_model: Fused groups whose plan rests on the cost model.
+        unfused: Groups that a plan wanted fused and that run as ATen ops; ``fallbacks`` says why.
+        planned_unfused: Regions whose answer is "do not fuse".
+        misses: Regions that the database did not know.
+        quarantined: Stored plans that cannot be those of their regions; ``fallbacks`` says why.
+        bucketed: Regions answered by the plan of a neighbouring size of the token dimension.
+        lookup_s: Seconds spent planning, look-ups included.
+        recordings: CUDA graphs recorded.
+        in_place: Outputs of fused groups that take the memory of an input nobody needs any more.
+        grouped_queries: Attention calls that read keys and values without a copy for every query head.
+        dropped_masks: Attention calls whose mask is constant, and causal or true everywhere: it is not computed.
+        added_masks: Attention calls that take their boolean mask as numbers, computed once for all of them.
+        fallbacks: Groups (or whole graphs) that run unfused, by reason.
+        notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
+    """
+
+    compile_id: str = ""
+    regions: int = 0
+    from_database: int = 0
+    from_tuned: int = 0
+    from_model: int = 0
+    unfused: int = 0
+    planned_unfused: int = 0
+    misses: int = 0
+    quarantined: int = 0
+    bucketed: int = 0
+    lookup_s: float = 0.0
+    recordings: int = 0
+    in_place: int = 0
+    grouped_queries: int = 0
+    dropped_masks: int = 0
+    added_masks: int = 0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def groups_fused(self) -> int:
+        """Groups that run as one kernel."""
+        return self.from_database + self.from_tuned + self.from_model
+
+
+@dataclass(frozen=True)
+class Stats(CompileStats):
+    """Totals over every graph compiled in this process since :func:`reset_stats`; ``compiles`` has each alone."""
+
+    compiles: tuple[CompileStats, ...] = ()
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{len(self.compiles)} graphs, {self.regions} regions: {self.groups_fused} groups fused "
+            f"({self.from_database} from the database, {self.from_tuned} tuned now, {self.from_model} by the model)",
+            f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
+        ]
+        lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
+        if self.quarantined:
+            lines.append(f"{self.quarantined} stored plans are unsound and not used; `plan tune` replaces them")
+        if self.in_place:
+            lines.append(f"{self.in_place} results in the memory of operands that were needed no more")
+        if self.grouped_queries:
+            lines.append(f"{self.grouped_queries} attention calls without a copy of keys for every query head")
+        if self.dropped_masks:
+            lines.append(f"{self.dropped_masks} attention calls without their mask, which is constant")
+        if self.added_masks:
+            lines.append(f"{self.added_masks} attention calls with numbers for a mask, computed once")
+        if self.recordings:
+            lines.append(f"{self.recordings} CUDA graphs recorded")
+        lines += [f"note: {count} x {reason}" for reason, count in sorted(self.notes.items())]
+        return "\n".join(lines)
+
+
+_COUNTED = tuple(f.name for f in fields(CompileStats) if f.name not in ("compile_id", "fallbacks", "notes"))
+
+
+class Tally:
+    """Counts of one compilation while they grow. A kernel that fails in its first call is counted here later."""
+
+    def __init__(self, compile_id: str = "") -> None:
+        self.compile_id = compile_id
+        self._counts: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+        self._notes: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter; ``name`` is an attribute of :class:`CompileStats`."""
+        with self._lock:
+            self._counts[name] += number
+
+    def fused(self, source: Source) -> None:
+        """A group runs as one kernel."""
+        self.count(f"from_{source}")
+
+    def fall_back(self, reason: str, source: Source | None = None) -> None:
+        """A group runs unfused. ``source`` is given when it had been counted as fused before."""
+        with self._lock:
+            self._counts["unfused"] += 1
+            if source is not None:
+                self._counts[f"from_{source}"] -= 1
+            self._fallbacks[reason] += 1
+
+    def refuse(self, reason: str) -> None:
+        """A whole graph runs unfused."""
+        with self._lock:
+            self._fallbacks[reason] += 1
+
+    def quarantine(self, reason: str) -> None:
+        """A stored plan is not used, since it is unsound."""
+        with self._lock:
+            self._counts["quarantined"] += 1
+            self._fallbacks[reason] += 1
+
+    def note(self, reason: str) -> None:
+        """Something that was asked for is not done; the kernels run all the same."""
+        with self._lock:
+            self._notes[reason] += 1
+
+    def spent(self, seconds: float) -> None:
+        """Add planning time."""
+        with self._lock:
+            self._seconds += seconds
+
+    def snapshot(self) -> CompileStats:
+        """The counts as they stand."""
+        with self._lock:
+            counts: dict[str, int] = {name: self._counts[name] for name in _COUNTED if name != "lookup_s"}
+            return CompileStats(
+                compile_id=self.compile_id,
+                lookup_s=self._seconds,
+                fallbacks=MappingProxyType(dict(self._fallbacks)),
+                notes=MappingProxyType(dict(self._notes)),
+                **counts,
+            )
+
+
+_TALLIES: list[Tally] = []
+_LOCK = threading.Lock()
+
+
+def new_tally(compile_id: str = "") -> Tally:
+    """A tally that :func:`stats` includes."""
+    tally = Tally(compile_id)
+    with _LOCK:
+        _TALLIES.append(tally)
+    return tally
+
+
+def stats() -> Stats:
+    """What dispatch did in this process since :func:`reset_stats`."""
+    with _LOCK:
+        compiles = tuple(tally.snapshot() for tally in _TALLIES)
+    return total(compiles)
+
+
+def total(compiles: tuple[CompileStats, ...]) -> Stats:
+    """Sums over compilations."""
+    fallbacks: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    for one in compiles:
+        fallbacks.update(one.fallbacks)
+        notes.update(one.notes)
+    sums = {name: sum(getattr(one, name) for one in compiles) for name in _COUNTED}
+    return Stats(
+        compile_id="all",
+        fallbacks=MappingProxyType(dict(fallbacks)),
+        notes=MappingProxyType(dict(notes)),
+        compiles=compiles,
+        **sums,
+    )
+
+
+def reset_stats() -> None:
+    """Forget every count."""
+    with _LOCK:
+        _TALLIES.clear()

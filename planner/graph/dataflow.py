@@ -1,0 +1,191 @@
+"""The dataflow graph of a model: a networkx DiGraph of ``OpNode`` with tensor specs, and bytes on the edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+
+from fuseplan.kernels.ir.index import Size, evaluate, is_static, number, product, row_major_strides
+from fuseplan.kernels.ir.ir import ITEMSIZE
+from fuseplan.kernels.ir.scalars import float32_bits
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Layout of a value. Sizes and strides count elements; dynamic ones are sympy expressions."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+    strides: tuple[Size, ...]
+
+    @staticmethod
+    def contiguous(shape: Iterable[Size], dtype: str) -> TensorSpec:
+        shape = tuple(shape)
+        return TensorSpec(shape, dtype, row_major_strides(shape))
+
+    @property
+    def numel(self) -> Size:
+        return product(self.shape)
+
+    @property
+    def is_static(self) -> bool:
+        return is_static(*self.shape, *self.strides)
+
+    def nbytes(self, symbols: Mapping[str, int | float] | None = None) -> int:
+        """Bytes of all elements (broadcast dimensions counted in full)."""
+        return evaluate(self.numel, symbols or {}) * ITEMSIZE.get(self.dtype, 1)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Inside ``OpNode.attrs``: stands for operand ``position`` of ``OpNode.inputs``."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class OpNode:
+    """One op. ``OpNode("aten.add.Tensor", ("x", "y"), ("z",))``.
+
+    ``inputs`` are the names of the tensor operands in the order of the ATen schema. ``attrs`` holds every other
+    argument by its schema name (``{"dim": (-1,), "keepdim": True}``), a number where a tensor may stand
+    (``{"other": 2.0}``), ``None`` for an absent optional tensor, and :class:`Ref` inside nested lists such as
+    ``{"indices": (None, Ref(1))}``. A tensor-list argument (``cat``) takes the remaining inputs.
+    """
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def name(self) -> str:
+        """Identity of the op in its graph: its first output."""
+        return self.outputs[0]
+
+
+class DataflowGraph:
+    """Ops and values of one captured model.
+
+    Attributes:
+        graph: ``networkx.DiGraph`` over op names. Node attribute ``op`` is the :class:`OpNode`; edge attributes are
+            ``values`` (tuple of value names carried, empty for a pure ordering edge) and ``nbytes``.
+        specs: Tensor spec of every value, graph inputs included.
+        inputs: Graph input values (activations and parameters), in call order.
+        outputs: Graph output values.
+        symbols: Dynamic sizes with the value seen at capture (the hint), and numbers that change with them or by
+            themselves: a float hint belongs to a symbol that is no integer.
+        derived: Definitions of the symbols that depend on others, as sympy expressions.
+        fresh: Graph inputs that stand for what another kernel has just produced (of a part of a model, cut out).
+    """
+
+    fresh: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        nodes: Iterable[OpNode],
+        specs: Mapping[str, TensorSpec],
+        inputs: Iterable[str],
+        outputs: Iterable[str],
+        symbols: Mapping[str, int | float] | None = None,
+        order: Iterable[tuple[str, str]] = (),
+        derived: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.graph: nx.DiGraph[str] = nx.DiGraph()
+        self.specs = dict(specs)
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.symbols = dict(symbols or {})
+        self.derived = dict(derived or {})
+        self._producer: dict[str, str] = {}
+        self._consumers: dict[str, list[str]] = {}
+        self._position: dict[str, int] = {}
+        self._returned = frozenset(self.outputs)
+        for node in nodes:
+            self._add(node)
+        for before, after in order:
+            if not self.graph.has_edge(before, after):
+                self.graph.add_edge(before, after, values=(), nbytes=0)
+
+    def _add(self, node: OpNode) -> None:
+        name = node.name
+        if name in self.graph:
+            raise ValueError(f"value {name} is produced twice")
+        self.graph.add_node(name, op=node)
+        self._position[name] = len(self._position)
+        for value in node.outputs:
+            self._producer[value] = name
+        for value in dict.fromkeys(node.inputs):
+            self._consumers.setdefault(value, []).append(name)
+            producer = self._producer.get(value)
+            if producer is None:
+                if value not in self.specs:
+                    raise ValueError(f"op {name} ({node.op}) reads {value}, which nothing produces")
+                continue
+            carried: tuple[str, ...] = ()
+            if self.graph.has_edge(producer, name):
+                carried = self.graph.edges[producer, name]["values"]
+            nbytes = sum(self.specs[v].nbytes(self.symbols) for v in (*carried, value))
+            self.graph.add_edge(producer, name, values=(*carried, value), nbytes=nbytes)
+
+    def __len__(self) -> int:
+        return self.graph.number_of_nodes()
+
+    def __iter__(self) -> Iterator[OpNode]:
+        """Ops in capture order, which is a topological order."""
+        for name in self.graph:
+            yield self.op(name)
+
+    def op(self, name: str) -> OpNode:
+        node = self.graph.nodes[name]["op"]
+        assert isinstance(node, OpNode)
+        return node
+
+    def position(self, name: str) -> int:
+        """Rank of an op in capture order."""
+        return self._position[name]
+
+    def is_returned(self, value: str) -> bool:
+        """True when the graph returns ``value``."""
+        return value in self._returned
+
+    @property
+    def kernel_sizes(self) -> dict[str, int]:
+        """The symbols' hints as kernels take them."""
+        return {name: float32_bits(hint) if isinstance(hint, float) else hint for name, hint in self.symbols.items()}
+
+    def completed(self, sizes: Mapping[str, int | float]) -> dict[str, int | float]:
+        """``sizes`` and the values of those derived symbols that they determine."""
+        found = dict(sizes)
+        for name, definition in self.derived.items():
+            if all(free.name in sizes for free in definition.free_symbols):
+                found[name] = type(self.symbols[name])(number(definition, sizes))
+        return found
+
+    def producer(self, value: str) -> str | None:
+        """Name of the op that produces ``value``; None for a graph input."""
+        return self._producer.get(value)
+
+    def consumers(self, value: str) -> tuple[str, ...]:
+        """Names of the ops that read ``value``, in capture order."""
+        return tuple(self._consumers.get(value, ()))
+
+
+@dataclass(frozen=True)
+class Region:
+    """Ops between those no generated kernel may absorb: compute ops and the view ops among them, topological.
+
+    Attributes:
+        ops: Op names in canonical order (equal regions list corresponding ops at equal positions).
+        inputs: Values read from outside, in canonical first-use order.
+        outputs: Values used outside (or graph outputs), in canonical order.
+        key: Canonical hash of structure, attributes, shapes, dtypes and strides; names play no part.
+    """
+
+    ops: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    key: str

@@ -1,0 +1,240 @@
+"""Running dataflow ops eagerly, one ATen call each: the unfused oracle, and the fallback of every fused group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+
+from fuseplan.kernels.ir.index import number
+from fuseplan.planner.errors import ShapeError, UnknownOpError
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
+
+#: Schema arguments whose values are torch objects, spelled as strings in ``OpNode.attrs``.
+_DTYPE_ARGUMENTS = ("dtype", "out_dtype")
+
+
+def resolve_op(name: str) -> torch._ops.OpOverload:
+    """The overload a name such as ``"aten.add.Tensor"`` stands for.
+
+    Raises:
+        UnknownOpError: PyTorch has no such op; the message suggests the nearest names.
+    """
+    namespace, _, rest = name.partition(".")
+    packet_name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), packet_name, None) if packet_name else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        raise UnknownOpError(name, _known_ops(namespace, packet_name))
+    found = getattr(packet, overload or "default", None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise UnknownOpError(name, [f"{namespace}.{packet_name}.{known}" for known in packet.overloads()])
+    return found
+
+
+def _known_ops(namespace: str, packet: str) -> list[str]:
+    """Registered names that could have been meant (the registry is large, so only those that start alike)."""
+    prefix = f"{namespace}::{packet[:2]}"
+    names = torch._C._dispatch_get_all_op_names()
+    return [name.replace("::", ".") for name in names if name.startswith(prefix)]
+
+
+def bind_call(
+    node: OpNode,
+    values: Sequence[Any],
+    symbols: Mapping[str, int | float] | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of the ATen call ``node`` stands for.
+
+    Args:
+        node: The op.
+        values: What stands for ``node.inputs``, in order: tensors, or proxies such as ``fx.Node``.
+        symbols: Values of the dynamic sizes in ``node.attrs``.
+        device: Given to ops that create a tensor from nothing (``arange``); the attribute ``device`` wins.
+
+    Raises:
+        ShapeError: An argument without a default is missing, or operands are left over.
+    """
+    referenced = {ref.position for ref in _refs(node.attrs.values())}
+    remaining = iter([value for position, value in enumerate(values) if position not in referenced])
+    parameters = parameters_of(node.op)
+    makes_tensor = not any(parameter.is_tensor for parameter in parameters)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.name in node.attrs:
+            value = _argument_value(parameter.name, node.attrs[parameter.name], values, symbols or {})
+        elif parameter.is_tensor:
+            value = _next_operand(node, parameter, remaining)
+        elif parameter.name == "device" and device is not None and makes_tensor:
+            value = torch.device(device)
+        elif parameter.required:
+            raise ShapeError(f"op {node.op} ({node.name}) lacks its argument {parameter.name!r}; add it to attrs")
+        elif parameter.kwarg_only:
+            continue
+        else:
+            value = parameter.default
+        if parameter.kwarg_only:
+            kwargs[parameter.name] = value
+        else:
+            args.append(value)
+    if next(remaining, None) is not None:
+        raise ShapeError(f"op {node.op} ({node.name}) has {len(values)} operands, more than its schema takes")
+    return args, kwargs
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of an ATen schema.
+
+    Attributes:
+        is_tensor: Takes a tensor, an optional tensor or a list of them.
+        is_variadic: A plain tensor list after which no tensor comes: it takes the remaining operands.
+        is_written: The op writes to it.
+    """
+
+    name: str
+    is_tensor: bool
+    is_variadic: bool
+    is_written: bool
+    kwarg_only: bool
+    required: bool
+    default: Any
+
+
+@cache
+def parameters_of(op: str) -> tuple[Parameter, ...]:
+    """The schema of an op as plain records, in order."""
+    arguments = resolve_op(op)._schema.arguments
+    last_tensor = max((n for n, argument in enumerate(arguments) if "Tensor" in str(argument.type)), default=-1)
+    return tuple(
+        Parameter(
+            name=argument.name,
+            is_tensor="Tensor" in str(argument.type),
+            is_variadic=number == last_tensor and str(argument.type) == "List[Tensor]",
+            is_written=argument.alias_info is not None and argument.alias_info.is_write,
+            kwarg_only=argument.kwarg_only,
+            required=not argument.has_default_value(),
+            default=argument.default_value,
+        )
+        for number, argument in enumerate(arguments)
+    )
+
+
+def _next_operand(node: OpNode, parameter: Parameter, remaining: Iterator[Any]) -> Any:
+    """The next operand, or all that are left for a variadic argument."""
+    if parameter.is_variadic:
+        return list(remaining)
+    found = next(remaining, None)
+    if found is None and parameter.required:
+        raise ShapeError(f"op {node.op} ({node.name}) lacks its operand {parameter.name!r}; add it to inputs")
+    return found
+
+
+def _refs(values: Any) -> Iterator[Ref]:
+    for value in values:
+        if isinstance(value, Ref):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _refs(value)
+
+
+def _argument_value(name: str, value: Any, values: Sequence[Any], symbols: Mapping[str, int | float]) -> Any:
+    """What ATen takes for an attribute: names become torch objects, symbols numbers, ``Ref`` the operand."""
+    if isinstance(value, Ref):
+        return values[value.position]
+    if isinstance(value, tuple | list):
+        return [_argument_value(name, item, values, symbols) for item in value]
+    if isinstance(value, sympy.Expr):
+        return number(value, symbols)
+    if isinstance(value, str):
+        if name in _DTYPE_ARGUMENTS or name == "layout":
+            return getattr(torch, value)
+        if name == "device":
+            return torch.device(value)
+        if name == "memory_format":
+            return getattr(torch, value)
+    return value
+
+
+def run_node(
+    node: OpNode,
+    inputs: Sequence[torch.Tensor],
+    device: torch.device | str | None = None,
+    symbols: Mapping[str, int | float] | None = None,
+) -> list[torch.Tensor]:
+    """Execute one op eagerly.
+
+    Args:
+        inputs: One tensor per ``node.inputs``.
+        device: Where ops without operands create their result; the first operand's device by default.
+
+    Returns:
+        One tensor per ``node.outputs``. The result of an in-place op is the tensor it wrote to.
+    """
+    if device is None and inputs:
+        device = inputs[0].device
+    args, kwargs = bind_call(node, inputs, symbols, device)
+    result = resolve_op(node.op)(*args, **kwargs)
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def bind_symbols(specs: Mapping[str, TensorSpec], tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Values of the dynamic sizes that stand alone as a dimension of some tensor.
+
+    Raises:
+        ShapeError: A tensor's rank or a fixed size differs from its spec, or one symbol would get two values.
+    """
+    found: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        spec = specs[name]
+        if len(spec.shape) != tensor.dim():
+            raise ShapeError(f"input {name} has shape {tuple(tensor.shape)}, the graph was captured for {spec.shape}")
+        for expected, actual in zip(spec.shape, tensor.shape, strict=True):
+            wanted = found.setdefault(expected.name, actual) if isinstance(expected, sympy.Symbol) else expected
+            if isinstance(wanted, int) and wanted != actual:
+                shape = tuple(tensor.shape)
+                raise ShapeError(f"input {name} has shape {shape}, the graph was captured for {spec.shape}")
+    return found
+
+
+def run_graph(
+    graph: DataflowGraph,
+    inputs: Mapping[str, torch.Tensor],
+    symbols: Mapping[str, int | float] | None = None,
+    opaque: Mapping[str, Callable[..., Any]] | None = None,
+) -> list[torch.Tensor]:
+    """Execute a whole graph op by op in capture order: the unfused oracle.
+
+    Args:
+        inputs: A tensor for every name in ``graph.inputs``. Inputs that the model mutates are written to.
+        symbols: Values of dynamic sizes that no input shape shows.
+        opaque: Callables for ops that are no ATen call, by op name in the graph (``Normalised.opaque``).
+
+    Returns:
+        One tensor per ``graph.outputs``.
+
+    Raises:
+        ShapeError: An input is missing or does not fit its spec.
+    """
+    missing = [name for name in graph.inputs if name not in inputs]
+    if missing:
+        raise ShapeError(f"graph input {missing[0]} is missing ({len(missing)} of {len(graph.inputs)} are)")
+    sizes = graph.completed(
+        {**bind_symbols(graph.specs, {name: inputs[name] for name in graph.inputs}), **(symbols or {})}
+    )
+    device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+    values: dict[str, torch.Tensor] = dict(inputs)
+    for node in graph:
+        operands = [values[name] for name in node.inputs]
+        if opaque is not None and node.name in opaque:
+            results = list(opaque[node.name](*operands))
+        else:
+            results = run_node(node, operands, operands[0].device if operands else device, sizes)
+        values.update(zip(node.outputs, results, strict=True))
+    return [values[name] for name in graph.outputs]

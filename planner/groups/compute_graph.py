@@ -1,0 +1,254 @@
+"""The dataflow graph as integer lists with the views resolved: what regions, candidates and covers are computed on.
+
+A view op moves no data, so a compute op is said to read the *source* values behind its views: values that a graph
+input, a compute op or an extern op holds. Positions are capture order, which is a topological order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Literal, TypeAlias
+from weakref import WeakKeyDictionary
+
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.lowering.recipes_index import LOOKUPS
+
+Kind: TypeAlias = Literal["view", "compute", "extern"]
+Classify: TypeAlias = Callable[[OpNode], Kind]
+
+#: Ops of a graph for each of which a bit mask over all ops is kept: eight megabytes at most.
+MAX_MASKED = 8192
+
+
+class Flow:
+    """Integer form of a :class:`DataflowGraph`; lists are indexed by the position of an op.
+
+    Attributes:
+        names, nodes: The ops.
+        kinds: ``"view"``, ``"compute"`` or ``"extern"`` of each op.
+        preds: Positions each op depends on, by data or by an ordering edge.
+        barriers: Edges between two ops that are not extern and that no group may cross: ordering edges, and those that
+            carry a table to a lookup, which needs all of it.
+        depth: Extern ops and barriers on the longest path that leads to the op. A path that runs through one
+            makes ``depth`` grow, so ops of equal depth are joined by no such path.
+        sources: Source values an op reads, in first-use order (for a view: those it is a view of).
+        readers: For each source value, the live compute and extern ops that read it, views looked through.
+        escapes: Source values of which the graph returns the value or a view.
+        live: False for a compute or view op on which no extern op and no graph output depends.
+    """
+
+    def __init__(self, graph: DataflowGraph, classify: Classify) -> None:
+        self.nodes: list[OpNode] = list(graph)
+        self.names: list[str] = [node.name for node in self.nodes]
+        self.position: dict[str, int] = {name: at for at, name in enumerate(self.names)}
+        self.kinds: list[Kind] = [classify(node) for node in self.nodes]
+        self._producer: dict[str, int] = {
+            value: at for at, node in enumerate(self.nodes) for value in node.outputs if self.kinds[at] != "view"
+        }
+        self._view_of: dict[str, int] = {
+            value: at for at, node in enumerate(self.nodes) for value in node.outputs if self.kinds[at] == "view"
+        }
+        self.sources: list[tuple[str, ...]] = []
+        self._resolve_sources()
+        self.preds: list[list[int]] = [[] for _ in self.nodes]
+        self.barriers: set[tuple[int, int]] = set()
+        self._read_edges(graph)
+        self.depth: list[int] = self._extern_depth()
+        self.escapes: set[str] = {source for value in graph.outputs for source in self.sources_of(value)}
+        self.live: list[bool] = self._liveness()
+        self.readers: dict[str, list[int]] = {}
+        for at, read in enumerate(self.sources):
+            if self.live[at] and self.kinds[at] != "view":
+                for source in read:
+                    self.readers.setdefault(source, []).append(at)
+
+    def _read_edges(self, graph: DataflowGraph) -> None:
+        position, kinds = self.position, self.kinds
+        values: tuple[str, ...]
+        for before, after, values in graph.graph.edges(data="values"):
+            start, end = position[before], position[after]
+            if start >= end:
+                raise ValueError(f"op {after} depends on {before}, which comes later in capture order")
+            self.preds[end].append(start)
+            if (not values and kinds[start] != "extern" and kinds[end] != "extern") or self._is_looked_up(end, values):
+                self.barriers.add((start, end))
+
+    def _is_looked_up(self, at: int, values: tuple[str, ...]) -> bool:
+        """Whether one of ``values`` is a computed table in which op ``at`` looks elements up."""
+        node = self.nodes[at]
+        if node.op not in LOOKUPS or self.kinds[at] != "compute" or node.inputs[0] not in values:
+            return False
+        makers = (self._producer.get(source) for source in self.sources_of(node.inputs[0]))
+        return any(maker is not None and self.kinds[maker] == "compute" for maker in makers)
+
+    def _extern_depth(self) -> list[int]:
+        depth = [0] * len(self.nodes)
+        for at, preds in enumerate(self.preds):
+            depth[at] = max(
+                (depth[p] + (self.kinds[p] == "extern" or (p, at) in self.barriers) for p in preds), default=0
+            )
+        return depth
+
+    def _resolve_sources(self) -> None:
+        for node in self.nodes:
+            found: dict[str, None] = {}
+            for value in node.inputs:
+                found.update(dict.fromkeys(self.sources_of(value)))
+            self.sources.append(tuple(found))
+
+    def _liveness(self) -> list[bool]:
+        live = [kind == "extern" for kind in self.kinds]
+        for source in self.escapes:
+            if (producer := self._producer.get(source)) is not None:
+                live[producer] = True
+        for at in reversed(range(len(self.nodes))):
+            if live[at] and self.kinds[at] != "view":
+                for source in self.sources[at]:
+                    if (producer := self._producer.get(source)) is not None:
+                        live[producer] = True
+        return live
+
+    def producer(self, source: str) -> int | None:
+        """Position of the compute or extern op that produces a source value; None for a graph input."""
+        return self._producer.get(source)
+
+    def sources_of(self, value: str) -> tuple[str, ...]:
+        """The source values behind ``value``: itself unless a view op produces it."""
+        view = self._view_of.get(value)
+        return (value,) if view is None else self.sources[view]
+
+    def compute_preds(self, at: int) -> Iterator[int]:
+        """Compute ops whose values op ``at`` reads, views looked through; each once."""
+        seen: set[int] = set()
+        for source in self.sources[at]:
+            producer = self._producer.get(source)
+            if producer is not None and producer not in seen and self.kinds[producer] == "compute":
+                seen.add(producer)
+                yield producer
+
+    @cached_property
+    def preds_behind_views(self) -> list[list[int]]:
+        """What :attr:`preds` becomes when views are looked through: positions of compute and extern ops."""
+        result: list[list[int]] = []
+        for preds in self.preds:
+            found: dict[int, None] = {}
+            for pred in preds:
+                found.update(dict.fromkeys(result[pred] if self.kinds[pred] == "view" else (pred,)))
+            result.append(list(found))
+        return result
+
+    @cached_property
+    def _separated(self) -> list[int] | None:
+        """For each op, the ops it is :meth:`separated` from, as a bit mask of positions; None in too large a graph."""
+        if len(self.nodes) > MAX_MASKED:
+            return None
+        ancestors: list[int] = []
+        result: list[int] = []
+        for at, preds in enumerate(self.preds):
+            above = apart = 0
+            for pred in preds:
+                path = ancestors[pred] | 1 << pred
+                above |= path
+                apart |= result[pred]
+                if (pred, at) in self.barriers:
+                    apart |= path
+                elif self.kinds[pred] == "extern":
+                    apart |= ancestors[pred]
+            ancestors.append(above)
+            result.append(apart)
+        return result
+
+    def views_behind(self, ops: Iterable[int]) -> list[int]:
+        """View ops on the way from source values to ``ops``, in capture order."""
+        found: set[int] = set()
+        pending = [value for at in ops for value in self.nodes[at].inputs]
+        while pending:
+            view = self._view_of.get(pending.pop())
+            if view is not None and view not in found:
+                found.add(view)
+                pending.extend(self.nodes[view].inputs)
+        return sorted(found)
+
+    def needed_outside(self, ops: Iterable[int]) -> list[str]:
+        """Values that ``ops`` produce and that the graph returns or another op reads, views looked through."""
+        members = set(ops)
+        return [
+            value
+            for at in sorted(members)
+            for value in self.nodes[at].outputs
+            if value in self.escapes or any(reader not in members for reader in self.readers.get(value, ()))
+        ]
+
+    def separated(self, before: int, after: int, budget: int) -> bool:
+        """True when a path ``before -> after`` runs through an op that no group with both ends may contain.
+
+        Raises:
+            TimeoutError: In a graph of more than :data:`MAX_MASKED` ops, more than ``budget`` ops were visited without
+                an answer.
+        """
+        if self.depth[before] >= self.depth[after]:
+            return False
+        if self._separated is None:
+            return self.first_blocker(before, after, budget) is not None
+        return bool(self._separated[after] & 1 << before)
+
+    def first_blocker(self, before: int, after: int, budget: int) -> int | None:
+        """An op on a path ``before -> after`` that no group with both ends may contain.
+
+        Returns:
+            The position of an extern op on such a path (the later op of a barrier); None when there is
+            no such path.
+
+        Raises:
+            TimeoutError: More than ``budget`` ops were visited without an answer.
+        """
+        if self.depth[before] >= self.depth[after]:
+            return None
+        seen: set[tuple[int, bool]] = set()
+        pending: list[tuple[int, int | None]] = [(after, None)]
+        floor = self.depth[before]
+        while pending:
+            at, blocker = pending.pop()
+            for pred in self.preds[at]:
+                if pred < before or self.depth[pred] < floor:
+                    continue
+                found = blocker
+                if found is None and (pred, at) in self.barriers:
+                    found = at
+                if pred == before:
+                    if found is not None:
+                        return found
+                    continue
+                if found is None and self.kinds[pred] == "extern":
+                    found = pred
+                state = (pred, found is not None)
+                if state in seen or (pred, True) in seen:
+                    continue
+                if len(seen) >= budget:
+                    raise TimeoutError(f"no answer within {budget} ops")
+                seen.add(state)
+                pending.append((pred, found))
+        return None
+
+
+_FLOWS: WeakKeyDictionary[DataflowGraph, tuple[Classify | None, int, Flow]] = WeakKeyDictionary()
+
+
+def flow_of(graph: DataflowGraph, classify: Classify | None = None) -> Flow:
+    """The graph's :class:`Flow`, remembered for the latest ``classify`` (None: the recipes' ``kind_of``)."""
+    remembered = _FLOWS.get(graph)
+    size = len(graph)
+    if remembered is not None and remembered[0] is classify and remembered[1] == size:
+        return remembered[2]
+    flow = Flow(graph, recipe_classifier(graph) if classify is None else classify)
+    _FLOWS[graph] = (classify, size, flow)
+    return flow
+
+
+def recipe_classifier(graph: DataflowGraph) -> Classify:
+    """The recipes' ``kind_of`` on this graph's specs."""
+    from fuseplan.planner.lowering.recipes import kind_of
+
+    specs = graph.specs
+    return lambda node: kind_of(node, specs)

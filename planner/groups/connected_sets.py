@@ -1,0 +1,190 @@
+"""Growing connected convex sets of ops one op at a time: all of them, or a stated part where there are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fuseplan.planner.groups.convex import Dependencies, bits
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Sets of members as masks, by size and then by their members' order.
+
+    ``complete`` tells whether these are all sets within the size limit; otherwise the counts say what was kept.
+    """
+
+    masks: tuple[int, ...]
+    complete: bool
+    vertical: int = 0
+    mirrored: int = 0
+    maximal: int = 0
+
+
+def grow(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[str]) -> Grown:
+    """Sets of at most ``max_ops`` members, connected and convex.
+
+    Past ``max_sets`` of them: every single member, sets joined by data flow (where these are more than three quarters
+    of the limit, of each size those that cut the fewest data-flow edges), mirrored pairs of them (equal multisets of
+    ``ops`` reading one value), and maximal sets. Single members and maximal sets are kept beyond the limit, so that
+    every member is covered.
+    """
+    found = _closure(dependencies, dependencies.neighbours, max_ops, max_sets)
+    if found is not None:
+        return Grown(_ordered(found), complete=True)
+    single = [1 << bit for bit in range(len(dependencies))]
+    budget = max_sets * 3 // 4
+    vertical = _closure(dependencies, dependencies.dataflow, max_ops, budget)
+    if vertical is None:
+        vertical = _beam(dependencies, max_ops, budget)
+    kept = dict.fromkeys((*single, *vertical))
+    maximal = [
+        mask for edges in (dependencies.dataflow, dependencies.neighbours)
+        for mask in _maximal(dependencies, edges, max_ops)
+    ]
+    pairs = _mirrored(dependencies, vertical, ops, max_ops, max(0, max_sets - len(kept) - len(maximal)))
+    kept |= dict.fromkeys((*maximal, *pairs))
+    return Grown(_ordered(kept), False, len(vertical), len(pairs), len(set(maximal)))
+
+
+def _ordered(masks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(masks, key=lambda mask: (mask.bit_count(), tuple(bits(mask)))))
+
+
+def _closure(dependencies: Dependencies, edges: Sequence[int], max_ops: int, limit: int) -> list[int] | None:
+    """All convex sets connected by ``edges``, by size; None when there are more than ``limit``."""
+    layer = _singles(dependencies, edges)
+    found = list(layer)
+    for _ in range(1, max_ops):
+        if len(found) > limit:
+            return None
+        layer = _wider(dependencies, edges, layer, limit - len(found))
+        if not layer:
+            break
+        found += layer
+    return found if len(found) <= limit else None
+
+
+def _beam(dependencies: Dependencies, max_ops: int, budget: int) -> list[int]:
+    """Convex sets joined by data flow: of each size those that cut the fewest data-flow edges, about ``budget``."""
+    edges = dependencies.dataflow
+    layer = _singles(dependencies, edges)
+    found: list[int] = []
+    sizes = min(len(layer), max_ops) - 1
+    width = max(1, (budget - len(layer)) // max(sizes, 1))
+    for _ in range(sizes):
+        layer = _wider(dependencies, edges, layer, limit=None)
+        best = sorted(_ordered(layer), key=lambda mask: sum((edges[bit] & ~mask).bit_count() for bit in bits(mask)))
+        layer = {mask: layer[mask] for mask in best[:width]}
+        found += layer
+    return found
+
+
+#: Sets by mask, each with the masks of the members above it, below it, and joined to it.
+_Layer: TypeAlias = dict[int, tuple[int, int, int]]
+
+
+def _singles(dependencies: Dependencies, edges: Sequence[int]) -> _Layer:
+    ancestors, descendants = dependencies.ancestors, dependencies.descendants
+    return {1 << bit: (ancestors[bit], descendants[bit], edges[bit]) for bit in range(len(dependencies))}
+
+
+def _wider(dependencies: Dependencies, edges: Sequence[int], layer: _Layer, limit: int | None) -> _Layer:
+    """The convex sets that have one member more than a set of ``layer``; it stops soon after ``limit``."""
+    ancestors, descendants = dependencies.ancestors, dependencies.descendants
+    detours, detours_from = dependencies.detours, dependencies.detours_from
+    wider: _Layer = {}
+    for mask, (above, below, near) in layer.items():
+        for bit in bits(near & ~mask):
+            joined = mask | 1 << bit
+            if joined in wider or (detours[bit] | detours_from[bit]) & mask:
+                continue
+            new_above, new_below = above | ancestors[bit], below | descendants[bit]
+            if not new_above & new_below & ~joined:
+                wider[joined] = (new_above, new_below, near | edges[bit])
+        if limit is not None and len(wider) > limit:
+            break
+    return wider
+
+
+def _maximal(dependencies: Dependencies, edges: Sequence[int], max_ops: int) -> list[int]:
+    """Greedily grown sets, started from each member that no earlier one covers."""
+    sets: list[int] = []
+    covered = 0
+    for bit in range(len(dependencies)):
+        if covered >> bit & 1:
+            continue
+        mask = _grow_greedily(dependencies, edges, 1 << bit, max_ops)
+        covered |= mask
+        sets.append(mask)
+    return sets
+
+
+def _grow_greedily(dependencies: Dependencies, edges: Sequence[int], mask: int, max_ops: int) -> int:
+    grew = True
+    while grew:
+        grew = False
+        for bit in bits(_joined(edges, mask) & ~mask):
+            wider = mask | 1 << bit
+            wider |= dependencies.between(wider)
+            if wider.bit_count() <= max_ops and not dependencies.has_detour(wider) and dependencies.is_connected(wider):
+                mask = wider
+                grew = True
+    return mask
+
+
+def parts(dependencies: Dependencies, within: int, max_ops: int, allowed: Callable[[int], bool]) -> list[int]:
+    """Disjoint connected convex sets that cover ``within``: grown in it member by member, as far as allowed.
+
+    A member that was refused once is not tried again, so that about as many sets are asked about as there are members.
+    """
+    sets: list[int] = []
+    rest = within
+    while rest:
+        mask = rest & -rest
+        untried = rest & ~mask
+        while near := untried & _joined(dependencies.neighbours, mask):
+            bit = next(bits(near))
+            untried &= ~(1 << bit)
+            wider = mask | 1 << bit
+            wider |= dependencies.between(wider)
+            inside = not wider & ~rest and wider.bit_count() <= max_ops
+            if inside and dependencies.is_convex(wider) and allowed(wider):
+                mask = wider
+        rest &= ~mask
+        sets.append(mask)
+    return sets
+
+
+def _joined(edges: Sequence[int], mask: int) -> int:
+    """Members that an edge joins to those of a set."""
+    near = 0
+    for bit in bits(mask):
+        near |= edges[bit]
+    return near
+
+
+def _mirrored(
+    dependencies: Dependencies, sets: Sequence[int], ops: Sequence[str], max_ops: int, limit: int
+) -> list[int]:
+    """Unions of two disjoint sets of the same ops that are siblings, largest first."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for mask in sets:
+        alike.setdefault(tuple(sorted(ops[bit] for bit in bits(mask))), []).append(mask)
+    pairs: dict[int, None] = {}
+    for twins in sorted(alike.values(), key=lambda masks: -masks[0].bit_count()):
+        for number, mask in enumerate(twins):
+            siblings = 0
+            for bit in bits(mask):
+                siblings |= dependencies.siblings[bit]
+            for twin in twins[number + 1 :]:
+                joined = mask | twin
+                if len(pairs) >= limit:
+                    return list(pairs)
+                if mask & twin or not siblings & twin or joined.bit_count() > max_ops:
+                    continue
+                if dependencies.is_convex(joined):
+                    pairs[joined] = None
+    return list(pairs)

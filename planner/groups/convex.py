@@ -1,0 +1,157 @@
+"""Dependencies among the compute ops of a region as bit masks: what is convex, what is connected.
+
+Bit ``i`` stands for the region's ``i``-th compute op in canonical order. A *detour* ``u -> v`` is a path on which
+something outside the region runs between the two (an extern op, an ordering edge): no group may hold both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fuseplan.planner.groups.compute_graph import Flow
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Numbers of the set bits, ascending."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """How the members of a region depend on each other.
+
+    Attributes:
+        members: Positions of the compute ops in the flow; bit ``i`` is ``members[i]``.
+        reads: For each member, the members whose values it reads (views looked through).
+        detours: For each member, the members that reach it by a detour.
+        siblings: For each member, the members that read a source value it reads too.
+    """
+
+    members: tuple[int, ...]
+    reads: tuple[int, ...]
+    detours: tuple[int, ...]
+    siblings: tuple[int, ...]
+
+    @staticmethod
+    def of(flow: Flow, members: Sequence[int]) -> Dependencies:
+        number = {at: bit for bit, at in enumerate(members)}
+        reads, detours = _arrivals(flow, number)
+        reached: dict[str, int] = {}
+        for bit, at in enumerate(members):
+            for source in flow.sources[at]:
+                reached[source] = reached.get(source, 0) | 1 << bit
+        siblings = []
+        for bit, at in enumerate(members):
+            mask = 0
+            for source in flow.sources[at]:
+                mask |= reached[source]
+            siblings.append(mask & ~(1 << bit))
+        return Dependencies(tuple(members), tuple(reads), tuple(detours), tuple(siblings))
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @cached_property
+    def neighbours(self) -> tuple[int, ...]:
+        """For each member, those it is joined with by data flow (in either direction) or as a sibling."""
+        return tuple(flow | sibling for flow, sibling in zip(self.dataflow, self.siblings, strict=True))
+
+    @cached_property
+    def dataflow(self) -> tuple[int, ...]:
+        """For each member, the members that it reads or that read it."""
+        return tuple(a | b for a, b in zip(self.reads, _transpose(self.reads), strict=True))
+
+    @cached_property
+    def detours_from(self) -> tuple[int, ...]:
+        """For each member, the members it reaches by a detour."""
+        return _transpose(self.detours)
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """For each member, all members it depends on, detours included."""
+        result = [0] * len(self)
+        for bit in sorted(range(len(self)), key=lambda bit: self.members[bit]):
+            for pred in bits(self.reads[bit] | self.detours[bit]):
+                result[bit] |= result[pred] | 1 << pred
+        return tuple(result)
+
+    @cached_property
+    def descendants(self) -> tuple[int, ...]:
+        return _transpose(self.ancestors)
+
+    def between(self, mask: int) -> int:
+        """Members outside ``mask`` that lie on a path from one of its members to another."""
+        above = below = 0
+        for bit in bits(mask):
+            above |= self.ancestors[bit]
+            below |= self.descendants[bit]
+        return above & below & ~mask
+
+    def has_detour(self, mask: int) -> bool:
+        return any(self.detours[bit] & mask for bit in bits(mask))
+
+    def is_convex(self, mask: int) -> bool:
+        """True when running the members of ``mask`` as one kernel leaves the graph acyclic."""
+        return not self.between(mask) and not self.has_detour(mask)
+
+    def is_connected(self, mask: int, edges: Sequence[int] | None = None) -> bool:
+        """True when ``edges`` (default: data flow and siblings) join all members of ``mask``."""
+        edges = self.neighbours if edges is None else edges
+        found = front = mask & -mask
+        while front:
+            near = 0
+            for bit in bits(front):
+                near |= edges[bit]
+            front = near & mask & ~found
+            found |= front
+        return found == mask
+
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """All dependencies, detours included, as pairs of member numbers."""
+        return tuple(
+            (pred, bit) for bit in range(len(self)) for pred in bits(self.reads[bit] | self.detours[bit])
+        )
+
+
+def _transpose(rows: Iterable[int]) -> tuple[int, ...]:
+    rows = tuple(rows)
+    result = [0] * len(rows)
+    for row, mask in enumerate(rows):
+        for column in bits(mask):
+            result[column] |= 1 << row
+    return tuple(result)
+
+
+def _arrivals(flow: Flow, number: dict[int, int]) -> tuple[list[int], list[int]]:
+    """For each member, the members that reach it through views alone, and those that reach it by a detour."""
+    reads = [0] * len(number)
+    detours = [0] * len(number)
+    #: What leaves an op outside the region: members that arrive through views alone, and by a detour.
+    leaving: dict[int, tuple[int, int]] = {}
+    for at in range(min(number), max(number) + 1):
+        direct, detour = _merge(flow, at, number, leaving)
+        if at in number:
+            reads[number[at]], detours[number[at]] = direct, detour
+            leaving[at] = (1 << number[at], 0)
+        elif direct | detour:
+            leaving[at] = (direct, detour) if flow.kinds[at] == "view" else (0, direct | detour)
+    return reads, detours
+
+
+def _merge(flow: Flow, at: int, number: dict[int, int], leaving: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    direct = detour = 0
+    for pred in flow.preds[at]:
+        arriving = leaving.get(pred)
+        if arriving is None:
+            continue
+        if (pred, at) in flow.barriers:
+            detour |= arriving[0] | arriving[1]
+        else:
+            direct |= arriving[0]
+            detour |= arriving[1]
+    return direct, detour

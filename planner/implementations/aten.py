@@ -1,0 +1,78 @@
+"""A group as the ATen ops it replaced, called like its kernel and no slower than in eager mode."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
+from fuseplan.planner.implementations.subject import chain_module, group_nodes
+from fuseplan.planner.lowering.lower import Lowered
+from fuseplan.planner.runtime.fallback import Fused, layout_of, same_layout
+from fuseplan.planner.runtime.placement import Traced
+
+
+def run_unfused(
+    traced: Traced, ops: Sequence[str], lowered: Lowered, device_type: str, args: Sequence[Any]
+) -> tuple[Any, Fused]:
+    """Run the group's ops; the result, and a function of generated code that does so in later calls.
+
+    Args:
+        traced: The graph.
+        ops: Names of the group's ops.
+        lowered: The kernel that could not be used: results are laid out like its outputs.
+        device_type: Where it runs.
+        args: What the kernel would be called with.
+    """
+    plain = _generated(traced, ops, lowered, device_type)
+    laid_out = _LaidOut(plain, lowered)
+    results = plain(*args)
+    fitted = laid_out.fit(results, args)
+    return fitted, plain if fitted is results else laid_out
+
+
+def _generated(traced: Traced, ops: Sequence[str], lowered: Lowered, device_type: str) -> Fused:
+    nodes = group_nodes(traced.graph, ops, lowered)
+    module = chain_module(nodes, lowered.inputs, lowered.outputs, device_type, lowered.ir.symbols, traced.graph)
+    for node in module.graph.nodes:
+        if (value := node.meta.get("value")) is not None:
+            node.meta["traced"] = traced.node_of[value].name
+    bind_calls(module.graph, traced.module.graph)
+    (results,) = module.graph.output_node().args
+    if isinstance(results, tuple) and len(results) == 1:  # a kernel gives a single tensor as it is
+        module.graph.output_node().args = results
+    module.recompile()
+    fill_namespace(module.forward.__globals__)
+    forward: Fused = module.forward
+    return forward
+
+
+class _LaidOut:
+    """Calls the ops; where a result's strides are not those of the kernel's output, it is copied."""
+
+    def __init__(self, plain: Fused, lowered: Lowered) -> None:
+        self._plain = plain
+        self._ir = lowered.ir
+
+    def __call__(self, *args: Any) -> Any:
+        return self.fit(self._plain(*args), args)
+
+    def fit(self, results: Any, args: Sequence[Any]) -> Any:
+        """The results of a call, themselves if nothing has to be copied."""
+        ir = self._ir
+        symbols = dict(zip(ir.symbols, args[len(ir.inputs) :], strict=True))
+        given = (results,) if isinstance(results, torch.Tensor) else results
+        fitted = [_laid_out(one, *layout_of(buffer, symbols)) for one, buffer in zip(given, ir.outputs, strict=True)]
+        if all(map(operator.is_, fitted, given)):
+            return results
+        return fitted[0] if isinstance(results, torch.Tensor) else tuple(fitted)
+
+
+def _laid_out(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor itself when its strides are those, else a copy that has them."""
+    if same_layout((tuple(tensor.shape), tuple(tensor.stride())), (shape, strides)):
+        return tensor
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

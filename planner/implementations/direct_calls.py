@@ -1,0 +1,226 @@
+"""ATen calls through the bindings that PyTorch itself uses: a method or function in place of the operator object.
+
+``torch.ops.aten.view.default(x, shape)`` finds its kernel through a boxed call that converts each argument by schema;
+``Tensor.view`` is generated C++ for the same operator and takes half the time or less. Which overload a binding picks
+depends on the kinds of its arguments, so every use is tried out: the binding is traced with operands of the same kind
+on the meta device, and taken only when it dispatches that very overload, once, with equal arguments, and returns its
+result. Operators that fail this in any way are called as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuseplan.planner.implementations.aliasing import is_written
+
+
+class Direct:
+    """Stands for a function in an FX graph until :func:`fill_namespace`; FX asks a target for its name."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.function = function
+        self.__name__ = name
+        self.__qualname__ = name
+        self.__module__ = "fuseplan"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def fill_namespace(namespace: dict[str, Any]) -> None:
+    """Put functions where generated code calls their :class:`Direct` stand-ins."""
+    for name, value in list(namespace.items()):
+        if isinstance(value, Direct):
+            namespace[name] = value.function
+
+
+def bind_calls(graph: fx.Graph, traced: fx.Graph) -> None:
+    """Call each ATen op of ``graph`` through the binding that :func:`find_binding` knows for it.
+
+    Args:
+        graph: The graph to change; its nodes name the traced node they stand for (``meta["traced"]``).
+        traced: The trace, whose nodes have fake values.
+    """
+    values = FakeValues(traced)
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        try:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: _example(values[one]))
+        except _NoExample:
+            continue
+        found = find_binding(node.target, args, kwargs)
+        if found is not None:
+            node.target = found
+
+
+class FakeValues:
+    """The fake value that a node of a rewritten graph stands for; None where that is not known."""
+
+    def __init__(self, traced: fx.Graph) -> None:
+        self._nodes = {node.name: node for node in traced.nodes}
+
+    def __getitem__(self, node: fx.Node) -> Any:
+        source = self._nodes.get(node.meta.get("traced", ""))
+        if source is None:
+            return None
+        value = source.meta.get("val")
+        if value is None and source.target is operator.getitem:
+            whole, number = source.args
+            items = whole.meta.get("val") if isinstance(whole, fx.Node) else None
+            value = items[number] if isinstance(items, Sequence) and isinstance(number, int) else None
+        return value
+
+
+# -- examples of operands ---------------------------------------------------------------------------------
+
+
+class _NoExample(Exception):
+    """There is no plain value like this one."""
+
+
+def _example(value: Any) -> Any:
+    """A value of the same kind: tensors on the meta device, dynamic sizes as the numbers they were traced with."""
+    if isinstance(value, list | tuple):
+        return [_example(item) for item in value]
+    if isinstance(value, torch.SymInt) and isinstance(hint := value.node.hint, int):
+        return hint
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+        raise _NoExample
+    shape, strides = (_example(list(sizes)) for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+
+
+#: What a binding's choice of an overload depends on.
+_Kind = tuple[Any, ...]
+
+
+def _kind(value: Any) -> _Kind:
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, value.dim()
+    if isinstance(value, list | tuple):
+        return "list", *map(_kind, value)
+    if isinstance(value, dict):
+        return "dict", *((key, _kind(item)) for key, item in value.items())
+    if type(value) in (int, float):
+        return (type(value),)
+    return type(value), value
+
+
+# -- bindings ---------------------------------------------------------------------------------------------
+
+#: Where PyTorch keeps the functions generated for its operators.
+_NAMESPACES: tuple[Any, ...] = tuple(
+    namespace for name in ("TensorBase", "_VariableFunctions", "_nn", "_linalg", "_special", "_fft")
+    if (namespace := getattr(torch._C, name, None)) is not None
+)
+_FOUND: dict[tuple[torch._ops.OpOverload, _Kind, _Kind], Direct | None] = {}
+_STANDINS: dict[tuple[str, str], Direct] = {}
+
+
+def find_binding(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Direct | None:
+    """A function that does exactly what ``target`` does when called with arguments of this kind, None without one.
+
+    Args:
+        target: The operator.
+        args, kwargs: Arguments as it would get them: tensors on the meta device, which are not touched by an operator
+            that only reads.
+    """
+    if not _is_eligible(target, args, kwargs):
+        return None
+    key = target, _kind(tuple(args)), _kind(dict(kwargs))
+    if key not in _FOUND:
+        _FOUND[key] = next(
+            (
+                _standin(namespace, candidate) for namespace in _NAMESPACES
+                if callable(candidate := getattr(namespace, target._opname, None))
+                and _does_the_same(candidate, target, args, kwargs)
+            ),
+            None,
+        )
+    return _FOUND[key]
+
+
+def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Not what makes tensors from nothing, draws random numbers, names a device, or writes to ``out=``."""
+    leaves = pytree.tree_leaves((list(args), dict(kwargs)))
+    draws = torch.Tag.nondeterministic_seeded in target.tags
+    return (
+        target.namespace == "aten"
+        and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        and not any(isinstance(leaf, torch.device) for leaf in leaves)
+        and not (draws and _by_name(target, args, kwargs).get("dropout_p") != 0.0)
+        and not any(arg.kwarg_only and is_written(arg) for arg in target._schema.arguments)
+    )
+
+
+def _standin(namespace: Any, function: Callable[..., Any]) -> Direct:
+    """One for each function, so that generated code has one name for it."""
+    name = function.__name__
+    return _STANDINS.setdefault((str(namespace), name), Direct(function, name))
+
+
+def _does_the_same(
+    candidate: Callable[..., Any], target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def call(*given: torch.Tensor) -> Any:
+        remaining = iter(given)
+        filled = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
+        return candidate(*own_args, **own_kwargs)
+
+    try:
+        with torch.no_grad():
+            graph = make_fx(call, pre_dispatch=True)(*(tensor.clone() for tensor in tensors)).graph
+    except Exception:  # no such overload, or no way to try it without data
+        return False
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if len(calls) != 1 or calls[0].target is not target:
+        return False
+    numbers = iter(graph.find_nodes(op="placeholder"))
+    expected = pytree.tree_unflatten(
+        [next(numbers) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
+    )
+    (call_node,) = calls
+    seen = _by_name(target, call_node.args, call_node.kwargs)
+    return _equal(seen, _by_name(target, *expected)) and _returns(graph.output_node().args[0], call_node)
+
+
+def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by the names in the schema, defaults included."""
+    names = [arg.name for arg in target._schema.arguments]
+    defaults = {arg.name: arg.default_value for arg in target._schema.arguments if arg.has_default_value()}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Equal, and of one type: 1, 1.0 and True are different scalars."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _returns(result: Any, call: fx.Node) -> bool:
+    """Whether ``result`` is all that ``call`` gives, in its order."""
+    if not isinstance(result, list | tuple):
+        return result is call
+    items = all(
+        isinstance(item, fx.Node) and item.target is operator.getitem and item.args == (call, number)
+        for number, item in enumerate(result)
+    )
+    whole = call.meta.get("val")
+    return items and isinstance(whole, list | tuple) and len(result) == len(whole)

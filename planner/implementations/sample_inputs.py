@@ -1,0 +1,134 @@
+"""Random operands for a chain of ops: numbers its ops are defined on, indices that exist, words with all their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fuseplan.kernels.ir.gathers import index_limits, tables
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.reference import torch_dtype
+from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+
+#: Rows of a table that are made at least. More would only take memory: whatever a kernel looks up lies in these.
+MOST_TABLE_ROWS = 8192
+_INTEGERS_BELOW = 8
+
+#: Ops undefined below zero, ops never negative, and ops as non-negative as their operands.
+_ROOTS = frozenset({"rsqrt", "sqrt", "log", "log2", "log1p", "pow"})
+_NEVER_NEGATIVE = frozenset({"abs", "square", "exp", "exp2", "sigmoid", "softmax", "_softmax", "relu", "arange"})
+_KEEP_SIGN = frozenset({
+    "add", "mul", "div", "mean", "sum", "amax", "amin", "maximum", "to", "_to_copy", "clone", "view", "reshape",
+    "transpose", "slice", "unsqueeze", "expand", "cat", "contiguous", "clamp", "clamp_min", "sqrt", "rsqrt",
+})
+#: Ops that pass their first operand on, perhaps in another place or type.
+_CARRIERS = frozenset({
+    "to", "_to_copy", "clone", "contiguous", "view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "slice",
+    "select", "repeat_interleave",
+})
+#: Operand that an op divides by (batch norm by the variance, its last), and operand that it takes apart bit by bit.
+_DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0, "batch_norm": -1}
+_PACKED = {"bitwise_right_shift": 0, "__rshift__": 0}
+
+
+def sample_inputs(
+    ir: KernelIR, nodes: Sequence[OpNode], names: Sequence[str], specs: Mapping[str, TensorSpec],
+    generator: torch.Generator, most: int | None = None,
+) -> list[torch.Tensor]:
+    """One tensor for each input of a static kernel, in the layout it expects.
+
+    Floats are N(0, 1); |N(0, 1)| + 0.1 where something is divided by them, and everywhere if the chain takes a root or
+    logarithm of something that could be negative. Integers are 0 to 7, or what a lookup by them can find; words that
+    the chain takes apart have random bits. A table that is only looked up has at most ``MOST_TABLE_ROWS`` rows.
+
+    Args:
+        ir: The kernel.
+        nodes: The chain of ops it stands for.
+        names: Its inputs, in order.
+        specs: Layouts by name.
+        generator: Source of randomness, on the device of the tensors.
+        most: Integers are below this, too; with 1, floats are equal as well.
+    """
+    positive = needs_positive_inputs(nodes)
+    divisors, packed = _flowing_into(nodes, _DIVISORS), _flowing_into(nodes, _PACKED)
+    limits = {number: min(limit, MOST_TABLE_ROWS) for number, limit in index_limits(ir).items()}
+    short = {table.buffer for table in tables(ir) if table.rows > MOST_TABLE_ROWS}
+    made = []
+    for number, name in enumerate(names):
+        spec = specs[name]
+        if number in short:
+            spec = replace(spec, shape=(MOST_TABLE_ROWS, *spec.shape[1:]))
+        below = None if name in packed else limits.get(number, _INTEGERS_BELOW)
+        if below is not None and most is not None:
+            below = min(below, most)
+        made.append(random_tensor(spec, generator, positive or name in divisors, below, 0.0 if most == 1 else 1.0))
+    return made
+
+
+def _flowing_into(nodes: Sequence[OpNode], operands: Mapping[str, int]) -> set[str]:
+    """Values that reach, at most moved or converted, one of the named operands of an op."""
+    found: set[str] = set()
+    for node in reversed(nodes):
+        name = node.op.split(".")[1]
+        position = operands.get(name)
+        if position is not None and position < len(node.inputs):
+            found.add(node.inputs[position])
+        if name in _CARRIERS and node.inputs and not found.isdisjoint(node.outputs):
+            found.add(node.inputs[0])
+    return found
+
+
+def needs_positive_inputs(nodes: Iterable[OpNode]) -> bool:
+    """True when a root or logarithm in the chain may see a negative number if the inputs may be negative."""
+    never_negative: set[str] = set()
+    for node in nodes:
+        name = node.op.split(".")[1]
+        operands_safe = all(value in never_negative for value in node.inputs)
+        exponent = node.attrs.get("exponent")
+        if name == "pow" and isinstance(exponent, int | float) and exponent == int(exponent):
+            if exponent % 2 == 0 or operands_safe:
+                never_negative.update(node.outputs)
+            continue
+        if name in _ROOTS and not operands_safe:
+            return True
+        if name in _NEVER_NEGATIVE or (name in _KEEP_SIGN and operands_safe and _adds_nothing_negative(node)):
+            never_negative.update(node.outputs)
+    return False
+
+
+def _adds_nothing_negative(node: OpNode) -> bool:
+    other = node.attrs.get("other", 0)
+    return not isinstance(other, int | float) or other >= 0
+
+
+def random_tensor(
+    spec: TensorSpec, generator: torch.Generator, positive: bool = False, below: int | None = _INTEGERS_BELOW,
+    spread: float = 1.0,
+) -> torch.Tensor:
+    """A random tensor with exactly this layout, on the generator's device (elements at one address are equal).
+
+    Args:
+        spec: The layout.
+        generator: Source of randomness.
+        positive: Floats are spread * |N(0, 1)| + 0.1 instead of spread * N(0, 1).
+        below: Integers are at least 0 and less than this; None for all of their type's numbers (as bytes always are).
+        spread: Of the floats.
+    """
+    device = generator.device
+    span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))
+    dtype = torch_dtype(spec.dtype)
+    if 0 in spec.shape:
+        span = 0
+    if dtype.is_floating_point:
+        noise = torch.randn(span, generator=generator, dtype=torch.float32, device=device) * spread
+        flat = (noise.abs() + 0.1 if positive else noise).to(dtype)
+    elif dtype == torch.bool:
+        flat = torch.rand(span, generator=generator, device=device) < 0.5
+    elif below is None or dtype in (torch.int8, torch.uint8):
+        limits = torch.iinfo(dtype)
+        flat = torch.randint(limits.min, limits.max, (span,), generator=generator, dtype=dtype, device=device)
+    else:
+        flat = torch.randint(0, below, (span,), generator=generator, device=device).to(dtype)
+    return flat.as_strided(spec.shape, spec.strides)

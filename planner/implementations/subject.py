@@ -1,0 +1,286 @@
+"""One fusion group as the search sees it: inputs to run it on, the unfused chain, a float64 oracle, the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.gathers import computes_indices
+from fuseplan.kernels.ir.index import number, symbols_of
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.reference import torch_dtype
+from fuseplan.kernels.ir.scalars import float_of_bits
+from fuseplan.planner.cost.group_work import hot_inputs, kernel_work
+from fuseplan.planner.graph.binding import bind_spec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.graph.execute import bind_call, resolve_op
+from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
+from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.recipes import kind_of
+
+__all__ = [
+    "GroupSubject", "bound_specs", "chain_module", "group_label", "group_nodes", "group_subject",
+    "needs_positive_inputs", "random_tensor", "reference_results",
+]
+
+
+#: Bounds on integers that are tried one after another where random ones lead to indices that do not exist.
+_SMALLER = (4, 2, 1)
+
+
+@dataclass(frozen=True)
+class GroupSubject:
+    """A fusion group with concrete sizes (implements :class:`fuseplan.search.timing.subject.Subject`).
+
+    Attributes:
+        key: Canonical workload key.
+        label: Short name for people.
+        ir: The fused kernel, static.
+        work: Bytes, flops and launches of the fused kernel.
+        hot_inputs: Per input, True for an activation just produced, False for a weight.
+        nodes: The ops of the unfused chain with the views between them, topological.
+        inputs: Value names of the kernel's inputs.
+        outputs: Value names of the kernel's outputs.
+        specs: Layouts of every value named above.
+        device: Device type the unfused chain creates tensors on.
+    """
+
+    key: str
+    label: str
+    ir: KernelIR
+    work: Work
+    hot_inputs: tuple[bool, ...]
+    nodes: tuple[OpNode, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    specs: Mapping[str, TensorSpec]
+    device: str = "cpu"
+
+    def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
+        """Fresh random tensors in the layout the kernel expects (:func:`sample_inputs`).
+
+        Where the chain computes what it looks up, the numbers are made smaller until all of that exists.
+        """
+        for most in (None, *_SMALLER):
+            generator = torch.Generator(device).manual_seed(seed)
+            inputs = sample_inputs(self.ir, self.nodes, self.inputs, self.specs, generator, most)
+            if not computes_indices(self.ir) or self._finds_all(inputs):
+                break
+        return inputs
+
+    def _finds_all(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether every index exists: asked on the CPU, since a GPU that misses one answers nothing any more."""
+        chain = chain_module(self.nodes, self.inputs, self.outputs, "cpu")
+        try:
+            chain.forward(*(tensor.cpu() for tensor in inputs))
+        except (IndexError, RuntimeError) as error:
+            return not (isinstance(error, IndexError) or "out of bounds" in str(error))
+        return True
+
+    def allocate_outputs(self, device: str) -> list[torch.Tensor]:
+        return [
+            torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)
+            for spec in (self.specs[value] for value in self.outputs)
+        ]
+
+    @cached_property
+    def chain(self) -> fx.GraphModule:
+        """The unfused chain as PyTorch would run it."""
+        return chain_module(self.nodes, self.inputs, self.outputs, self.device)
+
+    def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
+        return list(self.chain.forward(*inputs))
+
+    def reference(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The chain with every float in float64, on the inputs' device; outputs stay float64."""
+        return reference_results(self.nodes, self.inputs, self.outputs, inputs, self.device)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "chain"}
+
+
+def _widened(node: OpNode) -> OpNode:
+    """The op with every float dtype it names replaced by float64: no rounding between ops."""
+    attrs = {
+        name: "float64" if name == "dtype" and value in ("float32", "bfloat16", "float16") else value
+        for name, value in node.attrs.items()
+    }
+    if node.op == "aten.to.dtype_layout":
+        attrs.pop("layout", None)
+    return replace(node, attrs=attrs)
+
+
+def reference_results(
+    nodes: Iterable[OpNode], names: Sequence[str], outputs: Sequence[str], inputs: Sequence[torch.Tensor], device: str
+) -> list[torch.Tensor]:
+    """What a chain of ops gives with every float in float64.
+
+    Args:
+        nodes: The ops.
+        names: Names of the chain's inputs.
+        outputs: Names of the values to return.
+        inputs: A tensor for each name.
+        device: Where to compute when there are no inputs; theirs otherwise.
+    """
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
+    where = inputs[0].device.type if inputs else device
+    return list(chain_module([_widened(node) for node in nodes], names, outputs, where)(*wide))
+
+
+def chain_module(
+    nodes: Iterable[OpNode], inputs: Sequence[str], outputs: Sequence[str], device: str | None = None,
+    symbols: Sequence[str] = (), source: DataflowGraph | None = None,
+) -> fx.GraphModule:
+    """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs, *sizes) -> tuple of outputs``.
+
+    Args:
+        nodes: The ops.
+        inputs: Names of the values that are given.
+        outputs: Names of the values to return.
+        device: Where ops without operands create their result.
+        symbols: Names of the dynamic sizes that are given after the inputs, as a kernel takes them.
+        source: The graph that the sizes are of.
+
+    A node of the graph that computes one value has its name as ``meta["value"]``.
+    """
+    graph = fx.Graph()
+    values: dict[str, fx.Node] = {name: graph.placeholder(f"arg{number}") for number, name in enumerate(inputs)}
+    sizes = {name: graph.placeholder(f"size{number}") for number, name in enumerate(symbols)}
+    for name, made in values.items():
+        made.meta["value"] = name
+    for node in nodes:
+        sized = replace(node, attrs=_computed(node.attrs, graph, sizes, source))
+        args, kwargs = bind_call(sized, [values[name] for name in node.inputs], None, device)
+        call = graph.call_function(resolve_op(node.op), tuple(args), dict(kwargs))
+        if len(node.outputs) == 1:
+            values[node.outputs[0]] = call
+            call.meta["value"] = node.outputs[0]
+            continue
+        for slot, name in enumerate(node.outputs):
+            values[name] = graph.call_function(_item, (call, slot))
+    graph.output(tuple(values[name] for name in outputs))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _computed(value: Any, graph: fx.Graph, sizes: Mapping[str, fx.Node], source: DataflowGraph | None) -> Any:
+    """Attributes with nodes in place of what changes between calls."""
+    if isinstance(value, Mapping):
+        return {name: _computed(item, graph, sizes, source) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_computed(item, graph, sizes, source) for item in value]
+    if not isinstance(value, sympy.Expr):
+        return value
+    derived, hints = ({}, {}) if source is None else (source.derived, source.symbols)
+    value = value.xreplace(
+        {free: derived[free.name] for free in value.free_symbols if free.name not in sizes and free.name in derived}
+    )
+    names = sorted(symbols_of(value))
+    floats = frozenset(name for name in names if isinstance(hints.get(name), float))
+    return graph.call_function(_NumberOf(value, names, floats), tuple(sizes[name] for name in names))
+
+
+class _NumberOf:
+    """A number as a function of a kernel's last arguments, which remembers results; FX asks it for its name."""
+
+    __name__ = __qualname__ = "number_of"
+    __module__ = "fuseplan"
+
+    def __init__(self, expression: Any, names: Sequence[str], floats: Collection[str]) -> None:
+        @lru_cache(maxsize=256)
+        def compute(*given: int) -> int | float:
+            values = {
+                name: float_of_bits(one) if name in floats else one for name, one in zip(names, given, strict=True)
+            }
+            return number(expression, values)
+
+        self._compute = compute
+
+    def __call__(self, *given: int) -> int | float:
+        return self._compute(*given)
+
+
+def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+    return values[number]
+
+
+def group_nodes(graph: DataflowGraph, ops: Iterable[str], lowered: Lowered) -> tuple[OpNode, ...]:
+    """The group's ops and the views on the way from the kernel's inputs to them and to its outputs, topological."""
+    available = set(lowered.inputs)
+    needed: dict[str, None] = {}
+
+    def visit(value: str) -> None:
+        producer = graph.producer(value)
+        if value in available or producer is None or producer in needed:
+            return
+        node = graph.op(producer)
+        for operand in node.inputs:
+            visit(operand)
+        needed[producer] = None
+
+    for value in lowered.outputs:
+        visit(value)
+    return tuple(graph.op(name) for name in needed)
+
+
+def bound_specs(graph: DataflowGraph, values: Iterable[str]) -> dict[str, TensorSpec]:
+    """Specs with every dynamic size replaced by its hint."""
+    return {value: bind_spec(graph.specs[value], graph.symbols) for value in values}
+
+
+def group_subject(
+    graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu",
+    outputs: Sequence[str] | None = None,
+) -> GroupSubject:
+    """The subject for the group ``ops`` of a static graph.
+
+    Raises:
+        NotLowerable: When the group cannot be one kernel.
+    """
+    lowered = lower(graph, ops, numerics, outputs)
+    ir = lowered.ir.bind(graph.kernel_sizes)
+    nodes = group_nodes(graph, ops, lowered)
+    values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)
+    hot = hot_inputs(graph, lowered.inputs)
+    return GroupSubject(
+        key=key,
+        label=group_label(graph, ops, lowered.outputs),
+        ir=ir,
+        work=kernel_work(ir, hot),
+        hot_inputs=hot,
+        nodes=nodes,
+        inputs=lowered.inputs,
+        outputs=lowered.outputs,
+        specs=bound_specs(graph, values),
+        device=device,
+    )
+
+
+#: Spellings of long op runs by what they compute; only names for people, never used to decide anything.
+_SHORT = {"to": "", "_to_copy": "", "clone": "copy", "reshape": "copy", "contiguous": "copy"}
+
+
+def group_label(graph: DataflowGraph, ops: Sequence[str], values: Iterable[str]) -> str:
+    """For people: the op names in order without repeats, the largest output's shape, the dtype."""
+    names: list[str] = []
+    for name in ops:
+        node = graph.op(name)
+        if kind_of(node, graph.specs) != "compute":
+            continue
+        short = node.op.split(".")[1]
+        short = _SHORT.get(short, short)
+        if short and short not in names:
+            names.append(short)
+    outputs = bound_specs(graph, values)
+    largest = max(outputs.values(), key=lambda spec: spec.nbytes())
+    shape = "x".join(str(extent) for extent in largest.shape)
+    text = "+".join(names) or "cast"
+    return f"{text if len(text) <= 40 else text[:37] + '...'} {shape} {largest.dtype}"

@@ -1,0 +1,281 @@
+"""Chains of views as one call: where a result lies in the tensor that it views is worked out when a graph is compiled.
+
+A view op costs the host one to two microseconds whatever it does, and a decoder layer has a dozen of them, in chains.
+Each chain is run here once on the meta device, on a tensor laid out like its root. Where that layout is *certain*
+(graph inputs, which Dynamo guards; results of fused kernels, which allocate as their IR says; matrix products), the
+chain becomes one reinterpretation of the root's memory. What another library call returns may be laid out otherwise
+than its fake tensor, and PyTorch 2.11 does not notice that a parameter's ``data`` was replaced, so there only what
+holds for any layout is used: a chain that keeps the elements in order is one reshape.
+
+Some views stay as they are, and so does every view that they are taken from: results of the graph, and what is written
+to, so that version counters and ``_base`` are as in eager; and views with a dynamic size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from fuseplan.kernels.ir.ir import Buffer
+from fuseplan.kernels.ir.reference import torch_dtype
+from fuseplan.planner.implementations.aliasing import exposed, is_op, may_view, returns_operand
+from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
+from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS
+from fuseplan.planner.rewrites.trace_edit import is_pure
+
+#: By target of a fused call, the outputs that it allocates.
+Allocated: TypeAlias = Mapping[Any, Sequence[Buffer]]
+
+#: Library calls whose result is certainly row-major.
+_PRODUCTS = frozenset({
+    "aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
+})
+
+
+def collapse_views(
+    graph: fx.Graph, traced: fx.Graph, allocated: Allocated, parameters: Collection[int] = ()
+) -> None:
+    """Make chains of views single calls, share equal ones, and drop what nobody reads then.
+
+    Args:
+        graph: The graph to change; its nodes name the traced node they stand for (``meta["traced"]``).
+        traced: The trace, whose nodes have fake values.
+        allocated: The fused calls.
+        parameters: Positions of graph inputs that are parameters.
+    """
+    if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes if is_op(node)):
+        return  # a tensor's layout is changed under way
+    movable = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in parameters}
+    places = _Places(graph, FakeValues(traced), allocated, movable)
+    kept = exposed(graph, allocated)
+    before = list(graph.nodes)
+    made: dict[tuple[Any, ...], fx.Node] = {}
+    for node in before:
+        place = places.of.get(node)
+        if not isinstance(place, _Place) or node is place.root or node in kept:
+            continue
+        better = _better(graph, node, place, made)
+        if better is not None and not any(_writes_to(user, better) for user in node.users):
+            node.replace_all_uses_with(better)
+    needed = set(before) - places.views
+    for node in reversed(graph.nodes):
+        if node not in needed and not node.users:
+            graph.erase_node(node)
+
+
+def _writes_to(user: fx.Node, tensor: fx.Node) -> bool:
+    """Whether an op may write to a tensor: ATen lets some read a view of it without elements, but not itself."""
+    return is_op(user) and not is_pure(user.target) and tensor in user.all_input_nodes
+
+
+# -- where a view lies ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor in the memory of another.
+
+    Attributes:
+        root: The other.
+        lies: Stands for the tensor, in the storage of the meta tensor that stands for the root.
+        certain: Whether the root is laid out so in every call; else the root was taken as row-major.
+        whole: Stands for the root.
+        faked, faked_whole: The same two, with the root laid out like its fake tensor.
+        length: View ops from the root to here.
+        never_copies: Whether the last of them could not copy, whatever the root's layout; the others could not.
+    """
+
+    root: fx.Node
+    lies: torch.Tensor
+    certain: bool
+    whole: torch.Tensor
+    faked: torch.Tensor
+    faked_whole: torch.Tensor
+    length: int = 0
+    never_copies: bool = True
+
+
+def _certain(root: fx.Node, lies: torch.Tensor) -> _Place:
+    return _Place(root, lies, True, lies, lies, lies)
+
+
+class _Places:
+    """The places of all tensors of a graph with static sizes; several for a node with several results."""
+
+    def __init__(
+        self, graph: fx.Graph, values: FakeValues, allocated: Allocated, movable: Collection[fx.Node]
+    ) -> None:
+        self._values = values
+        self._allocated = allocated
+        self._movable = movable
+        self.of: dict[fx.Node, _Place | list[_Place | None] | None] = {}
+        self.views: set[fx.Node] = set()  # nodes that compute nothing
+        for node in graph.nodes:
+            self.of[node] = self._find(node)
+
+    def _find(self, node: fx.Node) -> _Place | list[_Place | None] | None:
+        if node.op == "placeholder":
+            return self._root(node, self._values[node], certain=node not in self._movable)
+        if node.op != "call_function":
+            return None
+        if node.target is operator.getitem:
+            return self._item(node)
+        if node.target in self._allocated:
+            buffers = self._allocated[node.target]
+            return _allocated(node, buffers[0]) if len(buffers) == 1 else None
+        if not is_op(node):
+            return None
+        source = self.of.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if isinstance(source, _Place):
+            if returns_operand(node):
+                return _certain(node, source.lies) if source.certain and source.root is node.args[0] else None
+            if may_view(node) and (found := self._viewed(node, source)) is not None:
+                return found
+        value = self._values[node]
+        certain = str(node.target) in _PRODUCTS and isinstance(value, torch.Tensor) and value.is_contiguous()
+        return self._root(node, value, certain)
+
+    def _item(self, node: fx.Node) -> _Place | None:
+        source, number = node.args
+        if not isinstance(source, fx.Node) or not isinstance(number, int):
+            return None
+        if source.op == "call_function" and source.target in self._allocated:
+            return _allocated(node, self._allocated[source.target][number])
+        places = self.of.get(source)
+        if isinstance(places, list):
+            if source in self.views:
+                self.views.add(node)
+            return places[number]
+        return self._root(node, self._values[node], certain=False)
+
+    def _root(self, node: fx.Node, value: Any, certain: bool) -> _Place | None:
+        """A tensor in memory of its own, as far as is known."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+            return None
+        if value.dtype.is_complex or value.is_neg() or not _is_static(value):
+            return None
+        faked = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if certain:
+            return _certain(node, faked)
+        lies = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return _Place(node, lies, False, lies, faked, faked)
+
+    def _viewed(self, node: fx.Node, source: _Place) -> _Place | list[_Place | None] | None:
+        """The results of a view op; None where its result is not in its operand's memory, or may not be."""
+        name = str(node.target)
+        if not source.certain and (name not in VIEW_MAPS or not source.never_copies):
+            return None  # what this op does, or the one before it, depends on the layout
+        if _is_absolute(node):
+            return None  # where a graph input begins in its storage is not known
+        if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves((node.args[1:], dict(node.kwargs)))):
+            return None
+        assert isinstance(node.target, torch._ops.OpOverload)
+        try:
+            results = node.target(source.lies, *node.args[1:], **node.kwargs)
+            faked = results if source.certain else node.target(source.faked, *node.args[1:], **node.kwargs)
+        except Exception:  # the op needs data, or another device
+            return None
+        if not isinstance(results, list | tuple):
+            return self._part(node, source, results, faked)
+        places = [self._part(node, source, *pair) for pair in zip(results, faked, strict=True)]
+        return places if any(places) else None
+
+    def _part(self, node: fx.Node, source: _Place, lies: Any, faked: torch.Tensor) -> _Place | None:
+        if not _shares(lies, source.lies):
+            return None
+        self.views.add(node)
+        never_copies = str(node.target) not in MAY_COPY or lies.shape == source.lies.shape
+        return _Place(
+            source.root, lies, source.certain, source.whole, faked, source.faked_whole, source.length + 1, never_copies
+        )
+
+
+def _allocated(node: fx.Node, buffer: Buffer) -> _Place | None:
+    shape, strides = ([size for size in sizes if isinstance(size, int)] for sizes in (buffer.shape, buffer.strides))
+    if len(shape) + len(strides) < 2 * len(buffer.shape):
+        return None
+    return _certain(node, torch.empty_strided(shape, strides, dtype=torch_dtype(buffer.dtype), device="meta"))
+
+
+def _is_absolute(node: fx.Node) -> bool:
+    """Whether a view says where it lies in the storage, whatever its operand's offset."""
+    return node.target is torch.ops.aten.as_strided.default and _given(node, 3, "storage_offset") is not None
+
+
+def _given(node: fx.Node, number: int, name: str) -> Any:
+    return node.args[number] if number < len(node.args) else node.kwargs.get(name)
+
+
+def _is_static(value: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
+def _shares(one: Any, other: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a part of the memory of another, read as the same numbers."""
+    return (
+        isinstance(one, torch.Tensor)
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.dtype == other.dtype
+        and not one.is_neg()
+    )
+
+
+# -- what replaces a chain --------------------------------------------------------------------------------
+
+_private = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_reinterpret_tensor", None)
+#: ``(tensor, shape, strides, offset from the tensor's own)``; without it ``as_strided``, whose offset is absolute.
+_REINTERPRET = None if _private is None else Direct(_private, "reinterpret")
+_AS_STRIDED = Direct(torch.as_strided, "as_strided")
+
+
+def _better(graph: fx.Graph, node: fx.Node, place: _Place, made: dict[tuple[Any, ...], fx.Node]) -> fx.Node | None:
+    """A node that computes what ``node`` does, with less work; None to leave it."""
+    if not place.certain:
+        return _in_order(graph, node, place)
+    lies = place.lies
+    if _same_layout(lies, place.whole):
+        return place.root
+    shape, strides, offset = tuple(lies.shape), tuple(lies.stride()), int(lies.storage_offset())
+    key = place.root, shape, strides, offset
+    if key not in made:
+        call, args = _REINTERPRET, (place.root, shape, strides, *([offset] if offset else []))
+        if call is None and not offset:
+            call = _AS_STRIDED
+        if call is None:
+            return None
+        made[key] = _insert(graph, node, call, args)
+    return made[key]
+
+
+def _in_order(graph: fx.Graph, node: fx.Node, place: _Place) -> fx.Node | None:
+    """The same for a root that may be laid out in any way: its elements in their order, in another shape.
+
+    All ops but the last one are views whatever the layout, so one reshape copies if and only if the last op would.
+    Strides of dimensions of size 1 would be the same, too, where the root is laid out like its fake tensor.
+    """
+    lies, whole = place.lies, place.whole
+    if not lies.numel() or lies.numel() != whole.numel() or not lies.is_contiguous():
+        return None
+    if place.never_copies and _same_layout(lies, whole) and _same_layout(place.faked, place.faked_whole):
+        return place.root
+    if place.length < 2 or place.faked_whole.reshape(lies.shape).stride() != place.faked.stride():
+        return None
+    return _insert(graph, node, torch.ops.aten.reshape.default, (place.root, list(lies.shape)))
+
+
+def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.shape == other.shape and one.stride() == other.stride()
+    return same and one.storage_offset() == other.storage_offset()
+
+
+def _insert(graph: fx.Graph, node: fx.Node, call: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+    with graph.inserting_before(node):
+        better = graph.call_function(call, args)
+    better.meta = dict(node.meta)
+    return better

@@ -1,0 +1,348 @@
+"""Pull-based lowering: a fusion group of the dataflow graph becomes one :class:`KernelIR`.
+
+Each group output is asked for its value at an index; the answer asks its operands, and so on to the group's inputs
+(Halide's and TorchInductor's inline functions). View ops only change the index, a reduction becomes a fold over the
+columns, ``cat`` a choice between operands. What cannot be expressed raises :class:`NotLowerable` with the reason,
+which is how the planner tells a legal group from an illegal one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fuseplan.kernels.ir.index import Index, Size, as_size, divides, flatten
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
+from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lowering.coalesce import coalesce, split_words
+from fuseplan.planner.lowering.puller import AcrossColumns, Group, NotLowerable, Puller, Space, column
+from fuseplan.planner.lowering.recipes import find_recipe, kind_of
+from fuseplan.planner.lowering.views import MAY_COPY, Position, reshape_position
+
+__all__ = ["Lowered", "NotLowerable", "group_outputs", "lower"]
+
+#: ``cat`` pieces along the columns that are unrolled into one body instead of being selected by a mask.
+MAX_PIECES = 4
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A lowered group: the kernel, and the graph values its buffers stand for (inputs, then outputs)."""
+
+    ir: KernelIR
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def lower(
+    graph: DataflowGraph, ops: Iterable[str], numerics: str = "fp32", outputs: Sequence[str] | None = None
+) -> Lowered:
+    """Lower the group of compute ops ``ops`` to one kernel.
+
+    Args:
+        graph: The dataflow graph.
+        ops: Names of the compute ops; view ops among or before them are followed as address maps.
+        numerics: ``"fp32"`` keeps intermediates in fp32; ``"eager"`` rounds after every op as ATen would.
+        outputs: Values to store; by default those used outside the group.
+
+    Raises:
+        NotLowerable: With the reason, naming the op.
+    """
+    members = frozenset(ops)
+    wanted = tuple(outputs) if outputs is not None else group_outputs(graph, members)
+    if not wanted:
+        raise NotLowerable("nothing outside the group uses its results")
+    return _lowered(graph, members, numerics, wanted, frozenset())
+
+
+def _lowered(
+    graph: DataflowGraph, members: frozenset[str], numerics: str, wanted: tuple[str, ...], row_wise: frozenset[str]
+) -> Lowered:
+    """The group's kernel, in which every dimension of the values ``row_wise`` walks rows."""
+    lowering = _Lowering(graph, members, numerics, row_wise)
+    try:
+        return lowering.run(wanted)
+    except AcrossColumns:
+        value = lowering.storing
+        if value in row_wise:
+            raise
+        return _lowered(graph, members, numerics, wanted, row_wise | {value})
+
+
+def group_outputs(graph: DataflowGraph, members: frozenset[str]) -> tuple[str, ...]:
+    """Values of the group that something outside needs, in graph order.
+
+    A view op that reads a member is outside (its result must exist) unless every reader of it is inside.
+    """
+    graph_outputs = set(graph.outputs)
+
+    def escapes(value: str) -> bool:
+        if value in graph_outputs:
+            return True
+        for consumer in graph.consumers(value):
+            if consumer in members:
+                continue
+            node = graph.op(consumer)
+            moved = node.op in MAY_COPY or kind_of(node, graph.specs) == "view"
+            if not moved or any(escapes(out) for out in node.outputs):
+                return True
+        return False
+
+    order = {name: position for position, name in enumerate(graph.graph)} if len(members) > 1 else {}
+    names = sorted(members, key=lambda name: order.get(name, 0))
+    return tuple(value for name in names for value in graph.op(name).outputs if escapes(value))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The iteration space chosen for one output: which of its dimensions are rows, and what the columns are."""
+
+    rows: tuple[Size, ...]
+    cols: Size
+    #: For each tensor dimension the axis that walks it, None when it stays at 0.
+    axes: tuple[int | None, ...]
+    #: The shape whose dimensions those are, where a folded row is several of the value's own (row-major) dimensions.
+    viewed: tuple[Size, ...] | None = None
+
+
+class _Lowering:
+    """One attempt at a group; ``storing`` is the output that it was asking for when it stopped."""
+
+    def __init__(
+        self, graph: DataflowGraph, members: frozenset[str], numerics: str, row_wise: frozenset[str]
+    ) -> None:
+        self.graph = graph
+        self.members = members
+        self.row_wise = row_wise
+        self.group = Group(graph, members, numerics)
+        self.outputs: list[str] = []
+        self.storing = ""
+
+    def run(self, wanted: tuple[str, ...]) -> Lowered:
+        self.outputs = list(wanted)
+        planned = self._plan_spaces(wanted)
+        spaces: dict[tuple[tuple[Size, ...], Size], list[tuple[str, _Plan]]] = {}
+        for value, plan in planned:
+            spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
+        segments = [self._segment(rows, cols, members) for (rows, cols), members in spaces.items()]
+        for value in self._leaves(wanted):
+            self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
+        buffers = self._buffers()
+        segments = [self._renumber(segment) for segment in segments]
+        if self.group.numerics != "eager":
+            segments = [cheaper_arithmetic(segment) for segment in segments]
+        ir = KernelIR(buffers, tuple(coalesce(split_words(segment)) for segment in segments))
+        validate(ir)
+        return Lowered(ir, tuple(self.group.inputs), tuple(self.outputs))
+
+    # -- iteration spaces ---------------------------------------------------------------------------------
+
+    def _plan_spaces(self, wanted: Sequence[str]) -> list[tuple[str, _Plan]]:
+        plans = {value: _without_unit_rows(self._space(value)) for value in wanted}
+        folding: dict[tuple[tuple[Size, ...], Size], list[str]] = {}
+        for value in wanted:
+            if self._reduced_size(value) is not None:
+                folding.setdefault((plans[value].rows, plans[value].cols), []).append(value)
+        # The rows of reductions are walked as the largest result lies in memory: positions before heads where they do.
+        # One order for all that walk the same rows, so that they keep sharing a segment; each group's is found from
+        # what was planned first, since another's new order may look like it.
+        ordered: dict[str, _Plan] = {}
+        for sharing in folding.values():
+            largest = max(sharing, key=lambda value: _static_size(self.graph.specs[value]))
+            order = _row_order(plans[largest], self.graph.specs[largest])
+            beside = [value for value in wanted if plans[value] == plans[largest]]
+            ordered |= {value: _reordered(plans[value], order) for value in (*sharing, *beside)}
+            if plans[largest].viewed is not None:
+                # A result beside it that folds nothing walks the same rows, not rows of its own.
+                shape = self.graph.specs[largest].shape
+                ordered |= {
+                    value: ordered[largest] for value in wanted
+                    if self._reduced_size(value) is None and self.graph.specs[value].shape == shape
+                }
+        return list((plans | ordered).items())
+
+    def _space(self, value: str) -> _Plan:
+        spec = self.graph.specs[value]
+        reduced = self._reduced_size(value)
+        rank = len(spec.shape)
+        if reduced is None:
+            order = _memory_order(spec)
+            if not order:
+                return _Plan((), 1, ())
+            axes: list[int | None] = [0] * rank
+            for axis, dim in enumerate(order):
+                axes[dim] = axis
+            return _Plan(tuple(spec.shape[dim] for dim in order[:-1]), spec.shape[order[-1]], tuple(axes))
+        # A last size equal to the folded one may be a coincidence (x.sum(-1) of a square x): then a reduction is asked
+        # for across the columns, and the value is tried again with rows alone.
+        if rank and spec.shape[-1] == reduced and value not in self.row_wise:
+            return _Plan(spec.shape[:-1], reduced, tuple(range(rank)))
+        viewed = _viewed_as_rows(spec.shape, reduced) if self._folds_several_dimensions(value) else None
+        if viewed is not None and value not in self.row_wise:
+            return _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed)
+        if rank and isinstance(spec.shape[-1], int) and spec.shape[-1] == 1:
+            return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))
+        return _Plan(spec.shape, reduced, tuple(range(rank)))
+
+    def _reduced_size(self, value: str) -> Size | None:
+        """Length of the rows folded on the way to ``value`` (None without reductions)."""
+        distinct = list(dict.fromkeys(shape[-1] for _, shape in self._folds(value)))
+        if len(distinct) > 1:
+            raise NotLowerable(f"reductions over rows of different lengths ({distinct[0]} and {distinct[1]})")
+        return distinct[0] if distinct else None
+
+    def _folds_several_dimensions(self, value: str) -> bool:
+        """Whether a row folded on the way to ``value`` is more than one dimension of an operand."""
+        return any(shape != self.graph.specs[node.inputs[0]].shape for node, shape in self._folds(value))
+
+    def _folds(self, value: str) -> list[tuple[OpNode, tuple[Size, ...]]]:
+        """The group's ops that fold rows on the way to ``value``, each with its operand's shape as it walks it."""
+        found: list[tuple[OpNode, tuple[Size, ...]]] = []
+        seen: set[str] = set()
+        stack = [value]
+        while stack:
+            current = stack.pop()
+            producer = self.graph.producer(current)
+            if current in seen or producer is None:
+                continue
+            seen.add(current)
+            node = self.graph.op(producer)
+            if producer not in self.members and not self.group.looks_through(producer):
+                continue
+            recipe = find_recipe(node.op) if producer in self.members else None
+            if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
+                found.append((node, recipe.row_shape(node, self.graph.specs)))
+            stack.extend(node.inputs)
+        return found
+
+    def _leaves(self, wanted: tuple[str, ...]) -> list[str]:
+        """Values from outside that the ops name as operands, views looked through."""
+        found: dict[str, None] = {}
+        seen: set[str] = set()
+        stack = list(wanted)
+        while stack:
+            value = stack.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            producer = self.graph.producer(value)
+            inside = producer is not None and (
+                producer in self.members or self.group.looks_through(producer)
+            )
+            if producer is not None and inside:
+                stack.extend(self.graph.op(producer).inputs)
+            else:
+                found[value] = None
+        return sorted(found)
+
+    def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
+        self.group.boundaries = set()
+        try:
+            space = self._fill(Space(rows, cols), members)
+        except NotLowerable:
+            if _equal_pieces(self.group.boundaries, cols) == 1:
+                raise
+        pieces = _equal_pieces(self.group.boundaries, cols)
+        if pieces > 1:
+            # Unroll at the cat boundaries: every choice is then decided at build time and each operand is loaded once.
+            space = self._fill(Space(rows, cols, pieces), members)
+        return Segment(rows, space.width, tuple(space.body), tuple(space.stores))
+
+    def _fill(self, space: Space, members: list[tuple[str, _Plan]]) -> Space:
+        col_axis = len(space.rows)
+        for value, plan in members:
+            self.storing, folded = value, len(space.folded)
+            spec = self.graph.specs[value]
+            for piece in range(space.pieces):
+                position: Position = tuple(
+                    Index(0) if axis is None
+                    else column(space, piece) if axis == col_axis
+                    else Index.coord(axis, space.rows[axis])
+                    for axis in plan.axes
+                )
+                if plan.viewed is not None:
+                    position = reshape_position(position, plan.viewed, spec.shape)
+                if piece > 0 and col_axis not in plan.axes:
+                    break
+                stored = Puller(self.group, space).stored(value, position)
+                space.stores.append(Store(self._output_buffer(value), flatten(position, spec.strides), stored))
+            last = next((axis for axis in reversed(plan.axes) if axis is not None), None)
+            if value in self.row_wise and last is not None and any(last not in axes for axes in space.folded[folded:]):
+                raise NotLowerable(f"{value} would fold a row again for each of its elements")
+        return space
+
+    # -- buffers ------------------------------------------------------------------------------------------
+
+    def _output_buffer(self, value: str) -> int:
+        # Outputs are numbered from -1 down until the number of inputs is known.
+        return -1 - self.outputs.index(value)
+
+    def _renumber(self, segment: Segment) -> Segment:
+        first = len(self.group.inputs)
+        stores = tuple(replace(store, buffer=first - 1 - store.buffer) for store in segment.stores)
+        return replace(segment, stores=stores)
+
+    def _buffers(self) -> tuple[Buffer, ...]:
+        def buffer(value: str, is_output: bool) -> Buffer:
+            spec = self.graph.specs[value]
+            if spec.dtype not in ITEMSIZE:
+                raise NotLowerable(f"value {value} has dtype {spec.dtype}, which kernels do not handle")
+            return Buffer(value, spec.dtype, spec.shape, spec.strides, is_output)
+
+        return (*(buffer(v, False) for v in self.group.inputs), *(buffer(v, True) for v in self.outputs))
+
+
+def _without_unit_rows(plan: _Plan) -> _Plan:
+    """The same space without rows of size one, whose place differs between outputs that are to share a segment."""
+    kept = [axis for axis, extent in enumerate(plan.rows) if not (isinstance(extent, int) and extent == 1)]
+    numbers: dict[int | None, int] = {axis: number for number, axis in enumerate((*kept, len(plan.rows)))}
+    rows = tuple(plan.rows[axis] for axis in kept)
+    return _Plan(rows, plan.cols, tuple(numbers.get(axis) for axis in plan.axes), plan.viewed)
+
+
+def _viewed_as_rows(shape: tuple[Size, ...], length: Size) -> tuple[Size, ...] | None:
+    """``shape`` with its last dimensions as rows of ``length`` elements each; None where one or none of them fits."""
+    inner: Size = 1
+    for kept in reversed(range(len(shape))):
+        count = divides(length, as_size(shape[kept] * inner))
+        if count is not None and count != 0 and kept < len(shape) - 1 and divides(inner, length) is not None:
+            return (*shape[:kept], count, length)
+        inner = as_size(shape[kept] * inner)
+    return None
+
+
+def _memory_order(spec: TensorSpec) -> list[int]:
+    """Dimensions from slowest to fastest in memory, so that columns are contiguous where the output is."""
+    dims = list(range(len(spec.shape)))
+    if not spec.is_static:
+        return dims
+    return sorted(dims, key=lambda dim: (-spec.strides[dim] if spec.shape[dim] != 1 else -(2**62), dim))
+
+
+def _row_order(plan: _Plan, spec: TensorSpec) -> list[int]:
+    """The row axes of ``plan`` from slowest to fastest in the memory of its value."""
+    if plan.viewed is not None:
+        return list(range(len(plan.rows)))
+    axes = [plan.axes[dim] for dim in _memory_order(spec)]
+    return [axis for axis in axes if axis is not None and axis < len(plan.rows)]
+
+
+def _reordered(plan: _Plan, order: Sequence[int]) -> _Plan:
+    """The same space with its row axes in another order."""
+    places: dict[int | None, int] = {axis: place for place, axis in enumerate((*order, len(plan.rows)))}
+    rows = tuple(plan.rows[axis] for axis in order)
+    return _Plan(rows, plan.cols, tuple(places.get(axis) for axis in plan.axes), plan.viewed)
+
+
+def _static_size(spec: TensorSpec) -> int:
+    return math.prod(size for size in spec.shape if isinstance(size, int))
+
+
+def _equal_pieces(boundaries: set[int], cols: Size) -> int:
+    """Number of equal column pieces that have every cat boundary between two of them (1 when that takes too many)."""
+    if not boundaries or not isinstance(cols, int):
+        return 1
+    pieces = cols // math.gcd(cols, *boundaries)
+    return pieces if pieces <= MAX_PIECES else 1

@@ -1,0 +1,83 @@
+"""What a recipe is, and what recipes share. The recipes are rows of :mod:`fuseplan.planner.lowering.recipes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import sympy
+
+from fuseplan.kernels.ir.index import Size, product
+from fuseplan.kernels.ir.ir import RegisterType, register_type
+from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.views import Position, Specs
+
+if TYPE_CHECKING:
+    from fuseplan.planner.lowering.puller import Puller
+
+Build: TypeAlias = Callable[["Puller", OpNode, Position], int]
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+#: What an operand or a result may be.
+DTYPES = (*FLOATS, "float8_e4m3fn", *INTEGERS, "bool")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an op is lowered.
+
+    Attributes:
+        build: Emits the value at a position of the op's (first) result.
+        reduced_dim: Gives the dimensions of operand 0 that the op folds (none where it writes a short fold out); None
+            for pointwise ops.
+        refuse: Gives the reason when this instance cannot be lowered (an unsupported attribute), else None.
+        rows: Gives ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
+        others: The same as ``build`` for each further result.
+    """
+
+    build: Build
+    reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
+    refuse: Callable[[OpNode, Specs], str | None] | None = None
+    rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None
+    others: tuple[Build, ...] = ()
+
+    def reduced_size(self, node: OpNode, specs: Specs) -> Size | None:
+        """Number of elements folded into each result; None when the op folds no row here."""
+        if self.reduced_dim is None or not self.reduced_dim(node, specs):
+            return None
+        return self.row_shape(node, specs)[-1]
+
+    def row_shape(self, node: OpNode, specs: Specs) -> tuple[Size, ...]:
+        """Operand 0's shape as the op walks it: what counts its rows, then the number of elements of a row."""
+        assert self.reduced_dim is not None
+        shape = specs[node.inputs[0]].shape
+        if self.rows is not None:
+            return self.rows(node, specs)
+        kept = len(shape) - len(self.reduced_dim(node, specs))
+        return (*shape[:kept], product(shape[kept:]))
+
+
+def result_type(p: Puller, node: OpNode) -> RegisterType:
+    """Register type of the op's result."""
+    return register_type(p.specs[node.outputs[0]].dtype)
+
+
+def is_float(value: Any) -> bool:
+    """True for an attribute that is a float, or stands for one that changes between calls."""
+    return isinstance(value, float) or (isinstance(value, sympy.Expr) and not value.is_integer)
+
+
+def argument(p: Puller, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:
+    """Operand ``number``, or the scalar attribute ``name`` where a number stands in its place."""
+    if name in node.attrs:
+        return p.const(node.attrs[name], dtype)
+    return p.operand(node, number, position, dtype)
+
+
+def float_result(node: OpNode, specs: Specs) -> str | None:
+    """Refuses integer results."""
+    if specs[node.outputs[0]].dtype not in FLOATS:
+        return f"{node.op}: integer result"
+    return None

@@ -1,0 +1,97 @@
+"""Recipes of ops that look elements up by data: embeddings, selections, indexing with tensors of positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuseplan.kernels.ir.index import Index
+from fuseplan.planner.graph.dataflow import OpNode, Ref
+from fuseplan.planner.lowering.recipe import INTEGERS, Recipe
+from fuseplan.planner.lowering.views import Position, Specs, normalise_dim
+
+if TYPE_CHECKING:
+    from fuseplan.planner.lowering.puller import Puller
+
+
+#: Ops that look elements of their first operand up by data: all of it has to exist before.
+LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default", "aten.index.Tensor"})
+
+
+def _embedding(p: Puller, node: OpNode, position: Position) -> int:
+    """Rows of a table. An index outside it, which ATen refuses, gives NaN and reads nothing."""
+    row = p.operand(node, 1, position[:-1])
+    return p.lookup(node, node.inputs[0], (Index(0), position[-1]), {0: row})
+
+
+def _index_select(p: Puller, node: OpNode, position: Position) -> int:
+    dim = normalise_dim(node.attrs["dim"], len(position))
+    return p.lookup(node, node.inputs[0], position, {dim: p.pull(node.inputs[1], (position[dim],))})
+
+
+def _gather(p: Puller, node: OpNode, position: Position) -> int:
+    dim = normalise_dim(node.attrs["dim"], len(position))
+    return p.lookup(node, node.inputs[0], position, {dim: p.pull(node.inputs[1], position)})
+
+
+def _ranks_refuse(node: OpNode, specs: Specs) -> str | None:
+    ranks = [len(specs[value].shape) for value in node.inputs]
+    if node.op == "aten.index_select.default":
+        return None if ranks[0] and ranks[1] == 1 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
+    return None if ranks[0] == ranks[1] != 0 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
+
+
+# -- x[:, rows, columns] ----------------------------------------------------------------------------------
+
+
+def _indexed_dims(node: OpNode) -> dict[int, int]:
+    """For each dimension of the operand that a tensor indexes, the number of that tensor among the op's operands."""
+    given = enumerate(node.attrs["indices"])
+    return {dim: entry.position for dim, entry in given if isinstance(entry, Ref)}
+
+
+def _index(p: Puller, node: OpNode, position: Position) -> int:
+    """``x[i, :, j]``: the index tensors are broadcast together; a negative index counts from the end.
+
+    Their common dimensions stand where the first of them does, or first of all where a slice parts them.
+    """
+    source = node.inputs[0]
+    shape = p.specs[source].shape
+    numbers = _indexed_dims(node)
+    common = max(len(p.specs[node.inputs[number]].shape) for number in numbers.values())
+    first, last = min(numbers), max(numbers)
+    at = first if last - first + 1 == len(numbers) else 0
+    inner, rest = position[at : at + common], iter((*position[:at], *position[at + common :]))
+    picked = {dim: _from_start(p, p.operand(node, number, inner), shape[dim]) for dim, number in numbers.items()}
+    return p.lookup(
+        node, source, tuple(Index(0) if dim in numbers else next(rest) for dim in range(len(shape))), picked
+    )
+
+
+def _from_start(p: Puller, at: int, extent: object) -> int:
+    """The position that a possibly negative index means."""
+    at = p.cast(at, "int64")
+    if p.known_range(at)[0] >= 0:
+        return at
+    wrapped = p.apply("add", at, p.iota(Index(extent)))
+    return p.apply("where", p.apply("lt", at, p.const(0, "int64")), wrapped, at)
+
+
+def _index_refuse(node: OpNode, specs: Specs) -> str | None:
+    numbers = _indexed_dims(node)
+    if not numbers:
+        return f"{node.op}: no dimension is indexed"
+    for number in numbers.values():
+        dtype = specs[node.inputs[number]].dtype
+        if dtype not in INTEGERS or dtype == "uint8":
+            return f"{node.op}: an index of dtype {dtype} picks as many elements as are true in it"
+    return None
+
+
+def indexing_recipes() -> dict[str, Recipe]:
+    """Rows of the recipe table, by ATen op."""
+    return {
+        "aten.embedding.default": Recipe(_embedding),
+        "aten.index_select.default": Recipe(_index_select, refuse=_ranks_refuse),
+        "aten.gather.default": Recipe(_gather, refuse=_ranks_refuse),
+        "aten.index.Tensor": Recipe(_index, refuse=_index_refuse),
+    }

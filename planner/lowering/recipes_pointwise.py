@@ -1,0 +1,196 @@
+"""Recipes of pointwise ops: an element of the result from the operands at the same (broadcast) position."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fuseplan.kernels.ir.ir import RegisterType, register_type
+from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, argument, float_result, is_float, result_type
+from fuseplan.planner.lowering.recipes_convert import bitwise_recipes, convert
+from fuseplan.planner.lowering.views import Position, Specs
+
+if TYPE_CHECKING:
+    from fuseplan.planner.lowering.puller import Puller
+
+
+def _promoted(p: Puller, node: OpNode) -> RegisterType:
+    """Register type in which a comparison's operands meet."""
+    types = [register_type(p.specs[value].dtype) for value in node.inputs]
+    types += ["float32" for key in ("other", "self") if is_float(node.attrs.get(key))]
+    order: tuple[RegisterType, ...] = ("float64", "float32", "int64", "int32", "bool")
+    best = min(order.index(t) for t in types)
+    if "other" in node.attrs and order[best] == "bool":
+        return "int64"
+    return order[best]
+
+
+def _unary(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        return p.apply(op, p.operand(node, 0, position, result_type(p, node)))
+
+    return Recipe(build)
+
+
+def _rounding(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = result_type(p, node)
+        value = p.operand(node, 0, position, dtype)
+        return p.apply(op, value) if dtype.startswith("float") else value  # an integer is rounded already
+
+    return Recipe(build)
+
+
+def _binary(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = result_type(p, node)
+        a = argument(p, node, "self", 0, position, dtype)
+        b = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
+        alpha = node.attrs.get("alpha", 1)
+        if alpha != 1:
+            b = p.apply("mul", b, p.const(alpha, dtype))
+        return p.apply(op, a, b)
+
+    return Recipe(build)
+
+
+def _comparison(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = _promoted(p, node)
+        a = argument(p, node, "self", 0, position, dtype)
+        return p.apply(op, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
+
+    return Recipe(build)
+
+
+def _logical(op: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        a = p.operand(node, 0, position, "bool")
+        return p.apply(op, a, p.operand(node, len(node.inputs) - 1, position, "bool"))
+
+    return Recipe(build)
+
+
+def _div(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    a = argument(p, node, "self", 0, position, dtype)
+    other = node.attrs.get("other")
+    if isinstance(other, int | float) and other != 0 and math.frexp(other)[0] in (0.5, -0.5):
+        return p.apply("mul", a, p.const(1.0 / other, dtype))  # exact: a power of two
+    return p.apply("div", a, argument(p, node, "other", 1, position, dtype))
+
+
+def _floor_divide(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    return p.apply("int_floordiv", p.operand(node, 0, position, dtype), p.const(node.attrs["other"], dtype))
+
+
+def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
+    """Integers by a number that is known: ATen raises where a divisor is zero, and rounds floats in another way."""
+    if node.attrs.get("rounding_mode", "floor") != "floor":
+        return f"{node.op}: rounding mode {node.attrs['rounding_mode']}"
+    if specs[node.outputs[0]].dtype not in INTEGERS:
+        return f"{node.op}: result of dtype {specs[node.outputs[0]].dtype}, only integers are supported"
+    divisor = node.attrs.get("other")
+    return None if isinstance(divisor, int) and divisor else f"{node.op}: the divisor is no number other than zero"
+
+
+def _rsub(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    a = p.operand(node, 0, position, dtype)
+    alpha = node.attrs.get("alpha", 1)
+    if alpha != 1:
+        a = p.apply("mul", a, p.const(alpha, dtype))
+    return p.apply("sub", argument(p, node, "other", 1, position, dtype), a)
+
+
+def power(p: Puller, base: int, exponent: float) -> int:
+    """``base ** exponent`` with the cheap exponents spelled out, as ATen's own pow kernel does."""
+    dtype = p.dtype_of(base)
+    if exponent == 2:
+        return p.apply("mul", base, base)
+    if exponent == 3:
+        return p.apply("mul", p.apply("mul", base, base), base)
+    if exponent == 1:
+        return base
+    if dtype.startswith("float"):
+        if exponent == 0.5:
+            return p.apply("sqrt", base)
+        if exponent == -0.5:
+            return p.apply("rsqrt", base)
+        if exponent == -1:
+            return p.apply("reciprocal", base)
+    return p.apply("pow", base, p.const(exponent, dtype))
+
+
+def _pow_scalar(p: Puller, node: OpNode, position: Position) -> int:
+    return power(p, p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"])
+
+
+def _pow_tensor(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    base = argument(p, node, "self", 0, position, dtype)
+    return p.apply("pow", base, p.operand(node, len(node.inputs) - 1, position, dtype))
+
+
+def _where(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    condition = p.operand(node, 0, position, "bool")
+    first = argument(p, node, "self", 1, position, dtype)
+    second = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
+    return p.apply("where", condition, first, second)
+
+
+def _masked_fill(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    mask = p.operand(node, 1, position, "bool")
+    filled = argument(p, node, "value", 2, position, dtype)
+    return p.apply("where", mask, filled, p.operand(node, 0, position, dtype))
+
+
+def _logical_not(p: Puller, node: OpNode, position: Position) -> int:
+    return p.apply("logical_not", p.operand(node, 0, position, "bool"))
+
+
+def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
+    return f"{node.op}: training mode" if node.attrs.get("train") and node.attrs.get("p") else None
+
+
+def pointwise_recipes() -> dict[str, Recipe]:
+    """Rows of the recipe table, by ATen op."""
+    rows: dict[str, Recipe] = {}
+    for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
+                 "reciprocal"):
+        rows[f"aten.{name}.default"] = _unary(name)
+    for name in ("neg", "abs"):
+        rows[f"aten.{name}.default"] = _unary(name)
+    for name in ("floor", "ceil", "round"):
+        rows[f"aten.{name}.default"] = _rounding(name)
+    for name in ("add", "sub", "mul"):
+        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _binary(name)
+    for name in ("div", "true_divide"):
+        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = Recipe(_div, refuse=float_result)
+    rows["aten.maximum.default"] = rows["aten.max.other"] = _binary("maximum")
+    rows["aten.minimum.default"] = rows["aten.min.other"] = _binary("minimum")
+    for name in ("floor_divide.default", "floor_divide.Scalar", "div.Scalar_mode", "div.Tensor_mode"):
+        rows[f"aten.{name}"] = Recipe(_floor_divide, refuse=_floor_divide_refuse)
+    rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub)
+    rows["aten.pow.Tensor_Scalar"] = Recipe(_pow_scalar, refuse=float_result)
+    rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = Recipe(_pow_tensor, refuse=float_result)
+    rows["aten.square.default"] = Recipe(
+        lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), 2))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _comparison(name)
+    for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
+        rows[f"aten.logical_{name}.default"] = _logical(op)
+    rows["aten.logical_not.default"] = Recipe(_logical_not)
+    rows.update(bitwise_recipes())
+    for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):
+        rows[f"aten.where.{name}"] = Recipe(_where)
+    rows["aten.masked_fill.Scalar"] = rows["aten.masked_fill.Tensor"] = Recipe(_masked_fill)
+    for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
+                 "clone.default", "contiguous.default", "lift_fresh_copy.default"):
+        rows[f"aten.{name}"] = Recipe(convert)
+    rows["aten.dropout.default"] = Recipe(convert, refuse=_dropout_refuse)
+    return rows

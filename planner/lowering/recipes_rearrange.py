@@ -1,0 +1,229 @@
+"""Recipes of ops that create, place or join elements: fills, ranges, triangles, ``cat``, copying reshapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_equal, product
+from fuseplan.kernels.ir.ir import RegisterType
+from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.recipe import Recipe, is_float, result_type
+from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, Specs, normalise_dim, reshape_position
+
+if TYPE_CHECKING:
+    from fuseplan.planner.lowering.puller import Puller
+
+
+def _fill(p: Puller, node: OpNode, position: Position) -> int:
+    return p.const(node.attrs.get("fill_value", 0), result_type(p, node))
+
+
+def _ones(p: Puller, node: OpNode, position: Position) -> int:
+    return p.const(1, result_type(p, node))
+
+
+def _scalar_tensor(p: Puller, node: OpNode, position: Position) -> int:
+    return p.const(node.attrs["s"], result_type(p, node))
+
+
+def _arange(p: Puller, node: OpNode, position: Position) -> int:
+    start, step = node.attrs.get("start", 0), node.attrs.get("step", 1)
+    return p.cast(p.iota(position[0] * step + start), result_type(p, node))
+
+
+def _arange_refuse(node: OpNode, specs: Specs) -> str | None:
+    if any(is_float(node.attrs.get(name)) for name in ("start", "step")):
+        return f"{node.op}: float start or step"
+    step = node.attrs.get("step", 1)
+    return f"{node.op}: step {step} is not positive" if isinstance(step, int) and step <= 0 else None
+
+
+def _triangle(keep: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = result_type(p, node)
+        diagonal = node.attrs.get("diagonal", 0)
+        row, col = p.iota(position[-2] + max(diagonal, 0)), p.iota(position[-1] + max(-diagonal, 0))
+        kept = p.apply("le", col, row) if keep == "lower" else p.apply("ge", col, row)
+        return p.apply("where", kept, p.operand(node, 0, position, dtype), p.const(0, dtype))
+
+    return Recipe(build)
+
+
+def _cat(p: Puller, node: OpNode, position: Position) -> int:
+    dim = normalise_dim(node.attrs.get("dim", 0), len(position))
+    return _joined(p, node.inputs, dim, position, result_type(p, node))
+
+
+def _joined(p: Puller, values: Sequence[str], dim: int, position: Position, dtype: RegisterType) -> int:
+    """What lies at ``position`` of ``values`` put one after another along ``dim``."""
+    index = position[dim]
+    # ATen skips empty parts, and one-dimensional empty ones whatever the rank of the others.
+    shapes = {value: p.specs[value].shape for value in values}
+    parts = [value for value in values if len(shapes[value]) == len(position) and shapes[value][dim] != 0]
+    if not parts:
+        return p.const(0, dtype)  # of a result without elements, nobody asks for one
+    starts: list[Size] = [0]
+    for value in parts:
+        starts.append(as_size(starts[-1] + shapes[value][dim]))
+
+    def piece(puller: Puller, number: int) -> int:
+        moved = (*position[:dim], index + as_size(-starts[number]), *position[dim + 1 :])
+        return puller.cast(puller.pull(parts[number], moved), dtype)
+
+    return _choose(p, index, starts, piece, 0)
+
+
+def _diff(p: Puller, node: OpNode, position: Position) -> int:
+    """The next element less this one, along a dimension at whose ends other tensors may be put on."""
+    dtype = result_type(p, node)
+    dim = normalise_dim(node.attrs.get("dim", -1), len(position))
+    itself, *others = node.inputs
+    before = [] if "prepend" in node.attrs or not others else [others.pop(0)]
+    values = (*before, itself, *others)
+    here = _joined(p, values, dim, position, dtype)
+    following = (*position[:dim], position[dim] + 1, *position[dim + 1 :])
+    return p.apply("sub", _joined(p, values, dim, following, dtype), here)
+
+
+def _diff_refuse(node: OpNode, specs: Specs) -> str | None:
+    if node.attrs.get("n", 1) != 1:
+        return f"{node.op}: differences of order {node.attrs['n']}"
+    return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
+
+
+def _margins(node: OpNode, specs: Specs) -> list[tuple[Size, Size]]:
+    """For each dimension, how much a pad puts before and after it (below zero: takes away)."""
+    given, rank = node.attrs["pad"], len(specs[node.inputs[0]].shape)
+    pairs = [(given[at], given[at + 1]) for at in range(0, len(given), 2)]
+    return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+
+
+def _pad(p: Puller, node: OpNode, position: Position) -> int:
+    """The operand with a constant around it, which reads nothing."""
+    source, dtype = node.inputs[0], result_type(p, node)
+    margins, shape = _margins(node, p.specs), p.specs[source].shape
+
+    def at(puller: Puller, moved: Position) -> int:
+        dim = len(moved)
+        if dim == len(shape):
+            return puller.cast(puller.pull(source, moved), dtype)
+        before, after = margins[dim]
+        end = as_size(before + shape[dim])
+        # Where each part of the dimension starts, and whether it is the operand's.
+        parts: list[tuple[Size, bool]] = [(0, False), (before, True)] if _adds(before) else [(0, True)]
+        parts += [(end, False)] if _adds(after) else []
+        inside = (*moved, position[dim] + as_size(-before))
+
+        def piece(q: Puller, number: int) -> int:
+            return at(q, inside) if parts[number][1] else q.const(node.attrs.get("value") or 0, dtype)
+
+        return _choose(puller, position[dim], [*(start for start, _ in parts), as_size(end + after)], piece, 0)
+
+    return at(p, ())
+
+
+def _adds(margin: Size) -> bool:
+    return not isinstance(margin, int) or margin > 0
+
+
+def _pad_refuse(node: OpNode, specs: Specs) -> str | None:
+    mode = node.attrs.get("mode", "constant")
+    if mode != "constant":
+        return f"{node.op}: mode {mode}"
+    sizes = (size for pair in _margins(node, specs) for size in pair)
+    known = all(isinstance(size, int) or known_less_equal(0, size) for size in sizes)
+    return None if known else f"{node.op}: whether it adds or takes away is not known"
+
+
+def _repeat(p: Puller, node: OpNode, position: Position) -> int:
+    source = node.inputs[0]
+    shape = p.specs[source].shape
+    own = position[len(position) - len(shape) :] if shape else ()
+    repeats = node.attrs["repeats"][len(position) - len(shape) :]
+    return p.pull(source, tuple(
+        index if isinstance(times, int) and times == 1 else index % extent
+        for index, extent, times in zip(own, shape, repeats, strict=True)
+    ))
+
+
+def _upsample(p: Puller, node: OpNode, position: Position) -> int:
+    source = node.inputs[0]
+    factors = _factors(node, p.specs)
+    return p.pull(source, tuple(index // factor for index, factor in zip(position, factors, strict=True)))
+
+
+def _factors(node: OpNode, specs: Specs) -> list[Size]:
+    """How many times each dimension grows; 0 where that is no whole number."""
+    pairs = zip(specs[node.inputs[0]].shape, specs[node.outputs[0]].shape, strict=True)
+    return [divides(size, grown) or 0 for size, grown in pairs]
+
+
+def _upsample_refuse(node: OpNode, specs: Specs) -> str | None:
+    # ATen multiplies by a float, which is exact for these.
+    if all(isinstance(factor, int) and factor > 0 and factor & (factor - 1) == 0 for factor in _factors(node, specs)):
+        return None
+    return f"{node.op}: a size does not grow by a power of two"
+
+
+def _choose(p: Puller, index: Index, starts: list[Size], piece: Callable[[Puller, int], int], first: int) -> int:
+    """The piece of a cat that holds ``index``, decided now where possible, else selected under masks."""
+    if first == len(starts) - 2:
+        return piece(p, first)
+    below = p.split_at(index, starts[first + 1])
+    if below is True:
+        return piece(p, first)
+    if below is False:
+        return _choose(p, index, starts, piece, first + 1)
+    inside = p.apply("lt", p.iota(index), p.iota(Index(starts[first + 1])))
+    here = piece(p.masked(inside), first)
+    rest = _choose(p.masked(p.apply("logical_not", inside)), index, starts, piece, first + 1)
+    return p.apply("where", inside, here, rest)
+
+
+def _stack(p: Puller, node: OpNode, position: Position) -> int:
+    dtype = result_type(p, node)
+    dim = normalise_dim(node.attrs.get("dim", 0), len(position))
+    inner = position[:dim] + position[dim + 1 :]
+    starts: list[Size] = list(range(len(node.inputs) + 1))
+    return _choose(p, position[dim], starts, lambda q, k: q.cast(q.pull(node.inputs[k], inner), dtype), 0)
+
+
+def _copy_reshape(p: Puller, node: OpNode, position: Position) -> int:
+    source, moved = VIEW_MAPS[node.op](node, node.outputs[0], position, p.specs)
+    return p.pull(source, moved)
+
+
+def _repeat_interleave(p: Puller, node: OpNode, position: Position) -> int:
+    source, repeats = node.inputs[0], node.attrs["repeats"]
+    shape = p.specs[source].shape
+    if node.attrs.get("dim") is None:
+        return p.pull(source, reshape_position((position[0] // repeats,), (product(shape),), shape))
+    dim = normalise_dim(node.attrs["dim"], len(shape))
+    return p.pull(source, (*position[:dim], position[dim] // repeats, *position[dim + 1 :]))
+
+
+def rearranging_recipes() -> dict[str, Recipe]:
+    """Rows of the recipe table, by ATen op."""
+    rows: dict[str, Recipe] = {}
+    for name in ("full.default", "full_like.default", "zeros.default", "zeros_like.default", "new_zeros.default",
+                 "new_full.default"):
+        rows[f"aten.{name}"] = Recipe(_fill)
+    for name in ("ones.default", "ones_like.default", "new_ones.default"):
+        rows[f"aten.{name}"] = Recipe(_ones)
+    rows["aten.scalar_tensor.default"] = Recipe(_scalar_tensor)
+    for name in ("default", "start", "start_step"):
+        rows[f"aten.arange.{name}"] = Recipe(_arange, refuse=_arange_refuse)
+    rows["aten.tril.default"], rows["aten.triu.default"] = _triangle("lower"), _triangle("upper")
+    rows["aten.cat.default"] = rows["aten.concat.default"] = Recipe(_cat)
+    rows["aten.stack.default"] = Recipe(_stack)
+    rows["aten.diff.default"] = Recipe(_diff, refuse=_diff_refuse)
+    rows["aten.pad.default"] = rows["aten.constant_pad_nd.default"] = Recipe(_pad, refuse=_pad_refuse)
+    rows["aten.repeat.default"] = Recipe(_repeat)
+    for dims in (1, 2, 3):
+        for name in ("vec", "default"):
+            rows[f"aten.upsample_nearest{dims}d.{name}"] = Recipe(_upsample, refuse=_upsample_refuse)
+    rows["aten.repeat_interleave.self_int"] = Recipe(_repeat_interleave)
+    for name in MAY_COPY:
+        rows[name] = Recipe(_copy_reshape)
+    return rows

@@ -1,0 +1,211 @@
+"""Recipes of ops that fold the last dimensions: sums, means, softmax, the position of the largest element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from fuseplan.kernels.ir.index import Index, Size
+from fuseplan.kernels.ir.ir import RegisterType, register_type
+from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.recipe import Build, Recipe, float_result, result_type
+from fuseplan.planner.lowering.views import Position, Specs, normalise_dim, reshape_position
+
+if TYPE_CHECKING:
+    from fuseplan.planner.lowering.puller import Puller
+
+
+def _reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    rank = len(specs[node.inputs[0]].shape)
+    dims: Any = node.attrs.get("dim")
+    if dims is None or dims == ():
+        return tuple(range(rank))
+    return tuple(normalise_dim(dim, rank) for dim in (dims if isinstance(dims, tuple | list) else (dims,)))
+
+
+def row_of(p: Puller, node: OpNode, position: Position) -> Position:
+    """The leading coordinates of the row that the result element at ``position`` comes from."""
+    kept = len(p.row_shape(node)) - 1
+    return p.row_position(node, position[:kept])
+
+
+def fold(p: Puller, node: OpNode, row: Position, kind: str, element: Callable[[int], int], dtype: RegisterType) -> int:
+    """Fold ``element(x)`` over the row ``row`` of operand 0."""
+    return fold_columns(p, node, row, kind, lambda x, _: element(p.cast(x, dtype)))
+
+
+def fold_columns(p: Puller, node: OpNode, row: Position, kind: str, element: Callable[[int, Index], int]) -> int:
+    """Fold ``element(x, column)`` over the row ``row`` of operand 0."""
+    source = node.inputs[0]
+    walked, shape = p.row_shape(node), p.specs[source].shape
+
+    def at(col: Index) -> int:
+        return element(p.pull(source, reshape_position((*row, col), walked, shape)), col)
+
+    return p.reduce(kind, node, walked[-1], at)
+
+
+def float_type(p: Puller, node: OpNode) -> RegisterType:
+    return "float64" if p.specs[node.inputs[0]].dtype == "float64" else "float32"
+
+
+def _plain_fold(kind: str) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        return fold(p, node, row_of(p, node, position), kind, lambda x: x, result_type(p, node))
+
+    return Recipe(build, _reduced_dims)
+
+
+def mean_of(p: Puller, total: int, count: Size, correction: float = 0.0) -> int:
+    """``total / (count - correction)``."""
+    dtype = p.dtype_of(total)
+    if isinstance(count, int):
+        return p.apply("mul", total, p.const(1.0 / max(count - correction, 0.0) if count != correction else math.inf,
+                                             dtype))
+    number = p.cast(p.iota(Index(count)), dtype)
+    if correction:
+        number = p.apply("sub", number, p.const(correction, dtype))
+    return p.apply("div", total, number)
+
+
+def _mean(p: Puller, node: OpNode, position: Position) -> int:
+    total = fold(p, node, row_of(p, node, position), "sum", lambda x: x, float_type(p, node))
+    return mean_of(p, total, p.row_shape(node)[-1])
+
+
+def moments(p: Puller, node: OpNode, row: Position, correction: float = 0.0) -> tuple[int, int]:
+    """Mean and variance of a row, two passes: the variance of the deviations does not cancel."""
+    dtype = float_type(p, node)
+    extent = p.row_shape(node)[-1]
+    mean = mean_of(p, fold(p, node, row, "sum", lambda x: x, dtype), extent)
+
+    def squared(x: int) -> int:
+        deviation = p.apply("sub", x, mean)
+        return p.apply("mul", deviation, deviation)
+
+    return mean, mean_of(p, fold(p, node, row, "sum", squared, dtype), extent, correction)
+
+
+def _var(p: Puller, node: OpNode, position: Position) -> int:
+    correction = node.attrs.get("correction", 1 if node.attrs.get("unbiased", True) else 0)
+    correction = 1 if correction is None else correction
+    return moments(p, node, row_of(p, node, position), float(correction))[1]
+
+
+def _softmax(log: bool) -> Recipe:
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = float_type(p, node)
+        row = row_of(p, node, position)
+        top = fold(p, node, row, "max", lambda x: x, dtype)
+        total = fold(p, node, row, "sum", lambda x: p.apply("exp", p.apply("sub", x, top)), dtype)
+        shifted = p.apply("sub", p.cast(p.pull(node.inputs[0], position), dtype), top)
+        if log:
+            return p.apply("sub", shifted, p.apply("log", total))
+        # One division a row, not one an element; the total is at least 1, so that its reciprocal exists.
+        return p.apply("mul", p.apply("exp", shifted), p.apply("reciprocal", total))
+
+    return Recipe(build, _reduced_dims, float_result)
+
+
+def _pooled_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    rank = len(specs[node.inputs[0]].shape)
+    return (rank - 2, rank - 1)
+
+
+def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
+    whole = all(isinstance(size, int) and size == 1 for size in specs[node.outputs[0]].shape[-2:])
+    return float_result(node, specs) if whole else f"{node.op}: to another size than 1 x 1"
+
+
+# -- where the largest or smallest element is -------------------------------------------------------------
+
+
+def _position_of(kind: str) -> Build:
+    """The first position of a row's extreme; NaN counts as the most extreme of all, as in ATen."""
+
+    def build(p: Puller, node: OpNode, position: Position) -> int:
+        dtype = register_type(p.specs[node.inputs[0]].dtype)
+        row = row_of(p, node, position)
+        best = fold(p, node, row, kind, lambda x: x, dtype)
+
+        def at(x: int, column: Index) -> int:
+            hit = p.apply("eq", x, best)
+            if dtype.startswith("float"):
+                hit = p.apply("logical_or", hit, p.apply("ne", x, x))
+            return p.apply("where", hit, p.iota(column), p.iota(Index(p.row_shape(node)[-1])))
+
+        return p.cast(fold_columns(p, node, row, "min", at), result_type(p, node))
+
+    return build
+
+
+def _numbers_refuse(node: OpNode, specs: Specs) -> str | None:
+    return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
+
+
+def _extreme(kind: str) -> Recipe:
+    """The extreme and its position."""
+    return replace(_plain_fold(kind), refuse=_numbers_refuse, others=(_position_of(kind),))
+
+
+# -- short folds over another dimension -------------------------------------------------------------------
+
+#: Elements that a sum over another dimension than the last adds one by one.
+MAX_WRITTEN_OUT = 16
+
+
+def _short_dim(node: OpNode, specs: Specs) -> int | None:
+    """The one dimension that a sum folds, if it is short and another than the last."""
+    shape = specs[node.inputs[0]].shape
+    dims = _reduced_dims(node, specs)
+    if len(dims) != 1 or dims[0] == len(shape) - 1:
+        return None
+    extent = shape[dims[0]]
+    return dims[0] if isinstance(extent, int) and 0 < extent <= MAX_WRITTEN_OUT else None
+
+
+def _summed_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    return _reduced_dims(node, specs) if _short_dim(node, specs) is None else ()
+
+
+def _written_out(p: Puller, node: OpNode, position: Position) -> int | None:
+    """A short sum, element by element; None where a row is to be folded."""
+    dim = _short_dim(node, p.specs)
+    if dim is None:
+        return None
+    source, dtype = node.inputs[0], result_type(p, node)
+    if dtype == "float32" and p.specs[source].dtype == "float64":
+        dtype = "float64"
+    rest = position[dim + 1 :] if node.attrs.get("keepdim") else position[dim:]
+    extent = p.specs[source].shape[dim]
+    terms = [p.cast(p.pull(source, (*position[:dim], Index(at), *rest)), dtype) for at in range(extent)]
+    return reduce(lambda total, term: p.apply("add", total, term), terms)
+
+
+def _sum(p: Puller, node: OpNode, position: Position) -> int:
+    written = _written_out(p, node, position)
+    if written is not None:
+        return written
+    return fold(p, node, row_of(p, node, position), "sum", lambda x: x, result_type(p, node))
+
+
+def reducing_recipes() -> dict[str, Recipe]:
+    """Rows of the recipe table, by ATen op."""
+    rows: dict[str, Recipe] = {}
+    rows["aten.sum.dim_IntList"] = Recipe(_sum, _summed_dims)
+    rows["aten.amax.default"], rows["aten.amin.default"] = _plain_fold("max"), _plain_fold("min")
+    for kind in ("max", "min"):
+        rows[f"aten.{kind}.dim"] = _extreme(kind)
+        rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, _numbers_refuse)
+    rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, _pooled_dims, _pool_refuse)
+    rows["aten.mean.dim"] = Recipe(_mean, _reduced_dims, float_result)
+    for name in ("var.dim", "var.correction"):
+        rows[f"aten.{name}"] = Recipe(_var, _reduced_dims, float_result)
+    for name in ("softmax.int", "_softmax.default", "special_softmax.default"):
+        rows[f"aten.{name}"] = _softmax(log=False)
+    for name in ("log_softmax.int", "_log_softmax.default"):
+        rows[f"aten.{name}"] = _softmax(log=True)
+    return rows

@@ -1,0 +1,1 @@
+"""What is planned: presets, configurations, the user's modules, and the workloads they are run with."""

@@ -1,0 +1,266 @@
+"""The models that can be planned: named presets, any local Hugging Face config, the user's own module.
+
+Nothing is downloaded and no weights are read: a plan depends on shapes only. ``transformers`` is imported when a
+model is asked for, not before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fuseplan.planner.errors import ConfigError, UnknownModelError, in_words, nearest
+from fuseplan.planner.models.presets import ALIASES, PRESETS
+from fuseplan.planner.models.size_text import LARGEST
+from fuseplan.planner.models.workload import Workload, parse_workloads, with_calls
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES = {name: name for name in _SHORT.values()} | _SHORT
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from. Build one with :func:`find_source`.
+
+    Attributes:
+        kind: A preset, a config file, or a factory in the user's code.
+        name: Preset name, file path, or ``package.module:factory``.
+        config_json: The Hugging Face config as canonical JSON text; empty for a factory.
+        dtype: Of the weights; None leaves a factory's module as it is.
+        layers: Number of layers instead of the config's own; None keeps that.
+    """
+
+    kind: Literal["preset", "config", "module"]
+    name: str
+    config_json: str = ""
+    dtype: str | None = None
+    layers: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and records."""
+        path = Path(self.name)
+        folder = path.parent.name if path.name == "config.json" else path.stem
+        base = (folder or self.name) if self.kind == "config" else self.name
+        return f"{base}:{self.layers}L" if self.layers else base
+
+
+def find_source(
+    model: str | None = None,
+    config: str | Path | None = None,
+    module: str | None = None,
+    device_type: str = "cpu",
+    dtype: str | None = None,
+    layers: int | None = None,
+) -> ModelSource:
+    """The source that the command line's flags name; ``--model llama`` without any.
+
+    Raises:
+        UnknownModelError: No preset of that name.
+        ConfigError: Flags that exclude each other, an unreadable config, an unknown dtype.
+    """
+    if sum(flag is not None for flag in (model, config, module)) > 1:
+        raise ConfigError("give one of --model, --config and --module, not several")
+    if layers is not None and layers < 1:
+        raise ConfigError(f"--layers {layers}: a model has at least one layer")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is not one of bfloat16, float16, float32")
+    name = _DTYPES[dtype] if dtype else None
+    if module is not None:
+        if layers is not None:
+            raise ConfigError("--layers needs a config; --module brings its own layers")
+        return ModelSource("module", module, dtype=name)
+    if config is not None:
+        entries = _read_config(Path(config))
+        name = name or _config_dtype(entries, str(config))
+        return ModelSource("config", str(config), _canonical(entries), name, layers)
+    preset = "llama" if model is None else model
+    preset = ALIASES.get(preset, {}).get(device_type, preset)
+    if preset not in PRESETS:
+        raise UnknownModelError(preset, [*PRESETS, *ALIASES])
+    return ModelSource("preset", preset, _canonical(PRESETS[preset]), name or "bfloat16", layers)
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
+    except RecursionError:
+        raise ConfigError(f"config {path} is nested too deeply for a Hugging Face config.json") from None
+    except ValueError as error:
+        raise ConfigError(f"config {path} is not JSON: {in_words(error)}") from None
+    if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
+        raise ConfigError(f'config {path} has no "model_type"; it must be a Hugging Face config.json')
+    classes = entries.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+        raise ConfigError(f"config {path}: architectures is no list of names")
+    _check_numbers(entries, str(path))
+    return entries
+
+
+#: No model has more layers; one that says so would be captured for hours.
+_MOST_LAYERS = 4096
+#: Entries of a config that are sizes, by their usual names.
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size",
+)
+
+
+def _check_numbers(entries: Mapping[str, Any], name: str) -> None:
+    """Refuse numbers that no model has, before libraries count up to them.
+
+    Raises:
+        ConfigError: The message names the entry.
+    """
+    for key, value in entries.items():
+        most = _MOST_LAYERS if re.search(r"layers?$", key) else LARGEST
+        if isinstance(value, int) and value > most:
+            raise ConfigError(f"config {name}: {key} is {str(value)[:40]}, and the most that can be planned is {most}")
+        if isinstance(value, dict):
+            _check_numbers(value, name)
+
+
+def _check_sizes(config: Any, name: str) -> None:
+    """Refuse sizes that are no positive numbers; models with stages (Swin) have a list of one for each.
+
+    Raises:
+        ConfigError: The message names the entry.
+    """
+    for key in _SIZES:
+        value = getattr(config, key, None)
+        stages = value if isinstance(value, list | tuple) and value else [value]
+        if value is not None and any(type(one) is not int or one < 1 for one in stages):
+            raise ConfigError(f"config {name}: {key} is {str(value)[:40]!r}, which is no positive whole number")
+
+
+def _canonical(entries: Mapping[str, Any]) -> str:
+    return json.dumps(entries, sort_keys=True)
+
+
+def _config_dtype(entries: Mapping[str, Any], name: str) -> str:
+    given = entries.get("dtype") or entries.get("torch_dtype") or "auto"
+    dtype = {**_DTYPES, "auto": "bfloat16"}.get(str(given).removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"config {name}: dtype {str(given)[:40]!r} cannot be planned; give --dtype bfloat16")
+    return dtype
+
+
+def hf_config(source: ModelSource) -> Any:
+    """The Hugging Face config object of a preset or config source.
+
+    Raises:
+        ConfigError: ``transformers`` does not know the model type, refuses an entry, or has fewer layers than asked.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    entries = json.loads(source.config_json)
+    model_type = entries.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        close = nearest(model_type, CONFIG_MAPPING)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(f"config {source.name}: transformers knows no model_type {model_type[:60]!r}{hint}")
+    try:
+        with quiet():
+            config = AutoConfig.for_model(model_type, **entries)
+            text = config.get_text_config(decoder=True)
+    except Exception as error:
+        raise ConfigError(f"config {source.name}: {in_words(error)}") from None
+    _check_sizes(text, source.name)
+    if source.layers is not None:
+        _set_layers(text, source.layers)
+    return config
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Only errors from ``transformers`` meanwhile: what it says is meant for who trains or generates."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _set_layers(config: Any, layers: int) -> None:
+    """Keep the first layers of a (text) config; ``num_hidden_layers`` maps to the model's own name for their number."""
+    if layers > config.num_hidden_layers:
+        raise ConfigError(f"--layers {layers}: this config describes only {config.num_hidden_layers} layers")
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        config.layer_types = types[:layers]
+    config.num_hidden_layers = layers
+
+
+def generates(source: ModelSource) -> bool:
+    """True for a decoder that generates tokens; False for an encoder such as BERT, and for both in one, such as T5."""
+    entries = json.loads(source.config_json)
+    if entries.get("is_encoder_decoder"):
+        return False
+    for name in entries.get("architectures") or ():
+        if str(name).endswith(("ForCausalLM", "LMHeadModel")):
+            return True
+        return str(name).endswith("ForConditionalGeneration") and not _usually_has_encoder(entries)
+    return _usually_generates(entries) and not _usually_has_encoder(entries)
+
+
+def _usually_has_encoder(entries: Mapping[str, Any]) -> bool:
+    """Whether a config that does not say it is of a model type that is encoder and decoder in one."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = entries["model_type"]
+    silent = "is_encoder_decoder" not in entries and model_type in CONFIG_MAPPING
+    return silent and bool(getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False))
+
+
+def _usually_generates(entries: Mapping[str, Any]) -> bool:
+    """What a config without ``architectures`` is taken for: models with a masked head too are encoders."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    model_type = entries["model_type"]
+    encoder_too = model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not entries.get("is_decoder")
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder_too
+
+
+def workloads_for(
+    source: ModelSource,
+    device_type: str,
+    decode_batches: str | None = None,
+    kv_len: int | None = None,
+    prefills: str | None = None,
+    calls: bool = False,
+) -> tuple[Workload, ...]:
+    """The workloads to plan for this model, from flags or defaults (see :func:`parse_workloads`).
+
+    The user's own module has one, its example inputs; an encoder has no decode. With ``calls`` come those that an
+    attention mask and ``generate()`` make of the same sizes.
+
+    Raises:
+        ShapeError: A size is not a positive number, or nothing is left to plan.
+        ConfigError: Sizes are given for a module that brings its own inputs, or decode for an encoder.
+    """
+    if source.kind == "module":
+        if any(option is not None for option in (decode_batches, kv_len, prefills)):
+            raise ConfigError("--decode, --kv-len and --prefill need a config; --module brings its own example inputs")
+        return (Workload("forward"),)
+    found = parse_workloads(device_type, decode_batches, kv_len, prefills)
+    decoder = generates(source)
+    if not decoder:
+        if decode_batches:
+            raise ConfigError(f"{source.name} does not generate by itself: it has no decode; give --prefill only")
+        found = tuple(workload for workload in found if workload.regime != "decode")
+    return with_calls(found, decoder) if calls else found

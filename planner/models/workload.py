@@ -1,0 +1,137 @@
+"""What is run: the regimes of inference, with their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from fuseplan.planner.errors import ShapeError
+from fuseplan.planner.models.size_text import fits, read_size
+
+#: decode: one new token per sequence against a static KV cache. prefill: whole sequences, no cache.
+#: forward: the example inputs that the user's own module came with.
+#: generate: the calls that Hugging Face's ``generate()`` makes of a prompt, with masks and caches of its own.
+Regime: TypeAlias = Literal["decode", "prefill", "forward", "generate"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One set of sizes to plan for.
+
+    Attributes:
+        regime: Which kind of call.
+        batch: Sequences.
+        seq: New tokens per sequence (1 in decode); of ``generate``, tokens of the prompt.
+        kv_len: Length of the static KV cache; 0 without one (``generate`` then has one that grows).
+        masked: Whether the call has an attention mask, as a tokenizer makes one.
+    """
+
+    regime: Regime
+    batch: int = 1
+    seq: int = 1
+    kv_len: int = 0
+    masked: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Rows that a token-wise op sees."""
+        return self.batch * self.seq
+
+    @property
+    def derived(self) -> bool:
+        """Whether it follows from sizes given for other calls (:func:`with_calls`)."""
+        return self.masked or self.regime == "generate"
+
+    @property
+    def label(self) -> str:
+        """Short name for tables: ``decode 8 @ 1024``, ``prefill 4x2048 masked``, ``generate 1x128 @ 256``."""
+        if self.regime == "forward":
+            return "forward"
+        size = f"{self.batch}" if self.regime == "decode" else f"{self.batch}x{self.seq}"
+        cache = f" @ {self.kv_len}" if self.kv_len else ""
+        return f"{self.regime} {size}{cache}{' masked' if self.masked else ''}"
+
+
+def decode(batch: int, kv_len: int) -> Workload:
+    return Workload("decode", batch, 1, kv_len)
+
+
+def prefill(batch: int, seq: int) -> Workload:
+    return Workload("prefill", batch, seq)
+
+
+def generate(batch: int, seq: int, kv_len: int = 0) -> Workload:
+    return Workload("generate", batch, seq, kv_len)
+
+
+def with_calls(workloads: Iterable[Workload], generates: bool) -> tuple[Workload, ...]:
+    """The workloads, and what an attention mask and ``generate()`` make of the same sizes.
+
+    A prompt that fits a decode's cache goes through it; a decode without such a prefill is reached from one token.
+
+    >>> [one.label for one in with_calls([decode(1, 256), decode(8, 256), prefill(1, 128)], True)][3:]
+    ['prefill 1x128 masked', 'generate 1x128', 'generate 1x128 @ 256', 'generate 8x1 @ 256']
+    """
+    plain = tuple(workloads)
+    prefills = [one for one in plain if one.regime == "prefill"]
+    found = [*plain, *(replace(one, masked=True) for one in prefills)]
+    if generates:
+        found += [generate(one.batch, one.seq) for one in prefills]
+        for step in plain:
+            if step.regime == "decode":
+                fitting = [one.seq for one in prefills if one.batch == step.batch and one.seq < step.kv_len]
+                found += [generate(step.batch, seq, step.kv_len) for seq in fitting or [1]]
+    return tuple(dict.fromkeys(found))
+
+
+#: Without flags: on a CPU small enough to tune in minutes, on a GPU what serving looks like.
+_DEFAULTS = {"cpu": ("1,8", 256, "1x128"), "cuda": ("1,8,16,64", 1024, "512,2048,4x2048")}
+
+
+def parse_workloads(
+    device_type: str, decode_batches: str | None = None, kv_len: int | None = None, prefills: str | None = None
+) -> tuple[Workload, ...]:
+    """Workloads from flags, decode first.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``: whose defaults stand in for absent flags.
+        decode_batches: Batch sizes such as ``"1,8,32"``; an empty string means no decode.
+        kv_len: Length of the static KV cache.
+        prefills: Sequence lengths, or batch x length, such as ``"512,4x2048"``; an empty string means no prefill.
+
+    Once either list is given, an absent other list means none of it.
+
+    Raises:
+        ShapeError: A size is not a positive number, or nothing is left to plan.
+
+    >>> [workload.label for workload in parse_workloads("cpu", "1,8", 512, "4x128")]
+    ['decode 1 @ 512', 'decode 8 @ 512', 'prefill 4x128']
+    """
+    default_decode, default_kv_len, default_prefill = _DEFAULTS.get(device_type, _DEFAULTS["cuda"])
+    if decode_batches is None and prefills is None:
+        decode_batches, prefills = default_decode, default_prefill
+    length = default_kv_len if kv_len is None else kv_len
+    if length < 2:
+        raise ShapeError(f"--kv-len {length}: the cache must hold at least 2 tokens")
+    fits(length, "--kv-len", str(length))
+    found = [decode(_positive(item, "--decode"), length) for item in _items(decode_batches)]
+    found += [prefill(*_batch_by_seq(item)) for item in _items(prefills)]
+    if not found:
+        raise ShapeError("nothing to plan: give --decode 1,8 or --prefill 4x2048")
+    for workload in found:
+        fits(workload.batch * max(workload.seq, workload.kv_len), workload.label, "batch x length")
+    return tuple(dict.fromkeys(found))
+
+
+def _items(text: str | None) -> list[str]:
+    return [item.strip() for item in (text or "").split(",") if item.strip()]
+
+
+def _batch_by_seq(item: str) -> tuple[int, int]:
+    batch, cross, seq = item.partition("x")
+    return (_positive(batch, "--prefill"), _positive(seq, "--prefill")) if cross else (1, _positive(item, "--prefill"))
+
+
+def _positive(text: str, flag: str) -> int:
+    return read_size(text, flag, f"{flag} {'1,8,32' if flag == '--decode' else '512,4x2048'}")

@@ -1,0 +1,1 @@
+"""Which choices run a region: the exact cover, the loop of measuring and solving, the plan that is stored."""

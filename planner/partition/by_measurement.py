@@ -1,0 +1,205 @@
+"""A region's partition by measurement: the guided loop, the tuning of what it uses, and the play-off that decides.
+
+Screenings taken minutes apart rank partitions only roughly. So an incumbent is fixed without any measurement, the
+cheapest cover on the nominal device, and the partition that the loop finds has to beat it in one interleaved run by
+more than a margin. Where measurement cannot tell the two apart, every tune keeps the incumbent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fuseplan.planner.cost.prices import MeasuredPrices
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.partition.guided_loop import (
+    Choice,
+    GuidedResult,
+    Priced,
+    RegionProblem,
+    guided_partition,
+    predicted_partition,
+)
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.sequence import Part
+
+#: Incumbents that may lose to the loop's partition before it is taken.
+_MAX_INCUMBENTS = 3
+#: An incumbent on which even short screenings show this gain is not worth tuning.
+_HOPELESS = 0.5
+_INCUMBENT, _CHALLENGER = "incumbent", "challenger"
+#: How a gain is known, in words.
+_BY_PRICES, _INTERLEAVED = "by the times of its groups", "in an interleaved run"
+_FAILED = f"{_BY_PRICES} (their interleaved run failed)"
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A partition and, in words, how it was decided; ``undecided`` where noise hid an answer it rests on."""
+
+    result: GuidedResult
+    reason: str
+    undecided: bool = False
+
+
+class MeasuredRegion:
+    """Decides the partition of one region.
+
+    Args:
+        problem: The region.
+        prices: Its measured prices.
+        tolerance: Stop when the measured partition is within this of the lower bound.
+        margin: What the loop's partition has to gain on an incumbent.
+        max_measured: Choices to measure at most.
+    """
+
+    def __init__(
+        self, problem: RegionProblem, prices: MeasuredPrices, tolerance: float, margin: float, max_measured: int
+    ) -> None:
+        self.problem = problem
+        self.prices = prices
+        self.tolerance = tolerance
+        self.margin = margin
+        self.max_measured = max_measured
+        self._given_up: set[Choice] = set()
+        self._unclear = False
+
+    def decide(self) -> Decided:
+        """Measure, tune, and choose."""
+        decided = self._decide()
+        unclear = self._unclear or any(record.undecided for record in self.prices.records.values())
+        return replace(decided, undecided=unclear)
+
+    def _decide(self) -> Decided:
+        incumbent = self._incumbent()
+        self._tune(incumbent)
+        found = self._search(incumbent)
+        challenger = tuple(priced.choice for priced in found.chosen)
+        story = ""
+        for _ in range(_MAX_INCUMBENTS):
+            if set(incumbent) == set(challenger):
+                break
+            gain, accepted, how = self._gain(challenger, incumbent)
+            if not accepted:
+                chosen = self._with_cover(found, incumbent)
+                return Decided(chosen, f"{_reason(chosen)}; the cheapest cover found gains {gain:.1%} on the nominal "
+                               f"one, which is too little to take its place")
+            story = f"; gains {gain:.1%} on the nominal cover {how}"
+            if not self._give_up(incumbent, challenger):
+                break
+            incumbent = self._incumbent()
+        return Decided(found, _reason(found) + story)
+
+    def _incumbent(self) -> tuple[Choice, ...]:
+        """The cheapest nominal cover of groups that work and were not given up."""
+        while True:
+            cover = predicted_partition(self.problem, self._nominal_s)
+            chosen = tuple(priced.choice for priced in cover.chosen)
+            times = self.prices.measure_s(chosen)
+            failed = [choice for choice, time_s in zip(chosen, times, strict=True) if math.isinf(time_s)]
+            if not failed:
+                return chosen
+            self._given_up.update(failed)
+
+    def _nominal_s(self, choice: Choice) -> float:
+        return math.inf if choice in self._given_up else self.prices.nominal_s(choice)
+
+    def _search(self, start: Sequence[Choice]) -> GuidedResult:
+        """The guided loop, until everything that its partition uses is tuned."""
+        model = predicted_partition(self.problem, self.prices.predict_s, self.margin)
+        first = [*start, *(priced.choice for priced in model.chosen)]
+        while True:
+            result = guided_partition(
+                self.problem, self.prices, self.tolerance, self.margin, self.max_measured, start=first
+            )
+            # A tuned time, or "do not fuse", may make another cover the cheapest.
+            if not self._tune(priced.choice for priced in result.chosen):
+                return result
+
+    def _tune(self, choices: Iterable[Choice]) -> bool:
+        """Tune the fused groups that are not; True when there were any."""
+        groups = [choice.group for choice in choices if choice.fused and choice.group.ops not in self.prices.records]
+        self.prices.tuner.prefetch(self.prices.book.subject(group) for group in groups[1:])
+        for group in groups:
+            self.prices.tuned(group)
+        return bool(groups)
+
+    def _gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> tuple[float, bool, str]:
+        """What the challenger gains on the incumbent, whether that is enough to take its place, and how it is known."""
+        gain = self._price_gain(challenger, incumbent)
+        if gain > _HOPELESS:
+            return gain, True, _BY_PRICES
+        self._tune(incumbent)  # the challenger is tuned already
+        gain = self._price_gain(challenger, incumbent)
+        if gain == 1.0:  # a group of the incumbent must not be fused: it has no time
+            return gain, True, _BY_PRICES
+        if gain <= self.margin:
+            return gain, False, _BY_PRICES
+        contest = self.play_off(challenger, incumbent)
+        if contest is None:
+            return gain, True, _FAILED
+        gain = contest.gain(_CHALLENGER, _INCUMBENT)
+        self._unclear = contest.undecided(_CHALLENGER, _INCUMBENT)
+        return gain, contest.accepts(_CHALLENGER, _INCUMBENT) and gain > self.margin, _INTERLEAVED
+
+    def _price_gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> float:
+        new_s, old_s = (math.fsum(self.prices.measure_s(cover)) for cover in (challenger, incumbent))
+        return 1.0 - new_s / old_s
+
+    def play_off(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> Contest | None:
+        """Two covers, each as a whole, in one interleaved run."""
+        sides = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
+        names = {choice: f"part {at}" for at, choice in enumerate(dict.fromkeys([*incumbent, *challenger]))}
+        graph = self.prices.book.graph
+        flow = flow_of(graph)
+
+        def last_result(choice: Choice) -> int:
+            """Where dispatch would like to run a kernel."""
+            producers = map(graph.producer, choice.group.outputs)
+            return max(flow.position[op] for op in producers if op is not None)
+
+        return self.prices.tuner.play_off(
+            {name: self._part(choice) for choice, name in names.items()},
+            {side: [names[choice] for choice in sorted(choices, key=last_result)] for side, choices in sides.items()},
+            flow.needed_outside(flow.position[op] for op in self.problem.ops),
+        )
+
+    def _part(self, choice: Choice) -> Part:
+        subject = self.prices.book.subject(choice.group)
+        if not choice.fused:
+            return Part(subject, reads=subject.inputs, makes=subject.outputs)
+        record = self.prices.tuned(choice.group)
+        backend = next(backend for backend in self.prices.backends if backend.name == record.backend)
+        return Part(subject, backend, record.config, subject.inputs, subject.outputs)
+
+    def _give_up(self, incumbent: Sequence[Choice], challenger: Sequence[Choice]) -> bool:
+        """Of the losing kernels, drop the one farthest above its nominal cost; False when there is none to drop."""
+        lost = [choice for choice in incumbent if choice.fused and choice not in set(challenger)]
+        times = dict(zip(lost, self.prices.measure_s(lost), strict=True))
+        if lost:
+            self._given_up.add(max(lost, key=lambda choice: times[choice] / self.prices.nominal_s(choice)))
+        return bool(lost)
+
+    def _with_cover(self, found: GuidedResult, cover: Sequence[Choice]) -> GuidedResult:
+        """The loop's result with another of its measured covers chosen."""
+        known = {priced.choice: priced for priced in (*found.chosen, *found.rejected)}
+        known |= {
+            choice: Priced(choice, time_s, measured=True)
+            for choice, time_s in zip(cover, self.prices.measure_s(cover), strict=True)
+        }
+        chosen = tuple(known.pop(choice) for choice in cover)
+        cost_s = math.fsum(priced.cost_s for priced in chosen)
+        rejected = tuple(sorted(known.values(), key=lambda priced: priced.cost_s))
+        return replace(
+            found, chosen=chosen, cost_s=cost_s, bound_s=min(found.bound_s, cost_s),
+            optimal=found.optimal and cost_s <= found.cost_s, measured=len(chosen) + len(rejected), rejected=rejected,
+        )
+
+
+def _reason(result: GuidedResult) -> str:
+    proof = "optimal" if result.optimal else f"within {result.gap:.1%} of the bound"
+    return (
+        f"measured {result.measured} of {result.enumerated} choices in {result.iterations} rounds; "
+        f"{proof} over the candidates"
+    )

@@ -1,0 +1,277 @@
+"""Exact cover: every op in exactly one chosen group, at the least total cost, with no cycle among the groups.
+
+A 0/1 program solved by HiGHS. Cycles are rare, so they are cut off only when a solution has one. Among solutions
+that cost the same (within the measurement's noise) the one with the fewest launches wins, then the one that prefers
+earlier options op by op, so that equal problems have equal answers in every process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_array
+
+from fuseplan.planner.groups.convex import bits
+from fuseplan.planner.groups.cycles import Hop, short_cycles
+
+#: Costs are scaled so that their median is this: HiGHS stops at an absolute gap of 1e-6.
+_SCALE = 1e3
+#: Relative slack in comparing a sum of costs with a limit, for rounding.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to run some ops: ``mask`` has their bits; ``cost_s`` is infinite for one that must not be chosen."""
+
+    mask: int
+    cost_s: float
+    launches: int = 1
+
+
+@dataclass(frozen=True)
+class CoverProblem:
+    """Ops ``0 .. num_ops - 1`` to cover.
+
+    Attributes:
+        num_ops: Number of ops.
+        options: What may be chosen; of equally good ones the earlier is preferred.
+        edges: Dependencies ``(before, after)`` between ops, those by way of other ops included.
+    """
+
+    num_ops: int
+    options: tuple[Option, ...]
+    edges: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class CoverLimits:
+    """Past these sizes the cover is found greedily, guided by the linear relaxation's prices."""
+
+    max_ops: int = 512
+    max_options: int = 20_000
+    max_cut_rounds: int = 200
+
+
+DEFAULT_LIMITS = CoverLimits()
+
+
+@dataclass(frozen=True)
+class Cover:
+    """A solution.
+
+    Attributes:
+        chosen: Numbers of the chosen options, by the first op they run.
+        cost_s: Their total cost.
+        bound_s: No cover costs less.
+        optimal: True when that is proven to be the least cost (before ties within the margin are broken).
+        cuts: Cycle cuts that were needed.
+    """
+
+    chosen: tuple[int, ...]
+    cost_s: float
+    bound_s: float
+    optimal: bool
+    cuts: int = 0
+
+    @property
+    def gap(self) -> float:
+        """How much of the cost a better cover might save at most, relative (0 when optimal)."""
+        return max(0.0, 1.0 - self.bound_s / self.cost_s) if self.cost_s > 0 else 0.0
+
+
+def solve_cover(
+    problem: CoverProblem,
+    margin: float = 0.0,
+    ceiling_s: float = math.inf,
+    break_ties: bool = True,
+    limits: CoverLimits = DEFAULT_LIMITS,
+) -> Cover:
+    """The cheapest acyclic cover.
+
+    Args:
+        problem: What to cover with what.
+        margin: Covers within ``(1 + margin)`` of the least cost count as equally good.
+        ceiling_s: ... but only those that cost no more than this (where any does).
+        break_ties: False returns any cheapest cover, sooner.
+        limits: Sizes past which the cover is found greedily.
+
+    Raises:
+        ValueError: An op has no option that runs it alone, so a cover may not exist.
+    """
+    usable = [number for number, option in enumerate(problem.options) if math.isfinite(option.cost_s)]
+    alone = {problem.options[number].mask for number in usable}
+    for op in range(problem.num_ops):
+        if 1 << op not in alone:
+            raise ValueError(f"op {op} of the cover problem has no option of finite cost that runs it alone")
+    if not problem.num_ops:
+        return Cover((), 0.0, 0.0, True)
+    solver = _Solver(problem, usable)
+    if problem.num_ops > limits.max_ops or len(usable) > limits.max_options:
+        return solver.greedy()
+    best = solver.cheapest(limits.max_cut_rounds)
+    if best is None:
+        return solver.greedy()
+    cost = solver.cost(best)
+    chosen = best
+    if break_ties:
+        chosen = solver.preferred(best, max(cost, min(cost * (1 + margin), ceiling_s)))
+    return Cover(solver.numbers(chosen), solver.cost(chosen), cost, True, len(solver.cuts))
+
+
+@dataclass
+class _Program:
+    """Rows besides the cover itself, and variables that are fixed."""
+
+    keep: NDArray[np.bool_]
+    rows: list[tuple[NDArray[np.float64], float]] = field(default_factory=list)
+    fixed: set[int] = field(default_factory=set)
+
+
+def _narrow(matrix: Any) -> Any:
+    """A sparse matrix with indices of 32 bits: older releases of SciPy hand HiGHS no others."""
+    matrix.indices, matrix.indptr = matrix.indices.astype(np.int32), matrix.indptr.astype(np.int32)
+    return matrix
+
+
+class _Solver:
+    """Works on the usable options, renumbered ``0 .. n - 1``."""
+
+    def __init__(self, problem: CoverProblem, usable: list[int]) -> None:
+        self.problem = problem
+        self.usable = usable
+        self.options = [problem.options[number] for number in usable]
+        self.costs = np.array([option.cost_s for option in self.options])
+        typical = float(np.median(self.costs))
+        self.unit = _SCALE / typical if typical > 0 else 1.0
+        self.scaled = self.costs * self.unit
+        columns = [(op, at) for at, option in enumerate(self.options) for op in bits(option.mask)]
+        rows, cols = zip(*columns, strict=True)
+        shape = (problem.num_ops, len(self.options))
+        self.matrix: Any = _narrow(csr_array((np.ones(len(columns)), (rows, cols)), shape=shape))
+        self.cuts: list[tuple[NDArray[np.float64], float]] = []
+
+    def numbers(self, chosen: Sequence[int]) -> tuple[int, ...]:
+        by_first_op = sorted(chosen, key=lambda at: (self.options[at].mask & -self.options[at].mask))
+        return tuple(self.usable[at] for at in by_first_op)
+
+    def cost(self, chosen: Sequence[int]) -> float:
+        return math.fsum(self.options[at].cost_s for at in chosen)
+
+    def cheapest(self, max_rounds: int) -> list[int] | None:
+        """The cheapest cover; None when ``max_rounds`` of cuts did not suffice."""
+        return self._minimise(self.scaled, _Program(np.ones(len(self.options), dtype=bool)), max_rounds)
+
+    def preferred(self, best: list[int], limit_s: float) -> list[int]:
+        """Of the covers that cost at most ``limit_s``: fewest launches, then earlier options from op 0 on."""
+        program = _Program(self._affordable(limit_s))
+        program.keep[best] = True
+        if int(program.keep.sum()) == len(best):
+            return best
+        program.rows.append((self.scaled, limit_s * self.unit * (1 + _ROUNDING)))
+        launches = np.array([float(option.launches) for option in self.options])
+        if launches[best].sum() > 1:
+            best = self._minimise(launches, program) or best
+        program.rows.append((launches, float(launches[best].sum()) + 0.5))
+        left = (1 << self.problem.num_ops) - 1
+        while left:
+            best = self._prefer(left & -left, left, best, program)
+            taken = next(at for at in best if self.options[at].mask & left & -left)
+            program.fixed.add(taken)
+            left &= ~self.options[taken].mask
+        return best
+
+    def _prefer(self, op: int, left: int, best: list[int], program: _Program) -> list[int]:
+        """A cover like ``best`` that runs ``op`` by the earliest possible option."""
+        contenders = [
+            at
+            for at, option in enumerate(self.options)
+            if program.keep[at] and option.mask & op and not option.mask & ~left
+        ]
+        if contenders[0] in best:
+            return best
+        rank = np.zeros(len(self.options))
+        rank[contenders] = np.arange(len(contenders))
+        return self._minimise(rank, program) or best
+
+    def _affordable(self, limit_s: float) -> NDArray[np.bool_]:
+        """Options that some cover within ``limit_s`` may use, by their reduced cost in the linear relaxation."""
+        relaxed, reduced = self._relaxation()
+        slack = limit_s - relaxed
+        affordable: NDArray[np.bool_] = reduced <= slack + 1e-6 * max(limit_s, 1e-300)
+        return affordable
+
+    def _relaxation(self) -> tuple[float, NDArray[np.float64]]:
+        """Least cost of the linear relaxation, and the reduced cost of each option."""
+        result = linprog(self.scaled, A_eq=self.matrix, b_eq=np.ones(self.problem.num_ops), method="highs")
+        if result.fun is None:
+            raise RuntimeError(f"HiGHS could not solve the relaxation of a cover: {result.message}")
+        prices = np.asarray(result.eqlin.marginals)
+        return float(result.fun) / self.unit, (self.scaled - self.matrix.T @ prices) / self.unit
+
+    def _minimise(
+        self, objective: NDArray[np.float64], program: _Program, max_rounds: int | None = None
+    ) -> list[int] | None:
+        """Minimise over acyclic covers, cutting off cycles as they appear."""
+        lower = np.zeros(len(self.options))
+        lower[list(program.fixed)] = 1.0
+        bounds = Bounds(lower, program.keep.astype(float))
+        rounds = 0
+        while max_rounds is None or rounds <= max_rounds:
+            constraints = [LinearConstraint(self.matrix, 1.0, 1.0)]
+            rows = [*program.rows, *self.cuts]
+            if rows:
+                limits = [limit for _, limit in rows]
+                cuts = _narrow(csr_array(np.stack([row for row, _ in rows])))
+                constraints.append(LinearConstraint(cuts, -np.inf, limits))
+            result = milp(
+                objective, integrality=np.ones(len(objective), dtype=np.int64), bounds=bounds, constraints=constraints,
+                options={"mip_rel_gap": 0.0},
+            )
+            if result.x is None:
+                return None
+            chosen = [int(at) for at in np.flatnonzero(result.x > 0.5)]
+            cycles = self._cycles(chosen)
+            if not cycles:
+                return chosen
+            self.cuts += [self._cut(cycle) for cycle in cycles]
+            rounds += 1
+        return None
+
+    def _cycles(self, chosen: Sequence[int]) -> list[list[Hop]]:
+        group_of = [-1 - op for op in range(self.problem.num_ops)]
+        for at in chosen:
+            for op in bits(self.options[at].mask):
+                group_of[op] = at
+        return short_cycles(group_of, self.problem.edges)
+
+    def _cut(self, cycle: Sequence[Hop]) -> tuple[NDArray[np.float64], float]:
+        """Any group that holds a hop's entry and leave closes the same cycle: at most all but one of the hops."""
+        row = np.zeros(len(self.options))
+        for hop in cycle:
+            ends = 1 << hop.entry | 1 << hop.leave
+            row[[at for at, option in enumerate(self.options) if option.mask & ends == ends]] = 1.0
+        return row, float(len(cycle) - 1)
+
+    def greedy(self) -> Cover:
+        """Options by the relaxation's reduced cost per op, larger first among equals, skipping what makes a cycle."""
+        bound, reduced = self._relaxation()
+        sizes = [option.mask.bit_count() for option in self.options]
+        grain = max(float(self.costs.max()) * 1e-6, 1e-300)
+        order = sorted(
+            range(len(self.options)), key=lambda at: (round(float(reduced[at]) / sizes[at] / grain), -sizes[at], at)
+        )
+        chosen: list[int] = []
+        covered = 0
+        for at in order:
+            mask = self.options[at].mask
+            if not mask & covered and (sizes[at] == 1 or not self._cycles([*chosen, at])):
+                chosen.append(at)
+                covered |= mask
+        return Cover(self.numbers(chosen), self.cost(chosen), bound, False)

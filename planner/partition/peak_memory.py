@@ -1,0 +1,45 @@
+"""Peak memory of a partition: the most intermediate bytes that live at once while its groups run in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fuseplan.kernels.ir.in_place import choose_reuse
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.candidates import Candidate
+
+#: For outputs of a group, the inputs whose memory each may take, by name.
+NamedReuse = Mapping[str, tuple[str, ...]]
+
+
+def peak_bytes(
+    graph: DataflowGraph,
+    groups: Sequence[Candidate],
+    escaping: Sequence[str],
+    reuse: Sequence[NamedReuse] | None = None,
+) -> int:
+    """Largest number of bytes of produced values alive at once.
+
+    Args:
+        graph: The graph.
+        groups: The partition in running order; each allocates its outputs before it runs.
+        escaping: Values that stay alive to the end (the region's outputs).
+        reuse: For each group, which outputs need no memory of their own where an input dies in it. Only values that
+            the groups produce count as inputs that die: of others it is not known here who else needs them.
+    """
+    last_use: dict[str, int] = {}
+    for step, group in enumerate(groups):
+        for value in group.inputs:
+            last_use[value] = step
+    kept = set(escaping)
+    alive: dict[str, int] = {}
+    peak = 0
+    for step, group in enumerate(groups):
+        dying = [value for value in alive if value not in kept and last_use.get(value) == step]
+        taken = choose_reuse(reuse[step], dying) if reuse is not None else {}
+        for source in taken.values():
+            del alive[source]
+        alive.update({value: graph.specs[value].nbytes(graph.symbols) for value in group.outputs})
+        peak = max(peak, sum(alive.values()))
+        alive = {value: size for value, size in alive.items() if value in kept or last_use.get(value, -1) > step}
+    return peak

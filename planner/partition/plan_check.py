@@ -1,0 +1,111 @@
+"""Whether a stored plan can be a region's: asked before anything of it runs.
+
+A database may be shared, edited, or damaged in a way that its checksums do not show. What a plan says is taken only
+where a planner could have written it for this very region: its groups cover the region's compute ops, each once; each
+fused group is convex and lowers; the groups can run in some order; and each configuration is in its back end's space.
+The reasons repeat no stored text, for they reach logs and terminals; labels are made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.planner.cost.prices import GroupBook
+from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.groups.candidates import Candidate, region_candidates, region_dependencies
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.convex import Dependencies
+from fuseplan.planner.groups.cycles import short_cycles
+from fuseplan.planner.implementations.subject import group_label
+from fuseplan.planner.lowering.lower import NotLowerable
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.search.store.record import GroupChoice, PlanRecord
+
+
+class RefusedPlanError(Exception):
+    """A stored plan that is none of its region; the message says why."""
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """Checks the plans of a static graph's regions.
+
+    Attributes:
+        book: The graph's groups.
+        backends: By whom a group may be compiled.
+        target: For what.
+    """
+
+    book: GroupBook
+    backends: Sequence[Backend]
+    target: Target
+
+    def accepted(self, region: Region, record: PlanRecord) -> PlanRecord:
+        """The plan with labels of its own.
+
+        Raises:
+            RefusedPlanError: It cannot be this region's.
+        """
+        graph = self.book.graph
+        dependencies = region_dependencies(graph, region)
+        members = self._members(region, dependencies)
+        refuse_cover(record.groups, members)
+        masks = [sum(1 << members[position] for position in choice.ops) for choice in record.groups]
+        if not all(map(dependencies.is_convex, masks)):
+            raise RefusedPlanError("another op would have to run in the middle of one of its groups")
+        group_of = {members[position]: at for at, choice in enumerate(record.groups) for position in choice.ops}
+        if short_cycles([group_of[member] for member in range(len(dependencies))], dependencies.edges()):
+            raise RefusedPlanError("its groups wait for each other")
+        candidates = region_candidates(graph, region, masks)
+        groups = tuple(map(self._accepted_group, record.groups, candidates))
+        return replace(record, label=region_label(graph, region), groups=groups)
+
+    def _members(self, region: Region, dependencies: Dependencies) -> dict[int, int]:
+        """For positions of compute ops in the region, their numbers among its compute ops."""
+        flow = flow_of(self.book.graph, None)
+        numbers = {at: number for number, at in enumerate(dependencies.members)}
+        places = enumerate(flow.position[name] for name in region.ops)
+        return {place: numbers[at] for place, at in places if at in numbers}
+
+    def _accepted_group(self, choice: GroupChoice, group: Candidate) -> GroupChoice:
+        if choice.kind == "fused":
+            self._refuse_kernel(choice, group)
+        return replace(choice, label=group_label(self.book.graph, group.ops, group.outputs))
+
+    def _refuse_kernel(self, choice: GroupChoice, group: Candidate) -> None:
+        backend = next((one for one in self.backends if one.name == choice.backend), None)
+        if backend is None:
+            raise RefusedPlanError(f"it names a back end that is none for {self.target.device_type}")
+        try:
+            ir = self.book.static(group).ir
+        except NotLowerable as error:
+            raise RefusedPlanError(f"a group cannot be one kernel: {error}") from None
+        if reason := backend.refuse_config(ir, choice.config, self.target):
+            raise RefusedPlanError(f"{backend.name} could not have chosen a group's configuration: {reason}")
+
+
+def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | None = None) -> None:
+    """Raise for groups that are no cover.
+
+    Args:
+        groups: The groups of a stored plan.
+        members: Positions that are to be covered; None where the region is not known: any, then.
+
+    Raises:
+        RefusedPlanError: A group has no ops, or several and no kernel; a position is covered twice, negative, none of
+            the region's, or left out.
+    """
+    seen: set[int] = set()
+    for choice in groups:
+        if not choice.ops or (choice.kind != "fused" and len(choice.ops) > 1):
+            raise RefusedPlanError("a group has no ops, or several without a kernel")
+        for position in choice.ops:
+            if position in seen:
+                raise RefusedPlanError("an op is in two groups")
+            if position < 0 or (members is not None and position not in members):
+                raise RefusedPlanError("a group has an op that the region does not have")
+            seen.add(position)
+    if members is not None and len(seen) < len(members):
+        raise RefusedPlanError(f"{len(members) - len(seen)} of {len(members)} ops are in no group")

@@ -1,0 +1,123 @@
+"""Named patterns: small graphs that inference engines fuse by hand, for tests and as tuning shortcuts.
+
+A pattern is spelled as Hugging Face models spell it, so its plan serves those models too. The planner has no special
+case for any of them. They live in one module for each family (``patterns_norm``, ``patterns_rope``, ...).
+
+>>> graph, specs = pattern("swiglu", "32x4096", "bfloat16")
+>>> graph.input_names, graph.output_names
+(('gate', 'up'), ('out',))
+>>> specs["gate"].shape
+(32, 4096)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from fuseplan.planner.capture.subgraph import SubGraph
+from fuseplan.planner.errors import ShapeError, UnknownPatternError
+from fuseplan.planner.graph.dataflow import DataflowGraph, TensorSpec
+from fuseplan.planner.models.size_text import read_size
+from fuseplan.planner.patterns.norm import norm_patterns
+from fuseplan.planner.patterns.pattern import Pattern, Shape
+from fuseplan.planner.patterns.pointwise import pointwise_patterns
+from fuseplan.planner.patterns.quantisation import quantisation_patterns
+from fuseplan.planner.patterns.rope import rope_patterns
+from fuseplan.planner.patterns.softmax import softmax_patterns
+
+#: What activations may be.
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+#: Every named pattern.
+PATTERNS: Mapping[str, Pattern] = MappingProxyType({
+    **pointwise_patterns(),
+    **norm_patterns(),
+    **rope_patterns(),
+    **softmax_patterns(),
+    **quantisation_patterns(),
+})
+
+
+def parse_shape(text: str, example: str = "32x4096") -> Shape:
+    """``"32x4096"`` as a tuple.
+
+    Raises:
+        ShapeError: The text is no shape, or a size is zero.
+
+    >>> parse_shape("32x4096")
+    (32, 4096)
+    """
+    parts = re.split(r"[x×,]", text.strip().lower().strip("()[]"))
+    numbers = [part.strip() for part in parts]
+    if not all(re.fullmatch(r"[0-9]+", number) for number in numbers):
+        raise ShapeError(f"cannot read shape {text!r}; write sizes joined by x, such as {example}")
+    if any(not number.strip("0") for number in numbers):
+        raise ShapeError(f"shape {text!r} has an empty dimension; every size is at least 1, as in {example}")
+    return tuple(read_size(number, f"shape {text[:60]!r}", example) for number in numbers)
+
+
+def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, dict[str, TensorSpec]]:
+    """A named pattern at one shape: the graph, and the layout of each of its inputs.
+
+    Args:
+        name: A key of :data:`PATTERNS`.
+        shape: Sizes, or their text.
+        dtype: Of its activations; by default the pattern's own.
+
+    Raises:
+        UnknownPatternError: No pattern has that name.
+        ShapeError: The shape cannot be read, or does not fit the pattern; or the dtype is unknown.
+    """
+    found = PATTERNS.get(name)
+    if found is None:
+        raise UnknownPatternError(name, PATTERNS)
+    sizes = parse_shape(shape, found.example) if isinstance(shape, str) else tuple(int(size) for size in shape)
+    if len(sizes) not in found.ranks:
+        raise ShapeError(
+            f"pattern {name} takes {found.dims}, not {len(sizes)} sizes ({'x'.join(map(str, sizes))}); "
+            f"try {found.example}"
+        )
+    dtype = found.dtype if dtype is None else dtype
+    if dtype not in _DTYPES:
+        raise ShapeError(f"pattern {name} cannot be built in dtype {dtype!r}; use bfloat16, float16 or float32")
+    nodes, specs, outputs = found.build(sizes, dtype)
+    return SubGraph(tuple(nodes), tuple(specs), outputs), specs
+
+
+def pattern_graph(name: str, shape: str | Sequence[int], dtype: str | None = None) -> DataflowGraph:
+    """The normalised graph of a pattern, as ``plan tune --pattern`` plans it.
+
+    Raises:
+        UnknownPatternError: No pattern has that name.
+        ShapeError: The shape or dtype does not fit.
+    """
+    from fuseplan.planner.capture.subgraph import trace_subgraph
+
+    graph, specs = pattern(name, shape, dtype)
+    traced = trace_subgraph(graph, specs).graph
+    traced.fresh = fresh_inputs(traced, name, shape, dtype)
+    return traced
+
+
+def fresh_inputs(
+    traced: DataflowGraph, name: str, shape: str | Sequence[int], dtype: str | None = None
+) -> frozenset[str]:
+    """The inputs of a traced pattern that are activations, by the names that the trace gave them."""
+    given = pattern(name, shape, dtype)[0].input_names
+    fresh = activations(name, shape, dtype)
+    return frozenset(value for value, own in zip(traced.inputs, given, strict=True) if own in fresh)
+
+
+def activations(name: str, shape: str | Sequence[int], dtype: str | None = None) -> frozenset[str]:
+    """Names of a pattern's inputs that grow with its first size: what the kernel before it has just produced.
+
+    The others are weights, which come cold from memory. A pattern that takes no larger first size has no weights.
+    """
+    first, *rest = parse_shape(shape) if isinstance(shape, str) else tuple(shape)
+    specs = pattern(name, (first, *rest), dtype)[1]
+    try:
+        grown = pattern(name, (2 * first, *rest), dtype)[1]
+    except ShapeError:
+        return frozenset(specs)
+    return frozenset(given for given in specs if grown[given].shape != specs[given].shape)

@@ -1,0 +1,104 @@
+"""Liger-Kernel as a peer: its forward kernels by pattern, called below the autograd functions that wrap them.
+
+The forward functions are what those autograd functions call; a training framework pays for the wrapper, an inference
+engine need not. https://github.com/linkedin/Liger-Kernel
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fuseplan.planner.peers.peers import Case, Contestant, LibraryOp, PeerError
+
+#: What the patterns have.
+_RMS_EPSILON = 1e-6
+_LAYER_NORM_EPSILON = 1e-5
+
+Builder = Callable[[Case], Contestant]
+
+
+def _forward(module: str, name: str, **fixed: Any) -> Callable[..., Any]:
+    """A forward function with those of the ``fixed`` arguments that this version of the library knows.
+
+    Raises:
+        PeerError: The library, or the function, is not there.
+    """
+    try:
+        found = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    except ImportError as error:
+        raise PeerError(f"liger_kernel cannot be imported: {error}") from error
+    except AttributeError:
+        raise PeerError(f"this version of liger_kernel has no {module}.{name}") from None
+    known = inspect.signature(found).parameters
+    arguments = {key: value for key, value in fixed.items() if key in known}
+    return lambda *tensors: found(*tensors, **arguments)
+
+
+def _picked(*positions: int) -> Callable[[Any, Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """The outputs among what a forward function returns for its backward."""
+    return lambda result, operands: [result[position] for position in positions]
+
+
+def _gated(module: str, name: str) -> Builder:
+    return lambda case: Contestant(_forward(module, name), outputs=_picked(2))
+
+
+def _rms_norm(offset: float, casting_mode: str) -> Builder:
+    def build(case: Case) -> Contestant:
+        forward = _forward(
+            "rms_norm", "rms_norm_forward", eps=_RMS_EPSILON, offset=offset, casting_mode=casting_mode, row_mode=None
+        )
+        return Contestant(forward, outputs=_picked(0))
+
+    return build
+
+
+def _add_rms_norm(offset: float, casting_mode: str) -> Builder:
+    def build(case: Case) -> Contestant:
+        forward = _forward(
+            "fused_add_rms_norm", "fused_add_rms_norm_forward", eps=_RMS_EPSILON, offset=offset,
+            casting_mode=casting_mode,
+        )
+        return Contestant(lambda residual, x, weight: forward(x, residual, weight), outputs=_picked(1, 0))
+
+    return build
+
+
+def _layer_norm(case: Case) -> Contestant:
+    return Contestant(_forward("layer_norm", "layer_norm_forward", eps=_LAYER_NORM_EPSILON), outputs=_picked(0))
+
+
+def _softmax(case: Case) -> Contestant:
+    return Contestant(_forward("softmax", "_softmax_forward"), outputs=_picked(0))
+
+
+def _rope(case: Case) -> Contestant:
+    forward = _forward("rope", "rope_forward")
+
+    def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return forward(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+    return Contestant(
+        run, lambda q, k, cos, sin: (q.clone(), k.clone(), cos, sin), _picked(0, 1), "writes q and k in place",
+        in_place=True,
+    )
+
+
+#: By pattern.
+OPS: Mapping[str, LibraryOp] = MappingProxyType({
+    "swiglu": LibraryOp(("gate", "up"), _gated("swiglu", "swiglu_forward")),
+    "geglu_tanh": LibraryOp(("gate", "up"), _gated("geglu", "geglu_forward")),
+    "rms_norm": LibraryOp(("x", "weight"), _rms_norm(0.0, "llama")),
+    "rms_norm_gemma": LibraryOp(("x", "weight"), _rms_norm(1.0, "gemma")),
+    "add_rms_norm": LibraryOp(("residual", "x", "weight"), _add_rms_norm(0.0, "llama")),
+    "add_rms_norm_gemma": LibraryOp(("residual", "x", "weight"), _add_rms_norm(1.0, "gemma")),
+    "layer_norm": LibraryOp(("x", "weight", "bias"), _layer_norm),
+    "softmax": LibraryOp(("x",), _softmax),
+    "rope": LibraryOp(("q", "k", "cos", "sin"), _rope),
+})

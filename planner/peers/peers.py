@@ -1,0 +1,277 @@
+"""What our kernels are measured against: every peer by name, and how each is asked to compute a named pattern.
+
+Nothing is imported before a peer is built, and a peer that is not installed, does not have the op, or cannot build it
+raises :class:`PeerError` (or whatever went wrong inside it) with the reason.
+
+>>> PEERS["eager"].summary
+'the ATen ops, one by one'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fuseplan.kernels.gpu.overlap import plainly
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.errors import ConfigError, nearest
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.patterns.table import activations
+from fuseplan.planner.peers.inductor import inductor_callable
+from fuseplan.planner.runtime.executor import executable
+from fuseplan.planner.runtime.fallback import GroupPlan
+from fuseplan.planner.runtime.placement import Traced
+from fuseplan.search.timing.timers import Run
+
+LIGER, FLASHINFER = "liger", "flashinfer"
+
+
+class PeerError(Exception):
+    """A peer cannot take part in a cell; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pattern at one shape, as contestants are given it.
+
+    Attributes:
+        pattern: Name of the pattern.
+        shape: Its shape.
+        dtype: Its dtype.
+        traced: The pattern's graph, as eager runs it.
+        names: Names of its inputs.
+        inputs: Its inputs, in that order.
+        groups: The fused groups of our plan for it.
+        target: The device.
+        backends: Kernel back ends of the device.
+        numerics: How our kernels round.
+    """
+
+    pattern: str
+    shape: tuple[int, ...]
+    dtype: str
+    traced: Traced
+    names: tuple[str, ...]
+    inputs: tuple[torch.Tensor, ...]
+    groups: tuple[GroupPlan, ...]
+    target: Target
+    backends: tuple[Backend, ...] = ()
+    numerics: str = "fp32"
+
+
+def tensors_of(result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a call returned."""
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A callable that computes a pattern.
+
+    Attributes:
+        run: What is timed: called with the operands.
+        prepare: Makes its operands from the pattern's inputs, outside the timing: another layout, or copies for what
+            is overwritten. None: it takes the inputs as they are.
+        outputs: The pattern's outputs, in order, from what ``run`` returned and its operands.
+        note: What was special, for the table.
+        in_place: It writes results over operands, which halves what it moves through the caches.
+    """
+
+    run: Run
+    prepare: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    outputs: Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tensors_of
+    note: str = ""
+    in_place: bool = False
+
+    def operands(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What ``run`` is called with."""
+        return tuple(inputs) if self.prepare is None else self.prepare(*inputs)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Somebody to measure against.
+
+    Attributes:
+        name: As tables name it.
+        summary: What it is.
+        build: Makes its contestant for a case; may raise anything, :class:`PeerError` with a reason at best.
+        devices: Where it can run.
+    """
+
+    name: str
+    summary: str
+    build: Callable[[Case], Contestant]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+# -- ours and the ATen ops --------------------------------------------------------------------------------
+
+
+def fused(case: Case, groups: Sequence[GroupPlan], in_place: bool = False) -> Contestant:
+    """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
+
+    Args:
+        case: The pattern.
+        groups: Its fused groups.
+        in_place: Its activations are given away, as intermediates are that die in a group: results may lie in them.
+
+    Raises:
+        PeerError: A group cannot be built or placed; or no result can lie in an activation.
+    """
+    tally = Tally(f"bench {case.pattern}")
+    fresh = activations(case.pattern, case.shape, case.dtype)
+    donated = {at for at, name in enumerate(case.names) if in_place and name in fresh}
+    forward = executable(case.traced, groups, case.target, tally, case.numerics, donated=donated)
+
+    def complain() -> None:
+        fallbacks = tally.snapshot().fallbacks
+        if fallbacks:
+            raise PeerError("; ".join(fallbacks))
+
+    complain()
+    # A kernel that fails does so in its first call, and its ATen ops take over; so that call overwrites nothing.
+    forward(*case.inputs)
+    complain()
+    if not in_place:
+        return Contestant(forward)
+    taken = tally.snapshot().in_place
+    if not taken:
+        raise PeerError("no result can lie in the memory of an activation")
+
+    def copies(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(one.clone() if at in donated else one for at, one in enumerate(inputs))
+
+    return Contestant(forward, copies, note=f"writes {taken} of its results over activations", in_place=True)
+
+
+def _eager(case: Case) -> Contestant:
+    # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
+    return Contestant(case.traced.module.forward)
+
+
+def _inductor(case: Case, max_autotune: bool) -> Contestant:
+    return Contestant(inductor_callable(case.traced.module, case.inputs, max_autotune))
+
+
+def _default(case: Case, name: str) -> Contestant:
+    """Our groups, each with the default configuration of one back end: what no search finds."""
+    backend = next((one for one in case.backends if one.name == name), None)
+    if backend is None:
+        raise PeerError(f"{name} has no kernels for {case.target.device_type}")
+    if reason := backend.unavailable():
+        raise PeerError(reason)
+    if not case.groups:
+        raise PeerError("the plan fuses nothing")
+    flow = flow_of(case.traced.graph)
+    groups = []
+    for group in case.groups:
+        outputs = flow.needed_outside(flow.position[op] for op in group.ops)
+        ir = lower(case.traced.graph, group.ops, case.numerics, outputs).ir
+        if refusal := backend.refuse(ir, case.target):
+            raise PeerError(refusal)
+        config = plainly(backend.default_config(ir, case.target))  # overlapped with nothing
+        groups.append(GroupPlan(group.ops, backend, config, group.source, group.label))
+    return fused(case, groups)
+
+
+# -- libraries --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LibraryOp:
+    """How one op of a library computes a pattern.
+
+    Attributes:
+        inputs: Names of the pattern's inputs, in the order that ``build``'s contestant takes them.
+        build: Makes the contestant.
+    """
+
+    inputs: tuple[str, ...]
+    build: Callable[[Case], Contestant]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of hand-written kernels, called through ``ops`` by pattern."""
+
+    name: str
+    ops: Callable[[], Mapping[str, LibraryOp]] = field(repr=False)
+
+    def __call__(self, case: Case) -> Contestant:
+        found = self.ops().get(case.pattern)
+        if found is None:
+            raise PeerError(f"{self.name} has no op for {case.pattern}")
+        if case.names != found.inputs:
+            raise PeerError(f"{self.name}'s op takes {', '.join(found.inputs)}, the pattern {', '.join(case.names)}")
+        return found.build(case)
+
+
+def _liger() -> Mapping[str, LibraryOp]:
+    from fuseplan.planner.peers.liger import OPS
+
+    return OPS
+
+
+def _flashinfer() -> Mapping[str, LibraryOp]:
+    from fuseplan.planner.peers.flashinfer import OPS
+
+    return OPS
+
+
+# -- all of them ------------------------------------------------------------------------------------------
+
+_GPU = ("cuda",)
+
+#: Every peer, in the order of the tables.
+PEERS: Mapping[str, Peer] = MappingProxyType({peer.name: peer for peer in (
+    Peer(EAGER, "the ATen ops, one by one", _eager),
+    Peer(INDUCTOR, "TorchInductor as it comes", partial(_inductor, max_autotune=False)),
+    Peer(MAX_AUTOTUNE, "TorchInductor, max-autotune with coordinate descent", partial(_inductor, max_autotune=True)),
+    Peer(LIGER, "Liger-Kernel's forward kernels", Library(LIGER, _liger), _GPU),
+    Peer(FLASHINFER, "FlashInfer's kernels", Library(FLASHINFER, _flashinfer), _GPU),
+    Peer("triton default", "our groups as Triton kernels, untuned", partial(_default, name="triton"), _GPU),
+    Peer(
+        "ninetoothed default", "our groups as ninetoothed kernels, untuned", partial(_default, name="ninetoothed"), _GPU
+    ),
+    Peer("cpp default", "our groups as C++ kernels, untuned", partial(_default, name="cpp"), ("cpu",)),
+)})
+
+
+def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the peers that ``text`` lists, in the order of the tables; all that the device has when it is None.
+
+    Args:
+        text: Names joined by commas; a dash stands for a space.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        without: Names to leave out.
+
+    Raises:
+        ConfigError: A name is unknown.
+
+    >>> peer_names("triton-default,eager", "cuda")
+    ('eager', 'triton default')
+    """
+    if text is None:
+        wanted = {name for name, peer in PEERS.items() if device_type in peer.devices}
+    else:
+        wanted = {" ".join(word.lower().replace("-", " ").split()) for word in text.split(",") if word.strip()}
+        wanted = {_SPELLINGS.get(name, name) for name in wanted}
+        for name in sorted(wanted - PEERS.keys()):
+            close = nearest(name, PEERS)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(PEERS)}"
+            raise ConfigError(f"--peers: there is no peer {name!r}; {hint}")
+        if not wanted:
+            raise ConfigError(f"--peers is empty; known: {', '.join(PEERS)}")
+    return tuple(name for name in PEERS if name in wanted and name not in without)
+
+
+_SPELLINGS = {name.replace("-", " "): name for name in PEERS} | {"max autotune": MAX_AUTOTUNE}

@@ -1,0 +1,268 @@
+"""The plan in words: what runs together, what does not, and why each boundary is where it is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fuseplan.costmodel.roofline import lower_bound
+from fuseplan.planner.cost.prices import GroupBook, fused_mode
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import Enumeration, enumerate_candidates, region_dependencies
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.regions import find_boundaries
+from fuseplan.planner.lowering.recipes import kind_of, why_extern
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.report.drawing import group_name
+from fuseplan.planner.runtime.fallback import failure_reason
+from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.store.record import GroupChoice, RecordKey, TuningRecord
+
+#: Examples of a kind that are spelled out; the rest is counted.
+_EXAMPLES = 5
+
+
+def explain(session: Session, workload: str, graph: DataflowGraph, plan: GraphPlan) -> Iterator[str]:
+    """Lines that explain the plan of one captured workload."""
+    book = GroupBook(graph, session.settings.numerics, session.target.device_type)
+    kinds = Counter(kind_of(node, graph.specs) for node in graph)
+    unique = plan.unique()
+    yield (
+        f"{workload}: {len(graph)} ops. {kinds['view']} are views (address maps, no work), {kinds['extern']} stay "
+        f"library calls, {kinds['compute']} can run in generated kernels. Regions of these: {len(plan.regions)}, "
+        f"distinct: {len(unique)}."
+    )
+    yield from _externs(graph)
+    yield from _region_boundaries(graph)
+    counts = Counter(one.region.key for one in plan.regions)
+    for number, one in enumerate(unique, 1):
+        yield ""
+        yield f"Region {number} of {len(unique)}, {_times(counts[one.region.key])}: {one.record.label}"
+        yield from _RegionWords(session, graph, book, one).lines()
+
+
+def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Exception], None]:
+    """Adds a line for each region that cannot be planned."""
+    return lambda region, error: lines.append(
+        f"\n{region_label(graph, region)}: not planned, runs unfused: {failure_reason(error)}"
+    )
+
+
+def _externs(graph: DataflowGraph) -> Iterator[str]:
+    reasons: Counter[str] = Counter()
+    for node in graph:
+        if kind_of(node, graph.specs) == "extern":
+            reasons[why_extern(node, graph.specs) or f"{node.op}: a library call"] += 1
+    for reason, count in reasons.most_common():
+        yield f"  boundary: {reason} ({_times(count)})"
+
+
+def _region_boundaries(graph: DataflowGraph) -> Iterator[str]:
+    """Compute ops that exchange a value and still are in different regions."""
+    boundaries = find_boundaries(graph)
+    reasons: Counter[str] = Counter()
+    example: dict[str, str] = {}
+    for boundary in boundaries:
+        kind = boundary.reason.split(" (")[0]
+        reasons[kind] += 1
+        before, after = (_short(graph.op(name).op) for name in (boundary.before, boundary.after))
+        example.setdefault(kind, f"{before} and {after}, because {boundary.reason}")
+    for kind, count in reasons.most_common(_EXAMPLES):
+        yield f"  apart although one reads the other ({_times(count)}): {example[kind]}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _short(op: str) -> str:
+    return op.removeprefix("aten.").split(".")[0]
+
+
+@dataclass(frozen=True)
+class _Group:
+    name: str
+    choice: GroupChoice
+    ops: frozenset[str]
+
+
+class _RegionWords:
+    """Explains one region."""
+
+    def __init__(self, session: Session, graph: DataflowGraph, book: GroupBook, plan: RegionPlan) -> None:
+        self.session = session
+        self.graph = graph
+        self.book = book
+        self.plan = plan
+        self.groups = [
+            _Group(group_name(number), choice, frozenset(plan.group_ops(choice)))
+            for number, choice in enumerate(plan.record.groups)
+        ]
+
+    def lines(self) -> Iterator[str]:
+        yield f"  {self._source()}"
+        for group in self.groups:
+            yield from self._group(group)
+        enumeration = enumerate_candidates(
+            self.graph, self.plan.region, self.session.settings.limits, legal=self.book.legal
+        )
+        yield from self._pairs(enumeration)
+        yield from self._rejected()
+        yield from _refused(self.graph, enumeration)
+
+    def _source(self) -> str:
+        record = self.plan.record
+        shipped = "that comes with fuseplan, measured on another such device"
+        where = shipped if self.plan.shipped else "from the database"
+        found = {
+            "database": f"plan {where} ({record.evidence.created})",
+            "tuned": "plan tuned now",
+            "model": "not tuned yet: this is the cost model's plan",
+        }[self.plan.source]
+        gain = ""
+        if record.unfused_us > 0 and record.measured:
+            gain = f"; {record.planned_us:.2f} us against {record.unfused_us:.2f} us unfused"
+        return f"{found}; {record.evidence.reason}{gain}"
+
+    # -- groups -------------------------------------------------------------------------------------------
+
+    def _group(self, group: _Group) -> Iterator[str]:
+        choice = group.choice
+        ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
+        how = {
+            "fused": f"one {choice.backend} kernel", "unfused": "unfused", "extern": f"library call {choice.backend}",
+        }[choice.kind]
+        yield f"  {group.name}: {how}: {ops}"
+        yield f"     {self._time(choice)}"
+        tuning = self._tuning(choice.workload)
+        if tuning is not None:
+            yield f"     why: {tuning.evidence.reason}"
+
+    def _time(self, choice: GroupChoice) -> str:
+        parts = [f"{choice.measured_us:.2f} us measured"] if choice.measured_us is not None else ["not measured"]
+        if choice.predicted_us:
+            parts.append(f"{choice.predicted_us:.2f} us predicted")
+        if choice.delay_us >= 0.01:
+            parts.append(f"{choice.delay_us:.2f} us more beside the region's other data in the cache")
+        if choice.lower_bound_us:
+            parts.append(f"no kernel can take less than {choice.lower_bound_us:.2f} us")
+        if choice.config:
+            parts.append(" ".join(f"{name}={value}" for name, value in sorted(choice.config.items())))
+        return "; ".join(parts)
+
+    def _tuning(self, workload: str) -> TuningRecord | None:
+        if not workload:
+            return None
+        key = self.plan.record.key
+        return self.session.store.get_record(RecordKey(workload, key.device, key.regime, key.numerics)).record
+
+    # -- boundaries between groups --------------------------------------------------------------------------
+
+    def _pairs(self, enumeration: Enumeration) -> Iterator[str]:
+        """For each two groups that exchange a value: why they are not one."""
+        home = {op: group for group in self.groups for op in group.ops}
+        dependencies = region_dependencies(self.graph, self.plan.region)
+        flow = flow_of(self.graph, None)
+        names = [flow.names[at] for at in dependencies.members]
+        pairs = {
+            (home[names[before]].name, home[names[after]].name)
+            for before, after in dependencies.edges()
+            if home[names[before]] is not home[names[after]]
+        }
+        by_name = {group.name: group for group in self.groups}
+        for before, after in sorted(pairs)[: 4 * _EXAMPLES]:
+            yield f"  between {before} and {after}: {self._why_apart(by_name[before], by_name[after], enumeration)}"
+
+    def _why_apart(self, first: _Group, second: _Group, enumeration: Enumeration) -> str:
+        union = first.ops | second.ops
+        tried = {
+            frozenset(self.plan.region.ops[at] for at in one.ops): one
+            for one in self.plan.record.rejected
+            if one.kind == "fused"
+        }
+        if union in tried:
+            one = tried[union]
+            measured = "no working kernel"
+            if one.measured_us is not None:
+                measured = f"{one.measured_us + one.delay_us:.2f} us"
+            return f"tried as one kernel: {measured}, {self._apart_us(first, second)}; {one.reason}"
+        for refusal in enumeration.refusals:
+            ops = frozenset(refusal.ops)
+            if ops <= union and ops & first.ops and ops & second.ops:
+                return f"they cannot be one kernel: {refusal.reason}"
+        candidate = next((one for one in enumeration.candidates if frozenset(one.ops) == union), None)
+        if candidate is None:
+            larger = min(
+                (len(one.ops) for one in enumeration.candidates if union < frozenset(one.ops)), default=None
+            )
+            if larger is None:
+                return "no legal group holds both"
+            return f"a kernel with both must hold {larger} ops at least, and no such group is in the best cover"
+        spec = self.session.spec
+        if spec is None:
+            return "legal as one kernel, but not in the best cover"
+        bound_us = lower_bound(self.book.work(candidate), spec, fused_mode(self.session.settings.regime))
+        return f"as one kernel at least {bound_us:.2f} us, {self._apart_us(first, second)}: not worth measuring further"
+
+    @staticmethod
+    def _apart_us(first: _Group, second: _Group) -> str:
+        times = [
+            (one.measured_us if one.measured_us is not None else one.predicted_us) + one.delay_us
+            for one in (first.choice, second.choice)
+        ]
+        return f"apart {times[0]:.2f} + {times[1]:.2f} us"
+
+    def _rejected(self) -> Iterator[str]:
+        fused = [one for one in self.plan.record.rejected if one.kind == "fused"]
+        for one in fused[:_EXAMPLES]:
+            times = [f"{one.measured_us:.2f} us measured"] if one.measured_us is not None else []
+            times += [f"{one.predicted_us:.2f} us predicted"] if one.predicted_us is not None else []
+            ops = "one op" if len(one.ops) == 1 else f"{len(one.ops)} ops"
+            tuning = self._tuning(one.workload)
+            why = tuning.evidence.reason if tuning is not None and not tuning.fuse else one.reason
+            yield f"  not chosen: {one.label}, {ops} ({'; '.join(times) or 'no time'}): {why}"
+        if len(fused) > _EXAMPLES:
+            yield f"  and {len(fused) - _EXAMPLES} more measured groups that were not chosen"
+
+
+def _refused(graph: DataflowGraph, enumeration: Enumeration) -> Iterator[str]:
+    """Groups that cannot exist, by reason."""
+    reasons: Counter[str] = Counter(_general(refusal.reason) for refusal in enumeration.refusals)
+    example: Mapping[str, Sequence[str]] = {
+        _general(refusal.reason): refusal.ops for refusal in reversed(enumeration.refusals)
+    }
+    for reason, count in reasons.most_common(_EXAMPLES):
+        names = ", ".join(dict.fromkeys(_short(graph.op(name).op) for name in example[reason]))
+        groups = "one group" if count == 1 else f"{count} groups, such as"
+        yield f"  cannot be one kernel ({groups} {names}): {reason}"
+    if enumeration.truncated:
+        yield f"  {enumeration.truncated}"
+
+
+def _general(reason: str) -> str:
+    """A reason without the names of single ops, so that equal reasons count together."""
+    return re.sub(r" \(\S+\)", "", reason)
+
+
+def sources(session: Session, graph: DataflowGraph, plan: GraphPlan) -> Iterator[tuple[str, str]]:
+    """Label and generated code of each distinct fused group."""
+    from fuseplan.planner.implementations.subject import group_subject
+
+    backends = {backend.name: backend for backend in session.backends}
+    needed = _outputs_of(graph)
+    for one in plan.unique():
+        for choice in one.record.groups:
+            if choice.kind == "fused" and choice.backend in backends:
+                ops = one.group_ops(choice)
+                subject = group_subject(
+                    graph, ops, choice.workload, session.settings.numerics, session.target.device_type, needed(ops)
+                )
+                yield choice.label, backends[choice.backend].source(subject.ir, choice.config)
+
+
+def _outputs_of(graph: DataflowGraph) -> Callable[[Iterable[str]], tuple[str, ...]]:
+    flow = flow_of(graph, None)
+    return lambda ops: tuple(flow.needed_outside(flow.position[name] for name in ops))

@@ -1,0 +1,301 @@
+"""Reports: pandas frames over what the database holds for one device and, if wanted, one model.
+
+Every number is a stored one; nothing here measures. Frames have units in their column names and one row per group,
+region or workload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import pandas as pd
+
+from fuseplan.planner.cost.samples import RegionSamples
+from fuseplan.planner.cost.samples import load as stored_samples
+from fuseplan.planner.errors import PlanError, nearest
+from fuseplan.planner.tuning import summary as summaries
+from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
+from fuseplan.search.store.plain import plain
+from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, TuningRecord
+
+if TYPE_CHECKING:
+    from fuseplan.costmodel.device import DeviceSpec
+    from fuseplan.search.store.database import Database
+    from fuseplan.search.store.layered import LayeredDatabase
+
+GROUP_COLUMNS = (
+    "workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
+    "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source", "regime", "key",
+)
+REGION_COLUMNS = (
+    "workload", "region", "times", "ops", "kernels", "planned_us", "unfused_us", "speedup", "predicted_us",
+    "candidates", "measured_candidates", "gap", "peak_bytes", "unfused_peak_bytes", "regime", "key",
+)
+COVERAGE_COLUMNS = (
+    "workload", "ops", "views", "library_calls", "fusable", "fused", "coverage", "launches_unfused", "launches",
+    "planned_us", "unfused_us",
+)
+MISS_COLUMNS = ("label", "count", "first_seen", "regime", "numerics", "key")
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """What a report is made from.
+
+    Attributes:
+        device: Identity of the device.
+        model: Model the report is limited to; empty for everything stored.
+        spec: The measured device, when it was probed.
+        records: Tuning records by key.
+        plans: Plans by key.
+        workloads: What was tuned; empty for records that were imported.
+        misses: Look-ups that found nothing, as the database counts them.
+        samples: What was measured of each planned region.
+        shipped: Those of the plans that come with the package.
+    """
+
+    device: str
+    model: str
+    spec: DeviceSpec | None
+    records: Mapping[RecordKey, TuningRecord]
+    plans: Mapping[RecordKey, PlanRecord]
+    workloads: tuple[WorkloadSummary, ...] = ()
+    misses: tuple[Mapping[str, Any], ...] = ()
+    samples: tuple[RegionSamples, ...] = ()
+    shipped: frozenset[RecordKey] = frozenset()
+
+    def planned(self) -> Iterator[tuple[WorkloadSummary | None, RegionSummary | None, PlanRecord]]:
+        """Every plan with the workload and region it belongs to; without summaries, every stored plan."""
+        if not self.workloads:
+            yield from ((None, None, plan) for plan in self.plans.values())
+        for workload in self.workloads:
+            for region in workload.regions:
+                plan = self.plans.get(workload.plan_key(region))
+                if plan is not None and region.has_plan(plan):
+                    yield workload, region, plan
+
+    def name_of(self, workload: WorkloadSummary) -> str:
+        """Name of a workload, with its model where the report spans several."""
+        return workload.workload if self.model else f"{workload.model} {workload.workload}"
+
+    def record_of(self, plan: PlanRecord, group: GroupChoice) -> TuningRecord | None:
+        """Tuning record of a plan's group."""
+        key = plan.key
+        return self.records.get(RecordKey(group.workload, key.device, key.regime, key.numerics))
+
+
+def load_report(
+    database: Database | LayeredDatabase, device: str, spec: DeviceSpec | None = None, model: str = "",
+    regime: str | None = None,
+) -> ReportData:
+    """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
+
+    Args:
+        database: The user's database, or that over the shipped records.
+        device: Identity of the device.
+        spec: The measured device.
+        model: Only what was tuned for this model.
+        regime: ``"eager"`` or ``"graph"``; None for both.
+
+    Raises:
+        PlanError: Nothing is stored for this device, or for this model on it.
+    """
+    plans = {plan.key: plan for plan in database.plans() if plan.key.device == device}
+    records = {record.key: record for record in database.records() if record.key.device == device}
+    workloads = summaries.load(database, device, model or None)
+    if model and not workloads:
+        known = {workload.model for workload in summaries.load(database, device)}
+        close = nearest(model, known)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"stored: {', '.join(sorted(known)) or 'none'}"
+        known_here = "; `plan report` without --model shows all that is known of this device" if plans else ""
+        raise PlanError(
+            f"nothing is stored for model {model!r} on this device ({hint}); run `plan tune` for it first{known_here}"
+        )
+    if not plans and not records:
+        raise PlanError(f"the database has no record of device {device}; run `plan tune` first")
+    if model:
+        wanted = {workload.plan_key(region) for workload in workloads for region in workload.regions}
+        plans = {key: plan for key, plan in plans.items() if key in wanted}
+    if regime is not None:
+        plans = {key: plan for key, plan in plans.items() if key.regime == regime}
+        records = {key: record for key, record in records.items() if key.regime == regime}
+        workloads = tuple(workload for workload in workloads if workload.regime == regime)
+    misses = tuple(miss for miss in database.misses() if miss["device"] == device)
+    samples = tuple(one for one in stored_samples(database, device, regime) if one.key in plans)
+    shipped = frozenset(key for key, found in database.get_plans(plans).items() if found.shipped)
+    return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped)
+
+
+# -- groups ---------------------------------------------------------------------------------------------------
+
+
+def group_frame(data: ReportData) -> pd.DataFrame:
+    """One row per distinct group of the chosen partitions (columns :data:`GROUP_COLUMNS`).
+
+    ``times`` counts how often the group runs in one pass over each workload; ``speedup`` is unfused over what the
+    plan runs, so it is 1 where the answer is not to fuse. Ops that were never a tuning question (a lone op that no
+    kernel was tuned for) have no row.
+    """
+    rows: dict[RecordKey, dict[str, Any]] = {}
+    for workload, region, plan in data.planned():
+        for group in plan.groups:
+            record = data.record_of(plan, group)
+            if record is None and group.kind != "fused":
+                continue
+            key = RecordKey(group.workload or group.label, plan.key.device, plan.key.regime, plan.key.numerics)
+            source = "shipped" if plan.key in data.shipped else "stored"
+            row = rows.setdefault(
+                key, {**_group_row(group, record), "source": source, "regime": key.regime, "key": key.workload}
+            )
+            if workload is not None and region is not None:
+                runs = row.setdefault("runs", {})
+                name = data.name_of(workload)
+                runs[name] = runs.get(name, 0) + region.occurrences
+    return _frame((_with_runs(row) for row in rows.values()), GROUP_COLUMNS)
+
+
+def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "group": group.label, "ops": len(group.ops), "answer": "fuse" if group.kind == "fused" else "do not fuse",
+        "backend": group.backend, "config": config_text(group.config), "predicted_us": group.predicted_us,
+        "lower_bound_us": group.lower_bound_us, "fused_us": group.measured_us if group.kind == "fused" else None,
+    }
+    if record is None:
+        return row
+    row |= {
+        "group": record.label, "backend": record.backend, "config": config_text(record.config),
+        "fused_us": record.fused.median_us if record.fused is not None else None,
+        "unfused_us": record.unfused.median_us, "noise": record.unfused.noise,
+        "measured_configs": record.measured, "enumerated_configs": record.enumerated,
+    }
+    if record.undecided:
+        row["answer"] = "undecided"
+    chosen_us = row["fused_us"] if group.kind == "fused" else row["unfused_us"]
+    return row | {"speedup": row["unfused_us"] / chosen_us if chosen_us else None}
+
+
+def _with_runs(row: dict[str, Any]) -> dict[str, Any]:
+    runs = row.pop("runs", {})
+    return row | {"workload": ", ".join(runs), "times": sum(runs.values()) or None}
+
+
+def config_text(config: Mapping[str, int | str]) -> str:
+    """A configuration for people: ``block=1024 warps=4``."""
+    return " ".join(f"{name}={value}" for name, value in sorted(config.items()))
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """Geometric mean of the positive, finite ratios; NaN when there are none."""
+    logs = [math.log(ratio) for ratio in ratios if ratio is not None and 0 < ratio < math.inf]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def headline(groups: pd.DataFrame) -> str:
+    """The groups in one sentence."""
+    if not len(groups):
+        return "no group has been tuned"
+    fused = int((groups["answer"] == "fuse").sum())
+    speedup = geometric_mean(groups["speedup"].dropna())
+    slower = int((groups["speedup"] < 1 - groups["noise"].fillna(0.0)).sum())
+    return (
+        f"{fused} of {len(groups)} groups are fused; geometric mean speed-up over unfused {speedup:.2f}x; "
+        f"{slower} slower than unfused beyond noise"
+    )
+
+
+# -- regions --------------------------------------------------------------------------------------------------
+
+
+def region_frame(data: ReportData) -> pd.DataFrame:
+    """One row per distinct region and workload: the partition against running everything unfused."""
+    return _frame((_region_row(data, *planned) for planned in data.planned()), REGION_COLUMNS)
+
+
+def _region_row(
+    data: ReportData, workload: WorkloadSummary | None, region: RegionSummary | None, plan: PlanRecord
+) -> dict[str, Any]:
+    return {
+        "workload": data.name_of(workload) if workload else "", "region": plan.label,
+        "times": region.occurrences if region else None, "ops": len({op for group in plan.groups for op in group.ops}),
+        "kernels": len(plan.groups), "planned_us": plan.planned_us, "unfused_us": plan.unfused_us,
+        "speedup": plan.unfused_us / plan.planned_us if plan.planned_us > 0 else None,
+        "predicted_us": plan.predicted_us, "candidates": plan.enumerated, "measured_candidates": plan.measured,
+        "gap": plan.gap, "peak_bytes": plan.peak_bytes, "unfused_peak_bytes": plan.unfused_peak_bytes,
+        "regime": plan.key.regime, "key": plan.key.workload,
+    }
+
+
+# -- coverage and misses --------------------------------------------------------------------------------------
+
+
+def coverage_frame(data: ReportData) -> pd.DataFrame:
+    """One row per workload: how many of its fusable ops the plan fuses, and what that leaves to launch.
+
+    ``launches`` and the times leave the library calls out: those run the same either way.
+    """
+    return _frame((_coverage_row(data, workload) for workload in data.workloads), COVERAGE_COLUMNS)
+
+
+def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]:
+    fused = launches = unfused_launches = 0
+    planned_us = unfused_us = 0.0
+    for region in workload.regions:
+        plan = data.plans.get(workload.plan_key(region))
+        computes = region.kinds.count("compute")
+        unfused_launches += computes * region.occurrences
+        if plan is None:
+            launches += computes * region.occurrences
+            continue
+        fused += region.occurrences * len({op for group in plan.groups if group.kind == "fused" for op in group.ops})
+        launches += region.occurrences * sum(1 if g.kind != "unfused" else len(g.ops) for g in plan.groups)
+        planned_us += region.occurrences * plan.planned_us
+        unfused_us += region.occurrences * plan.unfused_us
+    fusable = workload.computes
+    return {
+        "workload": data.name_of(workload), "ops": workload.ops, "views": workload.views,
+        "library_calls": workload.externs, "fusable": fusable, "fused": fused,
+        "coverage": fused / fusable if fusable else None, "launches_unfused": unfused_launches, "launches": launches,
+        "planned_us": planned_us, "unfused_us": unfused_us,
+    }
+
+
+def miss_frame(data: ReportData) -> pd.DataFrame:
+    """Look-ups at run time that found no plan, most frequent first."""
+    return _frame(({**miss, "key": miss["workload"]} for miss in data.misses), MISS_COLUMNS)
+
+
+def _frame(rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> pd.DataFrame:
+    return pd.DataFrame(list(rows), columns=list(columns))
+
+
+# -- as text --------------------------------------------------------------------------------------------------
+
+
+def to_text(frame: pd.DataFrame, style: Literal["csv", "markdown"]) -> str:
+    """A frame as CSV or as a Markdown table."""
+    return str(frame.to_csv(index=False)) if style == "csv" else markdown_table(frame)
+
+
+def markdown_table(frame: pd.DataFrame, digits: int = 3) -> str:
+    """A GitHub-flavoured Markdown table; numbers to the right, ``|`` escaped."""
+    numeric = [bool(pd.api.types.is_numeric_dtype(frame[name])) for name in frame.columns]
+    lines = [
+        "| " + " | ".join(str(name) for name in frame.columns) + " |",
+        "| " + " | ".join("---:" if right else "---" for right in numeric) + " |",
+    ]
+    lines += [
+        "| " + " | ".join(_markdown_cell(value, digits) for value in row) + " |"
+        for row in frame.itertuples(index=False)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_cell(value: object, digits: int) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float):
+        return f"{value:.{digits}f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
+    return plain(str(value)).replace("|", "\\|").replace("<", "&lt;")

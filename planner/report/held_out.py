@@ -1,0 +1,214 @@
+"""The cost model against its bars, on kernels and shapes that were left out of the fit.
+
+Everything follows from the stored samples: factors are fitted again without the kernels they are to predict, covers are
+solved with those predictions, and what they pick is paid for at measured times. Kernels are predicted and measured by
+themselves; covers of both kinds count what theirs cost each other in the cache (``delay_us``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import pandas as pd
+
+from fuseplan.costmodel.accuracy import spearman
+from fuseplan.costmodel.calibrate import predict_left_out
+from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.roofline import predict, roofline_terms
+from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
+from fuseplan.planner.partition.best_covers import best_covers
+from fuseplan.planner.partition.cover import CoverProblem, Option
+from fuseplan.planner.report.frames import geometric_mean
+
+#: What the model has to reach.
+MIN_SPEARMAN, MAX_MEDIAN_ERROR, MAX_TOP_REGRET, MAX_TOP8_REGRET = 0.95, 0.10, 0.05, 0.01
+_TOP = 8
+
+SAMPLE_COLUMNS = (
+    "region", "key", "regime", "phase", "ops", "kind", "label", "family", "group", "mode", "measured_us",
+    "delay_us", "predicted_us", "other_families_us", "other_phases_us",
+)
+VERDICT_COLUMNS = ("left out of the fit", "figure", "over", "value", "bar", "verdict")
+REGION_COLUMNS = (
+    "region", "phase", "choices", "enumerated", "best_us", "model_us", "regret", "top8_regret", "why", "key"
+)
+#: The left-out predictions of a sample frame, and what they leave out.
+SPLITS: Mapping[str, str] = {"other_families_us": "kernels that compute the same", "other_phases_us": "shapes"}
+#: How a kernel runs by itself, by the name its predictions are calibrated under; other names are back ends.
+_ALONE = "unfused"
+
+
+def sample_frame(regions: Sequence[RegionSamples], spec: DeviceSpec, phases: Mapping[str, str]) -> pd.DataFrame:
+    """Every sample with its predictions, its terms (``term_*``, in us, uncalibrated) and its work (``work_*``).
+
+    Args:
+        regions: Stored samples.
+        spec: The device; its stored calibrations make ``predicted_us``.
+        phases: Phase of each region by workload key (``"decode"``). Where there is only one, shapes are told apart by
+            size instead: ``"small"`` and ``"large"``, half of the samples each.
+
+    ``other_families_us`` comes from a fit without all kernels that compute the same, ``other_phases_us`` from one
+    without the sample's phase. A kernel that several regions share counts once in every fit.
+    """
+    rows = [
+        {
+            "region": region.label, "key": region.key.workload, "regime": region.key.regime,
+            "phase": phases.get(region.key.workload, ""), "ops": " ".join(map(str, sample.ops)),
+            "kind": sample.name, "label": sample.label, "family": sample.family, "group": sample.group,
+            "mode": sample.mode, "measured_us": sample.measured_us, "delay_us": sample.delay_us,
+            "predicted_us": predict(sample.work, spec, sample.mode, backend=sample.name).time_us,
+            **_terms(sample, spec), **_work(sample),
+        }
+        for region in regions
+        for sample in region.samples
+    ]
+    columns = [*SAMPLE_COLUMNS, *(name for name in (rows[0] if rows else {}) if name.startswith(("term_", "work_")))]
+    frame = pd.DataFrame(rows, columns=[name for name in columns if not name.startswith("other_")])
+    samples = [sample for region in regions for sample in region.samples]
+    frame["phase"] = _phases(frame)
+    frame["other_families_us"] = _left_out(frame, samples, spec, "family")
+    frame["other_phases_us"] = _left_out(frame, samples, spec, "phase")
+    return frame[columns]
+
+
+def _terms(sample: ChoiceSample, spec: DeviceSpec) -> dict[str, float]:
+    terms = roofline_terms(sample.work, spec, sample.mode)
+    return {f"term_{name}": value for name, value in asdict(terms).items()}
+
+
+def _work(sample: ChoiceSample) -> dict[str, float | str]:
+    work = asdict(sample.work)
+    flops, parts = work.pop("flops"), work.pop("traffic")
+    return {
+        **{f"work_{name}": value for name, value in work.items()},
+        "work_flops": " ".join(f"{unit}={count:g}" for unit, count in sorted(flops.items())),
+        "work_traffic": " ".join(f"{part['moved_bytes']:g}/{part['requested_bytes']:g}" for part in parts),
+    }
+
+
+def _phases(frame: pd.DataFrame) -> pd.Series:
+    """The stored phases, else two halves by the bytes that are moved."""
+    if frame["phase"].nunique() > 1 or frame.empty:
+        return frame["phase"]
+    middle = frame["work_dram_bytes"].median()
+    return (frame["work_dram_bytes"] > middle).map({True: "large", False: "small"})
+
+
+def _left_out(frame: pd.DataFrame, samples: Sequence[ChoiceSample], spec: DeviceSpec, part: str) -> pd.Series:
+    """For each row the prediction of a fit without its part; rows of one kernel have one prediction."""
+    found = [math.nan] * len(frame)
+    for _, rows in frame.groupby(["kind", "regime"]):
+        distinct = rows.drop_duplicates(["group", part])
+        parts = list(distinct[part].astype(str))
+        times = predict_left_out([samples[at].sample() for at in distinct.index], spec, parts)
+        known = dict(zip(zip(distinct["group"], parts, strict=True), times, strict=True))
+        for at, group, own in zip(rows.index, rows["group"], rows[part].astype(str), strict=True):
+            found[at] = known[group, own]
+    return pd.Series(found, index=frame.index)
+
+
+# -- regret -----------------------------------------------------------------------------------------------------------
+
+
+def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """What following the predictions in ``column`` costs in each region that leaves a choice (:data:`REGION_COLUMNS`).
+
+    ``regret`` is how much slower the cover is that the predictions like best than the best cover of all that was
+    measured; ``top8_regret`` the same for the fastest of the eight that they like best. ``enumerated`` says how many
+    choices there are: those that were not measured cannot be part of a better cover than the plan's gap allows.
+    """
+    by_key = dict(list(frame.groupby(["key", "regime"])))
+    rows = []
+    for region in regions:
+        own = by_key.get((region.key.workload, region.key.regime))
+        row = None if own is None else _regret(region, own.reset_index(drop=True), column)
+        if row is not None:
+            rows.append(row)
+    return pd.DataFrame(rows, columns=list(REGION_COLUMNS)).sort_values("regret", ascending=False, kind="stable")
+
+
+def _regret(region: RegionSamples, own: pd.DataFrame, column: str) -> dict[str, object] | None:
+    ops = sorted({op for sample in region.samples for op in sample.ops})
+    number = {op: at for at, op in enumerate(ops)}
+    masks = [sum(1 << number[op] for op in sample.ops) for sample in region.samples]
+    predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
+    alone = {masks[at] for at, sample in enumerate(region.samples) if len(sample.ops) == 1}
+    if len(masks) <= len(ops) or len(alone) < len(ops) or any(math.isnan(one) for one in predicted):
+        return None
+    edges = tuple((number[a], number[b]) for a, b in region.edges if a in number and b in number)
+
+    def ranked(times_us: list[float], count: int) -> list[tuple[int, ...]]:
+        options = tuple(Option(mask, time_us * 1e-6) for mask, time_us in zip(masks, times_us, strict=True))
+        return list(best_covers(CoverProblem(len(ops), options, edges), count))
+
+    def paid_us(cover: tuple[int, ...]) -> float:
+        return math.fsum(measured[at] for at in cover)
+
+    likes, (best,) = ranked(predicted, _TOP), ranked(measured, 1)
+    best_us, model_us = paid_us(best), paid_us(likes[0])
+    return {
+        "region": region.label, "phase": own["phase"].iloc[0], "choices": len(masks), "enumerated": region.enumerated,
+        "best_us": best_us, "model_us": model_us, "regret": model_us / best_us - 1.0,
+        "top8_regret": max(0.0, min(map(paid_us, likes)) / best_us - 1.0),
+        "why": _why(own, column, likes[0], best) if model_us > best_us else "", "key": region.key.workload,
+    }
+
+
+def _why(own: pd.DataFrame, column: str, model: tuple[int, ...], best: tuple[int, ...]) -> str:
+    """The kernels in which two covers differ, each with its prediction and its time."""
+    def told(cover: tuple[int, ...], other: tuple[int, ...]) -> str:
+        rows = [own.loc[at] for at in cover if at not in other]
+        return " + ".join(
+            f"{row['label']}{' unfused' if row['kind'] == _ALONE else ''} ({row[column]:.3g} us, is "
+            f"{row['measured_us']:.3g})" for row in rows
+        )
+
+    return f"takes {told(model, best)} instead of {told(best, model)}"
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def verdict_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame) -> pd.DataFrame:
+    """Every figure of the bar with its verdict (columns :data:`VERDICT_COLUMNS`)."""
+    rows: list[tuple[object, ...]] = []
+    for column, name in SPLITS.items():
+        known = frame[frame[column].notna()].drop_duplicates(["group", "kind", "regime", "phase"])
+        rows += _fit_rows(name, known, column)
+        if column == "other_phases_us":
+            for phase, part in known.groupby("phase"):
+                rows += _fit_rows(f"{name}: {phase}, from the others", part, column)
+        rows += _regret_rows(name, regret_frame(regions, frame, column))
+    return pd.DataFrame(rows, columns=list(VERDICT_COLUMNS))
+
+
+def _fit_rows(name: str, rows: pd.DataFrame, column: str) -> list[tuple[object, ...]]:
+    over = f"{len(rows)} kernels and ops"
+    error = float((rows[column] / rows["measured_us"] - 1.0).abs().median()) if len(rows) else math.nan
+    rank = spearman(list(rows[column]), list(rows["measured_us"]))
+    return [
+        (name, "rank correlation (Spearman)", over, rank, f"at least {MIN_SPEARMAN}", _met(rank >= MIN_SPEARMAN, rank)),
+        (name, "median error", over, error, f"at most {MAX_MEDIAN_ERROR}", _met(error <= MAX_MEDIAN_ERROR, error)),
+    ]
+
+
+def _regret_rows(name: str, table: pd.DataFrame) -> list[tuple[object, ...]]:
+    found: list[tuple[object, ...]] = []
+    for column, bar, what in (
+        ("regret", MAX_TOP_REGRET, "of the model's first choice"),
+        ("top8_regret", MAX_TOP8_REGRET, f"of the best of its first {_TOP}"),
+    ):
+        mean = geometric_mean(table[column] + 1.0) - 1.0 if len(table) else math.nan
+        worst = float(table[column].max()) if len(table) else math.nan
+        over = f"{len(table)} regions, {int((table['choices'] >= table['enumerated']).sum())} measured exhaustively"
+        for figure, value in ((f"mean regret {what}", mean), (f"worst regret {what}", worst)):
+            found.append((name, figure, over, value, f"at most {bar}", _met(value <= bar, value)))
+    return found
+
+
+def _met(met: bool, value: float) -> str:
+    if math.isnan(value):
+        return "unknown"
+    return "met" if met else "MISSED"

@@ -1,0 +1,184 @@
+"""Plots of the HTML report as inline SVG: the page's colours apply, so they follow its light or dark look."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.device_report import format_bytes
+from fuseplan.search.store.record import TuningRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: Stand-in colours that matplotlib draws with, and the page's CSS variables that replace them.
+_COLOURS = {
+    "ink": "#010a01", "muted": "#010a02", "line": "#010a03", "fused": "#010a04", "unfused": "#010a05",
+    "accent": "#010a06", "paper": "#010a07",
+}
+_INK, _MUTED, _LINE, _FUSED, _UNFUSED, _ACCENT, _PAPER = _COLOURS.values()
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "font.size": 9.5, "font.family": "sans-serif", "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _INK, "text.color": _INK, "xtick.color": _MUTED, "ytick.color": _MUTED, "grid.color": _LINE,
+    "xtick.labelcolor": _INK, "ytick.labelcolor": _INK, "legend.frameon": False, "axes.spines.top": False,
+    "axes.spines.right": False, "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
+    "axes.grid": True, "grid.linewidth": 0.6, "legend.fontsize": 8.5,
+}
+#: Inches; narrow, so that the text stays readable when a phone shrinks the drawing.
+_SIZE = (4.8, 3.5)
+
+
+def bandwidth_plot(spec: DeviceSpec) -> str:
+    """Measured bandwidth over the bytes a kernel touches."""
+    points = spec.bandwidth.points
+    sizes = [point.footprint_bytes for point in points]
+
+    def draw(axes: Axes) -> None:
+        axes.plot(sizes, [point.gbps for point in points], color=_FUSED, marker="o", markersize=4, label="typical")
+        axes.plot(sizes, [point.best_gbps for point in points], color=_UNFUSED, linestyle="--", label="best seen")
+        if spec.identity.l2_bytes:
+            axes.axvline(spec.identity.l2_bytes, color=_ACCENT, linestyle=":", label="last-level cache")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        ticks = sizes[:: max(1, -(-len(sizes) // 5))]
+        axes.set_xticks(ticks, [format_bytes(size) for size in ticks])
+        axes.set_xticks([], minor=True)
+        _plain_ticks(axes, "y")
+        axes.set_xlabel("bytes touched by one kernel")
+        axes.set_ylabel("GB/s")
+        axes.legend()
+
+    peak = max(points, key=lambda point: point.gbps)
+    words = (
+        f"Memory bandwidth of {spec.identity.name}: "
+        f"up to {peak.gbps:.0f} GB/s at {format_bytes(peak.footprint_bytes)}, "
+        f"{points[-1].gbps:.0f} GB/s at {format_bytes(points[-1].footprint_bytes)}."
+    )
+    return _svg("bandwidth", words, draw)
+
+
+def roofline_plot(spec: DeviceSpec, records: Iterable[TuningRecord]) -> str:
+    """Each group's best kernel under the measured roofs; groups without arithmetic have no place on it."""
+    groups = [one for one in records if one.work.total_flops > 0 and one.work.dram_bytes > 0]
+    fused = [one for one in groups if one.fused is not None]
+    intensity = np.array([one.work.total_flops / one.work.dram_bytes for one in groups])
+
+    def draw(axes: Axes) -> None:
+        _roofs(axes, spec, intensity)
+        _rates(axes, groups, [one.unfused.median_us for one in groups], "o", _UNFUSED, "unfused chain")
+        _rates(axes, fused, [one.fused.median_us for one in fused if one.fused], "D", _FUSED, "best fused kernel")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("operations per byte")
+        axes.set_ylabel("Gop/s")
+        _plain_ticks(axes, "x")
+        _plain_ticks(axes, "y")
+        axes.legend(loc="lower right")
+
+    words = (
+        f"Roofline of {spec.identity.name}: {len(groups)} groups by operations per byte and operations per second, "
+        f"unfused and fused, under the measured bandwidth and peak."
+    )
+    return _svg("roofline", words, draw)
+
+
+def _roofs(axes: Axes, spec: DeviceSpec, intensity: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+    if "fp32" not in spec.peaks:
+        return
+    peak_gops = spec.peak("fp32").per_s * 1e-9
+    fastest_gbps = max(point.gbps for point in spec.bandwidth.points)
+    slowest_gbps = spec.bandwidth.memory_gbps
+    left = min(float(intensity.min()) if len(intensity) else 0.1, peak_gops / fastest_gbps) / 3
+    right = max(float(intensity.max()) if len(intensity) else 10.0, peak_gops / slowest_gbps) * 3
+    x = np.geomspace(left, right, 100)
+    axes.plot(x, np.minimum(peak_gops, x * fastest_gbps), color=_MUTED, linewidth=1, linestyle="--", label="cache roof")
+    axes.plot(x, np.minimum(peak_gops, x * slowest_gbps), color=_INK, linewidth=1.2, label="memory roof")
+
+
+def _rates(
+    axes: Axes, groups: Sequence[TuningRecord], times_us: Sequence[float], marker: str, colour: str, label: str
+) -> None:
+    x = [one.work.total_flops / one.work.dram_bytes for one in groups]
+    y = [one.work.total_flops / time_us * 1e-3 for one, time_us in zip(groups, times_us, strict=True)]
+    axes.scatter(x, y, marker=marker, s=26, color=colour, label=label, zorder=3, edgecolors=_PAPER, linewidths=0.6)
+
+
+def scatter_plot(points: Sequence[tuple[float, float, bool]]) -> str:
+    """Predicted over measured times, from ``(measured_us, predicted_us, fused)``."""
+
+    def draw(axes: Axes) -> None:
+        times = [time for measured, predicted, _ in points for time in (measured, predicted)]
+        low, high = min(times) / 1.5, max(times) * 1.5
+        axes.plot([low, high], [low, high], color=_MUTED, linewidth=1)
+        axes.fill_between([low, high], [low / 1.25, high / 1.25], [low * 1.25, high * 1.25], color=_LINE, alpha=0.5)
+        for is_fused, colour, marker, label in ((False, _UNFUSED, "o", "unfused op"), (True, _FUSED, "D", "fused")):
+            chosen = [(measured, predicted) for measured, predicted, fused in points if fused is is_fused]
+            if chosen:
+                x, y = zip(*chosen, strict=True)
+                axes.scatter(
+                    x, y, s=26, color=colour, marker=marker, label=label, zorder=3,
+                    edgecolors=_PAPER, linewidths=0.6,
+                )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("measured, us")
+        axes.set_ylabel("predicted, us")
+        _plain_ticks(axes, "x")
+        _plain_ticks(axes, "y")
+        axes.legend(loc="upper left")
+
+    words = f"Predicted against measured time of {len(points)} kernels; the band is plus or minus 25 percent."
+    return _svg("accuracy", words, draw)
+
+
+def _plain_ticks(axes: Axes, which: str) -> None:
+    """``0.5``, ``20``, ``3k`` instead of powers of ten, which SVG text cannot set in superscript."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def short_number(value: float) -> str:
+    """Three digits and a suffix.
+
+    >>> [short_number(x) for x in (0.05, 20.0, 3000.0, 2.5e6)]
+    ['0.05', '20', '3k', '2.5M']
+    """
+    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def _svg(name: str, words: str, draw: Callable[[Axes], None]) -> str:
+    """An ``<svg>`` element that ``draw`` filled; ``words`` is what a screen reader says."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style: Any = {**_STYLE, "svg.hashsalt": name}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        draw(figure.subplots())
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    body = text[text.index(">", text.index("<svg")) + 1 :]
+    # The page sets the fonts; a global style and repeated ids would leak into it.
+    body = re.sub(r"<(metadata|style)\b.*?</\1>", "", body, flags=re.S)
+    body = re.sub(r"font-family: [^;\"]+;? ?", "", body)
+    body = re.sub(r'<g id="[^"]*"', "<g", body)
+    for variable, colour in _COLOURS.items():
+        body = body.replace(colour, f"var(--{variable})")
+    width, height = (int(inches * 72) for inches in _SIZE)
+    box = f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(words)}"'
+    return f'<svg class="plot" {box}><title>{escape(words)}</title>{body}'

@@ -1,0 +1,73 @@
+"""One call of attention in a pre-dispatch trace: its arguments, and what PyTorch computes it with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuseplan.planner.rewrites.trace_edit import change_arguments
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DEFAULTS = (None, None, None, None, 0.0, False, None, False)
+#: What stands after the star in the schema.
+_KEYWORDS = frozenset({"scale", "enable_gqa"})
+#: Backends of PyTorch's attention on CUDA, by their numbers in its order of preference.
+_BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+
+
+def attention_calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Every call of attention, in order."""
+    yield from graph.find_nodes(op="call_function", target=ATTENTION)
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Every argument of an attention call by its name, with the schema's defaults."""
+    named = dict(zip(_PARAMETERS, node.args, strict=False))
+    return dict(zip(_PARAMETERS, _DEFAULTS, strict=True)) | named | dict(node.kwargs)
+
+
+def change_call(node: fx.Node, **changes: Any) -> bool:
+    """Change some arguments of an attention call; whether it could be done, see
+    :func:`~fuseplan.planner.rewrites.trace_edit.change_arguments`."""
+    given = arguments_of(node) | changes
+    args = tuple(given[name] for name in _PARAMETERS if name not in _KEYWORDS)
+    # Not by equality: a scale of zero equals False, but is no default.
+    kwargs = {
+        name: given[name] for name in _PARAMETERS
+        if name in _KEYWORDS and given[name] is not None and given[name] is not False
+    }
+    return change_arguments(node, args, kwargs)
+
+
+def chosen_backend(arguments: dict[str, Any]) -> str:
+    """What PyTorch computes a call with on this CUDA device: ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``.
+
+    Args:
+        arguments: :func:`arguments_of` a call, with fake tensors in the place of nodes.
+
+    PyTorch settles its order of preference when attention is first called, which a trace of attention has done.
+    """
+    from torch.backends import cuda
+
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "enable_gqa")
+    params = cuda.SDPAParams(*(arguments[name] for name in names))
+    usable = {
+        "cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
+        "efficient": cuda.can_use_efficient_attention,
+    }
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    for number in order() if order is not None else ():
+        name = _BACKENDS.get(number, "")
+        if name == "math" or (name in usable and usable[name](params)):
+            return name
+    return "math"
+
+
+def fake_arguments(node: fx.Node, **changes: Any) -> dict[str, Any]:
+    """The arguments of a call, some of them changed, with fake tensors in the place of nodes."""
+    given = arguments_of(node) | changes
+    return {name: one.meta["val"] if isinstance(one, fx.Node) else one for name, one in given.items()}

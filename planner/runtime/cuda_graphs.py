@@ -1,0 +1,214 @@
+"""CUDA graphs as a way to call a compiled graph: recorded in the second call of a kind, replayed from then on.
+
+The first call with given sizes and addresses runs plainly, so kernels are loaded, libraries have chosen, and groups
+that fail have fallen back before anything is recorded. Parameters and whatever the graph writes (a static KV cache) are
+used where they lie: where they have moved, another recording is made. Other arguments are copied in, and results are
+copied out. What cannot be recorded runs plainly for good, with the reason in ``stats().notes``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import fx
+
+from fuseplan.kernels.gpu.direct import find_launcher
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.runtime.recordable import Roles, argument_roles, why_unrecordable
+from fuseplan.planner.runtime.recording import NotRecordable, Results, StaticInputs
+
+logger = logging.getLogger("fuseplan")
+
+#: Recordings that one graph keeps; the least recently used one goes.
+KEPT_RECORDINGS = 8
+#: Calls of a kind that must have been seen before a recording takes another one's place: a recording costs some calls.
+PATIENCE = 8
+#: Kinds of calls that are remembered while they are counted.
+_REMEMBERED = 64
+
+#: Sizes, then addresses of what is used where it lies.
+_Kind: TypeAlias = tuple[tuple[Any, ...], Hashable]
+
+#: The addresses of what a call uses where it lies, from its arguments.
+AddressReader: TypeAlias = Callable[[tuple[Any, ...]], Hashable]
+
+
+def graphed(
+    function: Callable[..., Any],
+    module: fx.GraphModule,
+    stationary: Collection[int],
+    device_type: str,
+    tally: Tally,
+    copy_outputs: bool = True,
+) -> Callable[..., Any]:
+    """``function``, replayed as a CUDA graph where that is possible; itself where it is not, which is counted.
+
+    Args:
+        function: Computes what ``module`` does.
+        module: The traced graph.
+        stationary: Positions of arguments to use where they lie: those that do not move, and those it writes.
+        device_type: Where it runs.
+        tally: Counts recordings, and the reason when there can be none.
+        copy_outputs: False to return memory that the next call overwrites.
+    """
+    recorder = find_recorder(device_type)
+    if recorder is None:
+        note_plain(tally, f"the graph runs on the {device_type.upper()}")
+        return function
+    if (reason := why_unrecordable(module, device_type)) is not None:
+        note_plain(tally, reason)
+        return function
+    roles = argument_roles(module, stationary)
+    launcher = find_launcher()
+    read = None if launcher is None else launcher.address_reader(roles.kept, roles.held)
+    return GraphedCall(function, roles, recorder, tally, copy_outputs, read_addresses=read).__call__
+
+
+def find_recorder(device_type: str) -> Recorder | None:
+    """The recorder of the current device, None where there are no CUDA graphs."""
+    if device_type != "cuda":
+        return None
+    from fuseplan.planner.runtime.cuda_recorder import cuda_recorder
+
+    return cuda_recorder(torch.cuda.current_device())
+
+
+class Recorder(Protocol):
+    """A device that can record launches."""
+
+    def busy(self) -> bool:
+        """True when the caller records already, or works on another device: then calls must be plain."""
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """One recording or replay at a time: all share memory, so one on another stream waits for the last one."""
+
+    def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
+        """Call ``function(*args)`` without running its kernels.
+
+        Returns:
+            What it returned (memory that each replay overwrites), and what replays its kernels.
+
+        Raises:
+            NotRecordable: It did something that cannot be recorded.
+        """
+
+
+@dataclass(frozen=True)
+class _Recording:
+    statics: StaticInputs
+    results: Results
+    replay: Callable[[], None]
+
+    def call(self, args: Sequence[Any]) -> Any:
+        self.statics.fill(args)
+        self.replay()
+        return self.results.make(args)
+
+
+class GraphedCall:
+    """A function of tensors and sizes, replayed where it can be.
+
+    Args:
+        function: Takes a graph's arguments; returns a tuple of results.
+        roles: What each argument is.
+        recorder: The device.
+        tally: Counts recordings, and the reason when there can be none.
+        copy_outputs: False to return memory that the next call overwrites.
+        keep: Recordings to keep.
+        read_addresses: A faster :func:`address_reader` for the same roles.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        roles: Roles,
+        recorder: Recorder,
+        tally: Tally,
+        copy_outputs: bool = True,
+        keep: int = KEPT_RECORDINGS,
+        read_addresses: AddressReader | None = None,
+    ) -> None:
+        self._function = function
+        self._roles = roles
+        self._recorder = recorder
+        self._tally = tally
+        self._copy_outputs = copy_outputs
+        self._keep = keep
+        self._read_addresses = read_addresses or address_reader(roles)
+        self._plain = False
+        self._recordings: OrderedDict[_Kind, _Recording] = OrderedDict()
+        self._seen: OrderedDict[_Kind, int] = OrderedDict()
+
+    def __call__(self, *args: Any) -> Any:
+        if self._plain or self._recorder.busy():
+            return self._function(*args)
+        kind = self._kind(args)
+        if kind not in self._recordings and not self._is_due(kind):
+            return self._function(*args)
+        with self._recorder.turn():
+            recording = self._recordings.get(kind)
+            if recording is None:
+                try:
+                    recording = self._record(kind, args)
+                except NotRecordable as error:
+                    self._give_up(str(error))
+            else:
+                self._recordings.move_to_end(kind)
+            if recording is not None:
+                return recording.call(args)
+        return self._function(*args)
+
+    def _kind(self, args: tuple[Any, ...]) -> _Kind:
+        roles = self._roles
+        sizes = (*(args[at] for at in roles.sizes), *(args[at].shape for at in roles.shaped))
+        return sizes, self._read_addresses(args)
+
+    def _is_due(self, kind: _Kind) -> bool:
+        """Count a plain call; True when the next thing to do with its kind is to record it."""
+        needed = 1 if len(self._recordings) < self._keep else PATIENCE
+        before = self._seen.pop(kind, 0)
+        if before >= needed:
+            return True
+        self._seen[kind] = before + 1
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        return False
+
+    def _record(self, kind: _Kind, args: Sequence[Any]) -> _Recording:
+        statics = StaticInputs(args, self._roles)
+        statics.fill(args)
+        replaced = statics.replace(args)
+        outputs, replay = self._recorder.record(self._function, replaced)
+        results = Results(outputs, replaced, self._roles.held, self._copy_outputs)
+        recording = self._recordings[kind] = _Recording(statics, results, replay)
+        if len(self._recordings) > self._keep:
+            self._recordings.popitem(last=False)  # recording has waited for the device, so nothing runs in it
+        self._tally.count("recordings")
+        return recording
+
+    def _give_up(self, reason: str) -> None:
+        self._plain = True
+        self._recordings.clear()
+        note_plain(self._tally, reason)
+
+
+def address_reader(roles: Roles) -> AddressReader:
+    """Reads the addresses of what a call uses where it lies, tensor by tensor."""
+    held = tuple(roles.held)
+
+    def read(args: tuple[Any, ...]) -> tuple[int, ...]:
+        return (*(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in held))
+
+    return read
+
+
+def note_plain(tally: Tally, reason: str) -> None:
+    """Count and log that a graph is not replayed as a CUDA graph."""
+    tally.note(f"no CUDA graph: {reason}")
+    logger.info("graph %s is not replayed as a CUDA graph: %s", tally.compile_id, reason)

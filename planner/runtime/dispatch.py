@@ -1,0 +1,184 @@
+"""The ``torch.compile`` back end: plans are looked up when a graph is compiled, and kernels are called directly after.
+
+>>> import torch
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU())
+>>> fast = torch.compile(model, backend="fuseplan")  # doctest: +SKIP
+>>> with torch.no_grad():  # doctest: +SKIP
+...     fast(torch.randn(2, 8))
+
+Whatever cannot be fused runs as the ATen ops that eager would run, and is counted in
+:func:`fuseplan.planner.stats`. The back end is for inference: with gradients enabled on inputs or parameters
+that require them, the whole graph runs unfused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.dispatch_stats import Tally, new_tally
+from fuseplan.planner.runtime.cuda_graphs import graphed
+from fuseplan.planner.runtime.executor import executable
+from fuseplan.planner.runtime.fallback import RefusedError, failure_reason
+from fuseplan.planner.runtime.options import DispatchOptions, parse_options
+from fuseplan.planner.runtime.placement import Traced
+from fuseplan.planner.runtime.resolve import resolve
+from fuseplan.planner.tuning.planner import PlanSettings
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.search.errors import DatabaseError
+
+logger = logging.getLogger("fuseplan")
+
+_DEVICES = ("cpu", "cuda")
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+
+
+def fuseplan(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph (registered as ``backend="fuseplan"``).
+
+    Args:
+        gm: The graph.
+        example_inputs: Its inputs: tensors and integers.
+        options: See :class:`~fuseplan.planner.runtime.options.DispatchOptions`.
+        mode: A name of :data:`~fuseplan.planner.runtime.options.MODES`.
+
+    Returns:
+        A function with the graph's signature. It never fails where the graph itself would not.
+
+    Raises:
+        ConfigError: A mode, an option or a value is unknown.
+    """
+    parsed = parse_options(options, mode)
+    tally = new_tally(_compile_id())
+    reason = _unsupported(gm, example_inputs)
+    if reason is None:
+        try:
+            return compile_graph(gm, example_inputs, parsed, tally)
+        except Exception as error:  # the model must run whatever is wrong with its plan
+            reason = failure_reason(error)
+    tally.refuse(reason)
+    logger.info("graph %s runs unfused: %s", tally.compile_id, reason)
+    return gm.forward
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: DispatchOptions, tally: Tally
+) -> Callable[..., Any]:
+    """Trace, normalise, plan and rewrite one graph.
+
+    Raises:
+        RefusedError: The graph must run unfused.
+        FuseplanError: The graph cannot be traced, or the device not be used.
+    """
+    module = trace_predispatch(gm, example_inputs, options.grouped_queries, options.attention_masks)
+    for name, number in asdict(module.meta["attention"]).items():
+        tally.count(name, number)
+    normalised = normalise(module)
+    if _writes_shared(example_inputs, normalised.written):
+        raise RefusedError("inputs share memory that the graph writes to")
+    traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes, normalised.scalars)
+    device_type = _device_type(example_inputs)
+    session = _open(device_type, options)
+    try:
+        resolved = resolve(session, traced.graph, options.on_miss, tally)
+    finally:
+        session.database.close()
+    call = executable(
+        traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place,
+        parameters={at for at, item in enumerate(example_inputs) if isinstance(item, torch.nn.Parameter)},
+    )
+    if options.cuda_graphs:
+        stationary = normalised.written | _stationary(gm, example_inputs)
+        return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
+    return call
+
+
+def _open(device_type: str, options: DispatchOptions) -> Session:
+    settings = PlanSettings(numerics=options.numerics, regime=options.regime_on(device_type))
+    if options.on_miss == "tune":
+        try:
+            return open_session(device_type, options.db, settings)
+        except DatabaseError as error:
+            logger.warning("plans tuned now cannot be stored (%s); the stored ones are used", error)
+    return open_session(device_type, options.db, settings, mode="read")
+
+
+def _stationary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:
+    """Positions of parameters, buffers and tensors marked with ``torch._dynamo.mark_static_address``."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {
+        position for position, (node, item) in enumerate(zip(placeholders, example_inputs, strict=True))
+        if isinstance(item, torch.nn.Parameter) or (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
+    }
+
+
+def _compile_id() -> str:
+    current = torch._guards.CompileContext.current_compile_id()
+    return "" if current is None else str(current)
+
+
+# -- what is not fused at all -----------------------------------------------------------------------------
+
+
+def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """Why no part of the graph may be fused, None when parts may."""
+    tensors = [item for item in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(item, torch.Tensor)]
+    trainable = any(tensor.requires_grad for tensor in tensors)
+    if trainable and (torch.is_grad_enabled() or _enables_grad(gm)):
+        return "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()"
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN_TENSORS:
+            return f"an input is a {type(tensor).__name__}; kernels read plain tensors"
+        if _is_callers_fake(tensor):
+            return "an input is the caller's FakeTensor; kernels read memory"
+    return None
+
+
+def _is_callers_fake(tensor: torch.Tensor) -> bool:
+    """Whether the call itself will get a tensor without memory; not one that stands for an input while compiling."""
+    context = torch._guards.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    return isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode
+
+
+def _enables_grad(gm: fx.GraphModule) -> bool:
+    return any(node.target is torch._C._set_grad_enabled and node.args[:1] == (True,) for node in gm.graph.nodes)
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    """The device of most inputs; ops on another one are left alone."""
+    counts = Counter(item.device.type for item in example_inputs if isinstance(item, torch.Tensor))
+    if not counts:
+        return "cpu"
+    device_type = counts.most_common(1)[0][0]
+    if device_type not in _DEVICES:
+        raise RefusedError(f"there are no kernel back ends for device {device_type}")
+    if device_type == "cuda":
+        current = torch.cuda.current_device()
+        used = {item.device.index for item in example_inputs if isinstance(item, torch.Tensor) and item.is_cuda}
+        if used - {current, None}:
+            raise RefusedError(f"inputs are on GPU {max(used)}, not the current {current}; use torch.cuda.set_device")
+    return device_type
+
+
+def _writes_shared(example_inputs: Sequence[Any], written: Collection[int]) -> bool:
+    """True when memory that is written holds two inputs (Dynamo passes the same tensor only once)."""
+    storages = {
+        at: item.untyped_storage()._cdata for at, item in enumerate(example_inputs) if isinstance(item, torch.Tensor)
+    }
+    counts = Counter(storages.values())
+    return any(counts[storages[at]] > 1 for at in written)

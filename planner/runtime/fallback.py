@@ -1,0 +1,173 @@
+"""What stands behind a kernel call: the group's ATen ops, which take over when its first call fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config
+from fuseplan.kernels.ir.index import evaluate
+from fuseplan.kernels.ir.ir import Buffer, KernelIR
+from fuseplan.kernels.ir.reference import torch_dtype
+from fuseplan.planner.dispatch_stats import Source, Tally
+from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable
+
+#: ``fused(*inputs, *symbol values)``: a tensor, or a tuple of tensors where the group has several outputs.
+Fused: TypeAlias = Callable[..., Any]
+
+logger = logging.getLogger("fuseplan")
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group to run as one kernel.
+
+    Attributes:
+        ops: Names of its ops in the dataflow graph.
+        backend: Who compiles it.
+        config: With which configuration.
+        source: Where the decision came from.
+        label: Short name for people.
+        others: Who compiles it with their default configuration where ``backend`` cannot: a plan tuned for fixed
+            sizes also serves dynamic ones, which not every back end can express.
+    """
+
+    ops: tuple[str, ...]
+    backend: Backend
+    config: Config
+    source: Source
+    label: str = ""
+    others: tuple[Backend, ...] = ()
+
+
+@dataclass(frozen=True)
+class BuiltGroup:
+    """A group with its kernel.
+
+    Attributes:
+        plan: The group.
+        lowered: What the kernel was made of.
+        call: Calls it; allocates its outputs.
+        kernel: The kernel itself, where some outputs can lie in inputs.
+    """
+
+    plan: GroupPlan
+    lowered: Lowered
+    call: Fused
+    kernel: CompiledKernel | None = None
+
+
+class RefusedError(Exception):
+    """A group or graph that must stay unfused; the message says why."""
+
+
+def failure_reason(error: Exception) -> str:
+    """One line for the counters."""
+    if isinstance(error, NotLowerable | RefusedError | FuseplanError):
+        return str(error).splitlines()[0]
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+class FirstCall:
+    """Runs a kernel for the first time, then takes itself out of the way.
+
+    The kernel must get tensors laid out as it was compiled for: what a fake tensor promised and the device's ATen op
+    did not keep is found here, before memory is read through wrong strides.
+
+    Outputs are allocated in this call, whatever later ones do: the ATen ops need the inputs when it fails.
+
+    Args:
+        group: The group with its kernel.
+        unfused: Runs its ATen ops on given arguments (:func:`~fuseplan.planner.implementations.aten.run_unfused`).
+        namespace: Where calls look the kernel up, by ``name``.
+        name: Its name there.
+        tally: Counts a failure.
+        debug: Log how far the kernel is from the ATen ops.
+        in_place: What later calls use, when they write outputs over inputs.
+    """
+
+    def __init__(
+        self,
+        group: BuiltGroup,
+        unfused: Callable[[Sequence[Any]], tuple[Any, Fused]],
+        namespace: dict[str, Any],
+        name: str,
+        tally: Tally,
+        debug: bool,
+        in_place: Fused | None = None,
+    ) -> None:
+        self._group = group
+        self._later = group.call if in_place is None else in_place
+        self._unfused = unfused
+        self._namespace = namespace
+        self._name = name
+        self._tally = tally
+        self._debug = debug
+
+    def __call__(self, *args: Any) -> Any:
+        group = self._group
+        try:
+            check_layouts(group.lowered.ir, args)
+            result = group.call(*args)
+        except Exception as error:
+            reason = f"first call failed: {failure_reason(error)}"
+            self._tally.fall_back(reason, group.plan.source)
+            logger.warning("group %s runs unfused from now on: %s", group.plan.label or self._name, reason)
+            result, self._namespace[self._name] = self._unfused(args)
+            return result
+        self._namespace[self._name] = self._later
+        if self._debug:
+            self._compare(result, args)
+        return result
+
+    def _compare(self, result: Any, args: Sequence[Any]) -> None:
+        """Log how far the kernel is from the ATen ops; one that works in place is tried on copies, too."""
+        label, (expected, _) = self._group.plan.label or self._name, self._unfused(args)
+        difference = largest_difference(result, expected)
+        logger.info("%s differs from its ATen ops by at most %.3g", label, difference)
+        if self._later is not self._group.call:
+            copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            difference = largest_difference(self._later(*copies), expected)
+            logger.info("%s in place differs from its ATen ops by at most %.3g", label, difference)
+
+
+def largest_difference(result: Any, expected: Any) -> float:
+    """Largest absolute difference over one tensor or a tuple of tensors."""
+    pairs = [(result, expected)] if isinstance(result, torch.Tensor) else list(zip(result, expected, strict=True))
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def check_layouts(ir: KernelIR, args: Sequence[Any]) -> None:
+    """Raise ``RefusedError`` naming the first input that is not laid out as ``ir`` says."""
+    count = len(ir.inputs)
+    symbols = dict(zip(ir.symbols, args[count:], strict=True))
+    for buffer, tensor in zip(ir.inputs, args[:count], strict=True):
+        expected = layout_of(buffer, symbols)
+        actual = (tuple(tensor.shape), tuple(tensor.stride()))
+        if not same_layout(actual, expected) or tensor.dtype != torch_dtype(buffer.dtype):
+            raise RefusedError(f"input is {tensor.dtype} {actual}, the kernel expects {buffer.dtype} {expected}")
+
+
+#: Shape and strides.
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def same_layout(one: Layout, other: Layout) -> bool:
+    """Equal, but for strides over a single element, which are free."""
+    return one[0] == other[0] and all(
+        own == its for extent, own, its in zip(one[0], one[1], other[1], strict=True) if extent != 1
+    )
+
+
+def layout_of(buffer: Buffer, symbols: Mapping[str, int | float]) -> Layout:
+    """Shape and strides of a buffer for these sizes."""
+    return (
+        tuple(evaluate(extent, symbols) for extent in buffer.shape),
+        tuple(evaluate(stride, symbols) for stride in buffer.strides),
+    )

@@ -1,0 +1,110 @@
+"""Options of ``torch.compile(model, backend="fuseplan", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from fuseplan.planner.errors import ConfigError, nearest
+from fuseplan.planner.runtime.resolve import OnMiss
+
+Numerics = Literal["fp32", "eager"]
+Regime = Literal["eager", "graph"]
+
+#: What the names of ``torch.compile``'s modes ask for; Hugging Face's ``CompileConfig`` passes ``"reduce-overhead"``.
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "reduce-overhead": {"cuda_graphs": True},
+    "max-autotune": {"cuda_graphs": True, "on_miss": "tune"},
+    "max-autotune-no-cudagraphs": {"on_miss": "tune"},
+}
+
+_CHOICES = {"on_miss": get_args(OnMiss), "numerics": get_args(Numerics), "regime": get_args(Regime)}
+
+
+@dataclass(frozen=True)
+class DispatchOptions:
+    """What the back end may be told.
+
+    Attributes:
+        db: File or SQLAlchemy URL of the tuning database; None for the user's default file.
+        on_miss: For a region without a tuned plan: ``"model"`` fuses as the cost model says with default kernel
+            configurations (the fewest launches, where the device was never probed), ``"unfused"`` leaves it as it
+            is, ``"tune"`` tunes it now and stores the plan.
+        numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
+        regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph
+            (by this option or the caller). None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.
+        cuda_graphs: Replay each compiled graph as a CUDA graph, recorded in the second call with the same sizes (and
+            the same addresses of parameters and of what the graph writes, such as a static KV cache). What cannot be
+            recorded runs as usual, counted in ``stats().notes``; so it does on a CPU, where there are no CUDA graphs.
+        cuda_graphs_copy_outputs: Return results in memory of their own (the default). False returns the memory that
+            the next call overwrites, which saves a copy of each result.
+        in_place: Let results of a fused group take the memory of intermediates that nothing needs after it, where its
+            kernels can write so (on GPUs): half the footprint stays in cache. Results are the same, bit for bit.
+        grouped_queries: Where query heads share keys and values (Llama's and most others'), let attention read them as
+            they are, without a copy for every query head. None: where that was measured to pay (in decoding on CPUs,
+            and where PyTorch computes attention with cuDNN, which must not be ruled out after the first call); True: in
+            decoding everywhere.
+        attention_masks: Let attention be causal where its mask is constant and says just that, and turn a boolean mask
+            into numbers once instead of in every call, where PyTorch does so (with cuDNN).
+        debug: Log every plan, and compare each kernel with its ATen ops in its first call.
+    """
+
+    db: str | None = None
+    on_miss: OnMiss = "model"
+    numerics: Numerics = "fp32"
+    regime: Regime | None = None
+    cuda_graphs: bool = False
+    cuda_graphs_copy_outputs: bool = True
+    in_place: bool = True
+    grouped_queries: bool | None = None
+    attention_masks: bool = True
+    debug: bool = False
+
+    def regime_on(self, device_type: str) -> Regime:
+        """The regime whose plans a graph on this kind of device uses.
+
+        >>> DispatchOptions(cuda_graphs=True).regime_on("cuda"), DispatchOptions(cuda_graphs=True).regime_on("cpu")
+        ('graph', 'eager')
+        """
+        if self.regime is not None:
+            return self.regime
+        return "graph" if self.cuda_graphs and device_type == "cuda" else "eager"
+
+
+def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> DispatchOptions:
+    """The options of one ``torch.compile`` call; those given win over what the mode asks for.
+
+    Raises:
+        ConfigError: A mode, an option or a value is unknown; the message names the nearest one.
+
+    >>> parse_options({"on_miss": "unfused"}).on_miss
+    'unfused'
+    >>> parse_options(None, mode="reduce-overhead").cuda_graphs
+    True
+    """
+    mode = "default" if mode is None else mode
+    if mode not in MODES:
+        raise ConfigError(f"unknown mode {mode!r} of backend 'fuseplan'; {_advice(str(mode), MODES)}")
+    given = {**MODES[mode], **(options or {})}
+    known = [field.name for field in fields(DispatchOptions)]
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r} of backend 'fuseplan'; {_advice(name, known)}")
+        choices = _CHOICES.get(name)
+        if choices is not None and value not in choices:
+            raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
+    if given.get("db") is not None:
+        given["db"] = str(given["db"])
+    for name in ("debug", "in_place", "cuda_graphs", "cuda_graphs_copy_outputs", "attention_masks"):
+        if not isinstance(given.get(name, False), bool):
+            raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
+    if given.get("grouped_queries") not in (None, True, False):
+        raise ConfigError(f"option 'grouped_queries' cannot be {given['grouped_queries']!r}; it is True, False or None")
+    return DispatchOptions(**given)
+
+
+def _advice(name: str, known: Any) -> str:
+    close = nearest(name, known)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(known)}"

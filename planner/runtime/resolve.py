@@ -1,0 +1,263 @@
+"""From a captured graph to the groups that dispatch runs: look-ups, neighbouring sizes, and what to do on a miss."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fuseplan.planner.cost.prices import GroupBook
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.runtime.fallback import GroupPlan, failure_reason
+from fuseplan.planner.tuning.planner import Planner, RegionPlan
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.store.record import GroupChoice
+from fuseplan.search.tune.tuner import Budget
+
+#: What happens to a region that the database does not know: the cost model's plan with default configurations,
+#: nothing, or a tune here and now.
+OnMiss = Literal["model", "unfused", "tune"]
+
+#: A plan serves sizes of the token dimension up to this factor away from the one it was tuned for.
+MAX_RATIO = 4
+
+logger = logging.getLogger("fuseplan")
+_LOGGED: set[tuple[str, str]] = set()
+_WARNED: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The plans found for a graph.
+
+    Attributes:
+        regions: One per planned occurrence of a region; regions left unfused are not in it.
+        groups: Their fused groups.
+    """
+
+    regions: tuple[RegionPlan, ...]
+    groups: tuple[GroupPlan, ...]
+
+
+def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> Resolved:
+    """Plan ``graph``, whose sizes may be dynamic (they are looked up by their hints, then by neighbouring sizes).
+
+    Never raises for lack of a plan: what cannot be planned stays unfused and is counted in ``tally``. Where no kernel
+    can be built at all nothing is looked up: the graph is refused, and the first one warns.
+    """
+    if (reason := session.unusable()) is not None:
+        tally.refuse(reason)
+        _warn_once(f"fuseplan fuses nothing here: {reason}")
+        return Resolved((), ())
+    start = time.perf_counter()
+    planner = session.planner()
+    static = bind_graph(graph)
+    regions = find_regions(static)
+    tally.count("regions", len(regions))
+    distinct = unique_regions(regions)
+    found = planner.look_up_all(static, (occurrences[0] for occurrences in distinct.values()))
+    # What is stored and unsound runs unfused, unless it can be replaced by something measured.
+    known = found.keys() if on_miss == "tune" else found.keys() | planner.refused.keys()
+    missing = {key: occurrences[0] for key, occurrences in distinct.items() if key not in known}
+    plans = [RegionPlan(region, found[region.key], "database") for region in regions if region.key in found]
+    if missing:
+        _report_misses(planner, static, missing.values(), tally)
+        waiting = [region for region in regions if region.key in missing]
+        near = _neighbouring_plans(planner, graph, waiting)
+        tally.count("bucketed", len(near))
+        served = {frozenset(plan.region.ops) for plan in near}
+        left = [region for region in waiting if frozenset(region.ops) not in served]
+        plans += [*near, *_plans_on_miss(session, static, left, on_miss, tally)]
+    for reason in planner.refused.values():
+        tally.quarantine(f"a stored plan is not used: {reason}")
+    if graph.symbols and on_miss != "unfused":
+        plans = _dynamic_plans(planner, graph, static, regions, plans)
+    groups = tuple(_groups(session, graph, plans, tally))
+    tally.spent(time.perf_counter() - start)
+    return Resolved(tuple(plans), groups)
+
+
+def _warn_once(message: str) -> None:
+    """Log every time, warn in the first: a process compiles hundreds of graphs."""
+    logger.info(message)
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, stacklevel=2)
+
+
+def _report_misses(planner: Planner, graph: DataflowGraph, regions: Iterable[Region], tally: Tally) -> None:
+    """Count each distinct miss, store it for the next tune, and log it once per process."""
+    for region in regions:
+        tally.count("misses")
+        key, label = planner.key(region.key), region_label(graph, region)
+        planner.store.log_miss(key, label, _miss_payload(graph, region))
+        if (key.workload, key.device) not in _LOGGED:
+            _LOGGED.add((key.workload, key.device))
+            logger.info("no tuned plan for %s; `plan tune` with this model and these sizes stores one", label)
+
+
+def _miss_payload(graph: DataflowGraph, region: Region) -> dict[str, object]:
+    """What the region computes, in words and sizes, so that a person or the next tune can find it again."""
+    return {
+        "ops": [graph.op(name).op for name in region.ops],
+        "inputs": [
+            {"shape": list(graph.specs[value].shape), "dtype": graph.specs[value].dtype} for value in region.inputs
+        ],
+    }
+
+
+# -- neighbouring sizes -----------------------------------------------------------------------------------
+
+
+def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:
+    """Plans tuned for the same regions with another value of one dynamic size.
+
+    A plan is used only between two tuned sizes, neither more than ``MAX_RATIO`` away: the nearer one serves.
+    """
+    for name, hint in graph.symbols.items():
+        if name in graph.derived or not isinstance(hint, int):
+            continue
+        below = _tuned(planner, graph, name, _powers_down(hint), regions)
+        above = _tuned(planner, graph, name, _powers_up(hint), regions) if below else {}
+        both = below.keys() & above.keys()
+        if both:
+            return [
+                below[ops][1] if hint / below[ops][0] <= above[ops][0] / hint else above[ops][1]
+                for ops in (frozenset(region.ops) for region in regions)
+                if ops in both
+            ]
+    return []
+
+
+def _powers_down(hint: int) -> list[int]:
+    sizes = [2**power for power in range(1, hint.bit_length() + 1)]
+    return [size for size in reversed(sizes) if size < hint <= size * MAX_RATIO]
+
+
+def _powers_up(hint: int) -> list[int]:
+    sizes = [2**power for power in range(1, hint.bit_length() + 3)]
+    return [size for size in sizes if hint < size <= hint * MAX_RATIO]
+
+
+def _tuned(
+    planner: Planner, graph: DataflowGraph, name: str, sizes: Iterable[int], regions: Iterable[Region]
+) -> dict[frozenset[str], tuple[int, RegionPlan]]:
+    """For the ops of each region: the first of ``sizes`` that a plan was tuned for, and that plan."""
+    wanted = {frozenset(region.ops) for region in regions}
+    found: dict[frozenset[str], tuple[int, RegionPlan]] = {}
+    for size in sizes:
+        if wanted <= found.keys():
+            break
+        bound = bind_graph(graph, {name: size})
+        asked = [
+            region
+            for region in find_regions(bound)
+            if (ops := frozenset(region.ops)) in wanted and ops not in found
+        ]
+        stored = planner.look_up_all(bound, asked)
+        for region in asked:
+            if region.key in stored:
+                found[frozenset(region.ops)] = (size, RegionPlan(region, stored[region.key], "database"))
+    return found
+
+
+# -- misses -----------------------------------------------------------------------------------------------
+
+
+def _plans_on_miss(
+    session: Session, graph: DataflowGraph, regions: list[Region], on_miss: OnMiss, tally: Tally
+) -> list[RegionPlan]:
+    if not regions or on_miss == "unfused":
+        return []
+    if session.spec is None and on_miss == "model":
+        logger.info("this device has not been probed, so the plan with the fewest launches is used; run `plan probe`")
+    keys = {region.key for region in regions}
+
+    def drop(region: Region, error: Exception) -> None:  # a plan is a bonus: without one the ops run as they are
+        reason = f"planning failed: {failure_reason(error)}"
+        tally.refuse(reason)
+        logger.warning("%s runs unfused: %s", region_label(graph, region), reason)
+
+    try:
+        if on_miss == "tune":
+            with session.tuner(Budget.on(session.target.device_type)) as tuner:
+                planned = session.planner(tuner).plan_graph(graph, on_failure=drop, keys=keys)
+        else:
+            planned = session.planner().plan_graph(graph, on_failure=drop, keys=keys)
+    except Exception as error:  # there is no tuner, or it cannot be shut down
+        reason = f"planning failed: {failure_reason(error)}"
+        tally.refuse(reason)
+        logger.warning("%d regions run unfused: %s", len(regions), reason)
+        return []
+    return list(planned.regions)
+
+
+def _dynamic_plans(
+    planner: Planner, graph: DataflowGraph, static: DataflowGraph, regions: Iterable[Region], plans: list[RegionPlan]
+) -> list[RegionPlan]:
+    """The plans; the cost model's where a group of a plan for these sizes is no kernel when they are dynamic.
+
+    Sizes of one, say, join what a symbol keeps apart.
+    """
+    by_ops = {frozenset(region.ops): region for region in regions}
+    try:
+        book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
+        distinct = {plan.region.key: plan for plan in plans}
+        unfit = {key for key, plan in distinct.items() if any(book.legal(ops) for _, ops in _fused(graph, plan))}
+        old = [plan for plan in plans if plan.region.key in unfit]
+        wanted = [(by_ops[frozenset(plan.region.ops)], [ops for _, ops in _fused(graph, plan)]) for plan in old]
+        new = planner.plan_dynamic(static, graph, wanted)
+    except Exception as error:  # groups that are no kernels run unfused
+        logger.warning("regions with dynamic sizes cannot be planned: %s", failure_reason(error))
+        return plans
+    kept = [plan for plan in plans if plan.region.key not in unfit]
+    return [*kept, *(_with_configs(one, other) for one, other in zip(new, old, strict=True))]
+
+
+def _with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
+    """The plan, with the configurations of another for groups that are in both."""
+    known = {frozenset(tuned.group_ops(choice)): choice for choice in tuned.record.groups}
+
+    def configured(choice: GroupChoice) -> GroupChoice:
+        same = known.get(frozenset(plan.group_ops(choice)))
+        if same is None or same.kind != choice.kind:
+            return choice
+        return replace(choice, backend=same.backend, config=same.config)
+
+    return replace(plan, record=replace(plan.record, groups=tuple(map(configured, plan.record.groups))))
+
+
+# -- groups -----------------------------------------------------------------------------------------------
+
+
+def _groups(
+    session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally
+) -> Iterator[GroupPlan]:
+    backends = {backend.name: backend for backend in session.backends}
+    unavailable: Mapping[str, str | None] = {name: backend.unavailable() for name, backend in backends.items()}
+    usable = tuple(backend for backend in session.backends if not unavailable[backend.name])
+    for plan in plans:
+        fused = list(_fused(graph, plan))
+        if not fused:
+            tally.count("planned_unfused")
+        for choice, ops in fused:
+            if unavailable[choice.backend]:
+                tally.fall_back(f"{choice.backend}: {unavailable[choice.backend]}")
+            else:
+                yield GroupPlan(ops, backends[choice.backend], choice.config, plan.source, choice.label, usable)
+
+
+def _fused(graph: DataflowGraph, plan: RegionPlan) -> Iterator[tuple[GroupChoice, tuple[str, ...]]]:
+    """The fused groups of a plan, with the names of their ops in the graph, views left out."""
+    for choice in plan.record.groups:
+        if choice.kind == "fused":
+            names = plan.group_ops(choice)
+            yield choice, tuple(name for name in names if kind_of(graph.op(name), graph.specs) != "view")

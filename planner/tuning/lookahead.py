@@ -1,0 +1,128 @@
+"""Looks ahead of a tune: enumerates the coming regions, and has the kernels of their nominal covers compiled.
+
+Measuring waits for the device, not for this process, so the enumeration costs no time beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from fuseplan.planner.cost.prices import GroupBook, ModelPrices
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.partition.guided_loop import Choice, GuidedResult, Prices, RegionProblem, predicted_partition
+from fuseplan.search.tune.tuner import Tuner
+
+_log = logging.getLogger("fuseplan")
+
+#: How long the thread may keep the interpreter while the tune wants it.
+_INTERVAL_S = 0.0002
+
+
+class Scout:
+    """Prepares regions in order, on a thread of its own. A context manager: leaving it ends the thread.
+
+    Args:
+        make_problem: Enumerates the candidates of a region.
+        make_prices: Prices of a region's choices, out of a book.
+        make_book: A new book for a graph.
+        search: The guided loop over a problem, at given prices: rehearsed with predictions, it shows which groups
+            will be measured.
+        tuner: Where kernels are compiled ahead.
+    """
+
+    def __init__(
+        self,
+        make_problem: Callable[[DataflowGraph, Region, GroupBook], RegionProblem],
+        make_prices: Callable[[GroupBook, Region], ModelPrices],
+        make_book: Callable[[DataflowGraph], GroupBook],
+        search: Callable[[RegionProblem, Prices], object],
+        tuner: Tuner,
+    ) -> None:
+        self._make_problem = make_problem
+        self._make_prices = make_prices
+        self._make_book = make_book
+        self._search = search
+        self._tuner = tuner
+        self._books: dict[int, GroupBook] = {}
+        self._problems: dict[str, Future[RegionProblem]] = {}
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="scout")
+
+    def __enter__(self) -> Scout:
+        # Each time the tune waits for a worker it gives the interpreter away, and would get it back a long slice later.
+        self._interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_INTERVAL_S)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for problem in self._problems.values():
+            problem.cancel()  # nobody waits for what will not come
+        sys.setswitchinterval(self._interval_s)
+
+    def book(self, graph: DataflowGraph) -> GroupBook:
+        """The one book of a graph."""
+        return self._books.setdefault(id(graph), self._make_book(graph))
+
+    def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
+        """Prepare these regions, after those that were sent before; each key once."""
+        for region in regions:
+            if region.key not in self._problems:
+                self._problems[region.key] = Future()
+                self._pool.submit(self._prepare, graph, region, self._problems[region.key])
+
+    def problem(self, region: Region) -> RegionProblem | None:
+        """The prepared problem; waits for one under way. None for a region that was never sent.
+
+        Its kernels may still be on their way to the compilers: the tune times the region's ops first.
+
+        Raises:
+            Exception: What the enumeration raised.
+        """
+        future = self._problems.get(region.key)
+        return future.result() if future is not None else None
+
+    def _prepare(self, graph: DataflowGraph, region: Region, result: Future[RegionProblem]) -> None:
+        try:
+            problem = self._make_problem(graph, region, self.book(graph))
+        except BaseException as error:
+            result.set_exception(error)
+            return
+        result.set_result(problem)
+        try:
+            self._compile_ahead(problem, self.book(graph), region)
+        except Exception as error:  # a tune without it is only slower
+            _log.warning("the kernels of a region are not compiled ahead: %s: %s", type(error).__name__, error)
+
+    def _compile_ahead(self, problem: RegionProblem, book: GroupBook, region: Region) -> None:
+        prices = self._make_prices(book, region)
+        cover = predicted_partition(problem, prices.nominal_s)
+        if not self._stop.is_set():
+            rehearsal = _Rehearsal(prices)
+            self._search(problem, rehearsal)
+            self._tuner.prefetch(book.subject(choice.group) for choice in _fused(cover))
+            self._tuner.prefetch_default(book.subject(choice.group) for choice in rehearsal.asked)
+
+
+class _Rehearsal:
+    """Takes predictions for measurements."""
+
+    def __init__(self, prices: ModelPrices) -> None:
+        self._prices = prices
+        self.asked: list[Choice] = []
+
+    def bound_s(self, choice: Choice) -> float:
+        return self._prices.bound_s(choice)
+
+    def measure_s(self, choices: Sequence[Choice]) -> list[float]:
+        self.asked += [choice for choice in choices if choice.fused]
+        return [self._prices.predict_s(choice) for choice in choices]
+
+
+def _fused(result: GuidedResult) -> list[Choice]:
+    return [priced.choice for priced in result.chosen if priced.choice.fused]

@@ -1,0 +1,324 @@
+"""From a graph to a plan: regions, looked up in the database, else tuned, else decided by the cost model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.planner.cost.prices import GroupBook, MeasuredPrices, ModelPrices
+from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.cost.samples import region_samples
+from fuseplan.planner.cost.samples import store as store_samples
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates, enumerate_parts
+from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.partition.by_measurement import MeasuredRegion
+from fuseplan.planner.partition.guided_loop import (
+    Prices,
+    RegionProblem,
+    guided_partition,
+    predicted_partition,
+    region_problem,
+)
+from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
+from fuseplan.planner.partition.plan_record import PlanWriter, region_label
+from fuseplan.planner.tuning.lookahead import Scout
+from fuseplan.search.store.database import Lookup
+from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey
+from fuseplan.search.tune.tuner import Tuner
+
+Source = Literal["database", "tuned", "model"]
+
+logger = logging.getLogger("fuseplan")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What a plan is made for, and how hard to look.
+
+    Attributes:
+        numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
+        regime: ``"eager"`` or ``"graph"``: how the plan will be launched.
+        tolerance: Stop when the measured partition is within this of the lower bound.
+        margin: What a partition has to gain on the nominal one to take its place, so that noise does not choose.
+            None: 5 % on CPUs, 1 % on CUDA, where noise is smaller.
+        max_fused_measured: Fused groups measured per region at most. None: 16 on CPUs, where a kernel compiles in a
+            fraction of a second, 8 on CUDA.
+        limits: Bounds on the enumeration of candidates.
+        alternatives: Rejected groups kept in a plan's record.
+    """
+
+    numerics: str = "fp32"
+    regime: str = "eager"
+    tolerance: float = 0.01
+    margin: float | None = None
+    max_fused_measured: int | None = None
+    limits: CandidateLimits = field(default_factory=CandidateLimits)
+    alternatives: int = 24
+
+    def measured_on(self, device_type: str) -> int:
+        """Fused groups measured per region at most on a device."""
+        if self.max_fused_measured is not None:
+            return self.max_fused_measured
+        return 16 if device_type == "cpu" else 8
+
+    def margin_on(self, device_type: str) -> float:
+        """The margin in force on a device."""
+        if self.margin is not None:
+            return self.margin
+        return 0.05 if device_type == "cpu" else 0.01
+
+
+class PlanStore(Protocol):
+    """Where plans are looked up: a database, or a layered one."""
+
+    def get_plans(self, keys: Iterable[RecordKey]) -> Mapping[RecordKey, Lookup[PlanRecord]]: ...
+
+    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool: ...
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """The plan of one occurrence of a region; ``shipped`` where the record comes with the package."""
+
+    region: Region
+    record: PlanRecord
+    source: Source
+    shipped: bool = False
+
+    def group_ops(self, choice: GroupChoice) -> tuple[str, ...]:
+        """Names of the ops of one of the record's groups in this occurrence."""
+        return tuple(self.region.ops[position] for position in choice.ops)
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The plans of a graph's regions, in graph order, and how long the look-ups took."""
+
+    regions: tuple[RegionPlan, ...]
+    lookup_us: float = 0.0
+
+    def unique(self) -> list[RegionPlan]:
+        """The first occurrence of each distinct region."""
+        return list({plan.region.key: plan for plan in reversed(self.regions)}.values())[::-1]
+
+
+class Planner:
+    """Plans graphs for one device.
+
+    Args:
+        store: Where plans are looked up.
+        spec: The probed device; None plans by the number of launches alone.
+        device: Identity of the device, part of every key.
+        target: What kernels are compiled for.
+        backends: Kernel back ends, in order of preference.
+        settings: What to plan for.
+        tuner: Measures what is not stored; None leaves it to the cost model.
+        on_region: Told about each distinct region before it is planned: label, number, how many.
+        learner: The calibration that the measurements go on improving; of ``spec`` by default.
+    """
+
+    def __init__(
+        self,
+        store: PlanStore,
+        spec: DeviceSpec | None,
+        device: str,
+        target: Target,
+        backends: Sequence[Backend],
+        settings: PlanSettings | None = None,
+        tuner: Tuner | None = None,
+        on_region: Callable[[str, int, int], None] | None = None,
+        learner: Learner | None = None,
+    ) -> None:
+        self.store = store
+        self.learner = learner if learner is not None else Learner(spec)
+        self.device = device
+        self.target = target
+        self.backends = tuple(backends)
+        self.settings = settings if settings is not None else PlanSettings()
+        self.tuner = tuner
+        self._on_region = on_region
+        #: Why stored plans are not used although they were found, by region key.
+        self.refused: dict[str, str] = {}
+
+    @property
+    def spec(self) -> DeviceSpec | None:
+        """The device as it is calibrated now."""
+        return self.learner.spec
+
+    @property
+    def _margin(self) -> float:
+        return self.settings.margin_on(self.target.device_type)
+
+    def scout(self) -> Scout | None:
+        """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
+        if self.tuner is None or self.target.device_type == "cpu":
+            return None
+        return Scout(self._problem, self._model_prices, self._book, self._rehearse, self.tuner)
+
+    def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
+        guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
+
+    def _limit(self, problem: RegionProblem) -> int:
+        return len(problem.ops) + self.settings.measured_on(self.target.device_type)
+
+    def plan_graph(
+        self,
+        graph: DataflowGraph,
+        scout: Scout | None = None,
+        on_failure: Callable[[Region, Exception], None] | None = None,
+        keys: Collection[str] | None = None,
+    ) -> GraphPlan:
+        """Plan every region of a static graph; equal regions are planned once.
+
+        Args:
+            graph: The graph.
+            scout: Has prepared some of its regions already.
+            on_failure: Told about a region that cannot be planned, which is then left out with all regions equal to
+                it. Without it the error is raised.
+            keys: Of the regions to plan; None for all.
+        """
+        regions = [region for region in find_regions(graph) if keys is None or region.key in keys]
+        book = scout.book(graph) if scout is not None else self._book(graph)
+        planned: dict[str, tuple[PlanRecord, Source, bool]] = {}
+        distinct = unique_regions(regions)
+        start = time.perf_counter()
+        stored = self._find_all(book, (occurrences[0] for occurrences in distinct.values()))
+        spent_us = (time.perf_counter() - start) * 1e6
+        for number, (key, occurrences) in enumerate(distinct.items(), 1):
+            region = occurrences[0]
+            if self._on_region is not None:
+                self._on_region(region_label(graph, region), number, len(distinct))
+            found = stored[key]
+            if found.hit is None and self.tuner is not None:
+                found = self._find_all(book, [region])[key]  # another process may have tuned it meanwhile
+            try:
+                if found.hit is not None:
+                    planned[key] = found.hit, "database", found.shipped
+                else:
+                    planned[key] = (*self._decide(graph, region, book, scout), False)
+            except Exception as error:
+                if on_failure is None:
+                    raise
+                on_failure(region, error)
+        plans = tuple(RegionPlan(region, *planned[region.key]) for region in regions if region.key in planned)
+        return GraphPlan(plans, spent_us)
+
+    def plan_dynamic(
+        self, graph: DataflowGraph, dynamic: DataflowGraph, wanted: Sequence[tuple[Region, Sequence[Sequence[str]]]]
+    ) -> list[RegionPlan]:
+        """Plans of regions by the cost model, out of groups, and parts of groups, that are kernels with dynamic sizes.
+
+        Args:
+            graph: The graph with its sizes bound.
+            dynamic: The same graph with dynamic sizes.
+            wanted: Each region with the groups, as names of ops, of a plan for its bound sizes.
+        """
+        book = GroupBook(graph, self.settings.numerics, self.target.device_type, dynamic)
+        records: dict[str, PlanRecord] = {}
+        for region, groups in wanted:
+            if region.key not in records:
+                prices = self._model_prices(book, region)
+                problem = region_problem(graph, region, enumerate_parts(graph, region, groups, book.legal))
+                result = predicted_partition(problem, prices.predict_s, self._margin)
+                reason = "by the cost model: groups for these sizes are no kernels where sizes are dynamic"
+                records[region.key] = self._writer(graph, region, prices).record(result, 0.0, reason)
+        return [RegionPlan(region, records[region.key], "model") for region, _ in wanted]
+
+    def key(self, region_key: str) -> RecordKey:
+        return RecordKey(region_key, self.device, self.settings.regime, self.settings.numerics)
+
+    def look_up(self, region_key: str) -> PlanRecord | None:
+        """What is stored for exactly this region, if it is current; not checked, so nothing of it may be run."""
+        key = self.key(region_key)
+        return self.store.get_plans([key])[key].hit
+
+    def look_up_all(self, graph: DataflowGraph, regions: Iterable[Region]) -> dict[str, PlanRecord]:
+        """The stored plans of regions of a static graph that are current and checked, by region key."""
+        found = self._find_all(self._book(graph), regions).items()
+        return {workload: lookup.hit for workload, lookup in found if lookup.hit is not None}
+
+    def _find_all(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
+        """Asked for all at once."""
+        by_key = {self.key(region.key): region for region in regions}
+        return {
+            key.workload: self._checked(book, by_key[key], lookup)
+            for key, lookup in self.store.get_plans(by_key).items()
+        }
+
+    def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
+        """The look-up, or one that found nothing where a hit cannot be the region's plan."""
+        if lookup.hit is None:
+            return lookup
+        try:
+            return replace(lookup, record=PlanCheck(book, self.backends, self.target).accepted(region, lookup.hit))
+        except Exception as error:  # whatever else the check trips over: it costs this region alone
+            reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
+        if region.key not in self.refused:
+            self.refused[region.key] = reason
+            logger.warning("the stored plan of %s is not used: %s", region_label(book.graph, region), reason)
+        return Lookup()
+
+    def undecided(self, graph: DataflowGraph) -> list[Region]:
+        """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""
+        distinct = [occurrences[0] for occurrences in unique_regions(find_regions(graph)).values()]
+        stored = self.look_up_all(graph, distinct)
+        return [region for region in distinct if region.key not in stored]
+
+    def _decide(
+        self, graph: DataflowGraph, region: Region, book: GroupBook, scout: Scout | None
+    ) -> tuple[PlanRecord, Source]:
+        if self.tuner is None:
+            return self._by_model(graph, region, book), "model"
+        problem = scout.problem(region) if scout is not None else None
+        if problem is None:
+            problem = self._problem(graph, region, book)
+        record = self._by_measurement(graph, region, book, self.tuner, problem)
+        with self.tuner.account.spend("storing"):
+            self.tuner.database.put_plan(record)
+        return record, "tuned"
+
+    def _by_model(self, graph: DataflowGraph, region: Region, book: GroupBook) -> PlanRecord:
+        prices = self._model_prices(book, region)
+        problem = self._problem(graph, region, book)
+        result = predicted_partition(problem, prices.predict_s, self._margin)
+        return self._writer(graph, region, prices).record(result, 0.0, "by the cost model, nothing was measured")
+
+    def _by_measurement(
+        self, graph: DataflowGraph, region: Region, book: GroupBook, tuner: Tuner, problem: RegionProblem
+    ) -> PlanRecord:
+        began = time.monotonic()
+        settings = self.settings
+        prices = MeasuredPrices(
+            book, self.spec, settings.regime, self.backends, self.target, tuner, self.learner, region
+        )
+        limit = self._limit(problem)
+        decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
+        self.learner.update()
+        elapsed_s = time.monotonic() - began
+        writer = self._writer(graph, region, prices)
+        record = writer.record(decided.result, elapsed_s, decided.reason, decided.undecided)
+        found = region_samples(
+            record.key, record.label, graph, region, record.enumerated, prices.samples.items()
+        )
+        with tuner.account.spend("storing"):
+            store_samples(tuner.database, found)
+        return record
+
+    def _book(self, graph: DataflowGraph) -> GroupBook:
+        return GroupBook(graph, self.settings.numerics, self.target.device_type)
+
+    def _model_prices(self, book: GroupBook, region: Region) -> ModelPrices:
+        return ModelPrices(book, self.spec, self.settings.regime, self.backends, self.target, region)
+
+    def _problem(self, graph: DataflowGraph, region: Region, book: GroupBook) -> RegionProblem:
+        return region_problem(graph, region, enumerate_candidates(graph, region, self.settings.limits, book.legal))
+
+    def _writer(self, graph: DataflowGraph, region: Region, prices: ModelPrices) -> PlanWriter:
+        seed = self.tuner.seed if self.tuner is not None else 0
+        return PlanWriter(self.key(region.key), graph, region, prices, seed, self.settings.alternatives)

@@ -1,0 +1,105 @@
+"""Whether the times that come with fuseplan hold on this machine: a few of their kernels are measured again.
+
+Shipped records were measured on another machine with the same device. Its processor, its power limit or what else it
+ran may differ, so the first tune here measures the longest of the kernels it takes over, and says how they compare.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.tuning.planner import GraphPlan
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.store import codec
+from fuseplan.search.store.documents import stored
+from fuseplan.search.store.record import RecordKey, TuningRecord
+from fuseplan.search.tune.tuner import Tuner
+
+#: Kernels measured again.
+KERNELS = 5
+#: By which factor the median of their times may differ from the stored ones.
+_TOLERANCE = 1.25
+_PREFIX = "recheck"
+
+
+@dataclass(frozen=True)
+class Rechecked:
+    """One shipped kernel, measured here.
+
+    Attributes:
+        key: Of its tuning record.
+        label: For people.
+        stored_us: The shipped time.
+        measured_us: The time here; None when the kernel failed.
+        failure: Why it failed; empty when it did not.
+        created: ISO 8601 UTC time.
+    """
+
+    key: RecordKey
+    label: str
+    stored_us: float
+    measured_us: float | None
+    failure: str = ""
+    created: str = ""
+
+
+def recheck(
+    session: Session, planned: Iterable[tuple[DataflowGraph, GraphPlan]], tuner: Tuner
+) -> tuple[Rechecked, ...]:
+    """Measure the longest shipped kernels of some plans again; what was measured before is not repeated."""
+    wanted = _longest(session, planned)
+    known = {one.key: one for one in stored(session.database, Rechecked, _PREFIX)}
+    new = [(subject, record) for subject, record in wanted if record.key not in known]
+    for (_, record), trial in zip(new, tuner.time_again(new), strict=True):
+        known[record.key] = Rechecked(
+            record.key, record.label, record.best_us, trial.median_us, trial.reason, trial.created
+        )
+        name = codec.checksum(codec.dumps(record.key))
+        session.database.put_capture(f"{_PREFIX}/{name}", asdict(known[record.key]))
+    return tuple(known[record.key] for _, record in wanted)
+
+
+def _longest(
+    session: Session, planned: Iterable[tuple[DataflowGraph, GraphPlan]]
+) -> list[tuple[GroupSubject, TuningRecord]]:
+    """The shipped kernels that take longest, each once."""
+    store, settings = session.store, session.settings
+    found: dict[str, tuple[TuningRecord, DataflowGraph, tuple[str, ...]]] = {}
+    for graph, plan in planned:
+        groups = ((one, group) for one in plan.unique() if one.shipped for group in one.record.groups)
+        for region, group in groups:
+            key = RecordKey(group.workload, session.device, settings.regime, settings.numerics)
+            record = store.get_record(key).hit if group.kind == "fused" and group.workload not in found else None
+            if record is not None and record.fused is not None:
+                found[group.workload] = record, graph, region.group_ops(group)
+    longest = sorted(found.values(), key=lambda one: -one[0].best_us)[:KERNELS]
+    return [(_subject(session, graph, ops, record.key.workload), record) for record, graph, ops in longest]
+
+
+def _subject(session: Session, graph: DataflowGraph, ops: tuple[str, ...], key: str) -> GroupSubject:
+    flow = flow_of(graph, None)
+    outputs = flow.needed_outside(flow.position[name] for name in ops)
+    return group_subject(graph, ops, key, session.settings.numerics, session.target.device_type, outputs)
+
+
+def verdict(rechecked: Iterable[Rechecked]) -> str:
+    """In one line: whether the shipped times hold here, and what to do where they do not; empty without any."""
+    listed = list(rechecked)
+    if not listed:
+        return ""
+    ratios = [one.measured_us / one.stored_us for one in listed if one.measured_us is not None]
+    failed = [f"{one.label}: {one.failure}" for one in listed if one.measured_us is None]
+    words = f"measured again {len(listed)} of the kernels that come with fuseplan"
+    advice = "`plan tune --no-shipped` measures everything on this machine"
+    if failed:
+        return f"{words}: {len(failed)} failed here ({failed[0]}); {advice}"
+    middle = statistics.median(ratios)
+    words += f": {middle:.2f}x their stored times ({min(ratios):.2f}x to {max(ratios):.2f}x)"
+    if 1 / _TOLERANCE <= middle <= _TOLERANCE:
+        return f"{words}; the stored times hold here"
+    return f"{words}; the stored times do not hold here: {advice}"

@@ -1,0 +1,230 @@
+"""What every command works with: the database, this device as it was probed, and the back ends that can run on it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseplan.costmodel.calibrate import Sample, calibrate
+from fuseplan.costmodel.device import DeviceSpec, DeviceSpecError, current_identity
+from fuseplan.costmodel.probe.probe import probe
+from fuseplan.kernels.ir.backend import Backend, Target, misfit
+from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store
+from fuseplan.kernels.registry import backends_for, local_target
+from fuseplan.planner.cost.group_work import launch_mode
+from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.errors import CompilerMissingError, DeviceError
+from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.search.store.database import Database, Mode, reservations
+from fuseplan.search.store.layered import LayeredDatabase, shipped_files
+from fuseplan.search.store.record import TuningRecord, Versions
+from fuseplan.search.tune.time_account import TimeAccount
+from fuseplan.search.tune.tuner import Budget, ProgressEvent, Tuner
+from fuseplan.search.workers.worker import Executor
+
+if TYPE_CHECKING:
+    import torch
+
+#: Seconds up to which a probe with doubtful numbers is repeated: after a longer one nobody would wait for another.
+_REPEATED_S = 15.0
+ProbeProgress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """One device, one database.
+
+    Attributes:
+        database: The user's database, open for writing.
+        device: Identity key of the device.
+        spec: What was measured on it; None until it is probed. Opened for reading, the spec that ships with the
+            package for such a device stands in.
+        target: What kernels are compiled for.
+        backends: Its kernel back ends, whether or not they can run here.
+        settings: What plans are made for.
+        shipped: Whether the records that come with the package count as stored.
+        since: What was stored before this time (ISO 8601) is measured anew; "" for nothing.
+    """
+
+    database: Database
+    device: str
+    spec: DeviceSpec | None
+    target: Target
+    backends: tuple[Backend, ...]
+    settings: PlanSettings
+    shipped: bool = True
+    since: str = ""
+
+    @property
+    def store(self) -> LayeredDatabase:
+        """The user's records over those that ship with the package."""
+        return LayeredDatabase(
+            self.database, shipped_files(self.device) if self.shipped else (), since=self.since
+        )
+
+    def unusable(self) -> str | None:
+        """Why no kernel can be built here by any back end, None where one can."""
+        reasons = {backend.name: backend.unavailable() for backend in self.backends}
+        if not all(reasons.values()):
+            return None
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+    def with_spec(self, spec: DeviceSpec) -> Session:
+        """The same session with a newly measured device, stored."""
+        self.database.put_device(self.device, json.loads(spec.to_json()))
+        return replace(self, spec=spec)
+
+    def probed(self, quick: bool = True, progress: ProbeProgress | None = None) -> Session:
+        """Measure the device and store what was found."""
+        return self.with_spec(self.measure_device(quick, progress))
+
+    def measure_device(self, quick: bool = True, progress: ProbeProgress | None = None) -> DeviceSpec:
+        """What a probe finds; one with doubtful numbers is repeated once, and the less doubtful of the two counts.
+
+        It is not repeated where it took so long that the machine must be busy with something else for good.
+        """
+        call, began = tiny_kernel(self.backends, self.target), time.monotonic()
+        first = probe(self.target.device_type, quick, progress, call)
+        if not first.problems or time.monotonic() - began > _REPEATED_S:
+            return first
+        second = probe(self.target.device_type, quick, progress, call)
+        return min(first, second, key=lambda spec: (len(spec.problems), spec.noise))
+
+    def planner(
+        self,
+        tuner: Tuner | None = None,
+        on_region: Callable[[str, int, int], None] | None = None,
+        learner: Learner | None = None,
+    ) -> Planner:
+        """A planner over :attr:`store`."""
+        return Planner(
+            self.store, self.spec, self.device, self.target, self.backends, self.settings, tuner, on_region, learner
+        )
+
+    def tuner(
+        self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None,
+        account: TimeAccount | None = None, executor: Executor | None = None,
+    ) -> Tuner:
+        """A tuner for this device; close it when done.
+
+        Args:
+            budget: What one subject may cost.
+            seed: Seed of the search.
+            progress: Told about every step.
+            account: Where its time is booked.
+            executor: Where its jobs run, left open; worker processes of its own by default.
+
+        Raises:
+            CompilerMissingError: No kernel back end can be used here.
+        """
+        if (reason := self.unusable()) is not None:
+            raise CompilerMissingError(reason)
+        usable = [backend for backend in self.backends if backend.unavailable() is None]
+        return Tuner(
+            self.database, self.target, usable, self.device, budget, seed, self.settings.regime,
+            self.settings.numerics, executor, progress=progress, account=account, since=self.since,
+        )
+
+    def recalibrated(self) -> Session:
+        """The device with each back end's calibration fitted again to all its current records.
+
+        One that a tune fitted to more kernels than that (those it measured and did not choose) stays.
+        """
+        if self.spec is None:
+            return self
+        spec = self.spec
+        versions = Versions.current(self.target.device_type)
+        for backend in self.backends:
+            samples = [
+                sample for record in self.database.records()
+                if record.key.device == self.device and not reservations(record, versions)
+                for sample in record_samples(record, backend)
+            ]
+            known = spec.calibrations.get(backend.name)
+            if samples and (known is None or known.samples < len(samples)):
+                spec = spec.with_calibration(backend.name, calibrate(samples, spec))
+        return self.with_spec(spec)
+
+
+def record_samples(record: TuningRecord, backend: Backend) -> list[Sample]:
+    """The best kernel's time of a record, where that kernel is of ``backend`` and could have been built by it."""
+    if record.fused is None or record.backend != backend.name or not record.work.launches:
+        return []
+    if misfit(record.config, backend.parameters, complete=False):
+        return []
+    mode = launch_mode(record.config, record.key.regime)
+    return [Sample(record.work, mode, record.fused.median_us, family=record.label.split(" ")[0])]
+
+
+def open_session(
+    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: Mode = "write"
+) -> Session:
+    """Open the database and recognise the device; nothing is measured.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is a device).
+        database: File or SQLAlchemy URL; None for the user's default file.
+        settings: What plans are made for.
+        mode: How the database is opened; one in mode ``"read"`` never raises.
+
+    Raises:
+        DeviceError: There is no such device here.
+        DatabaseError: The database cannot be opened for writing.
+    """
+    import torch
+
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        target = local_target(device_type)
+        identity = current_identity(device_type)
+    except (RuntimeError, ValueError) as error:
+        raise DeviceError(str(error)) from None
+    if device_type == "cpu":  # the identity knows the caches; kernels know no machine
+        target = replace(target, l2_bytes=identity.l2_bytes)
+    versions = Versions.current(device_type)
+    settings = settings if settings is not None else PlanSettings()
+    target = replace(target, in_graph=device_type == "cuda" and settings.regime == "graph")
+    opened = Database(database, mode, versions)
+    known = LayeredDatabase(opened, shipped_files(identity.key())) if mode == "read" else opened
+    return Session(
+        database=opened,
+        device=identity.key(),
+        spec=stored_spec(known, identity.key()),
+        target=target,
+        backends=backends_for(device_type),
+        settings=settings,
+    )
+
+
+def stored_spec(database: Database | LayeredDatabase, device: str) -> DeviceSpec | None:
+    """The stored device spec; None when there is none that this version can read."""
+    found = database.get_device(device)
+    if found is None:
+        return None
+    try:
+        return DeviceSpec.from_json(json.dumps(found))
+    except DeviceSpecError:
+        return None
+
+
+def tiny_kernel(backends: tuple[Backend, ...], target: Target) -> Callable[[], object] | None:
+    """A call of a kernel that copies one number, by the first back end that works: what a launch of ours costs."""
+    import torch
+
+    at, target = Index(0), replace(target, in_graph=False)  # one answer for all regimes of a device
+    ir = KernelIR(
+        (Buffer("x", "float32", (1,), (1,)), Buffer("y", "float32", (1,), (1,), is_output=True)),
+        (Segment((), 1, (Load("float32", 0, at),), (Store(1, at, 0),)),),
+    )
+    for backend in backends:
+        if backend.unavailable() is None and backend.refuse(ir, target) is None:
+            call = backend.fused_callable(ir, backend.default_config(ir, target), target)
+            operand: torch.Tensor = torch.zeros(1, device=target.device_type)
+            return lambda: call(operand)
+    return None

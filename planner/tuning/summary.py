@@ -1,0 +1,183 @@
+"""What a tune covered: a model's workloads and their regions, kept so that a report need not trace the model again.
+
+The plans themselves are records of the database; a summary only says which regions a workload has, how often, and how
+their ops hang together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from fuseplan.search.store import codec
+from fuseplan.search.store.documents import CaptureStore, stored
+from fuseplan.search.store.limits import Count
+from fuseplan.search.store.record import PlanRecord, RecordKey
+
+if TYPE_CHECKING:
+    from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+    from fuseplan.search.store.database import Database
+
+_PREFIX = "summary"
+
+
+@dataclass(frozen=True)
+class RegionSummary:
+    """One distinct region of a workload.
+
+    Attributes:
+        key: Workload key of the region's plan.
+        occurrences: How often the region occurs (layers repeat).
+        ops: Op names in canonical order (``mul.Tensor``); a plan's groups count positions in this list.
+        kinds: ``"compute"`` or ``"view"``, per op.
+        edges: Positions of producer and consumer.
+        shapes: Shape and dtype of each op's first output (``1x32x2048 bfloat16``).
+    """
+
+    key: str
+    occurrences: Count
+    ops: tuple[str, ...]
+    kinds: tuple[str, ...]
+    edges: tuple[tuple[int, int], ...]
+    shapes: tuple[str, ...]
+
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        alike = len(self.ops) == len(self.kinds) == len(self.shapes)
+        known = all(0 <= at < len(self.ops) for edge in self.edges for at in edge)
+        return "" if alike and known else "names ops that it does not have"
+
+    def has_plan(self, plan: PlanRecord) -> bool:
+        """Whether the positions that a stored plan counts are ones of this region."""
+        named = [*(group.ops for group in plan.groups), *(one.ops for one in plan.rejected)]
+        return all(at < len(self.ops) for ops in named for at in ops)
+
+
+@dataclass(frozen=True)
+class WorkloadSummary:
+    """One captured workload of a model.
+
+    Attributes:
+        model: Model name as the user gave it.
+        workload: Name of the regime (``decode b1 kv1024``).
+        device: Identity of the device.
+        regime: ``"eager"`` or ``"graph"``.
+        numerics: ``"fp32"`` or ``"eager"``.
+        ops: Ops of the graph, views included.
+        views: How many of them are views.
+        externs: How many are library calls, or ops no kernel can express.
+        extern_ops: Number of each kind of extern op by name.
+        regions: Distinct regions, in order of first occurrence.
+    """
+
+    model: str
+    workload: str
+    device: str
+    regime: str
+    numerics: str
+    ops: Count
+    views: Count
+    externs: Count
+    extern_ops: Mapping[str, Count]
+    regions: tuple[RegionSummary, ...]
+
+    def plan_key(self, region: RegionSummary) -> RecordKey:
+        """Key of the plan of one of the regions."""
+        return RecordKey(region.key, self.device, self.regime, self.numerics)
+
+    @property
+    def computes(self) -> int:
+        """Ops that a generated kernel can absorb."""
+        return self.ops - self.views - self.externs
+
+
+def summarise(
+    model: str,
+    workload: str,
+    graph: DataflowGraph,
+    planned: Iterable[tuple[Region, PlanRecord]],
+) -> WorkloadSummary:
+    """The summary of a planned graph.
+
+    Args:
+        model: Model name.
+        workload: Workload name.
+        graph: The captured graph.
+        planned: Every region of the graph, repeats included, with its plan.
+
+    Raises:
+        ValueError: There is no region.
+    """
+    from fuseplan.planner.groups.compute_graph import flow_of
+
+    pairs = list(planned)
+    if not pairs:
+        raise ValueError(f"{model}, {workload}: no region was planned, so there is nothing to summarise")
+    key = pairs[0][1].key
+    counts = Counter(record.key.workload for _, record in pairs)
+    first = {record.key.workload: region for region, record in reversed(pairs)}
+    flow = flow_of(graph)
+    kinds = dict(zip(flow.names, flow.kinds, strict=True))
+    externs = Counter(node.op for node in graph if kinds[node.name] == "extern")
+    return WorkloadSummary(
+        model, workload, key.device, key.regime, key.numerics,
+        ops=len(graph),
+        views=sum(kind == "view" for kind in kinds.values()),
+        externs=externs.total(),
+        extern_ops=dict(sorted(externs.items())),
+        regions=tuple(_region(graph, kinds, first[name], name, counts[name]) for name in counts),
+    )
+
+
+def _region(
+    graph: DataflowGraph, kinds: Mapping[str, str], region: Region, key: str, occurrences: int
+) -> RegionSummary:
+    position = {name: number for number, name in enumerate(region.ops)}
+    edges = sorted(
+        (position[before], position[after])
+        for before, after in graph.graph.subgraph(region.ops).edges
+    )
+    return RegionSummary(
+        key,
+        occurrences,
+        ops=tuple(graph.op(name).op.split(".", 1)[-1] for name in region.ops),
+        kinds=tuple(kinds[name] for name in region.ops),
+        edges=tuple(edges),
+        shapes=tuple(_shape(graph, name) for name in region.ops),
+    )
+
+
+def _shape(graph: DataflowGraph, name: str) -> str:
+    spec = graph.specs[name]
+    return f"{'x'.join(map(str, spec.shape))} {spec.dtype}"
+
+
+def store(database: Database, summary: WorkloadSummary) -> None:
+    """Keep a summary; one of the same model, workload, device, regime and numerics is replaced."""
+    database.put_capture(_name(summary), asdict(summary))
+
+
+def _name(summary: WorkloadSummary) -> str:
+    # A digest, because a model's name may be a long path and a database's keys are bounded.
+    parts = (summary.device, summary.model, summary.workload, summary.regime, summary.numerics)
+    return f"{_PREFIX}/{codec.checksum(' '.join(parts))}"
+
+
+def load(database: CaptureStore, device: str | None = None, model: str | None = None) -> tuple[WorkloadSummary, ...]:
+    """Stored summaries of a device and a model (None for any) in natural order; unreadable ones are left out."""
+    found = stored(database, WorkloadSummary, _PREFIX)
+    wanted = [one for one in found if device in (None, one.device) and _matches(one.model, model)]
+    return tuple(sorted(wanted, key=lambda one: (one.model, _natural(one.workload), one.regime, one.numerics)))
+
+
+def _matches(model: str, wanted: str | None) -> bool:
+    """True for the model itself and for its shortened versions (``llama-3.2-1b:2L``)."""
+    return wanted is None or model == wanted or model.startswith(f"{wanted}:")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key by which ``b8`` comes before ``b16``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

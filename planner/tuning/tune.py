@@ -1,0 +1,170 @@
+"""The offline job: capture, plan, tune, store; and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.runtime.fallback import failure_reason
+from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.recheck import Rechecked, recheck
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.errors import DatabaseError, MachineFailureError
+from fuseplan.search.tune.time_account import TimeAccount
+from fuseplan.search.tune.tuner import Budget, ProgressEvent
+from fuseplan.search.workers.worker import Executor
+
+#: Told about each distinct region: workload, region label, number, how many.
+OnRegion = Callable[[str, str, int, int], None]
+
+
+@dataclass(frozen=True)
+class WorkloadPlan:
+    """The plan of one captured workload."""
+
+    workload: str
+    plan: GraphPlan
+
+
+@dataclass(frozen=True)
+class RegionFailure:
+    """A region of a workload that could not be planned, and why."""
+
+    workload: str
+    label: str
+    error: Exception
+
+    def __str__(self) -> str:
+        return f"{self.workload}: {self.label} is not planned and runs unfused: {failure_reason(self.error)}"
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a tune did.
+
+    Attributes:
+        plans: One per workload, in order.
+        session: The session with the calibration that the new records gave.
+        elapsed_s: Wall time of planning and tuning (capture and probe not included).
+        rechecked: Shipped kernels that were measured here to see whether their times hold.
+        failures: Regions that could not be planned.
+    """
+
+    plans: tuple[WorkloadPlan, ...]
+    session: Session
+    elapsed_s: float
+    rechecked: tuple[Rechecked, ...] = ()
+    failures: tuple[RegionFailure, ...] = ()
+
+    def distinct(self) -> list[tuple[str, RegionPlan]]:
+        """Each distinct region once, with the workload it first occurs in."""
+        found: dict[str, tuple[str, RegionPlan]] = {}
+        for workload in self.plans:
+            for region in workload.plan.unique():
+                found.setdefault(region.region.key, (workload.workload, region))
+        return list(found.values())
+
+    @property
+    def measured(self) -> int:
+        """Choices measured now; 0 when everything came from the database."""
+        return sum(plan.record.measured for _, plan in self.distinct() if plan.source == "tuned")
+
+    @property
+    def enumerated(self) -> int:
+        """Choices enumerated in the regions planned now."""
+        return sum(plan.record.enumerated for _, plan in self.distinct() if plan.source == "tuned")
+
+
+def tune(
+    session: Session,
+    graphs: Iterable[tuple[str, DataflowGraph]],
+    budget: Budget | None = None,
+    seed: int = 0,
+    on_region: OnRegion | None = None,
+    on_trial: Callable[[ProgressEvent], None] | None = None,
+    account: TimeAccount | None = None,
+    executor: Executor | None = None,
+) -> TuneResult:
+    """Plan every graph, measuring what is not stored. Each region and each group is stored as soon as it is done.
+
+    A region that cannot be planned costs only itself, unless the fault is the machine's or the database's.
+
+    Args:
+        session: A session whose device is probed.
+        graphs: Workload names and their static graphs.
+        budget: What one group may cost.
+        seed: Seed of the search.
+        on_region: Told about each distinct region of each workload.
+        on_trial: Told about every trial.
+        account: Where the time is booked; what the tuner does not book is planning: enumerating, pricing, solving.
+        executor: Where jobs run; worker processes of its own by default.
+
+    Raises:
+        CompilerMissingError: No kernel back end can be used here.
+        MachineFailureError: The machine fails what a tune needs; what was finished is stored.
+        DatabaseError: The database cannot be written.
+    """
+    start = time.monotonic()
+    account = account if account is not None else TimeAccount()
+    budget = budget or Budget.on(session.target.device_type)
+    plans: list[WorkloadPlan] = []
+    failures: list[RegionFailure] = []
+    learner = Learner(session.spec)
+    with ExitStack() as stack:
+        stack.enter_context(account.spend("planning"))
+        tuner = stack.enter_context(session.tuner(budget, seed, on_trial, account, executor))
+        listed = list(graphs)
+        scout = session.planner(tuner).scout()
+        if scout is not None:
+            stack.enter_context(scout)
+            for _, graph in listed:
+                scout.send(graph, session.planner(tuner).undecided(graph))
+        for workload, graph in listed:
+            told = _for_workload(on_region, workload)
+            note = noting(failures, workload, graph)
+            plan = session.planner(tuner, told, learner).plan_graph(graph, scout, note)
+            plans.append(WorkloadPlan(workload, plan))
+        taken_over = [(graph, one.plan) for (_, graph), one in zip(listed, plans, strict=True)]
+        with account.spend("checking shipped times"):
+            rechecked = recheck(session, taken_over, tuner)
+    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(failures))
+    if not result.measured:
+        return result
+    with account.spend("calibrating"):
+        learner.update(final=True)
+        return replace(result, session=replace(session, spec=learner.spec).recalibrated())
+
+
+def noting(
+    failures: list[RegionFailure], workload: str, graph: DataflowGraph
+) -> Callable[[Region, Exception], None]:
+    """Adds a failure for each region that cannot be planned; raises what is the machine's or the database's fault."""
+
+    def note(region: Region, error: Exception) -> None:
+        if isinstance(error, MachineFailureError | DatabaseError):
+            raise error
+        failures.append(RegionFailure(workload, region_label(graph, region), error))
+
+    return note
+
+
+def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, int, int], None] | None:
+    if on_region is None:
+        return None
+    return lambda label, number, total: on_region(workload, label, number, total)
+
+
+def coverage(plans: Sequence[WorkloadPlan]) -> tuple[int, int]:
+    """Compute ops that run in a fused kernel, and all compute ops, over all occurrences of all regions."""
+    fused = total = 0
+    for workload in plans:
+        for region in workload.plan.regions:
+            for group in region.record.groups:
+                total += len(group.ops)
+                fused += len(group.ops) if group.kind == "fused" else 0
+    return fused, total

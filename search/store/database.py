@@ -1,0 +1,355 @@
+"""The tuning database: device specs, tuning records, plans, trials, misses and captures. Data only, never code.
+
+SQLite in the user's data folder by default, any SQLAlchemy URL otherwise. Transactions are short, so several
+processes may tune and dispatch from one file. A record that other software versions produced is *stale*: offered for
+re-validation, never served as a hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, and_, select
+
+from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
+from fuseplan.search.store import codec, tables
+from fuseplan.search.store.location import NOWHERE, describe, resolve_url, sqlite_file
+from fuseplan.search.store.plain import plain
+from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.store.rows import (
+    R,
+    batches,
+    json_row,
+    key_columns,
+    read_device,
+    read_json,
+    read_miss,
+    read_record,
+    read_trial,
+    record_row,
+    records_of,
+    same_key,
+    trial_row,
+)
+
+Mode = Literal["write", "inspect", "read"]
+#: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
+_SILENT: dict[URL, float] = {}
+_SILENT_S = 60.0
+_D = TypeVar("_D")
+_JsonReader: TypeAlias = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Lookup(Generic[R]):
+    """What a look-up found.
+
+    Attributes:
+        record: The stored record, or None.
+        mismatch: Why it is no hit: version fields that differ from the caller's, "undecided"; empty for a hit.
+        shipped: It comes with the package, not from the user's database.
+    """
+
+    record: R | None = None
+    mismatch: tuple[str, ...] = ()
+    shipped: bool = False
+
+    @property
+    def status(self) -> Literal["hit", "stale", "miss"]:
+        if self.record is None:
+            return "miss"
+        return "stale" if self.mismatch else "hit"
+
+    @property
+    def hit(self) -> R | None:
+        """The record if it may be used as it is, else None."""
+        return None if self.mismatch else self.record
+
+
+def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, since: str = "") -> tuple[str, ...]:
+    """Why a record is to be measured again rather than served: in words as in :attr:`Lookup.mismatch`.
+
+    Args:
+        record: The record.
+        versions: Software versions it has to agree with; None accepts any.
+        since: It has to be of this time (ISO 8601) or later.
+    """
+    found = versions.mismatch(record.evidence.versions) if versions is not None else ()
+    undecided = ("undecided",) if record.undecided else ()
+    return (*found, *undecided, *(("age",) if record.evidence.created < since else ()))
+
+
+class Database:
+    """One tuning database.
+
+    Args:
+        location: File path or SQLAlchemy URL; None for the user's default file.
+        mode: ``"write"`` creates what is missing and sets a corrupt database of ours aside. ``"inspect"`` changes
+            nothing. ``"read"`` never raises and never writes records: what cannot be read is empty, with one warning.
+        versions: Software versions that look-ups compare with; None accepts any.
+
+    Raises:
+        DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        location: str | Path | None = None,
+        mode: Mode = "write",
+        versions: Versions | None = None,
+    ) -> None:
+        self.mode = mode
+        self.versions = versions
+        self._warned = False
+        self._broken = False
+        self._engine: Engine | None = None
+        self.url = NOWHERE
+        try:
+            self.url = resolve_url(location)
+            if mode == "read" and time.monotonic() < _SILENT.get(self.url, 0.0):
+                self._broken = True
+                return
+            self._engine = tables.open_for_writing(self.url) if mode == "write" else tables.open_for_reading(self.url)
+        except DatabaseError as error:
+            if mode != "read":
+                raise
+            self._broken = True
+            if sqlite_file(self.url) is None:
+                _SILENT[self.url] = time.monotonic() + _SILENT_S
+            self._warn(str(error))
+        if self._engine is not None:
+            tables.close_with(self, self._engine)
+
+    @property
+    def broken(self) -> bool:
+        """Whether something that is there could not be read, and was taken for empty."""
+        return self._broken
+
+    @property
+    def where(self) -> str:
+        """The location in messages, without any password."""
+        return describe(self.url)
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release connections; the object may still be used."""
+        if self._engine is not None:
+            self._engine.dispose()
+
+    # -- records ------------------------------------------------------------------------------------------
+
+    def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
+        """The tuning record of exactly this key."""
+        return self._get_all(tables.TUNINGS, TuningRecord, [key])[key]
+
+    def put_record(self, record: TuningRecord) -> None:
+        """Store a tuning record and close the trials that led to it, in one transaction."""
+        with self.writing() as connection:
+            tables.upsert(connection, tables.TUNINGS, record_row(record))
+            connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, record.key)).values(open=0))
+
+    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
+        """The plan of exactly this region key."""
+        return self.get_plans([key])[key]
+
+    def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
+        """The plans of several region keys, in one statement where they share a device, a regime and numerics."""
+        return self._get_all(tables.PLANS, PlanRecord, keys)
+
+    def put_plan(self, plan: PlanRecord) -> None:
+        """Store a plan."""
+        with self.writing() as connection:
+            tables.upsert(connection, tables.PLANS, record_row(plan))
+
+    def records(self) -> Iterator[TuningRecord]:
+        """Every readable tuning record, in key order."""
+        yield from self._all(tables.TUNINGS, TuningRecord)
+
+    def plans(self) -> Iterator[PlanRecord]:
+        """Every readable plan, in key order."""
+        yield from self._all(tables.PLANS, PlanRecord)
+
+    # -- devices and captures -----------------------------------------------------------------------------
+
+    def get_device(self, device: str) -> dict[str, Any] | None:
+        """The stored device spec, as the JSON object it was stored from."""
+        return self._get_json(read_device, tables.DEVICES, tables.DEVICES.c.device == device)
+
+    def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
+        """Store a device spec (as JSON) under the device's identity."""
+        self._put_json(tables.DEVICES, {"device": device}, spec)
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """Every readable device spec by identity, as the JSON object it was stored from."""
+        return dict(self._sound(read_device, tables.DEVICES, self._select(tables.DEVICES)))
+
+    def get_capture(self, name: str) -> dict[str, Any] | None:
+        """A cached capture, or None."""
+        return self._get_json(read_json, tables.CAPTURES, tables.CAPTURES.c.name == name)
+
+    def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
+        """Readable captures whose names start with ``prefix``, oldest first."""
+        where = tables.CAPTURES.c.name.startswith(prefix, autoescape=True)
+        rows = self._select(tables.CAPTURES, where, order=("created", "name"))
+        return dict(self._sound(read_json, tables.CAPTURES, rows))
+
+    def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
+        """Cache a capture (any JSON object)."""
+        self._put_json(tables.CAPTURES, {"name": name}, capture)
+
+    # -- trials -------------------------------------------------------------------------------------------
+
+    def log_trial(self, trial: Trial, versions: Versions) -> None:
+        """Store one finished trial at once, so that a killed tune never repeats it."""
+        with self.writing() as connection:
+            tables.upsert(connection, tables.TRIALS, trial_row(trial, versions))
+
+    def trials(self, key: RecordKey, versions: Versions | None = None, only_open: bool = False) -> list[Trial]:
+        """Finished trials of a key in the order they finished; of these versions only, when given."""
+        table = tables.TRIALS
+        where = same_key(table, key)
+        if only_open:
+            where = and_(where, table.c.open == 1)
+        if versions is not None:
+            where = and_(where, table.c.versions == codec.dumps(versions))
+        rows = self._select(table, where, order=("created", "config_hash"))
+        return list(self._sound(read_trial, table, rows))
+
+    def forget_trials(self, key: RecordKey) -> None:
+        """Close a key's trials, so that the next tune starts from nothing."""
+        with self.writing() as connection:
+            connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, key)).values(open=0))
+
+    # -- misses -------------------------------------------------------------------------------------------
+
+    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
+        """Count a look-up that found nothing. Never raises; False when it could not be stored."""
+        table = tables.MISSES
+        row = key_columns(key) | {
+            "label": label, "payload": json.dumps(dict(payload or {})), "first_seen": now(), "count": 1,
+        }
+        try:
+            with self._miss_engine() as engine, tables.transaction(engine) as connection:
+                where = same_key(table, key)
+                if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
+                    tables.upsert(connection, table, row)
+        except (DatabaseError, *tables.DRIVER_ERRORS, TypeError, ValueError):
+            self._broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _miss_engine(self) -> Iterator[Engine]:
+        """An engine that can write, although this object may be open for reading only.
+
+        What could not be read is not touched: it may be anybody's.
+        """
+        if self.mode == "write" and self._engine is not None:
+            yield self._engine
+            return
+        if self._broken:
+            raise DatabaseError(f"{self.where} cannot be read")
+        engine = tables.open_for_writing(self.url, set_aside=False)
+        try:
+            yield engine
+        finally:
+            engine.dispose()
+
+    def misses(self) -> list[dict[str, Any]]:
+        """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
+        misses = self._sound(read_miss, tables.MISSES, self._select(tables.MISSES))
+        return sorted(misses, key=lambda miss: (-miss["count"], miss["workload"]))
+
+    # -- plumbing shared with maintenance and transfer ----------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that holds the write lock; driver errors come out as :class:`DatabaseError`."""
+        if self.mode != "write" or self._engine is None:
+            raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
+        try:
+            with tables.transaction(self._engine) as connection:
+                yield connection
+        except tables.DRIVER_ERRORS as error:
+            raise tables.explain(error, self._engine) from None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None when opened for reading and there is nothing to read."""
+        return self._engine
+
+    def _select(
+        self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
+    ) -> list[dict[str, Any]]:
+        query = select(table)
+        if where is not None:
+            query = query.where(where)
+        columns = [table.c[name] for name in order] or list(table.primary_key)
+        return self._run(query.order_by(*columns))
+
+    def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        if self._engine is None:
+            return []
+        try:
+            with self._engine.connect() as connection:
+                return [row._asdict() for row in connection.execute(query, parameters)]
+        except tables.DRIVER_ERRORS as error:
+            explained = tables.explain(error, self._engine)
+            if self.mode != "read":
+                raise explained from None
+            self._broken = True
+            self._warn(str(explained))
+            return []
+
+    def _get_all(self, table: Table, cls: type[R], keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[R]]:
+        found: dict[RecordKey, Lookup[R]] = dict.fromkeys(keys, Lookup())
+        for asked in batches(found):
+            for row in self._run(records_of(table), asked):
+                for record in self._sound(functools.partial(read_record, cls), table, [{**asked, **row}]):
+                    if record.key in found:
+                        found[record.key] = self._lookup(record)
+        return found
+
+    def _lookup(self, record: R) -> Lookup[R]:
+        return Lookup(record, reservations(record, self.versions))
+
+    def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
+        return self._sound(functools.partial(read_record, cls), table, self._select(table))
+
+    def _sound(
+        self, read: Callable[[Mapping[str, Any]], _D], table: Table, rows: Iterable[Mapping[str, Any]]
+    ) -> Iterator[_D]:
+        """What ``read`` makes of each row; a damaged one is reported and treated as absent."""
+        for row in rows:
+            try:
+                yield read(row)
+            except RecordError as error:
+                name = plain(str(row.get("label", row[next(iter(table.primary_key)).name])))
+                self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
+
+    def _get_json(self, read: _JsonReader, table: Table, where: ColumnElement[bool]) -> dict[str, Any] | None:
+        found = dict(self._sound(read, table, self._select(table, where)))
+        return next(iter(found.values()), None) or None
+
+    def _put_json(self, table: Table, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
+        row = json_row(key, value)
+        with self.writing() as connection:
+            tables.upsert(connection, table, row)
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            warnings.warn(f"{message}; going on without it", stacklevel=4)
+            self._warned = True

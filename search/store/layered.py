@@ -1,0 +1,183 @@
+"""Tuned records that ship with the package, read-only, under the user's own database."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+from fuseplan.search.errors import DatabaseError, RecordError
+from fuseplan.search.store import codec
+from fuseplan.search.store.database import Database, Lookup, reservations
+from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord, Versions
+from fuseplan.search.store.rows import R
+from fuseplan.search.store.transfer import checked_lines
+
+_KINDS: Mapping[type, str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
+#: Where they are. Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
+FOLDER = Path(__file__).parent / "records"
+
+
+def shipped_files(device: str = "") -> tuple[Path, ...]:
+    """Export files in the installed package (``search/records/<device key>-<regime>.jsonl``), in name order.
+
+    Args:
+        device: Only those of the device with this identity key.
+    """
+    found = FOLDER.glob("*.jsonl") if FOLDER.is_dir() else ()
+    return tuple(sorted(path for path in found if path.name.startswith(device)))
+
+
+class LayeredDatabase:
+    """Look-ups and lists that ask the user's database first, then the shipped records. Never raises.
+
+    A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last.
+
+    Args:
+        user: The user's database.
+        shipped: Export files; None for those of the package. An unreadable one is skipped with a warning. They are
+            read when a look-up first needs them, once per process.
+        versions: Software versions of this process.
+        since: What was stored before this time (ISO 8601) is stale; "" for nothing.
+    """
+
+    def __init__(
+        self, user: Database, shipped: Iterable[Path] | None = None, versions: Versions | None = None, since: str = ""
+    ) -> None:
+        self.user = user
+        self._versions = versions if versions is not None else user.versions
+        self._since = since
+        self._files = tuple(shipped) if shipped is not None else shipped_files()
+
+    def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
+        """The tuning record of exactly this key, from the first layer that has a hit."""
+        mine = self._dated(self.user.get_record(key))
+        if mine.status == "hit":
+            return mine
+        return _better(mine, self._shipped(self._find(TuningRecord, key)))
+
+    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
+        """The plan of exactly this region key, from the first layer that has a hit."""
+        return self.get_plans([key])[key]
+
+    def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
+        """The plans of several region keys, each from the first layer that has a hit."""
+        found = self.user.get_plans(keys)
+        for key, mine in ((key, self._dated(lookup)) for key, lookup in found.items()):
+            found[key] = mine
+            if mine.status != "hit":
+                found[key] = _better(mine, self._shipped(self._find(PlanRecord, key)))
+        return found
+
+    def plans(self) -> Iterator[PlanRecord]:
+        """Every plan of the user's, and the shipped ones that a look-up would find beside them."""
+        return self._all(PlanRecord, self.user.plans())
+
+    def records(self) -> Iterator[TuningRecord]:
+        """Every tuning record of the user's, and the shipped ones that a look-up would find beside them."""
+        return self._all(TuningRecord, self.user.records())
+
+    def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
+        """Those of the user's layer."""
+        return self.user.captures(prefix)
+
+    def misses(self) -> list[dict[str, Any]]:
+        """Those of the user's layer."""
+        return self.user.misses()
+
+    def get_device(self, device: str) -> dict[str, Any] | None:
+        """The device as the user's probe found it, else as the shipped one did."""
+        return self.user.get_device(device) or next(self._devices(device), None)
+
+    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
+        """Count a miss in the user's layer."""
+        return self.user.log_miss(key, label, payload)
+
+    def _mismatch(self, record: TuningRecord | PlanRecord | None) -> tuple[str, ...]:
+        return reservations(record, self._versions, self._since) if record is not None else ()
+
+    def _dated(self, lookup: Lookup[R]) -> Lookup[R]:
+        old = lookup.hit is not None and lookup.hit.evidence.created < self._since
+        return replace(lookup, mismatch=("age",)) if old else lookup
+
+    def _shipped(self, record: R | None) -> Lookup[R]:
+        return Lookup(record, self._mismatch(record), shipped=record is not None)
+
+    def _all(self, cls: type[R], users: Iterator[R]) -> Iterator[R]:
+        mine = {record.key: record for record in users}
+        shipped = {record.key: record for record in self._decoded(cls) if not self._mismatch(record)}
+        for key in sorted(mine.keys() | shipped.keys(), key=astuple):
+            own = mine.get(key)
+            stale = own is None or self._mismatch(own)
+            found = shipped.get(key, own) if stale else own
+            if found is not None:
+                yield found
+
+    def _find(self, cls: type[R], key: RecordKey) -> R | None:
+        """The shipped record of exactly this key; the last one where several files have it."""
+        found = None
+        for record in self._decoded(cls, f'"{key.workload}"'):
+            found = record if record.key == key else found
+        return found
+
+    def _decoded(self, cls: type[R], text: str = "") -> Iterator[R]:
+        """The shipped records of one kind; those whose line holds ``text``."""
+        kind = _KINDS[cls]
+        for line in itertools.chain.from_iterable(self._lines):
+            # A text search first: to decode whole files would cost a compilation tens of milliseconds.
+            if line.startswith(f'{{"{kind}"') and text in line:
+                record = _decode(cls, kind, line)
+                if record is not None:
+                    yield record
+
+    def _devices(self, device: str) -> Iterator[dict[str, Any]]:
+        for line in itertools.chain.from_iterable(self._lines):
+            if line.startswith('{"device"'):
+                with contextlib.suppress(RecordError):
+                    stored = codec.parse(line, "shipped device")
+                    if stored.get("device") == device and isinstance(stored.get("spec"), dict):
+                        yield stored["spec"]
+
+    @functools.cached_property
+    def _lines(self) -> tuple[tuple[str, ...], ...]:
+        found = []
+        for path in self._files:
+            try:
+                found.append(_data_lines(path, _state(path)))
+            except DatabaseError as error:
+                warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
+        return tuple(found)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """What changes with a file's content; zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+@functools.lru_cache(maxsize=16)
+def _data_lines(path: Path, _state: tuple[int, int]) -> tuple[str, ...]:
+    """The lines of an export file, read and checked once per process."""
+    return tuple(checked_lines(path))
+
+
+def _decode(cls: type[R], kind: str, line: str) -> R | None:
+    try:
+        return codec.from_data(cls, codec.parse(line, kind)[kind])
+    except (RecordError, LookupError, TypeError) as error:
+        warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
+        return None
+
+
+def _better(mine: Lookup[R], shipped: Lookup[R]) -> Lookup[R]:
+    if shipped.status == "hit" or mine.status == "miss":
+        return shipped
+    return mine

@@ -1,0 +1,99 @@
+"""Where a tuning database lies: a file or a server, and its name in messages, which never holds a password."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from sqlalchemy import make_url
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import SQLAlchemyError
+
+from fuseplan.search.errors import DatabaseError
+from fuseplan.search.store.plain import plain
+
+#: Stands for a location that could not be understood.
+NOWHERE = URL.create("sqlite", database=":memory:")
+_FORM = "write it as dialect://user:password@host:port/name, with special characters of each part as %XX"
+#: A user with a password, or a password among the options of a URL.
+_CREDENTIALS = re.compile(r"^(?![/.~])[^?]*:[^?]*@|[?&;][^=&;]*(pass|pwd|secret|token|key)[^=&;]*=", re.IGNORECASE)
+#: Seconds that a server has to accept a connection, and to answer a statement.
+_CONNECT_S = 5
+_STATEMENT_S = 30
+_SECRET_OPTION = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
+
+
+def default_path() -> Path:
+    """Where the database lives unless the user says otherwise."""
+    return Path(platformdirs.user_data_dir("fuseplan", appauthor=False)) / "tuning.db"
+
+
+def resolve_url(location: str | Path | None) -> URL:
+    """A SQLAlchemy URL from a URL, a file path, or None for the default file.
+
+    Raises:
+        DatabaseError: It is no URL, or a URL that lacks ``://``. The message does not repeat it: it may
+            hold a password.
+    """
+    if location is None:
+        location = default_path()
+    if isinstance(location, str) and "://" in location:
+        try:
+            url = make_url(location)
+        except (SQLAlchemyError, ValueError):
+            raise DatabaseError(f"the database URL cannot be read; {_FORM}") from None
+        try:
+            url.get_dialect()
+        except SQLAlchemyError:
+            raise DatabaseError(f"cannot open database {describe(url)}: no driver is called {url.drivername}") from None
+        return url
+    if isinstance(location, str) and _CREDENTIALS.search(location) and not Path(location).exists():
+        raise DatabaseError(f"the database looks like a URL without '://'; {_FORM}")
+    try:
+        return URL.create("sqlite", database=str(Path(location).expanduser()))
+    except RuntimeError as error:  # the home folder of nobody
+        raise DatabaseError(f"database path {plain(str(location))}: {error}") from None
+
+
+def sqlite_file(url: URL) -> Path | None:
+    """The file behind a SQLite URL; None for other dialects and for memory databases."""
+    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
+        return None
+    return Path(url.database)
+
+
+def describe(url: URL) -> str:
+    """The database's name in messages: the file, or the URL without its passwords."""
+    if url.get_backend_name() == "sqlite":
+        return plain(url.database or "the memory database")
+    secret = {name: "***" for name in url.query if _SECRET_OPTION.search(name)}
+    return plain(url.update_query_dict(secret).render_as_string().replace("%2A%2A%2A", "***"))
+
+
+def without_secrets(text: str, url: URL) -> str:
+    """A driver's message as it may be shown: it can quote what it was given."""
+    secrets = [str(url.password or "")]
+    secrets += [one for name, values in url.normalized_query.items() if _SECRET_OPTION.search(name) for one in values]
+    for secret in filter(None, secrets):
+        text = text.replace(secret, "***")
+    return plain(text)
+
+
+def server_limits(url: URL) -> dict[str, Any]:
+    """What the driver of a server is told, so that one that does not answer holds nobody up; the URL's options win.
+
+    Raises:
+        sqlalchemy.exc.SQLAlchemyError: There is no such dialect or driver.
+    """
+    driver = url.get_driver_name()
+    limits: dict[str, Any] = {}
+    if driver in ("psycopg", "psycopg2"):  # https://www.postgresql.org/docs/current/libpq-connect.html
+        limits = {"connect_timeout": _CONNECT_S, "tcp_user_timeout": _STATEMENT_S * 1000}
+        limits["options"] = f"-c statement_timeout={_STATEMENT_S * 1000}"
+    elif driver in ("pymysql", "mysqldb"):
+        limits = {"connect_timeout": _CONNECT_S, "read_timeout": _STATEMENT_S, "write_timeout": _STATEMENT_S}
+    elif driver == "pg8000":
+        limits = {"timeout": _STATEMENT_S}
+    return {name: value for name, value in limits.items() if name not in url.query}

@@ -1,0 +1,180 @@
+"""Looking after a tuning database: list, show, verify, prune."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ColumnElement, Table, literal_column, select
+
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.registry import malformed_config
+from fuseplan.search.errors import DatabaseError, RecordError
+from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.plain import plain
+from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Columns of :func:`ls`, in order.
+LS_COLUMNS = (
+    "kind", "workload", "label", "device", "regime", "numerics", "answer", "backend",
+    "best_us", "unfused_us", "gain", "created", "stale",
+)
+
+
+def ls(database: Database, versions: Versions | None = None) -> pd.DataFrame:
+    """One row per record and plan (columns :data:`LS_COLUMNS`); ``stale`` names version fields that differ."""
+    import pandas as pd
+
+    found = [_tuning_row(record, versions) for record in database.records()]
+    found += [_plan_row(plan, versions) for plan in database.plans()]
+    return pd.DataFrame(found, columns=list(LS_COLUMNS))
+
+
+def _tuning_row(record: TuningRecord, versions: Versions | None) -> tuple[object, ...]:
+    key = record.key
+    answer = "undecided" if record.undecided else "fuse" if record.fuse else "do not fuse"
+    return (
+        "tuning", key.workload, record.label, key.device, key.regime, key.numerics,
+        answer, record.backend, record.best_us, record.unfused.median_us,
+        record.gain, record.evidence.created, _stale(versions, record.evidence.versions),
+    )
+
+
+def _plan_row(plan: PlanRecord, versions: Versions | None) -> tuple[object, ...]:
+    key = plan.key
+    fused = sum(group.kind == "fused" for group in plan.groups)
+    return (
+        "plan", key.workload, plan.label, key.device, key.regime, key.numerics,
+        f"{fused} fused of {len(plan.groups)} groups", "", plan.planned_us, plan.unfused_us,
+        plan.margin, plan.evidence.created, _stale(versions, plan.evidence.versions),
+    )
+
+
+def _stale(versions: Versions | None, stored: Versions) -> str:
+    return ",".join(versions.mismatch(stored)) if versions is not None else ""
+
+
+def show(database: Database, prefix: str) -> list[TuningRecord | PlanRecord]:
+    """Records and plans whose workload key starts with ``prefix`` or whose label contains it."""
+    found: list[TuningRecord | PlanRecord] = [*database.records(), *database.plans()]
+    return [item for item in found if item.key.workload.startswith(prefix) or prefix in item.label]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something :func:`verify` found."""
+
+    table: str
+    row: str
+    what: str
+
+
+def verify(database: Database) -> list[Problem]:
+    """Check the file's integrity, the schema, and that every stored row can be read; [] when all is well.
+
+    What cannot be read at all is a problem too: nothing is known of it.
+    """
+    engine = database.engine
+    if engine is None:
+        return [Problem("file", "", f"there is no tuning database at {database.where}")]
+    problems: list[Problem] = []
+    try:
+        tables.check_schema(engine)
+        tables.check_columns(engine)
+        with engine.connect() as connection:
+            if engine.dialect.name == "sqlite":
+                found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
+                problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
+            for table in _READERS:
+                stored = [row._asdict() for row in connection.execute(select(table))]
+                found_here = ((row, _row_problem(table, row)) for row in stored)
+                problems += [Problem(table.name, _name(table, row), what) for row, what in found_here if what]
+    except DatabaseError as error:
+        problems.append(Problem("file", "", str(error)))
+    except tables.DRIVER_ERRORS as error:
+        problems.append(Problem("file", "", str(tables.explain(error, engine))))
+    return problems
+
+
+#: What reads a row of each table, and raises :class:`RecordError` where nobody can.
+_READERS: Mapping[Table, Callable[[Mapping[str, Any]], object]] = {
+    tables.TUNINGS: functools.partial(rows.read_record, TuningRecord),
+    tables.PLANS: functools.partial(rows.read_record, PlanRecord),
+    tables.DEVICES: rows.read_device,
+    tables.CAPTURES: rows.read_json,
+    tables.TRIALS: rows.read_trial,
+    tables.MISSES: rows.read_miss,
+}
+
+
+def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
+    try:
+        found = _READERS[table](row)
+    except RecordError as error:
+        return str(error)
+    for backend, config in _configs(found):
+        if reason := malformed_config(backend, config):
+            return f"no kernel of {backend} has a configuration of it: {reason}"
+    return ""
+
+
+def _configs(record: object) -> list[tuple[str, Config]]:
+    """The configurations in a record, each with its back end."""
+    if isinstance(record, PlanRecord):
+        return [(group.backend, group.config) for group in record.groups if group.kind == "fused"]
+    if isinstance(record, TuningRecord | Trial):
+        return [(record.backend, record.config)]
+    return []
+
+
+def _name(table: Table, row: Mapping[str, Any]) -> str:
+    names = [name for name in ("label", table.primary_key.columns[0].name) if name in row]
+    return plain(" ".join(str(row[name]) for name in names))
+
+
+def prune(
+    database: Database,
+    keep_versions: Versions | None = None,
+    device: str | None = None,
+    trials: bool = True,
+    misses: bool = False,
+    damaged: bool = True,
+) -> dict[str, int]:
+    """Delete what is no longer of use and return how many rows went, by table.
+
+    Args:
+        database: Opened for writing.
+        keep_versions: Delete records and plans that other versions produced; None keeps them.
+        device: Delete every record of this device.
+        trials: Delete trials of finished tunes.
+        misses: Delete logged misses.
+        damaged: Delete rows that cannot be read, of every table.
+    """
+    removed: dict[str, int] = {}
+    with database.writing() as connection:
+        if damaged and connection.dialect.name == "sqlite":
+            connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
+        for table in _READERS:
+            records = table in (tables.TUNINGS, tables.PLANS)
+            removed[table.name] = 0
+            # Not by its key: that may be what is damaged.
+            lite = connection.dialect.name == "sqlite"
+            place: list[ColumnElement[Any]] = [literal_column("rowid")] if lite else list(table.primary_key)
+            named = [column.label(f"place{number}") for number, column in enumerate(place)]
+            for row in [row._asdict() for row in connection.execute(select(table, *named))]:
+                broken = damaged and bool(_row_problem(table, row))
+                outdated = records and keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
+                if broken or outdated or (records and row["device"] == device):
+                    same = [column == row[name.name] for column, name in zip(place, named, strict=True)]
+                    removed[table.name] += connection.execute(table.delete().where(*same)).rowcount
+        if trials:
+            removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
+        if misses:
+            removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
+    return removed

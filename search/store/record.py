@@ -1,0 +1,366 @@
+"""What is stored: the answers of a tune (one group) and of a plan (one region), with their evidence.
+
+Every record is a frozen dataclass of plain data; :mod:`fuseplan.search.store.codec` writes it as JSON by field name.
+"Do not fuse" is an answer like any other: ``TuningRecord.fuse`` is False and the measured times say why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from typing import Annotated, Literal, TypeAlias
+
+from fuseplan.costmodel.work import Work
+from fuseplan.search.store import limits
+from fuseplan.search.store.limits import Amount, Count, Label, Measured, OptionalKey, Parameter, Positions, Signed, Word
+from fuseplan.search.store.plain import brief
+
+#: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
+SCHEMA_VERSION = 1
+
+#: How the reason of a trial begins that failed before it was a kernel.
+DOES_NOT_COMPILE = "does not compile"
+#: Dispatch regimes a time may be measured in: host launch included, or replayed from a CUDA graph.
+Regime = Literal["eager", "graph"]
+#: A configuration by parameter name.
+_Config: TypeAlias = Mapping[Word, Parameter | Word]
+
+
+def now() -> str:
+    """Current time, ISO 8601 in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class RecordKey:
+    """Identity of a record; exact, nothing is ever matched approximately.
+
+    Attributes:
+        workload: Canonical hash of the group or region with shapes, dtypes and strides.
+        device: Identity of the device (name, SM or core count, cache and memory sizes).
+        regime: ``"eager"`` or ``"graph"``.
+        numerics: ``"fp32"`` or ``"eager"``.
+    """
+
+    workload: limits.Key
+    device: limits.Key
+    regime: limits.Regime = "eager"
+    numerics: limits.Numerics = "fp32"
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Software that produced a record; empty where it plays no part. A mismatch makes a record stale, not wrong."""
+
+    fuseplan: Word
+    torch: Word
+    triton: Word = ""
+    driver: Word = ""
+
+    @staticmethod
+    def current(device_type: str) -> Versions:
+        """The versions in this process. A CPU's records do not depend on Triton or a GPU driver."""
+        if device_type != "cuda":
+            return Versions(_version("fuseplan"), _version("torch"))
+        return Versions(_version("fuseplan"), _version("torch"), _version("triton"), _driver_version())
+
+    def mismatch(self, other: Versions) -> tuple[str, ...]:
+        """Names of the fields that differ, for messages."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def _driver_version() -> str:
+    """The GPU driver's version by NVIDIA's management library, which touches no device; "" where there is none."""
+    text = ctypes.create_string_buffer(96)
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() != 0:
+            return ""
+        found = library.nvmlSystemGetDriverVersion(text, len(text)) == 0
+        library.nvmlShutdown()
+    except (OSError, AttributeError):
+        return ""
+    return text.value.decode() if found else ""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A time, as found.
+
+    Attributes:
+        median_us: Median time of one call in microseconds.
+        spread_us: Interquartile range in microseconds.
+        samples: Timed samples (each the mean of one or more calls).
+        rounds: Interleaved rounds the samples come from; 0 for a screening that was not interleaved.
+        regime: ``"eager"`` or ``"graph"``.
+        noise: Relative A/A noise of the run the samples come from; 0 where it was not measured.
+    """
+
+    median_us: Measured
+    spread_us: Amount
+    samples: Count
+    rounds: Count
+    regime: limits.Regime
+    noise: Amount = 0.0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How a record came about.
+
+    Attributes:
+        created: ISO 8601 UTC time.
+        versions: Software versions.
+        seed: Seed of the search and of the inputs.
+        elapsed_s: Wall time spent, in seconds.
+        clocks_mhz: Clocks seen after measuring, by name; empty where they cannot be read.
+        reason: Why the answer is what it is, in words.
+    """
+
+    created: limits.Time
+    versions: Versions
+    seed: limits.Seed
+    elapsed_s: Amount
+    clocks_mhz: Mapping[str, Amount] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One finished attempt at one configuration; what a killed tune resumes from.
+
+    Attributes:
+        key: The subject's record key.
+        backend: Kernel back end.
+        config: Configuration by parameter name.
+        median_us: Screening time in microseconds, in the regime; None when it failed.
+        reason: Why it failed (compile error, wrong result, crash, time limit); empty when it was measured.
+        error: Normwise relative error against float64; None when it failed before it could be checked.
+        duplicate_of: Canonical text of the config that runs the same code in the same way; empty when none does.
+        created: ISO 8601 UTC time.
+        device_us: Screening time of the device alone, where the regime's includes the host and configurations are
+            compared; None elsewhere.
+    """
+
+    key: RecordKey
+    backend: Word
+    config: _Config
+    median_us: Measured | None = None
+    reason: str = ""
+    error: Amount | None = None
+    duplicate_of: str = ""
+    created: limits.Time = ""
+    device_us: Amount | None = None
+
+    @property
+    def uncompiled(self) -> bool:
+        """True where it failed before it was a kernel."""
+        return self.reason.startswith(DOES_NOT_COMPILE)
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A contestant of the decisive, interleaved run.
+
+    Attributes:
+        name: ``"unfused"``, ``"default"`` or ``"challenger"``.
+        backend: Kernel back end; empty for the unfused chain.
+        config: Configuration; empty for the unfused chain.
+        time: What was measured.
+        gain: Median paired gain over the unfused chain, relative to it (0.5 = half its time); 0 for itself.
+    """
+
+    name: Label
+    backend: Word
+    config: _Config
+    time: Measurement
+    gain: Signed
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A configuration that was tried and lost its place before timing, and why."""
+
+    backend: Word
+    config: _Config
+    reason: str
+
+
+@dataclass(frozen=True)
+class TuningRecord:
+    """The answer for one fusion group.
+
+    Attributes:
+        key: Identity.
+        label: Short name for people.
+        fuse: True when the best kernel beats the unfused chain by more than the threshold.
+        backend: Back end of the best kernel; empty when no kernel works.
+        config: Its configuration.
+        fused: Its time; None when no kernel works.
+        unfused: The unfused chain's time in the same interleaved run.
+        gain: Median paired gain of the best kernel over the unfused chain (0 when there is no kernel).
+        default_gain: Median paired gain of the best kernel over the default configuration.
+        threshold: What a gain had to exceed: max(1 %, A/A noise), and less where noise is large.
+        error: Normwise relative error of the best kernel against float64.
+        eager_error: The same for the unfused chain.
+        finalists: Everyone in the decisive run.
+        rejected: Configurations that failed, with reasons.
+        refusals: Back ends that could not take part, with reasons.
+        enumerated: Feasible configurations, over all back ends.
+        compiled: Configurations compiled in this tune and the runs it resumes.
+        measured: Configurations timed in this tune and the runs it resumes.
+        resources: Compiled facts of the best kernel (registers, spill and shared bytes); absent where unknown.
+        evidence: How it came about.
+        work: Bytes and flops of the fused kernel, for rooflines; empty where unknown.
+        undecided: Noise hid the answer: it is measured again by the next tune, and no look-up serves it.
+    """
+
+    key: RecordKey
+    label: Label
+    fuse: bool
+    backend: Word
+    config: _Config
+    fused: Measurement | None
+    unfused: Measurement
+    gain: Signed
+    default_gain: Signed
+    threshold: Amount
+    error: Amount
+    eager_error: Amount
+    finalists: tuple[Finalist, ...]
+    rejected: tuple[Rejection, ...]
+    refusals: Mapping[Word, str]
+    enumerated: Count
+    compiled: Count
+    measured: Count
+    resources: Mapping[Word, Count]
+    evidence: Evidence
+    work: Annotated[Work, limits.possible_work] = field(default_factory=Work)
+    undecided: bool = False
+
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        if self.fuse and self.undecided:
+            return "fuses undecided"
+        return "fuses without a kernel" if self.fuse and (self.fused is None or not self.backend) else ""
+
+    @property
+    def best_us(self) -> float:
+        """The time of what should be run: the kernel where fusing pays, else the unfused chain."""
+        return self.fused.median_us if self.fuse and self.fused is not None else self.unfused.median_us
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """One group of a plan's partition.
+
+    Attributes:
+        ops: Canonical positions in the region.
+        kind: How the group runs.
+        workload: Workload key of the group's tuning record; empty for an unfused op without one.
+        label: Short name for people.
+        backend: Kernel back end (``fused``) or library (``extern``); empty when unfused.
+        config: Kernel configuration; empty when unfused.
+        predicted_us: What the cost model said.
+        lower_bound_us: What no kernel can beat.
+        measured_us: What was measured, by itself; None when the choice rests on the model.
+        delay_us: How much longer it was held to take in its region, whose data share the cache.
+    """
+
+    ops: Positions
+    kind: Literal["fused", "unfused", "extern"]
+    workload: OptionalKey = ""
+    label: Label = ""
+    backend: Word = ""
+    config: _Config = field(default_factory=dict)
+    predicted_us: Amount = 0.0
+    lower_bound_us: Amount = 0.0
+    measured_us: Amount | None = None
+    delay_us: Signed = 0.0
+
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        if not self.ops:
+            return "runs no op"
+        return "is fused by no back end" if self.kind == "fused" and not self.backend else ""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A candidate group that the partition does not use, and why.
+
+    Attributes:
+        ops: Canonical positions in the region.
+        label: Short name for people.
+        reason: Why the partition does without it.
+        predicted_us: What the cost model said.
+        measured_us: What was measured; None when it was not.
+        kind: ``"unfused"`` for an op by itself that the partition fuses.
+        workload: Workload key of its tuning record; empty without one.
+        delay_us: How much longer it was held to take in its region than by itself.
+    """
+
+    ops: Positions
+    label: Label
+    reason: str
+    predicted_us: Amount | None = None
+    measured_us: Amount | None = None
+    kind: Literal["fused", "unfused"] = "fused"
+    workload: OptionalKey = ""
+    delay_us: Signed = 0.0
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """The chosen partition of one region: the fusion decision itself.
+
+    Attributes:
+        key: Identity; ``workload`` is the region's canonical hash.
+        label: Short name for people.
+        groups: The cover, every op exactly once unless a recompute was chosen.
+        planned_us: Time of the plan: measured end to end, or the sum of its groups' times.
+        unfused_us: Time of the unfused alternative, measured in the same run.
+        margin: Relative gain over the unfused alternative, ``1 - planned_us / unfused_us``.
+        predicted_us: What the cost model said about this partition.
+        rejected: Candidates that were not chosen, with reasons.
+        enumerated: Candidate groups enumerated.
+        measured: Candidate groups measured.
+        gap: Relative optimality gap over the candidate set; 0 is proven optimal.
+        peak_bytes: Largest live intermediate memory of the plan.
+        unfused_peak_bytes: The same for the unfused alternative.
+        evidence: How it came about.
+        undecided: Noise hid an answer it rests on: the next tune measures it again, and no look-up serves it.
+    """
+
+    key: RecordKey
+    label: Label
+    groups: tuple[GroupChoice, ...]
+    planned_us: Amount
+    unfused_us: Amount
+    margin: Signed
+    predicted_us: Amount
+    rejected: tuple[Alternative, ...]
+    enumerated: Count
+    measured: Count
+    gap: Signed
+    peak_bytes: Count
+    unfused_peak_bytes: Count
+    evidence: Evidence
+    undecided: bool = False
+
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        ops = [op for group in self.groups for op in group.ops]
+        return f"{brief(ops)} runs an op twice" if len(set(ops)) < len(ops) else ""

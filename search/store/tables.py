@@ -1,0 +1,361 @@
+"""Tables of the tuning database, and opening one safely: schema check, quarantine, read-only access."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    create_engine,
+    event,
+    inspect,
+    select,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
+
+from fuseplan.search.errors import (
+    CorruptDatabaseError,
+    DatabaseError,
+    ForeignDatabaseError,
+    ReadOnlyDatabaseError,
+    SchemaVersionError,
+)
+from fuseplan.search.store.files import APPLICATION_ID, FileIdentity, check_ours, file_size, identity, move_aside
+from fuseplan.search.store.location import describe, server_limits, sqlite_file, without_secrets
+from fuseplan.search.store.plain import brief, plain
+from fuseplan.search.store.record import SCHEMA_VERSION, now
+
+METADATA = MetaData()
+_APPLICATION = "fuseplan"
+#: Connections of the process that this one was forked from: SQLite asks neither to use nor to close them here.
+_INHERITED: list[Any] = []
+#: SQLite's mode for a file that nobody changes.
+_FIXED = "immutable=1"
+#: Seconds a writer waits for another process's transaction.
+_BUSY_S = 30.0
+#: How often a corrupt file is replaced before giving up.
+_ATTEMPTS = 3
+#: What drivers raise: their own errors, and Python's for values that they cannot read, bind or hold.
+DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError)
+
+
+def _key(name: str) -> Column[str]:
+    return Column(name, String(255), primary_key=True)
+
+
+def _text(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False, default="")
+
+
+META = Table("fuseplan_meta", METADATA, _key("name"), _text("value"))
+#: Measured device specs, as JSON.
+DEVICES = Table("devices", METADATA, _key("device"), _text("payload"), _text("checksum"), _text("created"))
+
+
+def _record_table(name: str) -> Table:
+    return Table(
+        name, METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
+        _text("label"), _text("versions"), _text("payload"), _text("checksum"), _text("created"),
+    )
+
+
+TUNINGS = _record_table("tuning_records")
+PLANS = _record_table("plan_records")
+#: Trials of tunes under way (``open``) or finished; separate from what dispatch reads.
+TRIALS = Table(
+    "trials", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"), _key("backend"),
+    Column("config_hash", String(64), primary_key=True), _text("versions"), _text("payload"), _text("created"),
+    Column("open", Integer, nullable=False, default=1), Column("median_us", Float),
+)
+MISSES = Table(
+    "misses", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
+    _text("label"), _text("payload"), _text("first_seen"), Column("count", Integer, nullable=False, default=1),
+)
+#: Captured graphs, as JSON, so that a second tune need not trace the model again.
+CAPTURES = Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
+
+
+def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
+    """An engine whose tables exist.
+
+    Args:
+        url: The location.
+        set_aside: A corrupt database of ours is kept beside a fresh one, with a warning that names both files.
+
+    Raises:
+        ReadOnlyDatabaseError: The location cannot be written.
+        CorruptDatabaseError: It is damaged, and is a server's or not to be set aside.
+        SchemaVersionError, ForeignDatabaseError: The database is not ours to change; it was not modified.
+        DatabaseError: Anything else, named.
+    """
+    file = sqlite_file(url)
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReadOnlyDatabaseError(_not_writable(url, error)) from None
+        file_size(file)
+    engine = _engine(url)
+    for _ in range(_ATTEMPTS):
+        found = None if file is None else identity(file)
+        try:
+            _create_or_check(engine)
+            return engine
+        except CorruptDatabaseError as error:
+            if file is None or found is None or not set_aside:
+                raise
+            engine.dispose()
+            # None: another process has been quicker, and what lies there now is fresh.
+            moved = move_aside(file, found, str(error))
+            if moved is not None:
+                warnings.warn(f"{error}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
+    raise CorruptDatabaseError(f"tuning database {describe(url)} is corrupt again each time that it is made afresh")
+
+
+def open_for_reading(url: URL) -> Engine | None:
+    """An engine that never writes, or None where there is nothing to read yet.
+
+    Raises:
+        DatabaseError: There is something, and it cannot be used; the caller goes on without it.
+    """
+    file = sqlite_file(url)
+    if file is None:
+        engine = _engine(url)
+        return engine if check_schema(engine) else None
+    if not file_size(file):
+        return None
+    engine = _engine(url, "mode=ro")
+    try:
+        usable = check_schema(engine)
+    except CorruptDatabaseError as error:
+        check_ours(file, str(error))
+        raise
+    except DatabaseError as error:
+        if isinstance(error, SchemaVersionError | ForeignDatabaseError):
+            raise
+        # A read-only folder has no room for the shared-memory file that WAL readers need.
+        engine = _engine(url, _FIXED)
+        usable = check_schema(engine)
+    return engine if usable else None
+
+
+def _engine(url: URL, sqlite_mode: str = "") -> Engine:
+    file = sqlite_file(url)
+    if file is None:
+        try:
+            limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else server_limits(url)
+            engine = create_engine(url, connect_args=limits)
+        except (*DRIVER_ERRORS, ImportError) as error:
+            raise DatabaseError(f"cannot open database {describe(url)}: {without_secrets(str(error), url)}") from None
+        if url.get_backend_name() != "sqlite":
+            return engine
+    else:
+        target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
+        # To open a file costs several times a look-up in it, so one connection is kept. A file that is declared never
+        # to change is opened each time: an open one would not show that it did.
+        pool: dict[str, Any] = {"poolclass": NullPool} if sqlite_mode == _FIXED else {"pool_size": 1}
+        engine = create_engine(
+            url,
+            creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode), check_same_thread=False),
+            **pool,
+        )
+        _leave_what_is_not_ours(engine, file)
+    _own_transactions(engine)
+    return engine
+
+
+def close_with(owner: object, engine: Engine) -> None:
+    """Close an engine's connections when ``owner`` is let go, at exit at the latest.
+
+    SQLite merges its log into the file when the last connection is closed: the file alone is then whole.
+    """
+    weakref.finalize(owner, _close, engine, os.getpid())
+
+
+def _close(engine: Engine, process: int) -> None:
+    if os.getpid() == process:
+        engine.dispose()
+
+
+def _leave_what_is_not_ours(engine: Engine, file: Path) -> None:
+    """Open the database again in a forked process, and when another file has taken its place."""
+
+    def owner_and_file() -> tuple[int, FileIdentity | None]:
+        return os.getpid(), identity(file)
+
+    @event.listens_for(engine, "connect")
+    def _connect(_connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
+        record.info["identity"] = owner_and_file()
+
+    @event.listens_for(engine, "checkout")
+    def _checkout(_connection: sqlite3.Connection, record: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
+        if record.info["identity"] == owner_and_file():
+            return
+        if record.info["identity"][0] != os.getpid():
+            _INHERITED.append(record.dbapi_connection)
+            record.dbapi_connection = proxy.dbapi_connection = None  # type: ignore[misc]
+        raise DisconnectionError
+
+
+def _own_transactions(engine: Engine) -> None:
+    """Let writers take the lock when they begin, so that two processes queue instead of failing half-way."""
+
+    @event.listens_for(engine, "connect")
+    def _connect(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None
+        # One value that is no Unicode would cost the whole result; this way it fails its own checksum.
+        connection.text_factory = _lenient_text
+        # What a file's schema says is not run: it may be anybody's.
+        connection.execute("PRAGMA trusted_schema=OFF")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        # A reader needs neither: each of its statements sees one state of the database.
+        if not connection.get_execution_options().get("fuseplan_write", False):
+            return
+        # Some file systems cannot share memory between processes; the default journal is then right.
+        with contextlib.suppress(DBAPIError):
+            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+            connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _lenient_text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _create_or_check(engine: Engine) -> None:
+    if check_schema(engine):
+        if engine.dialect.name == "sqlite":
+            _quick_check(engine)
+        check_columns(engine)
+        return
+    try:
+        with engine.execution_options(fuseplan_write=True).begin() as connection:
+            if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")
+            METADATA.create_all(connection)
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
+            upsert(connection, META, {"name": "application", "value": _APPLICATION})
+            upsert(connection, META, {"name": "schema_version", "value": str(SCHEMA_VERSION)})
+            upsert(connection, META, {"name": "created", "value": now()})
+    except DRIVER_ERRORS as error:
+        raise explain(error, engine) from None
+
+
+def _quick_check(engine: Engine) -> None:
+    try:
+        with engine.connect() as connection:
+            found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
+    except DRIVER_ERRORS as error:
+        raise explain(error, engine) from None
+    if found != ["ok"]:
+        raise _corrupt(engine, "; ".join(found))
+
+
+def check_schema(engine: Engine) -> bool:
+    """True when the tables exist and are ours; False for an empty database.
+
+    Raises:
+        DatabaseError: It cannot be read, is another application's, or has another schema version.
+    """
+    try:
+        with engine.connect() as connection:
+            names = set(inspect(connection).get_table_names())
+            if META.name not in names:
+                if names and engine.dialect.name == "sqlite":
+                    listed = plain(", ".join(sorted(names)[:3]))
+                    raise ForeignDatabaseError(
+                        f"{describe(engine.url)} holds tables of another application ({listed}); "
+                        "pass another file with --db"
+                    )
+                return False
+            rows = connection.execute(select(META.c.name, META.c.value)).all()
+            meta = {str(name): str(value) for name, value in rows}
+    except DRIVER_ERRORS as error:
+        raise explain(error, engine) from None
+    if meta.get("schema_version") != str(SCHEMA_VERSION):
+        raise SchemaVersionError(
+            f"{describe(engine.url)} has schema version {brief(meta.get('schema_version'))}, this fuseplan reads "
+            f"{SCHEMA_VERSION}; it was left as it is: use the fuseplan that wrote it, or pass another file with --db"
+        )
+    return True
+
+
+def check_columns(engine: Engine) -> None:
+    """Raise :class:`ForeignDatabaseError` unless every table is there with the columns that this version writes."""
+    for table in METADATA.sorted_tables:
+        try:
+            with engine.connect() as connection:
+                there = inspect(connection).has_table(table.name)
+                columns = {column["name"] for column in inspect(connection).get_columns(table.name)} if there else set()
+        except DRIVER_ERRORS as error:
+            raise explain(error, engine) from None
+        if missing := {column.name for column in table.columns} - columns:
+            raise ForeignDatabaseError(
+                f"{describe(engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so this fuseplan did "
+                "not write it; it was left as it is: pass another file with --db"
+            )
+
+
+@contextlib.contextmanager
+def transaction(engine: Engine) -> Iterator[Connection]:
+    """A transaction that takes the write lock when it begins."""
+    with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
+        yield connection
+
+
+def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: tuple[str, ...] = ()) -> None:
+    """Insert ``row``, or replace the row of the same primary key (columns in ``keep`` stay as they were)."""
+    keys = [column.name for column in table.primary_key]
+    changed = {name: value for name, value in row.items() if name not in keys and name not in keep}
+    if connection.dialect.name == "sqlite":
+        lite = sqlite.insert(table).values(**row)
+        connection.execute(lite.on_conflict_do_update(index_elements=keys, set_=changed))
+    elif connection.dialect.name == "postgresql":
+        post = postgresql.insert(table).values(**row)
+        connection.execute(post.on_conflict_do_update(index_elements=keys, set_=changed))
+    else:
+        same = [table.c[name] == row[name] for name in keys]
+        if connection.execute(table.update().where(*same).values(**changed)).rowcount == 0:
+            connection.execute(table.insert().values(**row))
+
+
+def explain(error: Exception, engine: Engine) -> DatabaseError:
+    """The error of our family that a driver's error stands for."""
+    said = "out of memory" if isinstance(error, MemoryError) else str(getattr(error, "orig", None) or error)
+    text = without_secrets(said, engine.url)
+    low = text.lower()
+    if "not a database" in low or "malformed" in low or "corrupt" in low:
+        return _corrupt(engine, text)
+    name = describe(engine.url)
+    if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
+        return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); pass a writable file with --db")
+    return DatabaseError(f"{name}: {text}")
+
+
+def _corrupt(engine: Engine, why: str) -> CorruptDatabaseError:
+    return CorruptDatabaseError(f"tuning database {describe(engine.url)} is corrupt ({why})")
+
+
+def _not_writable(url: URL, error: Exception) -> str:
+    return f"tuning database {describe(url)} cannot be written ({error}); pass a writable file with --db"

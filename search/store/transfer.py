@@ -1,0 +1,184 @@
+"""Moving records between databases: JSON lines with a header and a checksum trailer; imported whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError
+from fuseplan.search.store import codec, tables
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.plain import brief
+from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
+from fuseplan.search.store.rows import device_spec, json_row, record_row
+
+_FORMAT = "fuseplan-records"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The content of an export file: device specs by identity, tuning records, plans."""
+
+    devices: dict[str, dict[str, Any]]
+    records: tuple[TuningRecord, ...]
+    plans: tuple[PlanRecord, ...]
+
+    def __len__(self) -> int:
+        return len(self.devices) + len(self.records) + len(self.plans)
+
+
+def export(database: Database, path: Path, device: str | None = None) -> int:
+    """Write every record (of one device, when given) to ``path``, replacing it only when complete.
+
+    Returns:
+        How many lines of data were written.
+
+    Raises:
+        DatabaseError: The database, or a part of it, cannot be read; ``path`` is as it was.
+    """
+    header = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()}
+    lines = [_line(header), *_data_lines(database, device)]
+    if database.engine is None or database.broken:
+        raise DatabaseError(f"there is no readable tuning database at {database.where}, so nothing was exported")
+    digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+    lines.append(_line({"trailer": {"count": len(lines) - 1, "sha256": digest}}))
+    path = path.expanduser()
+    try:
+        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.writelines(lines)
+            Path(scratch).replace(path)
+        except BaseException:
+            Path(scratch).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RecordError(f"cannot write export file {path}: {error.strerror}; pass a writable path") from None
+    return len(lines) - 2
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n"
+
+
+def _data_lines(database: Database, device: str | None) -> Iterator[str]:
+    for name, spec in sorted(database.devices().items()):
+        if device in (None, name):
+            yield _line({"device": name, "spec": spec})
+    for record in database.records():
+        if device in (None, record.key.device):
+            yield _line({"tuning_record": json.loads(codec.dumps(record))})
+    for plan in database.plans():
+        if device in (None, plan.key.device):
+            yield _line({"plan_record": json.loads(codec.dumps(plan))})
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Read and check an export file.
+
+    Raises:
+        ImportRefusedError: It is missing, truncated, altered, or not an export.
+        SchemaVersionError: It is of another schema version.
+    """
+    return _parse([_object(line, path, number) for number, line in enumerate(checked_lines(path), 2)], path)
+
+
+def checked_lines(path: Path) -> list[str]:
+    """The data lines of an export file that is whole; what each holds is not looked at.
+
+    Raises:
+        ImportRefusedError, SchemaVersionError: As :func:`read_bundle`.
+    """
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ImportRefusedError(f"cannot read export file {path}: {error}") from None
+    header = _object(lines[0], path, 1) if lines else {}
+    if header.get("format") != _FORMAT:
+        raise ImportRefusedError(f"{path} is not a fuseplan export (its first line has no format {_FORMAT!r})")
+    if header.get("schema_version") != SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"{path} has schema version {brief(header.get('schema_version'))}, this fuseplan reads {SCHEMA_VERSION}; "
+            "export it again with a matching fuseplan"
+        )
+    _check_trailer(lines, path)
+    return lines[1:-1]
+
+
+def _check_trailer(lines: list[str], path: Path) -> None:
+    again = "nothing was imported; copy or export the file again"
+    trailer = _object(lines[-1], path, len(lines)).get("trailer")
+    if not isinstance(trailer, dict):
+        raise ImportRefusedError(f"{path} is truncated: it has no trailer line; {again}")
+    if trailer.get("count") != len(lines) - 2:
+        raise ImportRefusedError(
+            f"{path} is truncated: {len(lines) - 2} of {brief(trailer.get('count'))} records are there; {again}"
+        )
+    if hashlib.sha256("".join(lines[:-1]).encode()).hexdigest() != trailer.get("sha256"):
+        raise ImportRefusedError(f"{path} was altered: its checksum does not match; {again}")
+
+
+def _object(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        value = codec.parse(line, f"line {number}")
+    except RecordError as error:
+        raise ImportRefusedError(f"{path}, {error}: the file is truncated or damaged") from None
+    if not isinstance(value, dict):
+        raise ImportRefusedError(f"{path}, line {number} is not a JSON object")
+    return value
+
+
+def _parse(items: list[dict[str, Any]], path: Path) -> Bundle:
+    devices: dict[str, dict[str, Any]] = {}
+    records: list[TuningRecord] = []
+    plans: list[PlanRecord] = []
+    for number, item in enumerate(items, 2):
+        try:
+            if "tuning_record" in item:
+                records.append(codec.from_data(TuningRecord, item["tuning_record"]))
+            elif "plan_record" in item:
+                plans.append(codec.from_data(PlanRecord, item["plan_record"]))
+            elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
+                device_spec(item["spec"])
+                devices[item["device"]] = item["spec"]
+            else:
+                raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
+        except RecordError as error:
+            raise ImportRefusedError(f"{path}, line {number}: {error}; nothing was imported") from None
+    return Bundle(devices, tuple(records), tuple(plans))
+
+
+def import_bundle(database: Database, path: Path) -> int:
+    """Merge an export file into the database in one transaction; a newer record of the same key wins.
+
+    Returns:
+        How many records, plans and devices were taken over.
+
+    Raises:
+        ImportRefusedError, SchemaVersionError: As :func:`read_bundle`; the database is unchanged.
+    """
+    bundle = read_bundle(path)
+    taken = 0
+    newest = {("t", r.key): r.evidence.created for r in database.records()}
+    newest |= {("p", p.key): p.evidence.created for p in database.plans()}
+    known = database.devices()
+    with database.writing() as connection:
+        for record in bundle.records:
+            if newest.get(("t", record.key), "") <= record.evidence.created:
+                tables.upsert(connection, tables.TUNINGS, record_row(record))
+                taken += 1
+        for plan in bundle.plans:
+            if newest.get(("p", plan.key), "") <= plan.evidence.created:
+                tables.upsert(connection, tables.PLANS, record_row(plan))
+                taken += 1
+        for device, spec in bundle.devices.items():
+            if device not in known:
+                tables.upsert(connection, tables.DEVICES, json_row({"device": device}, spec))
+                taken += 1
+    return taken

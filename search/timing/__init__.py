@@ -1,0 +1,1 @@
+"""How a kernel is checked and timed: clocks, screenings, deciding contests, sequences of kernels."""

@@ -1,0 +1,261 @@
+"""Timing that decides: interleaved rounds, paired gains, A/A noise.
+
+Contestants of one run meet the same state of the machine, sample by sample; only their differences count.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from fuseplan.search.store.record import Measurement
+from fuseplan.search.timing.measure import no_collection, summarise
+from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
+
+#: A gain below this is never worth a change of plan.
+MIN_GAIN = 0.01
+#: Up to this noise, a gain that is within the noise says that the two are alike. Where the noise is larger, it says
+#: nothing.
+MAX_NOISE = 0.2
+#: How many times longer the runs take that repeat one without an answer.
+_LONGER = (2, 4)
+#: What a change of plan may lose under one of several conditions for a gain in their mean.
+MAX_LOSS = 0.01
+#: By how much a mean may be worse than the best for a smaller loss under one condition.
+_NEAR = 0.02
+_MIN_ROUNDS = 7
+_MAX_ROUNDS = 61
+#: How many times longer than planned to wait for undisturbed rounds.
+_PATIENCE = 4
+#: How often a sample of a round is repeated while something disturbs it.
+_TRIES = 5
+#: Standard error of a median over that of a mean, times the factor from MAD to standard deviation.
+_MEDIAN_SE = 1.2533 * 1.4826
+
+#: The interleaved run's second copy of one contestant, from which the noise is read.
+_AGAIN = "again"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Samples of an interleaved run: ``samples[name][round]`` in microseconds.
+
+    Attributes:
+        samples: Paired samples by contestant.
+        noise: Relative A/A noise.
+        regime: ``"eager"`` or ``"graph"``.
+        conditions: The runs that this one is the mean of; empty when it was timed itself.
+    """
+
+    samples: Mapping[str, tuple[float, ...]]
+    noise: float
+    regime: str
+    conditions: tuple[Contest, ...] = ()
+
+    @property
+    def threshold(self) -> float:
+        """What a paired gain has to exceed to count.
+
+        Noise is relative to the time that has it, a gain to the slower of two times: of two that differ by the noise
+        alone, the faster gains ``noise / (1 + noise)``. That matters where noise is large: no gain exceeds 1.
+        """
+        return max(MIN_GAIN, min(self.noise, max(MAX_NOISE, self.noise / (1 + self.noise))))
+
+    def time(self, name: str) -> Measurement:
+        own = self.samples[name]
+        return summarise(own, self.regime, len(own), self.noise)
+
+    def gain(self, challenger: str, incumbent: str) -> float:
+        """Median of the paired differences over the incumbent's median; positive when the challenger is faster."""
+        differences = self._differences(challenger, incumbent)
+        return statistics.median(differences) / statistics.median(self.samples[incumbent])
+
+    def _differences(self, challenger: str, incumbent: str) -> list[float]:
+        return [a - b for a, b in zip(self.samples[incumbent], self.samples[challenger], strict=True)]
+
+    def both_ways(self) -> Contest:
+        """The run with every two neighbouring rounds as one: they go through the contestants in opposite order.
+
+        What a call finds depends on who ran before it (which blocks of memory are free, what the caches hold), and a
+        contestant's samples then lie in two clusters, one for each of its neighbours: their median may be in either.
+        """
+        samples = {
+            name: tuple((a + b) / 2 for a, b in zip(own[::2], own[1::2], strict=False)) or own
+            for name, own in self.samples.items()
+        }
+        return replace(self, samples=samples)
+
+    def accepts(self, challenger: str, incumbent: str) -> bool:
+        """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie.
+
+        A mean hides that one condition got worse: under none may the incumbent be better by more than ``MAX_LOSS``.
+        """
+        if not self._is_faster(challenger, incumbent, self.threshold):
+            return False
+        return not self._loses(challenger, (incumbent,))
+
+    def undecided(self, one: str, other: str) -> bool:
+        """True when the noise hides which of two contestants is faster, though they may be far apart."""
+        pairs = ((one, other), (other, one))
+        if max(self.noise, *(self._doubt(*pair) for pair in pairs)) <= MAX_NOISE:
+            return False
+        return not any(self._is_faster(*pair, self.threshold) for pair in pairs)
+
+    def _is_faster(self, one: str, other: str, threshold: float) -> bool:
+        return self.gain(one, other) > max(threshold, self._doubt(one, other))
+
+    def _doubt(self, one: str, other: str) -> float:
+        """Two standard errors of a gain."""
+        return 2 * _standard_error(self._differences(one, other)) / statistics.median(self.samples[other])
+
+    def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
+        """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them.
+
+        Under single conditions challengers are held against the incumbent alone: among themselves the mean decides.
+        Otherwise the first of several that beat it would win, however little it gains, by a small loss of the best.
+        But where somebody beats the best by much under one condition, and others are hardly worse in the mean, the one
+        of them wins that loses least under any.
+        """
+        better = [name for name in challengers if self.accepts(name, incumbent)]
+        if not better:
+            return incumbent
+        best = max(better, key=lambda name: self.gain(name, incumbent))
+        everyone = (incumbent, *challengers)
+        if self._loses(best, everyone):
+            near = [name for name in better if not self._is_faster(best, name, _NEAR)]
+            return min(near, key=lambda name: self._worst_loss(name, everyone))
+        return next(name for name in better if name == best or not self._is_faster(best, name, self.threshold))
+
+    def _loses(self, name: str, others: Sequence[str]) -> bool:
+        """True when one of the others is better by more than ``MAX_LOSS`` under some condition."""
+        return any(
+            one._is_faster(other, name, max(one.threshold, MAX_LOSS)) for one in self.conditions for other in others
+        )
+
+    def _worst_loss(self, name: str, others: Sequence[str]) -> float:
+        return max(one.gain(other, name) for one in self.conditions for other in others)
+
+
+def decisive(
+    timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, incumbent: str,
+    twice: str | None = None,
+) -> Contest:
+    """As :func:`contest`, repeated for longer each time while noise hides how the others compare with ``incumbent``."""
+    found = contest(timer, contestants, operands, seconds, twice)
+    for factor in _LONGER:
+        if not any(found.undecided(name, incumbent) for name in contestants if name != incumbent):
+            break
+        found = contest(timer, contestants, operands, seconds * factor, twice, _MAX_ROUNDS * factor)
+    return found
+
+
+def contest(
+    timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
+    max_rounds: int = _MAX_ROUNDS,
+) -> Contest:
+    """Time all contestants in interleaved rounds, each starting with another one.
+
+    A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
+    processor is never left alone.
+
+    Args:
+        timer: How to time.
+        contestants: What to time, by name.
+        operands: Operand sets; every contestant of a round meets the same ones.
+        seconds: Time to spend on rounds; at least a few rounds are run whatever they take.
+        twice: The contestant that runs a second time for the A/A noise; the first one by default.
+        max_rounds: Undisturbed rounds after which to stop in any case.
+    """
+    twice = next(iter(contestants)) if twice is None else twice
+    runs = {**contestants, _AGAIN: contestants[twice]}
+    samples = _rounds(timer, {name: (run, operands) for name, run in runs.items()}, seconds, max_rounds)
+    noise = paired_noise(samples[twice], samples.pop(_AGAIN))
+    return Contest(samples, noise, timer.regime)
+
+
+def geometric_mean(first: Contest, second: Contest) -> Contest:
+    """Two runs of the same contestants under different conditions as one: who wins is best in both together.
+
+    A gain in it is about the mean of the gains in both, and no winner loses much in either. The longer run's rounds
+    are averaged to as many as the other has. Contestants of one run only are left out.
+    """
+    names = [name for name in first.samples if name in second.samples]
+    rounds = min(len(one.samples[name]) for one in (first, second) for name in names)
+    samples = {
+        name: tuple(
+            math.sqrt(a * b) for a, b in zip(
+                _averaged(first.samples[name], rounds), _averaged(second.samples[name], rounds), strict=True
+            )
+        )
+        for name in names
+    }
+    return Contest(samples, math.hypot(first.noise, second.noise) / 2, first.regime, (first, second))
+
+
+def _averaged(values: Sequence[float], count: int) -> list[float]:
+    """``count`` means of neighbouring values."""
+    edges = [number * len(values) // count for number in range(count + 1)]
+    return [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
+
+
+def _rounds(
+    timer: Timer, runs: Mapping[str, tuple[Run, Operands]], seconds: float, max_rounds: int
+) -> dict[str, tuple[float, ...]]:
+    """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
+    clean: list[dict[str, float]] = []
+    disturbed: list[dict[str, float]] = []
+    with no_collection():
+        samplers = {name: timer.prepare(run, operands) for name, (run, operands) in runs.items()}
+        start = timer.clock()
+        while len(clean) < max_rounds:
+            number = len(clean) + len(disturbed)
+            tried = {name: _undisturbed(timer, samplers[name], number) for name in _turn(list(samplers), number)}
+            found = {name: value for name, (value, _) in tried.items()}
+            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
+            spent = timer.clock() - start
+            if spent >= seconds and len(clean) >= _MIN_ROUNDS:
+                break
+            if spent >= seconds * _PATIENCE and number >= _MIN_ROUNDS:
+                break
+    rounds = clean if len(clean) >= _MIN_ROUNDS else clean + disturbed
+    return {name: tuple(one[name] for one in rounds) for name in samplers}
+
+
+def _turn(names: list[str], number: int) -> list[str]:
+    """The order of a round: every second one runs backwards, and every two start with another one.
+
+    So nobody always follows the same neighbour: in both rounds of a pair, taken together, everyone follows both of its
+    own, but for the one that starts the pair. The last of the first round is last again, for it would follow itself.
+    """
+    shift = number // 2 % len(names)
+    turn = names[shift:] + names[:shift]
+    return turn if number % 2 == 0 else turn[-2::-1] + turn[-1:]
+
+
+def _undisturbed(timer: Timer, sampler: Sampler, number: int) -> tuple[float, bool]:
+    """A sample that nothing else disturbed, else the fastest of a few, for disturbances only ever add; and which."""
+    fastest = math.inf
+    for _ in range(_TRIES):
+        value, undisturbed = timer.observe(sampler, number)
+        if undisturbed:
+            return value, True
+        fastest = min(fastest, value)
+    return fastest, False
+
+
+def paired_noise(first: Sequence[float], second: Sequence[float]) -> float:
+    """Relative gain that two runs of the same thing show by chance: the median's offset plus two standard errors."""
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    offset = abs(statistics.median(differences))
+    return (offset + 2 * _standard_error(differences)) / statistics.median(first)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Standard error of the median, from the median absolute deviation."""
+    centre = statistics.median(values)
+    return _MEDIAN_SE * statistics.median(abs(value - centre) for value in values) / math.sqrt(len(values))
+
+

@@ -1,0 +1,168 @@
+"""Kernels one after another, as a model runs them: what one makes, a later one reads.
+
+A kernel that is timed alone finds all its data in a cache that holds them. In a sequence the others' data are in the
+cache too: on an H200 two kernels that take 8.6 us by themselves took 12.1 us together, and one kernel for both 10.6.
+So what is decided between sequences is decided by running them whole.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, TypeAlias
+
+import torch
+
+from fuseplan.kernels.ir.backend import Backend, Config, Target
+from fuseplan.kernels.ir.gathers import computes_indices
+from fuseplan.search.timing.subject import Subject
+from fuseplan.search.timing.timers import Run
+
+#: Makes a subject's operands.
+MakeInputs: TypeAlias = Callable[[Subject], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kernel of a sequence: a subject's fused kernel or, without a back end, its unfused chain.
+
+    Attributes:
+        subject: The fusion group.
+        backend: Who compiles its kernel.
+        config: With which configuration.
+        reads: Names of its inputs; a name stands for the same value in all parts. Empty: it shares nothing.
+        makes: Names of its outputs.
+    """
+
+    subject: Subject
+    backend: Backend | None = None
+    config: Config = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> int:
+        return len(self.subject.ir.outputs)
+
+    @property
+    def returns_tensor(self) -> bool:
+        """Whether a call returns the only output itself; else it returns all of them in a list or tuple."""
+        return self.backend is not None and self.outputs == 1
+
+    def call(self, target: Target) -> Callable[..., Any]:
+        """Called with the inputs."""
+        if self.backend is None:
+            return self.subject.eager
+        return self.backend.fused_callable(self.subject.ir, self.config, target)
+
+
+class SharedOperands:
+    """What sequences read from outside: all of one play-off are called with the same operands.
+
+    An operand is what the first part that asks for it would be given alone; nothing is said of the numbers in what
+    parts make of it, which take as long whatever they are.
+
+    Attributes:
+        tensors: The operands.
+        hot: For each, whether an earlier kernel of the model has just produced it.
+    """
+
+    def __init__(self, make_inputs: MakeInputs) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.hot: list[bool] = []
+        self._make_inputs = make_inputs
+        self._slots: dict[object, int] = {}
+        self._parts: list[Part] = []  # kept, since slots name them by their addresses
+
+    def sources(self, part: Part, made: Collection[str]) -> tuple[str | int, ...]:
+        """Where each input of a part comes from: a value's name, if it is in ``made``, else the number of an operand.
+
+        Integers are neither handed on nor shared: an index has to be within the table that a part made for itself.
+        Where a part computes its indices, that goes for all of its inputs.
+        """
+        self._parts.append(part)
+        found: list[str | int] = []
+        indexed = computes_indices(part.subject.ir)
+        for position, tensor in enumerate(self._make_inputs(part.subject)):
+            valid_anywhere = not indexed and (tensor.is_floating_point() or tensor.dtype == torch.bool)
+            name = part.reads[position] if part.reads and valid_anywhere else ""
+            found.append(name if name in made else self._slot(part, position, name, tensor))
+        return tuple(found)
+
+    def _slot(self, part: Part, position: int, name: str, tensor: torch.Tensor) -> int:
+        # A table that is only looked up is shorter for some parts than for others.
+        key = (name, tensor.shape, tensor.stride()) if name else (id(part), position)
+        if key not in self._slots:
+            self._slots[key] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.hot.append(part.subject.hot_inputs[position])
+        return self._slots[key]
+
+
+def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[str], target: Target) -> Run:
+    """One function that runs parts as near to their order as what they need of each other allows.
+
+    Straight-line code, like a compiled model's: a loop over the parts would cost the host as much as some launches.
+
+    Args:
+        parts: The parts, in the order of the model.
+        operands: Is given what they read from outside; the function takes all operands that there are by then.
+        kept: Names of values that are needed afterwards and returned. Others are released after their last use, so
+            that results take no more memory than in a model.
+        target: The device.
+
+    Raises:
+        ValueError: Parts wait for each other, or nothing makes what is to be kept.
+    """
+    made = {name: _variable(number, at) for number, part in enumerate(parts) for at, name in enumerate(part.makes)}
+    if unknown := sorted(set(kept) - made.keys()):
+        raise ValueError(f"no part of the sequence makes {', '.join(unknown)}")
+    given = [
+        [made[one] if isinstance(one, str) else f"s[{one}]" for one in operands.sources(part, made)] for part in parts
+    ]
+    maker = {name: number for number, part in enumerate(parts) for name in part.makes}
+    order = _order([{maker[name] for name in part.reads if name in maker} for part in parts])
+    lines = _lines(parts, order, given, [made[name] for name in made if name in kept])
+    namespace: dict[str, Any] = {f"k{number}": part.call(target) for number, part in enumerate(parts)}
+    exec("def run(*s):\n" + "".join(f"    {line}\n" for line in lines), namespace)
+    run: Run = namespace["run"]
+    return run
+
+
+def _lines(
+    parts: Sequence[Part], order: Sequence[int], given: Sequence[Sequence[str]], results: Sequence[str]
+) -> Iterator[str]:
+    """Statements that call the parts (``k0``, ``k1``, ...) in order with what each is given, and return the results."""
+    last_use = {variable: number for number in order for variable in given[number]}
+    for number in order:
+        own = [_variable(number, at) for at in range(parts[number].outputs)]
+        targets = own[0] if parts[number].returns_tensor else "".join(f"{one}, " for one in own)
+        yield f"{targets} = k{number}({', '.join(given[number])})"
+        ended = [one for one in given[number] if one.startswith("v") and last_use[one] == number]
+        unused = [one for one in own if one not in last_use]
+        if dead := [one for one in dict.fromkeys((*ended, *unused)) if one not in results]:
+            yield f"del {', '.join(dead)}"
+    yield f"return ({''.join(f'{one}, ' for one in results)})"
+
+
+def _order(needs: Sequence[set[int]]) -> list[int]:
+    """Numbers in a topological order, the smallest that can come next."""
+    sorter = TopologicalSorter(dict(enumerate(needs)))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ValueError(f"parts of a sequence wait for each other: {error.args[1]}") from None
+    ready: list[int] = []
+    order: list[int] = []
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heapq.heappush(ready, number)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+    return order
+
+
+def _variable(part: int, output: int) -> str:
+    return f"v{part}_{output}"

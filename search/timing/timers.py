@@ -1,0 +1,325 @@
+"""How one call is timed: on a CPU, from the host on a GPU, inside a CUDA graph, and with a cold cache.
+
+Each timer turns a callable into a sampler, which gives the mean time per call of one batch. Operand sets are used in
+turn, so that weights come cold from memory as they do in a model.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from fuseplan.costmodel.probe.timing import cuda_graph
+from fuseplan.costmodel.probe.yardstick import processor_yardstick
+
+#: A contestant: called with the inputs, allocates and returns its outputs.
+Run: TypeAlias = Callable[..., object]
+#: Operand sets, used in turn.
+Operands: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
+#: Microseconds per call of one batch; the argument is the number of the round.
+Sampler: TypeAlias = Callable[[int], float]
+
+#: What is overwritten between cold calls: at least this much, and several times the last-level cache.
+_MIN_FLUSH_BYTES = 256 * 2**20
+_FLUSH_MULTIPLE = 4
+_COLD_SAMPLE_US = 1000.0
+_MIN_COLD_CALLS, _MAX_COLD_CALLS = 3, 10
+#: Results of a cold sample that are held at once. Larger ones are spread over memory whatever block they get.
+_HELD_BYTES = 2**30
+#: A replay takes half of this at least.
+_GRAPH_US = 200.0
+_MAX_REPETITIONS = 2000
+_CALIBRATION_TRIES = 3
+_MAX_LAUNCHES = 512
+
+
+class Timer(ABC):
+    """Times callables in one regime. Picklable: it travels to the measuring process."""
+
+    regime: ClassVar[str]
+
+    def clock(self) -> float:
+        """Seconds, for budgets."""
+        return time.perf_counter()
+
+    def of_device(self) -> Timer | None:
+        """What times a kernel without the host that launches it; None where this timer does, or cannot be told apart.
+
+        Where launching takes the host longer than a kernel takes the device, all configurations of the kernel tie.
+        """
+        return None
+
+    def from_memory(self, l2_bytes: int) -> Timer | None:
+        """What times calls that find nothing in the cache; None where configurations are not compared that way.
+
+        Args:
+            l2_bytes: Last-level cache.
+        """
+        return None
+
+    def disturbances(self) -> int:
+        """A count that grows when something else took the processor away, which spoils the sample under way."""
+        return 0
+
+    def steady(self) -> bool:
+        """Whether the device runs at its full speed at this moment."""
+        return True
+
+    def observe(self, sampler: Sampler, number: int) -> tuple[float, bool]:
+        """A sample, and whether nothing disturbed it."""
+        before = self.disturbances()
+        steady = self.steady()
+        value = sampler(number)
+        return value, steady and self.disturbances() == before and self.steady()
+
+    @abstractmethod
+    def prepare(self, run: Run, operands: Operands) -> Sampler:
+        """Warm ``run`` up, calibrate its batch, and return its sampler."""
+
+
+class HostTimer(Timer):
+    """Wall time of a batch of calls from the host."""
+
+    regime = "eager"
+    #: A batch is long enough to be timed well and short enough to be interleaved.
+    batch_us: ClassVar[float] = 1000.0
+
+    def synchronise(self) -> None:
+        """Wait for the device."""
+
+    def disturbances(self) -> int:
+        # A thread pool waits for its last thread: one that loses its core costs a scheduler's time slice, 4 ms or 8.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+    def prepare(self, run: Run, operands: Operands) -> Sampler:
+        count = len(operands)
+        for number in range(2):
+            run(*operands[number % count])
+        repetitions = self._calibrate(run, operands)
+
+        def sample(number: int) -> float:
+            first = number * repetitions
+            if repetitions > 1:
+                # Whoever ran before has left its own code and data in the caches.
+                run(*operands[(first - 1) % count])
+            self.synchronise()
+            start = self.clock()
+            for call in range(first, first + repetitions):
+                run(*operands[call % count])
+            self.synchronise()
+            return (self.clock() - start) * 1e6 / repetitions
+
+        return sample
+
+    def _calibrate(self, run: Run, operands: Operands) -> int:
+        """Calls that make a batch."""
+        repetitions = 1
+        while True:
+            spent_us = self._undisturbed(run, operands, repetitions)
+            if spent_us >= self.batch_us / 2 or repetitions >= _MAX_REPETITIONS:
+                per_call = max(spent_us / repetitions, 1e-3)
+                return max(1, min(_MAX_REPETITIONS, round(self.batch_us / per_call)))
+            repetitions = min(_MAX_REPETITIONS, repetitions * 4)
+
+    def _undisturbed(self, run: Run, operands: Operands, repetitions: int) -> float:
+        """Microseconds of ``repetitions`` calls: the first undisturbed try, else the fastest of a few."""
+        fastest = math.inf
+        for _ in range(_CALIBRATION_TRIES):
+            before = self.disturbances()
+            self.synchronise()
+            start = self.clock()
+            for call in range(repetitions):
+                run(*operands[call % len(operands)])
+            self.synchronise()
+            fastest = min(fastest, (self.clock() - start) * 1e6)
+            if self.disturbances() == before:
+                break
+        return fastest
+
+
+class CpuTimer(HostTimer):
+    """The host timer where the host does the work: the speed of its cores is watched."""
+
+    def steady(self) -> bool:
+        return processor_yardstick().steady()
+
+
+class CudaEagerTimer(HostTimer):
+    """Launches from the host, back to back: the larger of host time and device time."""
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize()
+
+    def of_device(self) -> Timer | None:
+        return CudaGraphTimer()
+
+    def from_memory(self, l2_bytes: int) -> Timer | None:
+        return cold_timer(l2_bytes)
+
+
+class CudaGraphTimer(Timer):
+    """Many launches over rotating operands, replayed from one CUDA graph: device time without the host."""
+
+    regime = "graph"
+
+    def from_memory(self, l2_bytes: int) -> Timer | None:
+        return cold_timer(l2_bytes)
+
+    def prepare(self, run: Run, operands: Operands) -> Sampler:
+        stream = torch.cuda.Stream()
+        launches = self._calibrate(run, operands, stream)
+        graph = self._record(run, operands, launches, stream)
+        # The host took part in the calibration: it launches short kernels more slowly than they run.
+        wanted = min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / max(self._replay(graph, launches), 1e-3)))
+        if wanted > 2 * launches:
+            launches = wanted
+            graph = self._record(run, operands, launches, stream)
+        return lambda number: self._replay(graph, launches)
+
+    @staticmethod
+    def _record(run: Run, operands: Operands, launches: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        with cuda_graph(stream) as graph:
+            for call in range(launches):
+                run(*operands[call % len(operands)])
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph
+
+    @staticmethod
+    def _replay(graph: torch.cuda.CUDAGraph, launches: int) -> float:
+        """Microseconds of one launch."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        # The first replay keeps the device busy while the host starts the second, so that the events enclose device
+        # time alone: starting a replay takes the host longer than ten short kernels run.
+        graph.replay()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / launches
+
+    @staticmethod
+    def _calibrate(run: Run, operands: Operands, stream: torch.cuda.Stream) -> int:
+        """Launches for a replay that is long enough, and that visits every operand set."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for number in range(3):
+                run(*operands[number % len(operands)])
+            begin.record()
+            for number in range(3):
+                run(*operands[number % len(operands)])
+            end.record()
+        end.synchronize()
+        torch.cuda.current_stream().wait_stream(stream)
+        per_call_us = max(float(begin.elapsed_time(end)) * 1e3 / 3, 0.5)
+        return max(len(operands), min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / per_call_us)))
+
+
+def _result_bytes(result: object) -> int:
+    """Bytes of the tensors that a call returned."""
+    if isinstance(result, torch.Tensor):
+        return result.nbytes
+    return sum(map(_result_bytes, result)) if isinstance(result, tuple | list) else 0
+
+
+def _mean_within(times_us: Sequence[float]) -> float:
+    """Mean of at least three times without the least and the largest.
+
+    Cold calls of one kernel often fall into two clusters, a few percent apart (an H200: 38.6 and 40.2 us): the median
+    of a few jumps from one to the other, where the mean of two such kernels agrees within half a percent.
+    """
+    return statistics.fmean(sorted(times_us)[1:-1])
+
+
+class ColdTimer(Timer):
+    """Device time of single calls, each after a buffer larger than the last-level cache was written.
+
+    Where a result lies in memory is worth several percent (an H200: the same kernel took 11.95 to 12.75 us for 14
+    output blocks, and the same for each again), and contestants that allocate differently are given different blocks.
+    So the results of a sample are held until it ends: its calls write to several blocks, much the same for everybody.
+    Once there is no memory for that, none are held any more.
+
+    The time between two events around the call, with nothing subtracted: what the events themselves add is the same
+    for every contestant. Writing the buffer takes the device longer than the host needs to launch what is timed, so
+    the host is not in the time.
+
+    Args:
+        l2_bytes: Last-level cache.
+        device: Where the buffer lies.
+        event: Makes an event with ``record``, ``synchronize`` and ``elapsed_time`` in milliseconds.
+    """
+
+    regime = "cold"
+
+    def __init__(self, l2_bytes: int, device: str = "cuda", event: Callable[[], Any] | None = None) -> None:
+        self._event = event if event is not None else lambda: torch.cuda.Event(enable_timing=True)
+        count = max(_MIN_FLUSH_BYTES, _FLUSH_MULTIPLE * l2_bytes) // 4
+        self._buffer = torch.empty(count, dtype=torch.int32, device=device)
+        self._held_bytes = _HELD_BYTES
+
+    def prepare(self, run: Run, operands: Operands) -> Sampler:
+        for number in range(2):
+            run(*operands[number % len(operands)])
+        calls = self._calls(self._times_us(run, operands, 2))
+        self._times_us(run, operands, calls)  # so that the blocks of a sample's results are there
+        return lambda number: _mean_within(self._times_us(run, operands, calls))
+
+    @staticmethod
+    def _calls(times_us: list[float]) -> int:
+        """Calls of one sample."""
+        return max(_MIN_COLD_CALLS, min(_MAX_COLD_CALLS, math.ceil(_COLD_SAMPLE_US / max(min(times_us), 1.0))))
+
+    def _times_us(self, run: Run, operands: Operands, calls: int) -> list[float]:
+        pairs = [(self._event(), self._event()) for _ in range(calls)]
+        held: list[object] = []
+        made_bytes = 0
+        for call, (begin, end) in enumerate(pairs):
+            result = self._cold_call(run, operands[call % len(operands)], begin, held)
+            end.record()
+            made_bytes += _result_bytes(result)
+            if made_bytes <= self._held_bytes:
+                held.append(result)
+            del result
+        pairs[-1][1].synchronize()
+        return [float(begin.elapsed_time(end)) * 1e3 for begin, end in pairs]
+
+    def _cold_call(self, run: Run, inputs: tuple[torch.Tensor, ...], begin: Any, held: list[object]) -> object:
+        """What a call returns that begins with a cold cache; it is tried again should what is held leave it no room."""
+        if held:
+            with suppress(torch.OutOfMemoryError):
+                return self._cold_call(run, inputs, begin, [])
+            held.clear()
+            self._held_bytes = 0
+        self._buffer.zero_()
+        begin.record()
+        return run(*inputs)
+
+
+@lru_cache(maxsize=1)
+def cold_timer(l2_bytes: int) -> ColdTimer:
+    """The process's cold timer: it has a large buffer."""
+    return ColdTimer(l2_bytes)
+
+
+def timer_for(device_type: str, regime: str) -> Timer:
+    """The timer of a device type and regime.
+
+    Raises:
+        ValueError: The device has no such regime.
+    """
+    if device_type == "cuda" and regime in ("eager", "graph"):
+        return CudaGraphTimer() if regime == "graph" else CudaEagerTimer()
+    if device_type == "cpu" and regime == "eager":
+        return CpuTimer()
+    raise ValueError(f"no timer for regime {regime!r} on {device_type}; CPUs have 'eager', CUDA 'eager' and 'graph'")

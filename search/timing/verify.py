@@ -1,0 +1,280 @@
+"""Is a kernel right? Checked before it is timed, against float64, in memory that shows every stray access.
+
+Outputs start as NaN (or as a sentinel) between guard zones; inputs lie between NaN. So an element left unwritten, a
+write outside, a changed input, and a read outside that reaches a result are all seen, but for elements that are rightly
+NaN (the softmax of a row that is masked as a whole).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuseplan.kernels.ir.backend import CompiledKernel
+from fuseplan.kernels.ir.ir import Cast, KernelIR, operands
+from fuseplan.search.errors import SubjectError
+from fuseplan.search.timing.subject import Subject
+
+_GUARD_BYTES = 4096
+_GUARD_VALUE = 0xA5
+#: A few roundings of the float32 that kernels compute in.
+_COMPUTE_ROUNDING = 4 * 2.0**-23
+#: Elements of a quantised tensor that may round the other way than in float64: a few, or this part of many.
+_FEW_TIES = 2
+_TIE_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of a check.
+
+    Attributes:
+        ok: True when the kernel may be used.
+        reason: Why not; empty when ok.
+        error: Largest normwise relative error over the outputs, against float64.
+        eager_error: The same for the unfused chain.
+    """
+
+    ok: bool
+    reason: str
+    error: float
+    eager_error: float
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """One output's oracle and what eager makes of it."""
+
+    reference: torch.Tensor
+    dtype: torch.dtype
+    eager_norm: float
+    eager_worst: float
+    quantised: bool
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Fresh inputs of a subject with their float64 results; made once, used for every config."""
+
+    inputs: tuple[torch.Tensor, ...]
+    expected: tuple[_Expected, ...]
+
+    @property
+    def eager_error(self) -> float:
+        return max((item.eager_norm for item in self.expected), default=0.0)
+
+
+def make_oracle(subject: Subject, seed: int, device: str) -> Oracle:
+    """Run the reference and the unfused chain on fresh inputs.
+
+    Raises:
+        SubjectError: One of them fails, or gives nothing but NaN: nothing can be checked against it.
+    """
+    inputs = tuple(subject.make_inputs(seed, device))
+    try:
+        references = subject.reference(*inputs)
+        eager = subject.eager(*inputs)
+    except Exception as error:
+        raise SubjectError(f"{subject.label}: the unfused chain fails: {type(error).__name__}: {error}") from error
+    expected = []
+    quantised = quantised_outputs(subject.ir)
+    for number, (reference, own) in enumerate(zip(references, eager, strict=True)):
+        reference = reference.to(own.device)
+        if reference.is_floating_point() and reference.numel() and bool(torch.isnan(reference).all()):
+            raise SubjectError(f"{subject.label}: output {number} of the float64 reference is NaN; cannot be checked")
+        norm, worst = errors(own, reference)
+        expected.append(_Expected(reference, own.dtype, norm, worst, number in quantised))
+    return Oracle(inputs, tuple(expected))
+
+
+def quantised_outputs(ir: KernelIR) -> set[int]:
+    """Numbers of the integer outputs that a kernel makes of floats."""
+    found: set[int] = set()
+    for segment in ir.segments:
+        made_of_float: list[bool] = []
+        for instr in segment.body:
+            if instr.dtype.startswith("float"):
+                made_of_float.append(False)
+                continue
+            converted = isinstance(instr, Cast) and segment.body[instr.arg].dtype.startswith("float")
+            made_of_float.append(converted or any(made_of_float[arg] for arg in operands(instr)))
+        found |= {store.buffer - len(ir.inputs) for store in segment.stores if made_of_float[store.value]}
+    return found
+
+
+def errors(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """Normwise relative and largest absolute error; for integers and booleans the part that differs, twice.
+
+    Infinities and NaN that agree count as exact. Anything else that is not finite makes the error infinite.
+    """
+    if value.numel() == 0:
+        return 0.0, 0.0
+    if not value.is_floating_point():
+        wrong = float((value.to(torch.float64) != reference.to(torch.float64)).double().mean())
+        return wrong, wrong
+    wide, exact = value.to(torch.float64), reference.to(torch.float64)
+    # A number too large for the output's type is rightly infinite in it.
+    agree = torch.isinf(wide) & (wide == exact.to(value.dtype).to(torch.float64))
+    agree |= torch.isnan(wide) & torch.isnan(exact)
+    difference = torch.where(agree, 0.0, wide - exact).abs()
+    if not bool(torch.isfinite(difference).all()):
+        return math.inf, math.inf
+    norm = float(torch.linalg.vector_norm(torch.where(agree, 0.0, exact)))
+    distance = float(torch.linalg.vector_norm(difference))
+    return (distance / norm if norm > 0 else (0.0 if distance == 0 else math.inf)), float(difference.max())
+
+
+def verify(kernel: CompiledKernel, subject: Subject, oracle: Oracle, device: str) -> Verdict:
+    """Run ``kernel`` once on the oracle's inputs and judge everything it wrote.
+
+    A kernel passes when, for every output, its normwise error and its largest error exceed those of the unfused chain
+    by no more than rounding (:func:`rounding`). Exceptions of the kernel are passed on.
+    """
+    inputs = [_Guarded(tensor) for tensor in oracle.inputs]
+    for guarded, source in zip(inputs, oracle.inputs, strict=True):
+        guarded.fill_from(source)
+    before = [guarded.buffer.clone() for guarded in inputs]
+    outputs = [_Guarded(tensor) for tensor in subject.allocate_outputs(device)]
+    for guarded in outputs:
+        guarded.poison()
+    kernel(*(guarded.view for guarded in inputs), *(guarded.view for guarded in outputs))
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    reason = _stray_access(inputs, before, outputs)
+    worst = 0.0
+    for number, (guarded, expected) in enumerate(zip(outputs, oracle.expected, strict=True)):
+        error, complaint = _judge(guarded, expected)
+        worst = max(worst, error)
+        if complaint and not reason:
+            reason = f"output {number}: {complaint}"
+    return Verdict(not reason, reason, worst, oracle.eager_error)
+
+
+def _stray_access(inputs: Sequence[_Guarded], before: Sequence[torch.Tensor], outputs: Sequence[_Guarded]) -> str:
+    for number, (guarded, old) in enumerate(zip(inputs, before, strict=True)):
+        if not torch.equal(guarded.buffer, old):
+            return f"input {number} was changed, or memory around it"
+    for number, guarded in enumerate(outputs):
+        if guarded.touched_outside():
+            return f"output {number}: written outside its elements"
+    return ""
+
+
+def _judge(guarded: _Guarded, expected: _Expected) -> tuple[float, str]:
+    """Normwise error of one output, and what is wrong with it."""
+    value, reference = guarded.view, expected.reference
+    if value.shape != reference.shape:
+        return math.inf, f"has shape {tuple(value.shape)}, the reference {tuple(reference.shape)}"
+    missing = guarded.unwritten(reference)
+    if missing:
+        return math.inf, f"{missing} of {value.numel()} elements are NaN or were never written"
+    norm, worst = errors(value, reference)
+    if not value.is_floating_point():
+        allowed = expected.eager_norm + (_ties(value, reference) if expected.quantised else 0.0)
+        return norm, f"{norm:.2%} of the elements differ" if norm > allowed else ""
+    if math.isinf(norm):
+        return norm, "is infinite or NaN where the reference is not, or the other way round"
+    allowed_norm = _finite(expected.eager_norm) + max(rounding(value.dtype) / 8, _COMPUTE_ROUNDING)
+    if norm > allowed_norm:
+        return norm, f"normwise error {norm:.2e}, eager has {expected.eager_norm:.2e} (allowed {allowed_norm:.2e})"
+    excess = _largest_excess(value, reference, _finite(expected.eager_worst))
+    if excess > 0:
+        return norm, f"largest error {worst:.2e}, eager has {expected.eager_worst:.2e}"
+    return norm, ""
+
+
+def _ties(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """The part of a quantised tensor that may be one step off: numbers halfway between two steps fall to either."""
+    one_off = int(((value.to(torch.int64) - reference.to(torch.int64)).abs() == 1).sum())
+    return min(one_off, max(_FEW_TIES, _TIE_SHARE * value.numel())) / max(value.numel(), 1)
+
+
+def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: float) -> float:
+    """By how much the worst element misses its bound: eager's worst error plus its own rounding."""
+    if value.numel() == 0:
+        return 0.0
+    exact = reference.to(torch.float64)
+    info = torch.finfo(value.dtype)
+    # Kernels may flush float32's subnormals to zero; narrower types keep theirs.
+    floor = max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
+    bound = eager_worst + rounding(value.dtype) * exact.abs() + floor
+    miss = (value.to(torch.float64) - exact).abs() - bound
+    # Infinities and NaN agree here: those that do not were refused before.
+    return float(torch.where(torch.isfinite(value.to(torch.float64)), miss, 0.0).max())
+
+
+def _finite(error: float) -> float:
+    """An eager chain that overflows gives a kernel no licence to be wrong."""
+    return error if math.isfinite(error) else 0.0
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Relative rounding that a kernel may add: its output type's, or a few of the float32 it computes in."""
+    if dtype == torch.float64:
+        return 4 * torch.finfo(torch.float64).eps
+    return max(torch.finfo(dtype).eps, _COMPUTE_ROUNDING)
+
+
+class _Guarded:
+    """A tensor of a given layout inside a buffer whose every other byte is watched."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        size = like.element_size()
+        last = sum((extent - 1) * stride for extent, stride in zip(like.shape, like.stride(), strict=True))
+        self.span = last + 1 if like.numel() else 0
+        self.guard = _GUARD_BYTES // size
+        self.buffer = torch.full(
+            ((self.span + 2 * self.guard) * size,), _GUARD_VALUE, dtype=torch.uint8, device=like.device
+        )
+        self.flat = self.buffer.view(like.dtype)
+        self.view = self.flat.as_strided(like.shape, like.stride(), self.guard)
+        self._covered: torch.Tensor | None = None
+        if like.numel() != self.span:
+            self._covered = torch.zeros(self.span, dtype=torch.bool, device=like.device)
+            self._covered.as_strided(like.shape, like.stride()).fill_(True)
+
+    @property
+    def _middle(self) -> torch.Tensor:
+        return self.flat[self.guard : self.guard + self.span]
+
+    def fill_from(self, source: torch.Tensor) -> None:
+        """The source's elements, with NaN in every gap and around (floats; other types keep the guard's bytes)."""
+        if self.span == 0:
+            return
+        if self.flat.is_floating_point():
+            self.flat.fill_(math.nan)
+        whole = source.as_strided((self.span,), (1,))
+        if self._covered is None:
+            self._middle.copy_(whole)
+        else:
+            self._middle.copy_(torch.where(self._covered, whole, self._middle))
+
+    def poison(self) -> None:
+        """Make every float NaN; other types start as the guard's bytes, which no bool and hardly any integer has."""
+        if self.flat.is_floating_point():
+            self.view.fill_(math.nan)
+
+    def unwritten(self, reference: torch.Tensor) -> int:
+        """How many elements still hold the poison (for floats: are NaN, whoever wrote it, and should not be)."""
+        if self.flat.is_floating_point():
+            return int((torch.isnan(self.view.to(torch.float64)) & ~torch.isnan(reference)).sum())
+        if self.flat.dtype == torch.bool:
+            raw = self.buffer.as_strided(self.view.shape, self.view.stride(), self.guard)
+            return int((raw > 1).sum())
+        # An integer kernel may compute the sentinel: a wrong value is found by comparing.
+        return 0
+
+    def touched_outside(self) -> bool:
+        """True when a guard byte or a byte in a gap has changed."""
+        size = self.flat.element_size()
+        rows = self.buffer.view(-1, size)
+        around = torch.cat([rows[: self.guard], rows[self.guard + self.span :]])
+        if bool((around != _GUARD_VALUE).any()):
+            return True
+        if self._covered is None:
+            return False
+        gaps = rows[self.guard : self.guard + self.span][~self._covered]
+        return bool((gaps != _GUARD_VALUE).any())

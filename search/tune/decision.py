@@ -1,0 +1,166 @@
+"""The last step of a tune: from finalists to an answer with its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fuseplan.kernels.ir.backend import Backend, Config, config_key
+from fuseplan.search.errors import SubjectError
+from fuseplan.search.store.record import (
+    Evidence,
+    Finalist,
+    RecordKey,
+    Rejection,
+    Trial,
+    TuningRecord,
+    now,
+)
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.subject import Subject
+from fuseplan.search.workers import jobs
+from fuseplan.search.workers.worker import Executor
+
+#: Reasons kept in a record; the trial log has all of them.
+_MAX_REJECTIONS = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel that reached the decision. Choices are listed in the order that breaks ties."""
+
+    name: str
+    backend: Backend
+    config: Config
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What the trials showed: outcomes, back ends that refused, size of the space."""
+
+    trials: tuple[Trial, ...]
+    refusals: Mapping[str, str]
+    enumerated: int
+
+
+def decide(
+    executor: Executor,
+    bench: jobs.Bench,
+    subject: Subject,
+    key: RecordKey,
+    choices: Sequence[Choice],
+    verdicts: Verdicts,
+    evidence: Evidence,
+    limit_s: float,
+) -> TuningRecord:
+    """Run the finalists against the unfused chain and write down the answer.
+
+    A decision that crashes or hangs is repeated with the first choice alone, then with the unfused chain alone.
+
+    Args:
+        executor: Where to measure.
+        bench: How to measure.
+        subject: The fusion group.
+        key: Its record key.
+        choices: Finalists; the incumbent first.
+        verdicts: What the trials showed.
+        evidence: Versions and seed; the rest is filled in here.
+        limit_s: Time limit of the run, in seconds.
+    """
+    failed: dict[str, str] = {}
+    for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):
+        attempt = tuple(choices[:size])
+        entrants = tuple(jobs.Entrant(choice.name, choice.backend, choice.config) for choice in attempt)
+        twice = attempt[0].name if attempt else jobs.UNFUSED
+        outcome = executor.call(jobs.decide, bench, subject, entrants, twice, limit_s=limit_s).checked()
+        if outcome.ok:
+            decision: jobs.Decision = outcome.value
+            standing = [choice for choice in attempt if choice.name in decision.contest.samples]
+            failed |= decision.failed
+            return _record(subject, key, standing, decision, failed, verdicts, choices, evidence)
+        failed |= {choice.name: f"the decisive run failed: {outcome.failure}" for choice in attempt}
+    raise SubjectError(f"{subject.label}: the unfused chain cannot be timed: {outcome.failure}")
+
+
+def _record(
+    subject: Subject,
+    key: RecordKey,
+    standing: Sequence[Choice],
+    decision: jobs.Decision,
+    failed: Mapping[str, str],
+    verdicts: Verdicts,
+    choices: Sequence[Choice],
+    evidence: Evidence,
+) -> TuningRecord:
+    contest = decision.contest
+    by_name = {choice.name: choice for choice in standing}
+    between = decision.device or contest
+    best = by_name[between.winner(standing[0].name, [c.name for c in standing[1:]])] if standing else None
+    fuse = best is not None and contest.accepts(best.name, jobs.UNFUSED)
+    gain = contest.gain(best.name, jobs.UNFUSED) if best is not None else 0.0
+    undecided = best is not None and contest.undecided(best.name, jobs.UNFUSED)
+    trial = _trial_of(best, verdicts.trials)
+    named = {choice.name: choice for choice in choices}
+    rejected = [
+        *(Rejection(named[name].backend.name, dict(named[name].config), why) for name, why in failed.items()
+          if name not in by_name),
+        *(Rejection(trial.backend, trial.config, trial.reason) for trial in verdicts.trials if trial.reason),
+    ]
+    return TuningRecord(
+        key=key,
+        label=subject.label,
+        fuse=fuse,
+        backend=best.backend.name if best is not None else "",
+        config=dict(best.config) if best is not None else {},
+        fused=contest.time(best.name) if best is not None else None,
+        unfused=contest.time(jobs.UNFUSED),
+        gain=gain,
+        default_gain=between.gain(best.name, "default") if best is not None and "default" in by_name else 0.0,
+        threshold=contest.threshold,
+        error=trial.error or 0.0 if trial is not None else 0.0,
+        eager_error=decision.eager_error,
+        finalists=tuple(_finalists(standing, contest)),
+        rejected=tuple(rejected[:_MAX_REJECTIONS]),
+        refusals=dict(verdicts.refusals),
+        enumerated=verdicts.enumerated,
+        compiled=sum(not trial.uncompiled for trial in verdicts.trials),
+        measured=sum(trial.median_us is not None and not trial.duplicate_of for trial in verdicts.trials),
+        work=subject.work,
+        resources=dict(decision.resources[best.name]) if best is not None else {},
+        evidence=replace(
+            evidence, created=now(), clocks_mhz=decision.clocks_mhz,
+            reason=_no_verdict(gain, contest) if undecided else _reason(best, fuse, gain, contest.threshold, verdicts),
+        ),
+        undecided=undecided,
+    )
+
+
+def _finalists(standing: Sequence[Choice], contest: Contest) -> list[Finalist]:
+    listed = [Finalist(jobs.UNFUSED, "", {}, contest.time(jobs.UNFUSED), 0.0)]
+    for choice in standing:
+        gain = contest.gain(choice.name, jobs.UNFUSED)
+        listed.append(Finalist(choice.name, choice.backend.name, dict(choice.config), contest.time(choice.name), gain))
+    return listed
+
+
+def _trial_of(best: Choice | None, trials: Sequence[Trial]) -> Trial | None:
+    if best is None:
+        return None
+    wanted = (best.backend.name, config_key(best.config))
+    return next((trial for trial in trials if (trial.backend, config_key(trial.config)) == wanted), None)
+
+
+def _no_verdict(gain: float, contest: Contest) -> str:
+    return f"no verdict: a gain of {gain:.1%} over the unfused chain, measured with a noise of {contest.noise:.0%}"
+
+
+def _reason(best: Choice | None, fuse: bool, gain: float, threshold: float, verdicts: Verdicts) -> str:
+    if best is None:
+        reasons = [f"{name}: {reason}" for name, reason in verdicts.refusals.items()]
+        reasons += [trial.reason for trial in verdicts.trials if trial.reason]
+        return "no kernel works: " + ("; ".join(dict.fromkeys(reasons))[:500] or "no back end was given")
+    if fuse:
+        return f"the kernel takes {gain:.1%} less time than the unfused chain (threshold {threshold:.1%})"
+    if gain > 0:
+        return f"the gain of {gain:.1%} over the unfused chain is within the threshold of {threshold:.1%}"
+    return f"the best kernel is {-gain:.1%} slower than the unfused chain"

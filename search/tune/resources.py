@@ -1,0 +1,182 @@
+"""What every tune of a tuner works with: budget, database, back ends, executor, and the spaces of configurations."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from fuseplan.kernels.ir.backend import Backend, Config, Target
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import RecordKey, Trial, Versions
+from fuseplan.search.timing.subject import Subject
+from fuseplan.search.tune.space import Space, enumerate_space
+from fuseplan.search.tune.time_account import TimeAccount
+from fuseplan.search.workers import jobs
+from fuseplan.search.workers.worker import Executor, Outcome
+
+Phase = Literal["open", "compile", "screen", "decide", "done"]
+#: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
+Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
+
+#: What a tune's wall time is spent on (:class:`~fuseplan.search.tune.time_account.TimeAccount`).
+COMPILING, OPENING, TIMING_OPS = "waiting for compilers", "making references", "timing unfused ops"
+SCREENING, DECIDING, PLAYING_OFF, STORING = "screening", "deciding", "playing off", "storing"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one subject may cost. The first batch and the decision are always run.
+
+    Attributes:
+        trials: Configurations, over all back ends.
+        seconds: Wall time of proposing, compiling and screening.
+        screen_s: Seconds of samples for one screening.
+        decide_s: Seconds of interleaved rounds for the decision.
+        finalists: Challengers in the decision, beside the default and the unfused chain.
+        job_limit_s: After how long a job in a worker counts as hanging.
+    """
+
+    trials: int = 12
+    seconds: float = 6.0
+    screen_s: float = 0.08
+    decide_s: float = 0.5
+    finalists: int = 3
+    job_limit_s: float = 60.0
+
+    @staticmethod
+    def on(device_type: str, trials: int | None = None, seconds: float | None = None) -> Budget:
+        """The usual budget on a device, where not said otherwise.
+
+        A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
+        """
+        usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.16)
+        return replace(
+            usual, trials=usual.trials if trials is None else trials,
+            seconds=usual.seconds if seconds is None else seconds,
+        )
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """One step of a tune, for a progress bar. ``best_us`` is the best time so far, at the end of unfused chains too."""
+
+    label: str
+    trial: int
+    of: int
+    best_us: float
+    phase: Phase
+
+
+class SpaceBook:
+    """Spaces of configurations and refusals, worked out once a kernel. Safe from any thread.
+
+    To enumerate a GPU's space takes longer than to measure one of its configurations, and ranking, looking ahead and
+    tuning all ask for it.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._lock = threading.Lock()
+        self._spaces: dict[tuple[str, KernelIR], Future[Space]] = {}
+        self._refusals: dict[tuple[str, KernelIR], str | None] = {}
+
+    def space(self, backend: Backend, ir: KernelIR) -> Space:
+        """The feasible configurations; waits where another thread is enumerating them."""
+        with self._lock:
+            known = self._spaces.get((backend.name, ir))
+            found = known if known is not None else self._spaces.setdefault((backend.name, ir), Future())
+        if known is None:
+            try:
+                found.set_result(enumerate_space(backend, ir, self._target))
+            except BaseException as error:
+                found.set_exception(error)
+        return found.result()
+
+    def refusal(self, backend: Backend, ir: KernelIR) -> str | None:
+        """Why a back end cannot make this kernel, or None."""
+        key = (backend.name, ir)
+        if key not in self._refusals:
+            self._refusals[key] = backend.refuse(ir, self._target)
+        return self._refusals[key]
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What every tune of a tuner works with.
+
+    Attributes:
+        since: Trials from before this time (ISO 8601) do not count.
+        compiles: Set once a kernel has compiled: what does not is then at fault itself.
+    """
+
+    database: Database
+    backends: tuple[Backend, ...]
+    bench: jobs.Bench
+    executor: Executor
+    budget: Budget
+    versions: Versions
+    spaces: SpaceBook
+    account: TimeAccount
+    progress: Callable[[ProgressEvent], None] | None = None
+    since: str = ""
+    compiles: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def target(self) -> Target:
+        return self.bench.target
+
+    def refusal(self, backend: Backend, subject: Subject) -> str | None:
+        """Why a back end cannot take part, or None."""
+        if backend.device_type != self.target.device_type:
+            return f"is for {backend.device_type}, not {self.target.device_type}"
+        return backend.unavailable() or self.spaces.refusal(backend, subject.ir)
+
+    def preferred(self, subject: Subject) -> Backend | None:
+        """The first back end that takes part."""
+        return next((backend for backend in self.backends if self.refusal(backend, subject) is None), None)
+
+    def call(self, what: str, function: Callable[..., object], *args: object) -> Outcome:
+        """Run a job in the measuring process; its time is booked as ``what``.
+
+        Raises:
+            MachineFailureError: The machine fails it.
+        """
+        with self.account.spend(what):
+            return self.executor.call(function, *args, limit_s=self.budget.job_limit_s).checked()
+
+    def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
+        """Compile beside each other, and wait.
+
+        Raises:
+            MachineFailureError: The machine fails one of them.
+        """
+        with self.account.spend(COMPILING):
+            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=self.budget.job_limit_s)
+        if any(outcome.checked().ok for outcome in outcomes):
+            self.compiles.set()
+        return outcomes
+
+    def compile_ahead(self, arguments: Sequence[Compilation], spare: bool = False) -> None:
+        """Compile into the cache, some time; ``spare``: when nothing else is to be compiled ahead.
+
+        On a CPU nothing happens: compilers would take the cores away from what is measured.
+        """
+        if self.target.device_type != "cpu":
+            self.executor.prefetch(jobs.prepare, arguments, limit_s=self.budget.job_limit_s, spare=spare)
+
+    def trials(self, key: RecordKey, only_open: bool = False) -> list[Trial]:
+        """Stored trials that count; one that did not compile only where others do."""
+        found = self.database.trials(key, self.versions, only_open)
+        sound = (trial for trial in found if self.compiles.is_set() or not trial.uncompiled)
+        return [trial for trial in sound if trial.created >= self.since]
+
+    def log(self, trial: Trial) -> None:
+        """Store a finished trial at once, unless it did not compile and nothing else has."""
+        if trial.uncompiled and not self.compiles.is_set():
+            return
+        with self.account.spend(STORING):
+            self.database.log_trial(trial, self.versions)

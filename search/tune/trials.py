@@ -1,0 +1,279 @@
+"""One subject's tune: who takes part, what is tried, what each trial found, and what goes into the decision."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fuseplan.kernels.ir.backend import Backend, Config, config_key
+from fuseplan.search.errors import NothingCompilesError, SubjectError
+from fuseplan.search.store.record import DOES_NOT_COMPILE, Evidence, RecordKey, Trial, TuningRecord, now
+from fuseplan.search.timing.subject import Subject
+from fuseplan.search.tune.decision import Choice, Verdicts, decide
+from fuseplan.search.tune.resources import DECIDING, OPENING, SCREENING, Compilation, Phase, ProgressEvent, Workshop
+from fuseplan.search.tune.space import Space
+from fuseplan.search.tune.strategy import Strategy, make_strategy
+from fuseplan.search.workers import jobs
+from fuseplan.search.workers.worker import Outcome
+
+
+@dataclass
+class _Entry:
+    """A back end that takes part: its space and the strategy over it."""
+
+    order: int
+    backend: Backend
+    space: Space
+    strategy: Strategy
+
+
+class SubjectRun:
+    """One subject's tune.
+
+    Args:
+        shop: What to work with.
+        subject: The fusion group.
+        key: Its record key.
+        neighbours: Records of similar groups.
+        whole: False for the default configurations alone, which need no enumeration.
+    """
+
+    def __init__(
+        self, shop: Workshop, subject: Subject, key: RecordKey, neighbours: Sequence[TuningRecord], whole: bool = True
+    ) -> None:
+        self._shop = shop
+        self._subject = subject
+        self._key = key
+        self._refusals: dict[str, str] = {}
+        self._trials: dict[tuple[str, str], Trial] = {}
+        self._runs: dict[tuple[str, str], Trial] = {}
+        self._default_spills: dict[str, int] = {}
+        self._entries = self._take_part(neighbours) if whole else self._defaults()
+        self._best_us = float("inf")
+        #: Configurations are compared by what they take on the device, where that is not the regime's time.
+        self._has_device_timer = shop.bench.timer.of_device() is not None
+        self._on_device = False
+
+    def execute(self) -> TuningRecord:
+        """Try configurations within the budget, decide, and return the answer."""
+        self._open()
+        start = time.monotonic()
+        self._on_device = self._has_device_timer
+        self._resume()
+        while batch := self._next_batch(time.monotonic() - start):
+            self._try(batch)
+        self._require_a_compiler()
+        verdicts = Verdicts(
+            tuple(self._trials.values()), self._refusals, sum(len(entry.space) for entry in self._entries)
+        )
+        self._event("decide")
+        evidence = Evidence(now(), self._shop.versions, self._shop.bench.seed, 0.0)
+        with self._shop.account.spend(DECIDING):
+            record = decide(
+                self._shop.executor, self._shop.bench, self._subject, self._key, self._choices(), verdicts, evidence,
+                self._shop.budget.job_limit_s,
+            )
+        self._best_us = record.best_us
+        self._event("done")
+        elapsed_s = round(time.monotonic() - start, 3)
+        return replace(record, evidence=replace(record.evidence, elapsed_s=elapsed_s))
+
+    def first_batch(self) -> list[Compilation]:
+        """What :meth:`execute` would compile first."""
+        return self._compilations(self._next_batch(0.0))
+
+    def prospects(self) -> list[Compilation]:
+        """What it may want to compile after that."""
+        return self._compilations(
+            (entry, position) for entry in self._entries for position in entry.strategy.prospects()
+        )
+
+    def screen_defaults(self) -> Trial:
+        """The trials of the default configurations, one back end after the other until one works.
+
+        For a run that is not ``whole``.
+        """
+        self._resume(only_open=False)
+        found: Trial | None = None
+        for entry in self._entries:
+            key = (entry.backend.name, config_key(entry.space.configs[0]))
+            if key not in self._trials:
+                if found is None:
+                    self._open()
+                self._try([(entry, 0)])
+            found = self._trials[key]
+            if found.median_us is not None:
+                return found
+        if found is None:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
+            raise SubjectError(f"{self._subject.label}: no back end takes part ({reasons})")
+        self._require_a_compiler()
+        return found
+
+    def _require_a_compiler(self) -> None:
+        """Where nothing has compiled yet, the compiler may be at fault, and not these kernels.
+
+        Raises:
+            NothingCompilesError: Nothing has.
+        """
+        failed = [trial.reason for trial in self._trials.values() if trial.uncompiled]
+        if failed and not self._shop.compiles.is_set():
+            raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")
+
+    # -- who takes part -----------------------------------------------------------------------------------
+
+    def _take_part(self, neighbours: Sequence[TuningRecord]) -> list[_Entry]:
+        shop, ir = self._shop, self._subject.ir
+        willing = [(order, backend, shop.spaces.space(backend, ir)) for order, backend in self._willing()]
+        shares = _shares(shop.budget.trials, len(willing))
+        entries = []
+        for (order, backend, space), share in zip(willing, shares, strict=True):
+            suggested = [space.nearest(config) for config in backend.suggestions(ir, shop.target)]
+            winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
+            first = _early(suggested, winners, max(1, share // 3))
+            entries.append(_Entry(order, backend, space, make_strategy(space, share, shop.bench.seed, first)))
+        return entries
+
+    def _defaults(self) -> list[_Entry]:
+        entries = []
+        for order, backend in self._willing():
+            default = dict(backend.default_config(self._subject.ir, self._shop.target))
+            space = Space((), (default,), {}, 1)
+            entries.append(_Entry(order, backend, space, make_strategy(space, 1, self._shop.bench.seed)))
+        return entries
+
+    def _willing(self) -> list[tuple[int, Backend]]:
+        """The back ends that take part, with their order of preference; the others' reasons are kept."""
+        reasons = [self._shop.refusal(backend, self._subject) for backend in self._shop.backends]
+        pairs = list(zip(self._shop.backends, reasons, strict=True))
+        self._refusals |= {backend.name: reason for backend, reason in pairs if reason is not None}
+        return [(order, backend) for order, (backend, reason) in enumerate(pairs) if reason is None]
+
+    def _open(self) -> None:
+        self._event("open")
+        outcome = self._shop.call(OPENING, jobs.open_subject, self._shop.bench, self._subject)
+        if not outcome.ok:
+            raise SubjectError(f"{self._subject.label}: cannot be tuned: {outcome.failure}")
+
+    def _resume(self, only_open: bool = True) -> None:
+        """Take over the trials of a tune that was cut short (or of any tune)."""
+        by_name = {entry.backend.name: entry for entry in self._entries}
+        for trial in self._shop.trials(self._key, only_open):
+            if self._on_device and trial.median_us is not None and trial.device_us is None:
+                continue  # only ranked against other groups so far
+            entry = by_name.get(trial.backend)
+            position = entry.space.find(trial.config) if entry is not None else None
+            if entry is not None and position is not None:
+                self._note(entry, position, trial)
+
+    # -- trials -------------------------------------------------------------------------------------------
+
+    def _next_batch(self, elapsed_s: float) -> list[tuple[_Entry, int]]:
+        """Positions to try next; all back ends in turn, so that a compile batch fills the cores."""
+        if elapsed_s >= self._shop.budget.seconds and self._trials:
+            return []
+        width = max(1, getattr(self._shop.executor, "compilers", 1) // max(1, len(self._entries)))
+        return [(entry, position) for entry in self._entries for position in entry.strategy.ask(width)]
+
+    def _try(self, batch: Sequence[tuple[_Entry, int]]) -> None:
+        self._event("compile")
+        compiled = self._shop.compile(self._compilations(batch))
+        for (entry, position), outcome in zip(batch, compiled, strict=True):
+            trial = self._screen(entry, position, outcome)
+            self._shop.log(trial)
+            self._note(entry, position, trial)
+            self._event("screen")
+
+    def _compilations(self, batch: Iterable[tuple[_Entry, int]]) -> list[Compilation]:
+        ir, target = self._subject.ir, self._shop.target
+        return [(entry.backend, ir, entry.space.configs[position], target) for entry, position in batch]
+
+    def _screen(self, entry: _Entry, position: int, compiled: Outcome) -> Trial:
+        config = entry.space.configs[position]
+        blank = Trial(self._key, entry.backend.name, dict(config), created=now())
+        if not compiled.ok:
+            return replace(blank, reason=f"{DOES_NOT_COMPILE}: {compiled.failure}")
+        prepared: jobs.Prepared = compiled.value
+        spilled = prepared.resources.get("spill_bytes", 0)
+        if position == 0:
+            self._default_spills[entry.backend.name] = spilled
+        # Some maths spills whatever the configuration; only what spills more than the default is not worth measuring.
+        if spilled > self._default_spills.get(entry.backend.name, spilled):
+            return replace(blank, reason=f"spills {spilled} bytes of registers")
+        twin = self._runs.get((entry.backend.name, prepared.run_key)) if prepared.run_key else None
+        if twin is not None:
+            return replace(
+                blank, median_us=twin.median_us, reason=twin.reason, error=twin.error,
+                duplicate_of=config_key(twin.config), device_us=twin.device_us,
+            )
+        trial = self._measure(entry, config, blank)
+        if prepared.run_key:
+            self._runs[entry.backend.name, prepared.run_key] = trial
+        return trial
+
+    def _measure(self, entry: _Entry, config: Config, blank: Trial) -> Trial:
+        outcome = self._shop.call(
+            SCREENING, jobs.screen_config, self._shop.bench, self._subject, entry.backend, config, self._on_device
+        )
+        return screened(blank, outcome)
+
+    def _note(self, entry: _Entry, position: int, trial: Trial) -> None:
+        self._trials[trial.backend, config_key(trial.config)] = trial
+        entry.strategy.tell(position, trial.device_us if self._on_device else trial.median_us)
+        if trial.median_us is not None:
+            self._best_us = min(self._best_us, trial.median_us)
+
+    def _choices(self) -> list[Choice]:
+        """The default of the first back end that has one which works, then the fastest others, in space order."""
+        timed = [
+            (entry, position, entry.strategy.times[position])
+            for entry in self._entries
+            for position in entry.strategy.times
+            if entry.strategy.times[position] < float("inf") and not self._is_copy(entry, position)
+        ]
+        default = next(((e, p) for e, p, _ in sorted(timed, key=lambda item: item[0].order) if p == 0), None)
+        ranked = sorted(timed, key=lambda item: (item[2], item[0].order, item[1]))
+        others = [(e, p) for e, p, _ in ranked if (e, p) != default][: self._shop.budget.finalists]
+        others.sort(key=lambda item: (item[0].order, item[1]))
+        listed = [("default", *default)] if default is not None else []
+        listed += [(f"challenger {number}", e, p) for number, (e, p) in enumerate(others, 1)]
+        return [Choice(name, entry.backend, entry.space.configs[position]) for name, entry, position in listed]
+
+    def _is_copy(self, entry: _Entry, position: int) -> bool:
+        return bool(self._trials[entry.backend.name, config_key(entry.space.configs[position])].duplicate_of)
+
+    # -- small things -------------------------------------------------------------------------------------
+
+    def _event(self, phase: Phase) -> None:
+        of = sum(entry.strategy.limit for entry in self._entries)
+        if self._shop.progress is not None:
+            self._shop.progress(ProgressEvent(self._subject.label, len(self._trials), of, self._best_us, phase))
+
+
+def screened(blank: Trial, outcome: Outcome) -> Trial:
+    """The trial that a screening (:func:`fuseplan.search.workers.jobs.screen_config`) makes of an untimed one."""
+    if not outcome.ok:
+        return replace(blank, reason=outcome.failure)
+    found: jobs.Screened = outcome.value
+    error = min(found.verdict.error, 1e300)
+    if found.time is None:
+        return replace(blank, reason=f"wrong result: {found.verdict.reason}", error=error)
+    device_us = found.device.median_us if found.device is not None else None
+    return replace(blank, median_us=found.time.median_us, error=error, device_us=device_us)
+
+
+def _shares(trials: int, backends: int) -> list[int]:
+    """Trials of each back end: the preferred one searches, the others get a quarter each to show what they can do."""
+    others = [max(1, trials // 4)] * max(0, backends - 1)
+    return [max(1, trials - sum(others)), *others][:backends]
+
+
+def _early(suggested: Iterable[int], winners: Sequence[int], most: int) -> list[int]:
+    """Positions to try first: suggestions, then where neighbours won most often (the earlier neighbour among equals).
+
+    Only so many: with many neighbours there would be no trials left to search with.
+    """
+    often = [position for position, _ in Counter(winners).most_common()]
+    return list(dict.fromkeys([*suggested, *often]))[:most]

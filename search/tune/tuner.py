@@ -1,0 +1,287 @@
+"""Tuning one fusion group: propose, compile in parallel, check, screen, decide in one interleaved run, store.
+
+The answer is a :class:`~fuseplan.search.store.record.TuningRecord`: the best kernel, or "do not fuse". Every finished
+trial is stored at once, so a tune that is killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.search.errors import SubjectError
+from fuseplan.search.store.database import Database, reservations
+from fuseplan.search.store.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.timing.subject import Subject
+from fuseplan.search.timing.timers import Timer, timer_for
+from fuseplan.search.tune.resources import (
+    OPENING,
+    PLAYING_OFF,
+    SCREENING,
+    STORING,
+    TIMING_OPS,
+    Budget,
+    Compilation,
+    ProgressEvent,
+    SpaceBook,
+    Workshop,
+)
+from fuseplan.search.tune.time_account import TimeAccount
+from fuseplan.search.tune.trials import SubjectRun, screened
+from fuseplan.search.workers import jobs
+from fuseplan.search.workers.worker import Executor, Outcome, WorkerPool
+
+__all__ = ["Budget", "ProgressEvent", "Tuner"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger("fuseplan")
+
+#: What compiling for a GPU imports.
+_COMPILERS = ("fuseplan.kernels.gpu.build:warm_up", "ninetoothed")
+
+
+def make_pool(device_type: str) -> WorkerPool:
+    """Worker processes for tuning on a device; nothing is started yet."""
+    on_cpu = device_type == "cpu"
+    return WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS)
+
+
+class Tuner:
+    """Tunes subjects on one device in one regime, with one set of worker processes.
+
+    Args:
+        database: Where trials and records go; open for writing.
+        target: The device kernels are compiled for.
+        backends: Kernel back ends to choose from, in order of preference.
+        device: Identity of the device, part of every key.
+        budget: What one subject may cost; the default :class:`Budget` when None.
+        seed: Seed of the search and of the inputs.
+        regime: ``"eager"`` or ``"graph"``.
+        numerics: ``"fp32"`` or ``"eager"``, part of every key.
+        executor: Where jobs run; a :class:`WorkerPool` of its own by default.
+        timer: How calls are timed; the one for the target and regime by default.
+        progress: Told about every step.
+        account: Where the time of every step is booked.
+        since: What was stored before this time (ISO 8601) is measured anew; "" for nothing.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        target: Target,
+        backends: Sequence[Backend],
+        device: str,
+        budget: Budget | None = None,
+        seed: int = 0,
+        regime: str = "eager",
+        numerics: str = "fp32",
+        executor: Executor | None = None,
+        timer: Timer | None = None,
+        progress: Callable[[ProgressEvent], None] | None = None,
+        account: TimeAccount | None = None,
+        since: str = "",
+    ) -> None:
+        self.database = database
+        self.target = target
+        self.backends = tuple(backends)
+        self.device = device
+        self.budget = budget = budget if budget is not None else Budget()
+        self.seed = seed
+        self.regime = regime
+        self.numerics = numerics
+        self.versions = Versions.current(target.device_type)
+        timer = timer if timer is not None else timer_for(target.device_type, regime)
+        self.account = account if account is not None else TimeAccount()
+        self._executor: Executor = executor if executor is not None else make_pool(target.device_type)
+        self._owns_executor = executor is None
+        self._shop = Workshop(
+            database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
+            self._executor, budget, self.versions, SpaceBook(target), self.account, progress, since,
+        )
+
+    def __enter__(self) -> Tuner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes, unless the executor is the caller's."""
+        if self._owns_executor:
+            self._executor.close()
+
+    def key(self, subject: Subject) -> RecordKey:
+        """The record key of a subject here."""
+        return RecordKey(subject.key, self.device, self.regime, self.numerics)
+
+    def tune(self, subject: Subject, neighbours: Iterable[TuningRecord] = (), force: bool = False) -> TuningRecord:
+        """The stored answer for ``subject`` if it is current, else a newly measured one, stored.
+
+        Args:
+            subject: The fusion group.
+            neighbours: Records of similar groups; their configurations are tried early.
+            force: Measure again even where there is a current record, from nothing.
+
+        Raises:
+            SubjectError: The unfused chain or its reference fails.
+        """
+        key = self.key(subject)
+        found = self.database.get_record(key)
+        stored = found.record
+        if force:
+            self.database.forget_trials(key)
+        elif (current := self._current(key)) is not None:
+            reason = self._refuse_record(subject, current)
+            if reason is None:
+                return current
+            logger.warning("the stored record of %s is not used: %s", subject.label, reason)
+        hints = [*([stored] if stored is not None else []), *neighbours]
+        record = self._released(SubjectRun(self._shop, subject, key, hints).execute)
+        with self.account.spend(STORING):
+            self.database.put_record(record)
+        return record
+
+    def _refuse_record(self, subject: Subject, record: TuningRecord) -> str | None:
+        """Why a stored answer can be none for ``subject`` here, or None; its numbers are taken as they are."""
+        if not record.backend:
+            return "it fuses without a kernel" if record.fuse else None
+        backend = next((one for one in self.backends if one.name == record.backend), None)
+        if backend is None:
+            return "its back end cannot be used here"
+        reason = backend.refuse_config(subject.ir, record.config, self.target)
+        return f"{backend.name} could not have chosen its configuration: {reason}" if reason else None
+
+    def _current(self, key: RecordKey) -> TuningRecord | None:
+        """The stored answer that need not be measured again."""
+        stored = self.database.get_record(key).record
+        return None if stored is None or reservations(stored, self.versions, self._shop.since) else stored
+
+    def tune_all(self, subjects: Iterable[Subject]) -> list[TuningRecord]:
+        """Tune one after the other."""
+        return [self.tune(subject) for subject in subjects]
+
+    def time_unfused(self, subject: Subject) -> Measurement:
+        """Time of the unfused chain alone; kept as a trial without a back end, so it is measured once.
+
+        Raises:
+            SubjectError: The chain fails.
+        """
+        key = self.key(subject)
+        stored = self._current(key)
+        if stored is not None:
+            return stored.unfused
+        for trial in self._shop.trials(key):
+            if not trial.backend and trial.median_us is not None:
+                return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
+        outcome = self._shop.call(TIMING_OPS, jobs.time_unfused, self._shop.bench, subject)
+        if not outcome.ok:
+            raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
+        time_us: Measurement = outcome.value
+        self._shop.log(Trial(key, "", {}, time_us.median_us, created=now()))
+        return time_us
+
+    def screen(self, subject: Subject) -> Trial:
+        """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
+
+        Returns:
+            The trial of the first back end whose default works, else the last failed one. A stored trial is not
+            repeated; a later :meth:`tune` starts from it.
+
+        Raises:
+            SubjectError: The unfused chain or its reference fails, or no back end takes part.
+        """
+        return self._released(SubjectRun(self._shop, subject, self.key(subject), (), whole=False).screen_defaults)
+
+    def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
+        """The kernels of records, compiled beside each other, checked and timed shortly; nothing of it is stored.
+
+        Returns:
+            A trial each; one that failed has the reason.
+        """
+        backends = {backend.name: backend for backend in self.backends}
+        refusals = [self._refuse_record(subject, record) for subject, record in kernels]
+        sound = [(subject, record) for (subject, record), why in zip(kernels, refusals, strict=True) if why is None]
+        compiled = iter(self._shop.compile([
+            (backends[record.backend], subject.ir, record.config, self.target) for subject, record in sound
+        ]) if sound else ())
+        found = []
+        for (subject, record), refusal in zip(kernels, refusals, strict=True):
+            outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
+            if outcome.ok:
+                screen = partial(self._shop.call, SCREENING, jobs.screen_config, self._shop.bench)
+                outcome = self._released(partial(screen, subject, backends[record.backend], record.config))
+            found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
+        return found
+
+    def play_off(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
+    ) -> Contest | None:
+        """Whole sequences of kernels against each other in one interleaved run; None when that run fails.
+
+        Args:
+            parts: Kernels that have been tuned, by name.
+            sides: Names of the parts that each side runs; the incumbent first.
+            kept: Names of values that are needed after the sequence.
+        """
+        outcome = self._shop.call(
+            PLAYING_OFF, jobs.decide_sides, self._shop.bench, dict(parts), dict(sides), frozenset(kept)
+        )
+        found: Contest | None = outcome.value if outcome.ok else None
+        return found
+
+    def precompile(self, subjects: Iterable[Subject]) -> None:
+        """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.
+
+        What does not compile is left to the screening to report; subjects with a stored trial or record are skipped.
+        """
+        pending = []
+        for subject in subjects:
+            key = self.key(subject)
+            if self._current(key) is not None or self._shop.trials(key):
+                continue
+            pending += self._default_of(subject)
+        self._shop.compile(pending)
+
+    def prefetch(self, subjects: Iterable[Subject]) -> None:
+        """Compile what tunes of these subjects will try first, beside whatever else goes on. Safe from any thread.
+
+        What they may try next is compiled when nothing else is left to do. On a CPU nothing happens: compilers would
+        take the cores away from what is measured.
+        """
+        if self.target.device_type == "cpu":
+            return
+        for subject in subjects:
+            default = self._default_of(subject)
+            self._shop.compile_ahead(default)  # at once: to enumerate the others takes a while
+            run = SubjectRun(self._shop, subject, self.key(subject), ())
+            self._shop.compile_ahead([one for one in run.first_batch() if one not in default])
+            self._shop.compile_ahead(run.prospects(), spare=True)
+
+    def prefetch_default(self, subjects: Iterable[Subject]) -> None:
+        """Compile what :meth:`screen` will want of these subjects, as :meth:`prefetch` does."""
+        for subject in subjects:
+            self._shop.compile_ahead(self._default_of(subject))
+
+    def _default_of(self, subject: Subject) -> list[Compilation]:
+        """The default configuration of the first back end that takes part, if there is one."""
+        backend = self._shop.preferred(subject)
+        if backend is None:
+            return []
+        return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
+
+    def _released(self, run: Callable[[], T]) -> T:
+        """Run, then let the measuring process forget the subject."""
+        try:
+            result = run()
+        except Exception:
+            self._shop.call(OPENING, jobs.release)
+            raise
+        # An interrupt is not caught: it has ended the workers already.
+        self._shop.call(OPENING, jobs.release)
+        return result

@@ -1,0 +1,273 @@
+"""What the worker processes do: compile, check and screen one configuration, decide between finalists.
+
+Module-level functions of picklable arguments. What a subject needs (inputs, oracle, operand sets) is made once per
+process and kept until the next subject comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from fuseplan.kernels.ir.backend import Backend, Config, Resources, Target
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.search.store.record import Measurement
+from fuseplan.search.timing.contest import Contest, contest, decisive, geometric_mean
+from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen
+from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
+from fuseplan.search.timing.subject import Subject
+from fuseplan.search.timing.timers import Operands, Run, Timer
+from fuseplan.search.timing.verify import Oracle, Verdict, make_oracle, verify
+
+#: Name of the unfused chain among the contestants.
+UNFUSED = "unfused"
+#: Share of the decisive run's time that cold calls get on top.
+_COLD_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How subjects are checked and timed.
+
+    Attributes:
+        target: The device.
+        timer: How one call is timed.
+        seed: Seed of the inputs.
+        screen_s: Seconds of samples for one screening.
+        decide_s: Seconds of interleaved rounds for the decision.
+        operand_bytes: Memory that rotating operands may take; 0 for a quarter of what is free.
+    """
+
+    target: Target
+    timer: Timer
+    seed: int = 0
+    screen_s: float = 0.1
+    decide_s: float = 0.6
+    operand_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Facts of a compiled kernel; ``run_key`` is "" where the back end does not give one."""
+
+    resources: Mapping[str, int]
+    run_key: str
+
+
+@dataclass(frozen=True)
+class Screened:
+    """A checked configuration, and its times when it is right: in the regime, and on the device if asked for."""
+
+    verdict: Verdict
+    time: Measurement | None
+    device: Measurement | None = None
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A kernel in the decisive run."""
+
+    name: str
+    backend: Backend
+    config: Config
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decisive run: everyone's samples, compiled facts by name, and entrants that failed on fresh inputs.
+
+    ``device`` holds the kernels' samples on the device alone, hot and cold, where there is more to compare than the
+    regime's times: it decides between kernels.
+    """
+
+    contest: Contest
+    failed: Mapping[str, str]
+    resources: Mapping[str, Mapping[str, int]]
+    eager_error: float
+    clocks_mhz: Mapping[str, float]
+    device: Contest | None = None
+
+
+class _Desk:
+    """One subject's inputs, oracle and operand sets."""
+
+    def __init__(self, bench: Bench, subject: Subject) -> None:
+        self.bench = bench
+        self.subject = subject
+        self.device = bench.target.device_type
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        return make_oracle(self.subject, self.bench.seed, self.device)
+
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        """The oracle's inputs; where nothing was checked yet, the same made without an oracle."""
+        made = "oracle" in self.__dict__
+        return self.oracle.inputs if made else self.subject.make_inputs(self.bench.seed, self.device)
+
+    @cached_property
+    def operands(self) -> Operands:
+        limit = self.bench.operand_bytes or free_bytes(self.device) // 4
+        llc = cache_bytes(self.bench.target.l2_bytes)
+        return rotating_operands(self.inputs, self.subject.hot_inputs, llc, limit)
+
+
+_desks: dict[tuple[str, int], _Desk] = {}
+
+
+def _desk(bench: Bench, subject: Subject) -> _Desk:
+    key = (subject.key, bench.seed)
+    if key not in _desks:
+        _desks.clear()
+        _desks[key] = _Desk(bench, subject)
+    return _desks[key]
+
+
+def prepare(backend: Backend, ir: KernelIR, config: Config, target: Target) -> Prepared:
+    """Compile into the cache; runs in a compile lane."""
+    resources = backend.prepare(ir, config, target)
+    return Prepared(resource_facts(resources), str(resources.extra.get("run_key", "")))
+
+
+def resource_facts(resources: Resources) -> dict[str, int]:
+    """The numbers that are known."""
+    facts = {
+        "registers": resources.registers, "spill_bytes": resources.spill_bytes, "shared_bytes": resources.shared_bytes
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def open_subject(bench: Bench, subject: Subject) -> None:
+    """Make a subject's inputs and oracle."""
+    with torch.no_grad():
+        _ = _desk(bench, subject).oracle
+
+
+def time_unfused(bench: Bench, subject: Subject) -> Measurement:
+    """Screen a subject's unfused chain; nothing is checked, so there is no oracle to make."""
+    with torch.no_grad():
+        desk = _desk(bench, subject)
+        return screen(bench.timer, desk.subject.eager, desk.operands, bench.screen_s)
+
+
+def screen_config(
+    bench: Bench, subject: Subject, backend: Backend, config: Config, on_device: bool = False
+) -> Screened:
+    """Load a configuration, check it, and time it shortly when it is right; ``on_device`` also without the host."""
+    with torch.no_grad():
+        desk = _desk(bench, subject)
+        kernel = backend.load(subject.ir, config, bench.target)
+        verdict = verify(kernel, subject, desk.oracle, desk.device)
+        if not verdict.ok:
+            return Screened(verdict, None)
+        run = backend.fused_callable(subject.ir, config, bench.target)
+        alone = bench.timer.of_device() if on_device else None
+        device = None if alone is None else screen(alone, run, desk.operands, bench.screen_s)
+        return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s), device)
+
+
+def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
+    """Check every entrant once more on fresh inputs, then time them and the unfused chain in interleaved rounds.
+
+    Args:
+        bench: How to time.
+        subject: The fusion group.
+        entrants: Kernels.
+        twice: The contestant whose second copy shows the noise.
+    """
+    with torch.no_grad():
+        desk = _desk(bench, subject)
+        fresh = make_oracle(subject, bench.seed + 1, desk.device) if entrants else None
+        runs: dict[str, Run] = {UNFUSED: desk.subject.eager}
+        failed: dict[str, str] = {}
+        resources: dict[str, dict[str, int]] = {}
+        for entrant in entrants:
+            assert fresh is not None
+            kernel = entrant.backend.load(subject.ir, entrant.config, bench.target)
+            resources[entrant.name] = resource_facts(kernel.resources)
+            verdict = verify(kernel, subject, fresh, desk.device)
+            if verdict.ok:
+                runs[entrant.name] = entrant.backend.fused_callable(subject.ir, entrant.config, bench.target)
+            else:
+                failed[entrant.name] = verdict.reason
+        result = decisive(
+            bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None
+        )
+        clocks = clocks_mhz(desk.device)
+        kernels = {name: run for name, run in runs.items() if name != UNFUSED}
+        device = _between_kernels(bench, result, kernels, desk.operands, twice)
+        return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks, device)
+
+
+def _between_kernels(
+    bench: Bench, regime: Contest, runs: Mapping[str, Run], operands: Operands, twice: str | None
+) -> Contest | None:
+    """Kernels against each other on the device alone, hot and cold; None where the regime's times are all there is.
+
+    A model leaves in the cache what was just made if it is small, and nothing that is large: a configuration has to
+    be good in both conditions.
+    """
+    alone, cold = bench.timer.of_device(), bench.timer.from_memory(bench.target.l2_bytes)
+    if len(runs) < 2 or (alone is None and cold is None):
+        return None
+    again = twice if twice in runs else None
+    hot = regime if alone is None else contest(alone, runs, operands, bench.decide_s / 2, again)
+    if cold is None:
+        return hot
+    return geometric_mean(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, again))
+
+
+def decide_sides(
+    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
+) -> Contest:
+    """Time whole sequences of kernels against each other.
+
+    Args:
+        bench: How to time.
+        parts: The kernels by name.
+        sides: The parts that each side runs; the incumbent first.
+        kept: Names of values that are needed after the sequence.
+    """
+    with torch.no_grad():
+        device = bench.target.device_type
+        shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, device))
+        runs = {
+            side: sequence([parts[name] for name in names], shared, kept, bench.target)
+            for side, names in sides.items()
+        }
+        limit = bench.operand_bytes or free_bytes(device) // 4
+        llc = cache_bytes(bench.target.l2_bytes)
+        operands = rotating_operands(shared.tensors, shared.hot, llc, limit)
+        return decisive(bench.timer, runs, operands, bench.decide_s, next(iter(sides)))
+
+
+def release() -> None:
+    """Let go of the current subject's memory."""
+    _desks.clear()
+
+
+def free_bytes(device: str) -> int:
+    """Memory that is free on the device."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def clocks_mhz(device: str) -> dict[str, float]:
+    """Clocks right now; {} where they cannot be read. Nothing is ever set."""
+    if device == "cuda":
+        with contextlib.suppress(Exception):
+            return {"sm": float(torch.cuda.clock_rate())}
+        return {}
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        values = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+        return {"core": round(sum(values) / len(values), 1)} if values else {}
+    return {}

@@ -1,0 +1,271 @@
+"""The far side of :mod:`fuseplan.search.workers.worker`: imports torch once, forks workers, watches them.
+
+A forked worker starts in milliseconds, so a crash or a hang costs one job and almost no time. The supervisor itself
+never touches a device, runs no job and starts no thread, which is what makes the fork safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from fuseplan.kernels.native.allowance import kill_tree
+from fuseplan.search.workers.processes import die_with_parent, reap
+
+#: Reply states. The payload of ``OK`` is a pickled result, of the others a text.
+OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
+#: As ``RAISED``, by the machine's fault (:func:`of_machine`).
+STARVED = "starved"
+
+#: Background workers yield to whatever somebody waits for.
+_NICE = 10
+#: Errors after which a CUDA context cannot be used again.
+_FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
+
+
+#: Lane of jobs that some idle background worker does in its own time; nobody is told what came of them.
+BACKGROUND = -1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job for one lane: a pickled ``(function, args)``, at most ``limit_s`` seconds long.
+
+    A ``spare`` one of the background waits until no others do.
+    """
+
+    lane: int
+    job: int
+    limit_s: float
+    payload: bytes
+    spare: bool = False
+
+
+@dataclass
+class _Lane:
+    """A worker process and the request it is at."""
+
+    pid: int
+    pipe: Connection
+    request: Request | None = None
+    deadline: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.request is not None
+
+
+class Supervisor:
+    """Runs requests of its parent in one worker process per lane, until the parent is gone.
+
+    Args:
+        parent: Requests in, ``(job, state, payload)`` out.
+        threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
+        background: Workers for :data:`BACKGROUND` jobs; they have the lanes -1, -2, ...
+        cores: What the compiling lanes may run on; the OpenMP runtime may have bound this process to one core.
+        clock: Seconds that the jobs' limits are counted in.
+    """
+
+    def __init__(
+        self, parent: Connection, threads: int, cores: Iterable[int] = (), background: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._parent = parent
+        self._clock = clock
+        self._threads = threads
+        self._background = range(-1, -1 - background, -1)
+        self._backlog: deque[Request] = deque()
+        self._spare: deque[Request] = deque()
+        #: Requests that wait for the same job of a background worker.
+        self._held: dict[int, list[Request]] = {}
+        self._cores = tuple(cores)
+        self._lanes: dict[int, _Lane] = {}
+
+    def run(self) -> None:
+        try:
+            while True:
+                self._step()
+        except (EOFError, ConnectionError):
+            pass
+        finally:
+            for number in list(self._lanes):
+                self._end(number)
+
+    def _step(self) -> None:
+        deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
+        patience = max(0.0, min(deadlines) - self._clock()) if deadlines else None
+        ready = wait([self._parent, *(lane.pipe for lane in self._lanes.values())], patience)
+        for number, lane in list(self._lanes.items()):
+            if lane.pipe in ready:
+                self._collect(number, lane)
+            elif lane.busy and self._clock() >= lane.deadline:
+                self._end(number)
+                self._finish(number, lane.request, TIMED_OUT, "")
+        if self._parent in ready:
+            request = self._parent.recv()
+            if request.lane == BACKGROUND:
+                (self._spare if request.spare else self._backlog).append(request)
+            else:
+                self._take(request)
+        self._feed()
+
+    def _take(self, request: Request) -> None:
+        """Start a job, unless a background worker is at it already: then its result will do."""
+        if request.lane > 0:
+            for number in self._background:
+                lane = self._lanes.get(number)
+                if lane is not None and lane.request is not None and lane.request.payload == request.payload:
+                    self._held.setdefault(number, []).append(request)
+                    return
+            for queue in (self._backlog, self._spare):
+                for waiting in [one for one in queue if one.payload == request.payload]:
+                    queue.remove(waiting)
+        self._start(request)
+
+    def _feed(self) -> None:
+        """Hand waiting background jobs to idle background workers."""
+        for number in self._background:
+            lane = self._lanes.get(number)
+            waiting = self._backlog or self._spare
+            if waiting and (lane is None or not lane.busy):
+                self._start(replace(waiting.popleft(), lane=number))
+
+    def _finish(self, number: int, request: Request | None, state: str, payload: Any) -> None:
+        """Tell who waits for what a lane has done."""
+        if request is not None and number not in self._background:
+            self._parent.send((request.job, state, payload))
+        for held in self._held.pop(number, ()):
+            if state == OK:
+                self._parent.send((held.job, state, payload))
+            else:
+                self._start(held)
+
+    def _start(self, request: Request) -> None:
+        lane = self._lanes.get(request.lane)
+        if lane is not None and lane.pipe.poll():
+            # An idle worker has nothing to say: this is the end of one that died, or gave itself up.
+            self._end(request.lane)
+            lane = None
+        if lane is None:
+            lane = self._lanes[request.lane] = self._fork(request.lane)
+        lane.request = request
+        lane.deadline = self._clock() + request.limit_s
+        # A worker that dies right now shows when its pipe is read.
+        with contextlib.suppress(OSError):
+            lane.pipe.send_bytes(request.payload)
+
+    def _collect(self, number: int, lane: _Lane) -> None:
+        request = lane.request
+        try:
+            state, payload, fatal = lane.pipe.recv()
+        except (EOFError, OSError):
+            cause = self._end(number)
+            if request is not None:
+                self._finish(number, request, CRASHED, cause)
+            return
+        lane.request = None
+        if fatal:
+            self._end(number)
+        self._finish(number, request, state, payload)
+
+    def _end(self, number: int) -> str:
+        """Kill a lane's worker with everything it started; the cause of its death in words."""
+        lane = self._lanes.pop(number)
+        lane.pipe.close()
+        # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
+        status = reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
+        if status is None:
+            kill_tree(lane.pid)  # a compiler with a session of its own too
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(lane.pid, signal.SIGKILL)
+        if status is None:
+            status = os.waitpid(lane.pid, 0)[1]
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"exited with status {os.WEXITSTATUS(status)}"
+
+    def _fork(self, number: int) -> _Lane:
+        from multiprocessing import Pipe
+
+        near, far = Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            near.close()
+            self._parent.close()
+            for lane in self._lanes.values():
+                lane.pipe.close()
+            if number and self._cores:
+                os.sched_setaffinity(0, self._cores)
+            if number in self._background:
+                os.nice(_NICE)
+            _work(far, self._threads if number == 0 else 1)
+        far.close()
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        return _Lane(pid, near)
+
+
+def _work(pipe: Connection, threads: int) -> None:
+    """A worker's life: jobs in, results out, until the pipe closes. Never returns."""
+    import torch
+
+    code = 0
+    try:
+        os.setpgid(0, 0)
+        die_with_parent()
+        torch.set_num_threads(threads)
+        while True:
+            pipe.send(_attempt(pipe.recv_bytes()))
+    except (EOFError, ConnectionError):
+        pass
+    except BaseException as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        code = 1
+    # Skip the interpreter's shutdown: it would run exit handlers that belong to the supervisor.
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _attempt(request: bytes) -> tuple[str, Any, bool]:
+    """Run one job: its state, its payload, and whether the process is beyond further use."""
+    try:
+        function, args = pickle.loads(request)
+        return OK, pickle.dumps(function(*args)), False
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return STARVED if of_machine(error) else RAISED, text, any(sign in text for sign in _FATAL)
+
+
+def of_machine(error: Exception) -> bool:
+    """Whether the machine is at fault (disk, memory, permissions), whatever the job."""
+    from fuseplan.kernels.ir.backend import MachineError  # imports torch, which may bind this process to one core
+
+    return isinstance(error, (OSError, MemoryError, MachineError))
+
+
+def main(handle: int, threads: int, background: int, preload: Sequence[str]) -> None:
+    """Serve the parent behind the socket ``handle``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    import fuseplan.search.workers.jobs  # noqa: F401  # pulls in torch before any fork
+
+    for entry in preload:
+        module, _, function = entry.partition(":")
+        with contextlib.suppress(ImportError):
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
+    Supervisor(Connection(handle), threads, cores, background).run()

@@ -1,0 +1,264 @@
+"""Running jobs where a crash, a hang or an illegal access costs one job and nothing else.
+
+:class:`WorkerPool` keeps one supervisor process (:mod:`fuseplan.search.workers.supervisor`) for as long as it lives;
+lane 0 measures, the other lanes compile. When this process ends, however it ends, the workers end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from fuseplan.search.errors import MachineFailureError
+from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, OK, STARVED, TIMED_OUT, Request, of_machine
+
+#: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
+_BOOT = (
+    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "[os.environ.setdefault(name, value) for name, value in json.loads(sys.argv[4]).items()]; "
+    "from fuseplan.search.workers.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5]), "
+    "json.loads(sys.argv[6]))"
+)
+_CLOSE_S = 5.0
+#: Cores that background jobs leave to this process and to what is measured.
+_SPARED = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: its value, or the reason why there is none; ``of_machine`` when any job might fail so."""
+
+    value: Any = None
+    failure: str = ""
+    of_machine: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.failure
+
+    def checked(self) -> Outcome:
+        """This outcome, where it says something about the job.
+
+        Raises:
+            MachineFailureError: It only says that the machine fails.
+        """
+        if self.of_machine:
+            again = "nothing was decided by that; mend it, and the same command goes on"
+            raise MachineFailureError(f"{self.failure}; {again}")
+        return self
+
+
+class Executor(Protocol):
+    """Somewhere to run jobs: a module-level function and picklable arguments each."""
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        """Run one job in the measuring process, alone."""
+        ...
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
+        ...
+
+    def prefetch(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
+    ) -> None:
+        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns.
+
+        ``spare`` jobs wait until no others of this kind do.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class InlineExecutor:
+    """Runs jobs in this process: no isolation and no time limit; for tests and trusted kernels."""
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        try:
+            return Outcome(function(*args))
+        except Exception as error:
+            return Outcome(failure=f"{type(error).__name__}: {error}", of_machine=of_machine(error))
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        return [self.call(function, *args, limit_s=limit_s) for args in arguments]
+
+    def prefetch(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
+    ) -> None:
+        """Nothing: there is only this process, and it is not idle."""
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerPool:
+    """Worker processes with time limits; starts with the first job, restarts by itself, and is a context manager.
+
+    Args:
+        compilers: Parallel compile lanes; the usable cores by default.
+        threads: torch threads of the measuring worker; those of this process by default.
+        bind: Keep each thread of the measuring worker on a core of its own. Otherwise, beside one other busy process,
+            the scheduler may leave two threads that wait for each other on one core, for time slices on end.
+        preload: Modules that every worker will need, imported once, before the first worker is forked; with
+            ``module:function`` the function is called too.
+    """
+
+    def __init__(
+        self, compilers: int | None = None, threads: int | None = None, bind: bool = False, preload: Sequence[str] = ()
+    ) -> None:
+        self._preload = list(preload)
+        self.compilers = max(1, compilers if compilers is not None else usable_cores())
+        self._bind = bind
+        self.threads = threads if threads is not None else torch.get_num_threads()
+        self._jobs = 0
+        #: Another thread may prefetch while a job is sent.
+        self._sending = threading.Lock()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._used = False
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        return self._run(function, [args], limit_s, lanes=[0])[0]
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        return self._run(function, arguments, limit_s, lanes=list(range(1, self.compilers + 1)))
+
+    def prefetch(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
+    ) -> None:
+        if not arguments:
+            return
+        with self._sending:
+            pipe = self._pipe if self._pipe is not None else self._start()
+            # A pool that has just lost its supervisor has lost nothing that matters here.
+            self._used = True
+            with contextlib.suppress(OSError):
+                for args in arguments:
+                    pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args)), spare))
+
+    def start(self) -> None:
+        """Have the processes import what they need, while there is no job yet; at once returns."""
+        with self._sending:
+            if self._pipe is None:
+                self._start()
+
+    def close(self) -> None:
+        """End every process of the pool; a later job starts a new one."""
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None
+        if process is not None and not self._used:
+            process.kill()  # it has no workers yet, and would finish its imports first
+        self._used = False
+        if pipe is not None:
+            pipe.close()
+        if process is None:
+            return
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _start(self) -> Connection:
+        """Start the supervisor: not before there is work, for a pool that ends unused would wait for its imports."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            paths = json.dumps([os.fspath(path) for path in sys.path])
+            binding = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"} if self._bind else {}
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads), json.dumps(binding),
+                    str(max(1, self.compilers - _SPARED)), json.dumps(self._preload),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                # Ctrl-C goes to this process alone, which then ends the others in order.
+                start_new_session=True,
+            )
+        self._pipe = Connection(ours.detach())
+        return self._pipe
+
+    def _run(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, lanes: list[int]
+    ) -> list[Outcome]:
+        if not arguments:
+            return []
+        with self._sending:
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+            pipe = self._pipe if self._pipe is not None else self._start()
+            self._used = True
+        payloads = [pickle.dumps((function, args)) for args in arguments]
+        first = self._jobs
+        self._jobs += len(arguments)
+        outcomes: dict[int, Outcome] = {}
+        lane_of: dict[int, int] = {}
+        log_start = self._log.seek(0, os.SEEK_END)
+        try:
+            while len(outcomes) < len(arguments):
+                while lanes and len(outcomes) + len(lane_of) < len(arguments):
+                    number = len(outcomes) + len(lane_of)
+                    lane_of[first + number] = lane = lanes.pop()
+                    with self._sending:
+                        pipe.send(Request(lane, first + number, limit_s, payloads[number]))
+                job, state, payload = pipe.recv()
+                lanes.append(lane_of.pop(job))
+                outcomes[job - first] = self._outcome(state, payload, limit_s, log_start)
+        except (EOFError, ConnectionError):
+            last = self._last_words(log_start)
+            self.close()
+            lost = Outcome(failure=f"the worker's supervisor ended{last}")
+            return [outcomes.get(number, lost) for number in range(len(arguments))]
+        except BaseException:
+            # Interrupted with jobs under way: their lanes are busy, so the next job gets new ones.
+            self.close()
+            raise
+        return [outcomes[number] for number in range(len(arguments))]
+
+    def _outcome(self, state: str, payload: Any, limit_s: float, log_start: int) -> Outcome:
+        if state == OK:
+            return Outcome(pickle.loads(payload))
+        if state == TIMED_OUT:
+            return Outcome(failure=f"no result within {limit_s:g} s")
+        if state == CRASHED:
+            return Outcome(failure=f"crashed: {payload}{self._last_words(log_start)}")
+        return Outcome(failure=str(payload), of_machine=state == STARVED)
+
+    def _last_words(self, start: int) -> str:
+        """The last line that the workers wrote since ``start``."""
+        self._log.seek(start)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        self._log.seek(0, os.SEEK_END)
+        return f": {lines[-1][:200]}" if lines else ""

@@ -115,3 +115,19 @@ class CaptureError(FuseplanError):
 
 class PlanError(FuseplanError):
     """A plan that is missing, or that does not fit the model, device or shapes it is used with."""
+
+
+class NotLowerable(Exception):
+    """The group cannot be one kernel; the message says why, naming the op."""
+
+
+class RefusedError(Exception):
+    """A group or graph that must stay unfused; the message says why."""
+
+
+def failure_reason(error: Exception) -> str:
+    """One line for the counters."""
+    if isinstance(error, NotLowerable | RefusedError | FuseplanError):
+        return str(error).splitlines()[0]
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

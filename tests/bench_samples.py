@@ -13,7 +13,7 @@ from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.bench.case import make_inputs, plan_case, trace_cell
 from fuseplan.planner.bench.cells import cell
 from fuseplan.planner.bench.patterns import PatternRow
-from fuseplan.planner.peers.peers import Case
+from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 

@@ -42,10 +42,11 @@ from fuseplan.planner.cost.prices import GroupBook, MeasuredPrices
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.groups.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode, prefill
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
-from fuseplan.planner.partition.guided_loop import Choice, RegionProblem, guided_partition, region_problem
+from fuseplan.planner.partition.guided_loop import guided_partition
 from fuseplan.planner.tuning.planner import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.tune import TuneResult, tune

@@ -18,14 +18,15 @@ import torch
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.planner.bench.case import make_inputs, trace_cell
 from fuseplan.planner.bench.cells import Cell
-from fuseplan.planner.cost.group_work import hot_inputs, kernel_work
 from fuseplan.planner.cost.prices import GroupBook, fused_mode
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import flow_of
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
-from fuseplan.planner.peers.peers import Case, fused
+from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import PlanSettings
 from fuseplan.planner.tuning.session import Session, open_session

@@ -11,12 +11,13 @@ from typing import Any
 import model_families as families
 import torch
 import torch.utils._pytree as pytree
+from op_coverage import Coverage, coverage
 
 import fuseplan.planner
-from fuseplan.planner.coverage import Coverage, coverage
 from fuseplan.planner.dispatch_stats import Stats
+from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.runtime import dispatch
-from fuseplan.planner.runtime.fallback import FirstCall, failure_reason
+from fuseplan.planner.runtime.fallback import FirstCall
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -19,11 +19,12 @@ from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.bench import evidence, groups
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench import rows as bench
-from fuseplan.planner.bench.rows import EAGER, INDUCTOR, OURS, BenchRow
+from fuseplan.planner.bench.rows import BenchRow
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode
 from fuseplan.planner.patterns.table import pattern_graph
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, OURS
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 from fuseplan.search.timing.contest import Contest

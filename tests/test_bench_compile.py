@@ -10,7 +10,7 @@ import pytest
 
 from fuseplan.planner.bench import compile_ahead
 from fuseplan.planner.bench.cells import Cell, cell
-from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE
 
 
 def test_without_inductor_nothing_is_compiled_beforehand() -> None:

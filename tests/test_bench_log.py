@@ -9,8 +9,8 @@ import pytest
 from bench_samples import row
 
 from fuseplan.planner.bench.log import RowLog
-from fuseplan.planner.bench.rows import EAGER, OURS
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.peers.contestant import EAGER, OURS
 
 
 def test_rows_are_in_the_file_as_soon_as_they_are_added(tmp_path: Path) -> None:

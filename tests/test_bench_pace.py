@@ -15,9 +15,9 @@ import report_samples as samples
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.bench.cells import Cell, cell
 from fuseplan.planner.bench.compile_ahead import InductorPool
-from fuseplan.planner.bench.rows import EAGER, INDUCTOR, OURS
 from fuseplan.planner.bench.tune_cells import CellTuner
 from fuseplan.planner.bench.turns import PacedBench, Turns
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, OURS
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 from fuseplan.search.tune.tuner import Budget

@@ -18,10 +18,10 @@ from fuseplan.planner.bench.cells import cell
 from fuseplan.planner.bench.log import pattern_frame
 from fuseplan.planner.bench.patterns import PatternBench, PatternRow
 from fuseplan.planner.bench.prediction import prediction_verdict
-from fuseplan.planner.bench.rows import EAGER, OURS
 from fuseplan.planner.bench.verdicts import pattern_table
-from fuseplan.planner.cost.group_work import op_work
+from fuseplan.planner.implementations.group_work import op_work
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 

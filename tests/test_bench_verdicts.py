@@ -8,8 +8,8 @@ from bench_samples import row
 
 from fuseplan.planner.bench.log import pattern_frame
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternRow
-from fuseplan.planner.bench.rows import EAGER, INDUCTOR, OURS
 from fuseplan.planner.bench.verdicts import headline_table, notes, pattern_table, pattern_verdict
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, OURS
 
 
 def frame() -> pd.DataFrame:

@@ -19,7 +19,8 @@ from fuseplan.costmodel.probe.fit import (
     noise_of,
     peaks,
 )
-from fuseplan.costmodel.probe.probe import Measurements, assemble
+from fuseplan.costmodel.probe.measurements import Measurements
+from fuseplan.costmodel.probe.probe import assemble
 from fuseplan.costmodel.probe.timing import Timing
 
 KIB, MIB = 2**10, 2**20

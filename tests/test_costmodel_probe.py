@@ -15,7 +15,8 @@ from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak,
 from fuseplan.costmodel.probe import cpu, cuda, streams
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming, peaks
 from fuseplan.costmodel.probe.load import Load, doubts, losses
-from fuseplan.costmodel.probe.probe import Measurements, probe
+from fuseplan.costmodel.probe.measurements import Measurements
+from fuseplan.costmodel.probe.probe import probe
 from fuseplan.costmodel.probe.streams import Stream, _call, stream_sizes
 from fuseplan.costmodel.probe.time_budget import UNLIMITED, TimeBudget
 from fuseplan.costmodel.probe.timing import Timing

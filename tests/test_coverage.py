@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from graphs import Builder
+from op_coverage import Coverage, Role, coverage, role_of
 
-from fuseplan.planner.coverage import Coverage, Role, coverage, role_of
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 
 X = TensorSpec.contiguous((3, 5), "float32")

@@ -9,10 +9,10 @@ from fuseplan.costmodel.work import Traffic
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Apply, Buffer, Const, Iota, KernelIR, Load, Reduce, Segment, Store
-from fuseplan.planner.cost.aten_overheads import AtenEffort, aten_effort
-from fuseplan.planner.cost.group_work import kernel_work, launch_mode, op_work
-from fuseplan.planner.cost.kernel_overheads import Effort, kernel_effort, reduction_levels
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.implementations.aten_overheads import AtenEffort, aten_effort
+from fuseplan.planner.implementations.group_work import kernel_work, launch_mode, op_work
+from fuseplan.planner.implementations.kernel_overheads import Effort, kernel_effort, reduction_levels
 
 ROWS, COLS = 3, 8
 

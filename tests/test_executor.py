@@ -16,11 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.fallback import GroupPlan, RefusedError, check_layouts, failure_reason
-from fuseplan.planner.runtime.placement import Traced
+from fuseplan.planner.runtime.fallback import GroupPlan, check_layouts
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.record import PlanRecord, RecordKey

@@ -12,8 +12,8 @@ from fuseplan.kernels.ir.gathers import gathered_elements, index_limits, tables,
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import ITEMSIZE, Load, Segment, validate
 from fuseplan.kernels.ir.reference import run_reference
-from fuseplan.planner.cost.group_work import kernel_work
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.implementations.sample_inputs import MOST_TABLE_ROWS, sample_inputs
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower

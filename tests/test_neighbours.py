@@ -22,15 +22,16 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.bench import prediction
 from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.cost import prices
-from fuseplan.planner.cost.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.cost.prices import GroupBook, ModelPrices
 from fuseplan.planner.cost.shared_cache import Neighbours
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.groups.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
-from fuseplan.planner.partition.guided_loop import Choice, RegionProblem, predicted_partition, region_problem
+from fuseplan.planner.partition.guided_loop import predicted_partition
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, Versions

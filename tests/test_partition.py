@@ -15,18 +15,12 @@ from hypothesis import strategies as st
 from fuseplan.planner.bench.synthetic import random_graph, synthetic_kind
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates
+from fuseplan.planner.groups.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.groups.convex import bits
 from fuseplan.planner.groups.cycles import break_cycles, short_cycles
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.partition.cover import CoverLimits, CoverProblem, Option, solve_cover
-from fuseplan.planner.partition.guided_loop import (
-    Choice,
-    GuidedResult,
-    RegionProblem,
-    guided_partition,
-    predicted_partition,
-    region_problem,
-)
+from fuseplan.planner.partition.guided_loop import GuidedResult, cover_problem, guided_partition, predicted_partition
 
 
 def all_covers(problem: CoverProblem) -> Iterator[tuple[float, tuple[int, ...]]]:
@@ -184,7 +178,7 @@ def region_problems(seed: int, size: int, order: int = 0) -> list[RegionProblem]
 def least_cost(problem: RegionProblem, times: FakeTimes) -> float:
     costs = [times.true[choice] for choice in problem.choices]
     finite = [math.inf if math.isnan(cost) else cost for cost in costs]
-    return min(cost for cost, _ in all_covers(problem.cover_problem(finite)))
+    return min(cost for cost, _ in all_covers(cover_problem(problem, finite)))
 
 
 @settings(max_examples=20, deadline=None)

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import flow_of
 from fuseplan.planner.implementations.subject import chain_module, group_nodes
 from fuseplan.planner.lowering.lower import lower
-from fuseplan.planner.runtime.placement import Placement, Traced, fused_graph
+from fuseplan.planner.runtime.placement import Placement, fused_graph
 
 SPEC = TensorSpec.contiguous((3, 3), "float32")
 

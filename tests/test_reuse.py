@@ -21,11 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fuseplan.planner
 from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.options import parse_options
-from fuseplan.planner.runtime.placement import Traced
 from fuseplan.planner.tuning.planner import Planner
 
 Tensors = tuple[torch.Tensor, ...]

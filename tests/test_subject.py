@@ -10,7 +10,7 @@ from graphs import Builder
 from lower_oracle import compute_ops, rms_norm
 
 from fuseplan.kernels.ir.reference import run_reference
-from fuseplan.planner.cost.group_work import chain_work, kernel_work
+from fuseplan.planner.implementations.group_work import chain_work, kernel_work
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.lowering.lower import lower
 

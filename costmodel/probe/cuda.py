@@ -10,7 +10,7 @@ import torch
 
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming
-from fuseplan.costmodel.probe.probe import Measurements, Progress
+from fuseplan.costmodel.probe.measurements import Measurements, Progress
 from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
 from fuseplan.costmodel.probe.time_budget import TimeBudget
 from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostTimer, time_calls

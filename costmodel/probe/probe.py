@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 import torch
@@ -13,8 +12,6 @@ from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode, current_identity, current_versions
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import (
-    RateTiming,
-    StreamTiming,
     bandwidth_curve,
     fit_launches,
     fit_linear,
@@ -23,8 +20,9 @@ from fuseplan.costmodel.probe.fit import (
     peaks,
 )
 from fuseplan.costmodel.probe.load import IDLE, Load, doubts, machine_load
+from fuseplan.costmodel.probe.measurements import Measurements, Progress
 from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call, Timing
+from fuseplan.costmodel.probe.timing import Call
 
 #: The largest footprints are the ones that all threads share.
 _LARGEST = 5
@@ -33,37 +31,6 @@ _BUSY_RATIO = 0.9
 #: Seconds that a probe may take, and a quick one, by device type: about twice what they take on a quiet machine whose
 #: caches are large. On CUDA they hold the compilation of a few kernels.
 _BUDGET_S = {"cpu": (180.0, 60.0), "cuda": (600.0, 120.0)}
-#: Receives the fraction done (0 to 1) and what is being measured.
-Progress = Callable[[float, str], None]
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """Everything a probe times, before any fit.
-
-    Attributes:
-        streams: Streaming kernels over sizes, whole device.
-        thread_streams: The same with one CPU thread; empty where that is the whole device.
-        eager: ATen calls that allocate their result, by bytes touched, as unfused models run them.
-        rates: Compute-bound calls.
-        kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
-        graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too; None
-            on CPUs.
-        overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps; None where the
-            device has no such launches.
-        overlapped_kernel: The shortest elementwise kernel, launched so.
-    """
-
-    streams: Sequence[StreamTiming]
-    eager: Mapping[int, Timing]
-    rates: Sequence[RateTiming]
-    thread_streams: Sequence[StreamTiming] = ()
-    kernel: Timing | None = None
-    graph_node: Timing | None = None
-    overlapped_node: Timing | None = None
-    overlapped_kernel: Timing | None = None
-
-
 def probe(
     device_type: str,
     quick: bool = True,

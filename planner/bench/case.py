@@ -12,16 +12,16 @@ from fuseplan.kernels.ir.backend import config_key
 from fuseplan.planner.bench.cells import Cell
 from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.capture.subgraph import trace_subgraph
-from fuseplan.planner.cost.group_work import kernel_work
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import CompileStats, Tally
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.implementations.subject import needs_positive_inputs, random_tensor, reference_results
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.table import activations, fresh_inputs, pattern
-from fuseplan.planner.peers.peers import Case
-from fuseplan.planner.runtime.placement import Traced
+from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.timing.measure import CACHE_MULTIPLE, rotating_operands, span_bytes

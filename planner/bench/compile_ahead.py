@@ -19,7 +19,7 @@ import torch
 
 from fuseplan.planner.bench.case import make_inputs, trace_cell
 from fuseplan.planner.bench.cells import Cell
-from fuseplan.planner.bench.rows import INDUCTOR, MAX_AUTOTUNE
+from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
 from fuseplan.planner.peers.inductor import inductor_callable
 from fuseplan.search.workers.worker import WorkerPool
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
+from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import flow_of
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.inductor import inductor_callable
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session

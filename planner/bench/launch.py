@@ -22,7 +22,8 @@ from fuseplan.planner.errors import PlanError
 from fuseplan.planner.groups.compute_graph import flow_of
 from fuseplan.planner.implementations.subject import random_tensor
 from fuseplan.planner.lowering.lower import lower
-from fuseplan.planner.peers.peers import Case, fused
+from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.session import Session

@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from fuseplan.planner.bench.patterns import PatternRow
-from fuseplan.planner.bench.rows import OURS
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.peers.contestant import OURS
 
 
 def pattern_frame(rows: Iterable[PatternRow]) -> pd.DataFrame:

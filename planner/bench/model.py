@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from fuseplan.costmodel.probe.timing import cuda_graph
-from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, BenchRow, failure, mode_rows
+from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
 from fuseplan.planner.dispatch_stats import reset_stats, stats
 from fuseplan.planner.models.build import Model
 from fuseplan.planner.models.examples import rewind
 from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.inductor import without_chatter
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer

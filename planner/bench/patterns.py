@@ -19,8 +19,9 @@ from fuseplan.planner.bench.case import (
     trace_cell,
 )
 from fuseplan.planner.bench.cells import Cell
-from fuseplan.planner.bench.rows import EAGER, OURS, BenchRow, failure, mode_rows
-from fuseplan.planner.peers.peers import PEERS, Case, Contestant, PeerError, fused
+from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
+from fuseplan.planner.peers.contestant import EAGER, OURS, Case, Contestant, PeerError
+from fuseplan.planner.peers.peers import PEERS, fused
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now
 from fuseplan.search.timing.measure import cache_bytes

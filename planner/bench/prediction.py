@@ -13,13 +13,13 @@ from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.planner.bench.rows import OURS
-from fuseplan.planner.cost.group_work import hot_inputs, kernel_work, launch_mode, op_work
 from fuseplan.planner.cost.prices import GroupBook
 from fuseplan.planner.cost.running_calibration import UNFUSED
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, launch_mode, op_work
 from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.peers.contestant import OURS
 
 #: A rank correlation of fewer cells than this says little.
 _FEWEST = 5

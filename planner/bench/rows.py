@@ -9,13 +9,10 @@ from typing import Any
 
 import pandas as pd
 
+from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.report.frames import geometric_mean
 from fuseplan.search.timing.contest import Contest, contest
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
-
-#: Contestants by the names that tables use.
-OURS, EAGER, INDUCTOR, MAX_AUTOTUNE = "fuseplan", "eager", "inductor", "inductor max-autotune"
-PEERS = (EAGER, INDUCTOR, MAX_AUTOTUNE)
 
 
 @dataclass(frozen=True)

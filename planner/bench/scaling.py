@@ -10,9 +10,10 @@ import pandas as pd
 from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Legal, enumerate_candidates, transfer
+from fuseplan.planner.groups.choices import Choice, region_problem
 from fuseplan.planner.groups.cycles import break_cycles
 from fuseplan.planner.groups.regions import find_regions, unique_regions
-from fuseplan.planner.partition.guided_loop import Choice, predicted_partition, region_problem
+from fuseplan.planner.partition.guided_loop import predicted_partition
 
 #: A nominal device for pricing groups, so that the table does not depend on a probe: what is timed is the planner.
 _LAUNCH_S = 2e-6

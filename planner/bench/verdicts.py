@@ -9,7 +9,7 @@ import pandas as pd
 
 from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
 from fuseplan.planner.bench.prediction import prediction_verdict
-from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.report.frames import geometric_mean
 
 #: A cell this far behind the best peer is listed.

@@ -12,10 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError, in_words
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, parameters_of, resolve_op, run_node
-from fuseplan.planner.runtime.placement import Traced
 
 #: Names that are no ATen op but that people write.
 _ALIASES = {"cast": "to", "rmsnorm": "rms_norm", "layernorm": "layer_norm", "concat": "cat", "swish": "silu"}

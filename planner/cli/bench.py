@@ -23,6 +23,7 @@ from fuseplan.planner.cli.bench_options import (
     TuneOption,
     TuneSecondsOption,
     Wanted,
+    write,
 )
 from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, console, decimal, device_type, print_frame
 from fuseplan.planner.cli.source import (
@@ -200,13 +201,13 @@ def _of_patterns(topic: Topic, session: Session, wanted: Wanted) -> None:
 
 def _left_out(peers: Sequence[str]) -> tuple[str, ...]:
     """What ``--no-inductor`` and ``--no-max-autotune`` rule out."""
-    from fuseplan.planner.bench.rows import PEERS
+    from fuseplan.planner.peers.contestant import STANDARD_PEERS
 
-    return tuple(name for name in PEERS if name not in peers)
+    return tuple(name for name in STANDARD_PEERS if name not in peers)
 
 
 def _peers(inductor: bool, max_autotune: bool) -> tuple[str, ...]:
-    from fuseplan.planner.bench.rows import EAGER, INDUCTOR, MAX_AUTOTUNE
+    from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE
 
     return (EAGER, *([INDUCTOR] if inductor else []), *([MAX_AUTOTUNE] if inductor and max_autotune else []))
 
@@ -264,29 +265,6 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
     write(session, name, frames, words, out)
-
-
-def results_folder(session: Session, out: Path | None) -> Path:
-    """Where results go: ``out``, else the device's folder."""
-    from fuseplan.planner.bench.evidence import folder_name
-
-    return (out if out is not None else Path("results") / folder_name(session.device)).expanduser()
-
-
-def write(
-    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
-    tables: dict[str, pd.DataFrame] | None = None,
-) -> None:
-    """Say ``words``, and publish them with the frames and what the numbers depend on."""
-    from fuseplan.planner.bench import evidence as results
-
-    facts = results.environment(session, name)
-    words = [*results.quietness(facts), *words]
-    for line in words:
-        typer.echo(line)
-    folder = results_folder(session, out)
-    for path in results.write_results(folder, results.file_name(name), frames, facts, words, tables):
-        typer.echo(f"written: {path}")
 
 
 def _planner(session: Session, out: Path | None) -> None:

@@ -1,15 +1,20 @@
-"""Options of ``plan bench`` about named patterns, and what they ask for."""
+"""Options of ``plan bench`` about named patterns, what they ask for, and how a bench is published."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fuseplan.planner.cli.common import decimal, whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from fuseplan.planner.tuning.session import Session
 
 PatternsOption = Annotated[
     list[str] | None,
@@ -109,3 +114,26 @@ class Wanted:
     resume: bool = False
     minutes: float | None = None
     out: Path | None = None
+
+
+def results_folder(session: Session, out: Path | None) -> Path:
+    """Where results go: ``out``, else the device's folder."""
+    from fuseplan.planner.bench.evidence import folder_name
+
+    return (out if out is not None else Path("results") / folder_name(session.device)).expanduser()
+
+
+def write(
+    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
+    tables: dict[str, pd.DataFrame] | None = None,
+) -> None:
+    """Say ``words``, and publish them with the frames and what the numbers depend on."""
+    from fuseplan.planner.bench import evidence as results
+
+    facts = results.environment(session, name)
+    words = [*results.quietness(facts), *words]
+    for line in words:
+        typer.echo(line)
+    folder = results_folder(session, out)
+    for path in results.write_results(folder, results.file_name(name), frames, facts, words, tables):
+        typer.echo(f"written: {path}")

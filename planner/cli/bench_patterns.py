@@ -82,7 +82,7 @@ def launch(session: Session, wanted: Wanted) -> None:
     """Host time of one call, and of the look-up at compile."""
     from fuseplan.planner.bench import launch as bench
     from fuseplan.planner.bench.cells import cell
-    from fuseplan.planner.cli.bench import write
+    from fuseplan.planner.cli.bench_options import write
 
     named = bool(wanted.patterns or wanted.shapes)
     cells = _named_cells(wanted) if named else [cell(name, shape, wanted.dtype) for name, shape in _LAUNCHES]
@@ -131,7 +131,7 @@ def _measure(
     """Tune and time the cells, writing rows as they come, and publish what there is whatever happens."""
     from fuseplan.planner.bench.log import RowLog
     from fuseplan.planner.bench.patterns import PatternBench
-    from fuseplan.planner.cli.bench import results_folder
+    from fuseplan.planner.cli.bench_options import results_folder
     from fuseplan.planner.peers.peers import peer_names
 
     kind = session.target.device_type
@@ -254,7 +254,7 @@ def _publish(
     claims: Mapping[str, str] | None,
 ) -> None:
     from fuseplan.planner.bench import verdicts
-    from fuseplan.planner.cli.bench import write
+    from fuseplan.planner.cli.bench_options import write
 
     table = verdicts.pattern_table(frame) if claims is None else verdicts.headline_table(frame, claims)
     print_frame(table, title=f"{name}: median us", spare=("gbps", "mb"))

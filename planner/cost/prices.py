@@ -12,16 +12,16 @@ from fuseplan.costmodel.nominal import nominal_us
 from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
-from fuseplan.planner.cost.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.cost.running_calibration import UNFUSED, Learner
 from fuseplan.planner.cost.samples import ChoiceSample
 from fuseplan.planner.cost.shared_cache import Neighbours
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Enumeration, group_form
+from fuseplan.planner.groups.choices import Choice, region_problem
 from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
-from fuseplan.planner.partition.guided_loop import Choice, region_problem
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.tune.tuner import Tuner
 

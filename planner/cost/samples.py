@@ -15,8 +15,8 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import region_dependencies
+from fuseplan.planner.groups.choices import Choice
 from fuseplan.planner.groups.compute_graph import flow_of
-from fuseplan.planner.partition.guided_loop import Choice
 from fuseplan.search.store import codec, limits
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.documents import CaptureStore, stored

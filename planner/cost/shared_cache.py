@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.cost.group_work import hot_inputs, moved_bytes
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.implementations.group_work import hot_inputs, moved_bytes
 from fuseplan.planner.lowering.lower import Lowered
 
 

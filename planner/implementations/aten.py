@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.graph.layouts import layout_of, same_layout
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
-from fuseplan.planner.implementations.subject import chain_module, group_nodes
+from fuseplan.planner.implementations.subject import Fused, chain_module, group_nodes
 from fuseplan.planner.lowering.lower import Lowered
-from fuseplan.planner.runtime.fallback import Fused, layout_of, same_layout
-from fuseplan.planner.runtime.placement import Traced
 
 
 def run_unfused(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -17,10 +17,10 @@ from fuseplan.kernels.ir.index import number, symbols_of
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.kernels.ir.scalars import float_of_bits
-from fuseplan.planner.cost.group_work import hot_inputs, kernel_work
 from fuseplan.planner.graph.binding import bind_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
+from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work
 from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
@@ -284,3 +284,7 @@ def group_label(graph: DataflowGraph, ops: Sequence[str], values: Iterable[str])
     shape = "x".join(str(extent) for extent in largest.shape)
     text = "+".join(names) or "cast"
     return f"{text if len(text) <= 40 else text[:37] + '...'} {shape} {largest.dtype}"
+
+
+#: ``fused(*inputs, *symbol values)``: a tensor, or a tuple of tensors where the group has several outputs.
+Fused: TypeAlias = Callable[..., Any]

@@ -12,13 +12,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from fuseplan.kernels.ir.coalesce import coalesce, split_words
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides, flatten
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
+from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lowering.coalesce import coalesce, split_words
-from fuseplan.planner.lowering.puller import AcrossColumns, Group, NotLowerable, Puller, Space, column
+from fuseplan.planner.lowering.puller import Puller
 from fuseplan.planner.lowering.recipes import find_recipe, kind_of
+from fuseplan.planner.lowering.values import AcrossColumns, Group, Space, column
 from fuseplan.planner.lowering.views import MAY_COPY, Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "group_outputs", "lower"]

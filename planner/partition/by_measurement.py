@@ -12,15 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.planner.cost.prices import MeasuredPrices
+from fuseplan.planner.groups.choices import Choice, RegionProblem
 from fuseplan.planner.groups.compute_graph import flow_of
-from fuseplan.planner.partition.guided_loop import (
-    Choice,
-    GuidedResult,
-    Priced,
-    RegionProblem,
-    guided_partition,
-    predicted_partition,
-)
+from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 

@@ -12,18 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_candidates, region_dependencies
-from fuseplan.planner.groups.compute_graph import Classify
+from fuseplan.planner.groups.choices import Choice, RegionProblem
 from fuseplan.planner.partition.cover import DEFAULT_LIMITS, Cover, CoverLimits, CoverProblem, Option, solve_cover
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to run the ops of ``group``: as one kernel, or (a single op only) unfused, as the ATen op it is."""
-
-    group: Candidate
-    fused: bool
 
 
 class Prices(Protocol):
@@ -36,27 +26,6 @@ class Prices(Protocol):
     def measure_s(self, choices: Sequence[Choice]) -> Sequence[float]:
         """Measured times, in order; infinite for a choice that fails (it is then never chosen)."""
         ...
-
-
-@dataclass(frozen=True)
-class RegionProblem:
-    """A region's compute ops (canonical order) and every way to run them.
-
-    ``choices`` holds the unfused ops first, then the fused groups from small to large: among equally good choices
-    the earlier is preferred. ``edges`` are the dependencies between ops, by their numbers.
-    """
-
-    ops: tuple[str, ...]
-    choices: tuple[Choice, ...]
-    edges: tuple[tuple[int, int], ...]
-
-    def cover_problem(self, costs_s: Sequence[float]) -> CoverProblem:
-        number = {op: at for at, op in enumerate(self.ops)}
-        options = tuple(
-            Option(sum(1 << number[op] for op in choice.group.ops), cost)
-            for choice, cost in zip(self.choices, costs_s, strict=True)
-        )
-        return CoverProblem(len(self.ops), options, self.edges)
 
 
 @dataclass(frozen=True)
@@ -100,17 +69,14 @@ class GuidedResult:
         return max(0.0, 1.0 - self.bound_s / self.cost_s) if self.cost_s > 0 else 0.0
 
 
-def region_problem(
-    graph: DataflowGraph, region: Region, enumeration: Enumeration, classify: Classify | None = None
-) -> RegionProblem:
-    """The region with its enumerated candidates, and each op unfused."""
-    dependencies = region_dependencies(graph, region, classify)
-    singles = region_candidates(graph, region, [1 << bit for bit in range(len(dependencies))], classify)
-    choices = (
-        *(Choice(single, fused=False) for single in singles),
-        *(Choice(candidate, fused=True) for candidate in enumeration.candidates),
+def cover_problem(problem: RegionProblem, costs_s: Sequence[float]) -> CoverProblem:
+    """The region's problem as one of numbers, with what each choice costs."""
+    number = {op: at for at, op in enumerate(problem.ops)}
+    options = tuple(
+        Option(sum(1 << number[op] for op in choice.group.ops), cost)
+        for choice, cost in zip(problem.choices, costs_s, strict=True)
     )
-    return RegionProblem(tuple(single.ops[0] for single in singles), choices, dependencies.edges())
+    return CoverProblem(len(problem.ops), options, problem.edges)
 
 
 def predicted_partition(
@@ -122,7 +88,7 @@ def predicted_partition(
     """The cheapest partition by predicted costs; nothing is measured."""
     costs = [predict_s(choice) for choice in problem.choices]
     unfused_s = math.fsum(costs[: len(problem.ops)])
-    cover = solve_cover(problem.cover_problem(costs), margin, unfused_s, limits=limits)
+    cover = solve_cover(cover_problem(problem, costs), margin, unfused_s, limits=limits)
     chosen = tuple(Priced(problem.choices[at], costs[at], False) for at in cover.chosen)
     return GuidedResult(
         chosen, cover.cost_s, cover.bound_s, cover.optimal, 0, len(costs), 1, unfused_s, rejected=()
@@ -187,7 +153,7 @@ class _Guided:
                 break
             self._measure(unmeasured)
         final = solve_cover(
-            self.problem.cover_problem(self._measured_costs()), margin, unfused_s, limits=self.limits
+            cover_problem(self.problem, self._measured_costs()), margin, unfused_s, limits=self.limits
         )
         return self._result(final, min(bound_s, final.cost_s), exact and final.optimal, iterations, unfused_s)
 
@@ -200,7 +166,7 @@ class _Guided:
             self.times[at] = math.inf if failed else time_s
 
     def _solve(self, costs_s: Sequence[float]) -> Cover:
-        return solve_cover(self.problem.cover_problem(costs_s), break_ties=False, limits=self.limits)
+        return solve_cover(cover_problem(self.problem, costs_s), break_ties=False, limits=self.limits)
 
     def _measured_costs(self) -> list[float]:
         return [self.times.get(at, math.inf) for at in range(len(self.problem.choices))]

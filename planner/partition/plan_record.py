@@ -11,9 +11,10 @@ from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import region_dependencies
+from fuseplan.planner.groups.choices import Choice
 from fuseplan.planner.groups.compute_graph import flow_of
 from fuseplan.planner.implementations.subject import group_label
-from fuseplan.planner.partition.guided_loop import Choice, GuidedResult, Priced
+from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
 from fuseplan.planner.partition.peak_memory import NamedReuse, peak_bytes
 from fuseplan.search.store.record import (
     Alternative,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.peers.peers import Case, Contestant, LibraryOp, PeerError
+from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, PeerError
 
 #: What the patterns have.
 _RMS_EPSILON = 1e-6

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.planner.cost.prices import GroupBook, fused_mode
+from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Enumeration, enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import flow_of
@@ -16,7 +17,6 @@ from fuseplan.planner.groups.regions import find_boundaries
 from fuseplan.planner.lowering.recipes import kind_of, why_extern
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.report.drawing import group_name
-from fuseplan.planner.runtime.fallback import failure_reason
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import GroupChoice, RecordKey, TuningRecord

@@ -17,8 +17,8 @@ from torch import fx
 
 from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions, choose_reuse
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.lowering.recipes import kind_of
-from fuseplan.planner.runtime.placement import Traced
 
 #: Library calls whose result is always new memory. (Their schemas alone do not say so: ``dropout``'s promises a new
 #: tensor, and gives its operand back in inference.)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.runtime.fallback import failure_reason
+from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.runtime.recording import NotRecordable
 
 #: Recordings that failed. The allocator may still ask them whether memory is theirs, so they are never freed.

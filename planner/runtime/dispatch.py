@@ -24,12 +24,12 @@ from torch import fx
 
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally, new_tally
+from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.runtime.cuda_graphs import graphed
 from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.fallback import RefusedError, failure_reason
 from fuseplan.planner.runtime.options import DispatchOptions, parse_options
-from fuseplan.planner.runtime.placement import Traced
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.planner import PlanSettings
 from fuseplan.planner.tuning.session import Session, open_session

@@ -22,22 +22,18 @@ from fuseplan.kernels.gpu.direct import launcher_problem
 from fuseplan.kernels.ir.backend import CompiledKernel, Target, config_key
 from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions, WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.groups.compute_graph import flow_of
 from fuseplan.planner.implementations.aten import run_unfused
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
+from fuseplan.planner.implementations.subject import Fused
 from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
-from fuseplan.planner.runtime.fallback import (
-    BuiltGroup,
-    FirstCall,
-    Fused,
-    GroupPlan,
-    RefusedError,
-    failure_reason,
-)
-from fuseplan.planner.runtime.placement import Placement, Traced, fused_graph
+from fuseplan.planner.runtime.fallback import BuiltGroup, FirstCall, GroupPlan
+from fuseplan.planner.runtime.placement import Placement, fused_graph
 
 logger = logging.getLogger("fuseplan")
 

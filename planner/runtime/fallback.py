@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config
-from fuseplan.kernels.ir.index import evaluate
-from fuseplan.kernels.ir.ir import Buffer, KernelIR
+from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.planner.dispatch_stats import Source, Tally
-from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.lowering.lower import Lowered, NotLowerable
-
-#: ``fused(*inputs, *symbol values)``: a tensor, or a tuple of tensors where the group has several outputs.
-Fused: TypeAlias = Callable[..., Any]
+from fuseplan.planner.errors import RefusedError, failure_reason
+from fuseplan.planner.graph.layouts import layout_of, same_layout
+from fuseplan.planner.implementations.subject import Fused
+from fuseplan.planner.lowering.lower import Lowered
 
 logger = logging.getLogger("fuseplan")
 
@@ -60,18 +58,6 @@ class BuiltGroup:
     lowered: Lowered
     call: Fused
     kernel: CompiledKernel | None = None
-
-
-class RefusedError(Exception):
-    """A group or graph that must stay unfused; the message says why."""
-
-
-def failure_reason(error: Exception) -> str:
-    """One line for the counters."""
-    if isinstance(error, NotLowerable | RefusedError | FuseplanError):
-        return str(error).splitlines()[0]
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
 class FirstCall:
@@ -152,22 +138,3 @@ def check_layouts(ir: KernelIR, args: Sequence[Any]) -> None:
         actual = (tuple(tensor.shape), tuple(tensor.stride()))
         if not same_layout(actual, expected) or tensor.dtype != torch_dtype(buffer.dtype):
             raise RefusedError(f"input is {tensor.dtype} {actual}, the kernel expects {buffer.dtype} {expected}")
-
-
-#: Shape and strides.
-Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def same_layout(one: Layout, other: Layout) -> bool:
-    """Equal, but for strides over a single element, which are free."""
-    return one[0] == other[0] and all(
-        own == its for extent, own, its in zip(one[0], one[1], other[1], strict=True) if extent != 1
-    )
-
-
-def layout_of(buffer: Buffer, symbols: Mapping[str, int | float]) -> Layout:
-    """Shape and strides of a buffer for these sizes."""
-    return (
-        tuple(evaluate(extent, symbols) for extent in buffer.shape),
-        tuple(evaluate(stride, symbols) for stride in buffer.strides),
-    )

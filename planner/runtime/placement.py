@@ -17,27 +17,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fuseplan.kernels.ir.scalars import float32_bits
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.lowering.recipes import kind_of
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A traced graph and its dataflow form.
-
-    Attributes:
-        module: Pre-dispatch ATen.
-        graph: The normalised graph of ``module``.
-        node_of: The FX node that computes each value of ``graph``.
-        sizes: Position among the arguments of each dynamic size that is passed as an integer.
-        scalars: The FX node that computes a number from sizes, or reads it from an argument, by symbol.
-    """
-
-    module: fx.GraphModule
-    graph: DataflowGraph
-    node_of: Mapping[str, fx.Node]
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    scalars: Mapping[str, fx.Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

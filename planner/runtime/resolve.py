@@ -11,12 +11,13 @@ from typing import Literal
 
 from fuseplan.planner.cost.prices import GroupBook
 from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.partition.plan_record import region_label
-from fuseplan.planner.runtime.fallback import GroupPlan, failure_reason
+from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import Planner, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import GroupChoice

@@ -25,13 +25,13 @@ import torch
 from fuseplan.kernels.ir.index import evaluate
 from fuseplan.planner.capture.normalise import dtype_name
 from fuseplan.planner.capture.subgraph import SubGraph, run_nodes, trace_subgraph
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Stats, Tally, new_tally, total
-from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError
+from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError, failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.recipes import mutates
 from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.fallback import GroupPlan, failure_reason
-from fuseplan.planner.runtime.placement import Traced
+from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.resolve import Resolved, resolve
 from fuseplan.planner.tuning.session import Session, open_session
 

@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from fuseplan.planner.cost.prices import GroupBook, ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.partition.guided_loop import Choice, GuidedResult, Prices, RegionProblem, predicted_partition
+from fuseplan.planner.groups.choices import Choice, RegionProblem
+from fuseplan.planner.partition.guided_loop import GuidedResult, Prices, predicted_partition
 from fuseplan.search.tune.tuner import Tuner
 
 _log = logging.getLogger("fuseplan")

@@ -16,15 +16,10 @@ from fuseplan.planner.cost.samples import region_samples
 from fuseplan.planner.cost.samples import store as store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates, enumerate_parts
+from fuseplan.planner.groups.choices import RegionProblem, region_problem
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
-from fuseplan.planner.partition.guided_loop import (
-    Prices,
-    RegionProblem,
-    guided_partition,
-    predicted_partition,
-    region_problem,
-)
+from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.tuning.lookahead import Scout

@@ -16,9 +16,9 @@ from fuseplan.kernels.ir.backend import Backend, Target, misfit
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store
 from fuseplan.kernels.registry import backends_for, local_target
-from fuseplan.planner.cost.group_work import launch_mode
 from fuseplan.planner.cost.running_calibration import Learner
 from fuseplan.planner.errors import CompilerMissingError, DeviceError
+from fuseplan.planner.implementations.group_work import launch_mode
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database, Mode, reservations
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.partition.plan_record import region_label
-from fuseplan.planner.runtime.fallback import failure_reason
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session

@@ -22,7 +22,8 @@ from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.bench.case import make_inputs, trace_cell
 from fuseplan.planner.bench.cells import cell
 from fuseplan.planner.lowering.recipes import kind_of
-from fuseplan.planner.peers.peers import Case, fused
+from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 
 pytestmark = [

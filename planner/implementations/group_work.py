@@ -13,9 +13,9 @@ from fuseplan.kernels.ir.gathers import gathered_elements
 from fuseplan.kernels.ir.index import Coord, Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Reduce, Segment
 from fuseplan.kernels.ir.ops import op_spec
-from fuseplan.planner.cost.aten_overheads import aten_effort
-from fuseplan.planner.cost.kernel_overheads import kernel_effort, reduction_levels
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.implementations.aten_overheads import aten_effort
+from fuseplan.planner.implementations.kernel_overheads import kernel_effort, reduction_levels
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.lowering.recipes import kind_of
 

@@ -1,0 +1,42 @@
+"""What a probe times on any device, before anything is fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fuseplan.costmodel.probe.fit import (
+    RateTiming,
+    StreamTiming,
+)
+from fuseplan.costmodel.probe.timing import Timing
+
+#: Receives the fraction done (0 to 1) and what is being measured.
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything a probe times, before any fit.
+
+    Attributes:
+        streams: Streaming kernels over sizes, whole device.
+        thread_streams: The same with one CPU thread; empty where that is the whole device.
+        eager: ATen calls that allocate their result, by bytes touched, as unfused models run them.
+        rates: Compute-bound calls.
+        kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
+        graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too; None
+            on CPUs.
+        overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps; None where the
+            device has no such launches.
+        overlapped_kernel: The shortest elementwise kernel, launched so.
+    """
+
+    streams: Sequence[StreamTiming]
+    eager: Mapping[int, Timing]
+    rates: Sequence[RateTiming]
+    thread_streams: Sequence[StreamTiming] = ()
+    kernel: Timing | None = None
+    graph_node: Timing | None = None
+    overlapped_node: Timing | None = None
+    overlapped_kernel: Timing | None = None

@@ -1,0 +1,27 @@
+"""Where the elements of a tensor lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from fuseplan.kernels.ir.index import evaluate
+from fuseplan.kernels.ir.ir import Buffer
+
+#: Shape and strides.
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def same_layout(one: Layout, other: Layout) -> bool:
+    """Equal, but for strides over a single element, which are free."""
+    return one[0] == other[0] and all(
+        own == its for extent, own, its in zip(one[0], one[1], other[1], strict=True) if extent != 1
+    )
+
+
+def layout_of(buffer: Buffer, symbols: Mapping[str, int | float]) -> Layout:
+    """Shape and strides of a buffer for these sizes."""
+    return (
+        tuple(evaluate(extent, symbols) for extent in buffer.shape),
+        tuple(evaluate(stride, symbols) for stride in buffer.strides),
+    )

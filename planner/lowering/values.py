@@ -1,0 +1,298 @@
+"""Values of a kernel under construction: what recipes make a kernel's instructions with."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import sympy
+
+from fuseplan.kernels.ir.index import Coord, Index, Size, as_size, flatten, known_less_equal
+from fuseplan.kernels.ir.ir import (
+    Apply,
+    Cast,
+    Const,
+    Gather,
+    Instr,
+    Iota,
+    Load,
+    Reduce,
+    RegisterType,
+    Store,
+    register_type,
+)
+from fuseplan.kernels.ir.ops import OPS
+from fuseplan.planner.errors import NotLowerable
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, is_address_map
+
+#: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
+_DATA_AXIS = -1
+
+
+class AcrossColumns(NotLowerable):
+    """A reduction was asked for at every column: what its rows are is another dimension of the group's space."""
+
+
+@dataclass
+class Group:
+    """The group being lowered, and what pulling values from it has found so far.
+
+    Attributes:
+        graph: The dataflow graph.
+        members: Names of the group's compute ops.
+        numerics: ``"fp32"`` or ``"eager"``.
+        inputs: Values from outside, in buffer order.
+        boundaries: Columns at which a ``cat`` changes operand, in the space being filled.
+    """
+
+    graph: DataflowGraph
+    members: frozenset[str]
+    numerics: str
+    inputs: list[str] = field(default_factory=list)
+    boundaries: set[int] = field(default_factory=set)
+
+    def looks_through(self, name: str) -> bool:
+        """Whether the group's kernel reads what lies behind an op that only rearranges elements.
+
+        Always behind a view. Behind a ``reshape`` that may have to copy only where the group itself computes the
+        elements: a plan is made for numbers, which tell that the reshape is a view, and sizes that are symbols may not.
+        """
+        node = self.graph.op(name)
+        if is_address_map(node, self.graph.specs):
+            return True
+        if name in self.members or node.op not in MAY_COPY:
+            return False
+        while (producer := self.graph.producer(node.inputs[0])) is not None and producer not in self.members:
+            node = self.graph.op(producer)
+            if node.op not in VIEW_MAPS:
+                return False
+        return producer is not None
+
+    def input_buffer(self, value: str) -> int:
+        """Number of the buffer that holds an outside value."""
+        if value not in self.inputs:
+            self.inputs.append(value)
+        return self.inputs.index(value)
+
+
+@dataclass
+class Space:
+    """One iteration space under construction. ``pieces`` copies of the columns are unrolled side by side.
+
+    ``folded`` holds, for each row that a reduction was asked for, the axes that its position depends on.
+    """
+
+    rows: tuple[Size, ...]
+    cols: Size
+    pieces: int = 1
+    body: list[Instr] = field(default_factory=list)
+    known: dict[Instr, int] = field(default_factory=dict)
+    pulled: dict[tuple[str, Position, int | None], int] = field(default_factory=dict)
+    stores: list[Store] = field(default_factory=list)
+    folded: list[frozenset[int]] = field(default_factory=list)
+
+    @property
+    def width(self) -> Size:
+        """Columns of one piece."""
+        return self.cols if self.pieces == 1 else self.cols // self.pieces
+
+    def emit(self, instr: Instr) -> int:
+        if instr not in self.known:
+            self.known[instr] = len(self.body)
+            self.body.append(instr)
+        return self.known[instr]
+
+
+def column(space: Space, piece: int) -> Index:
+    """The column coordinate in one piece of the row."""
+    return Index.coord(len(space.rows), space.width) + Index(as_size(piece * space.width))
+
+
+class Values(ABC):
+    """Emits instructions into a space; recipes call it. Where a value comes from is :meth:`pull`'s to say."""
+
+    def __init__(self, group: Group, space: Space, mask: int | None = None) -> None:
+        self._group = group
+        self._space = space
+        self._mask = mask
+        self.specs: Mapping[str, TensorSpec] = group.graph.specs
+
+    @abstractmethod
+    def pull(self, value: str, position: Position) -> int:
+        """Value id of ``value`` at ``position``."""
+
+    @abstractmethod
+    def row_shape(self, node: OpNode) -> tuple[Size, ...]:
+        """Operand 0's shape as a folding op walks it: what counts its rows, then the number of elements of a row."""
+
+    def computed_by(self, value: str) -> OpNode | None:
+        """The op that computes ``value``, inside the group or not; None for a graph input."""
+        producer = self._group.graph.producer(value)
+        return None if producer is None else self._group.graph.op(producer)
+
+    def known_range(self, value: int) -> tuple[float, float]:
+        """Least and greatest number an integer value can be, infinite where that is not known."""
+        instr = self._space.body[value]
+        if isinstance(instr, Cast):
+            return self.known_range(instr.arg)
+        if isinstance(instr, Const):
+            return float(instr.value), float(instr.value)
+        if isinstance(instr, Iota):
+            index = instr.index
+            top = index.maximum()
+            if isinstance(top, int) and isinstance(index.const, int) and all(c > 0 for _, c in index.terms):
+                return float(index.const), float(top)
+        return -math.inf, math.inf
+
+    def operand(self, node: OpNode, number: int, position: Position, dtype: RegisterType | None = None) -> int:
+        """Operand ``number`` of ``node`` broadcast to the result's ``position`` (converted to ``dtype`` if given)."""
+        value = node.inputs[number]
+        shape = self.specs[value].shape
+        aligned = position[len(position) - len(shape) :] if shape else ()
+        moved = tuple(
+            Index(0) if isinstance(extent, int) and extent == 1 else index
+            for index, extent in zip(aligned, shape, strict=True)
+        )
+        result = self.pull(value, moved)
+        return result if dtype is None else self.cast(result, dtype)
+
+    def dtype_of(self, value: int) -> RegisterType:
+        return self._space.body[value].dtype
+
+    def const(self, number: Any, dtype: RegisterType) -> int:
+        """A number that is the same everywhere: a Python number, or an expression in what changes between calls."""
+        if isinstance(number, sympy.Expr):
+            return self._scalar(number, dtype)
+        if dtype.startswith("float"):
+            number = float(number)
+        elif dtype == "bool":
+            number = bool(number)
+        else:
+            number = int(number)
+        return self._space.emit(Const(dtype, number))
+
+    def _scalar(self, number: sympy.Expr, dtype: RegisterType) -> int:
+        value = self.iota(Index(number))
+        if number.is_integer:
+            return self.cast(value, dtype)
+        if dtype == "float64":
+            raise NotLowerable(f"{number} is no integer and changes between calls; kernels take it as float32")
+        return self.cast(self.apply("as_float", self.cast(value, "int32")), dtype)
+
+    def iota(self, index: Index) -> int:
+        """The integer value of an index expression, as int64."""
+        if not index.terms and isinstance(index.const, int):
+            return self._space.emit(Const("int64", index.const))
+        return self._space.emit(Iota("int64", index))
+
+    def cast(self, value: int, dtype: RegisterType) -> int:
+        if self.dtype_of(value) == dtype:
+            return value
+        source = self._space.body[value]
+        if isinstance(source, Const):
+            return self.const(source.value, dtype)
+        return self._space.emit(Cast(dtype, value))
+
+    def apply(self, op: str, *args: int) -> int:
+        """A scalar op of the op table; operands must already share a register type."""
+        spec = OPS[op]
+        dtype = self.dtype_of(args[-1]) if spec.result == "same" else spec.result
+        return self._space.emit(Apply(dtype, op, args))
+
+    def masked(self, mask: int) -> Self:
+        """The same space, with every load guarded by ``mask`` (and by any mask already in force)."""
+        combined = mask if self._mask is None else self.apply("logical_and", self._mask, mask)
+        return type(self)(self._group, self._space, combined)
+
+    def reduce(self, kind: str, node: OpNode, extent: Size, element: Callable[[Index], int]) -> int:
+        """Fold ``element(column)`` over ``extent`` columns.
+
+        Raises:
+            NotLowerable: When the columns of this space are not what the op reduces.
+        """
+        space = self._space
+        if as_size(extent - space.cols) != 0:
+            raise NotLowerable(f"{node.op} folds {extent} elements in a space of {space.cols} columns")
+        if self._mask is not None:
+            raise NotLowerable(f"{node.op} feeds only part of a cat")
+        combine = {"sum": "add", "max": "maximum", "min": "minimum"}[kind]
+        total = element(column(space, 0))
+        for piece in range(1, space.pieces):
+            total = self.apply(combine, total, element(column(space, piece)))
+        return space.emit(Reduce(self.dtype_of(total), kind, total))
+
+    def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
+        """``value`` at ``position``, where the coordinates along the dimensions ``picked`` are data: value ids.
+
+        Where one of them is no position of ``value`` (ATen raises, or worse), nothing is read and the result is NaN (0
+        for integers).
+
+        Raises:
+            NotLowerable: The group computes ``value`` itself, or reads it through a view that cuts such a dimension up.
+        """
+        graph = self._group.graph
+        extents = {dim: self.specs[value].shape[dim] for dim in picked}
+        axes = {dim: _DATA_AXIS - number for number, dim in enumerate(picked)}
+        position = tuple(
+            Index(0, ((Coord(axes[dim], extents[dim]), 1),)) if dim in picked else index
+            for dim, index in enumerate(position)
+        )
+        while (producer := graph.producer(value)) is not None and is_address_map(graph.op(producer), graph.specs):
+            view = graph.op(producer)
+            value, position = VIEW_MAPS[view.op](view, value, position, graph.specs)
+        if producer in self._group.members:
+            raise NotLowerable(f"{node.op} looks up {value}, which the group computes")
+        spec = self.specs[value]
+        index = flatten(position, spec.strides)
+        if not all(index.is_affine_in(axis) for axis in axes.values()):
+            raise NotLowerable(f"{node.op} looks up {value} through a view that cuts the dimension up")
+        ids = {dim: self.cast(at, "int64") for dim, at in picked.items()}
+        mask = self._mask
+        for dim, at in ids.items():
+            inside = self.apply("lt", at, self.iota(Index(extents[dim])))
+            inside = self.apply("logical_and", self.apply("ge", at, self.const(0, "int64")), inside)
+            mask = inside if mask is None else self.apply("logical_and", mask, inside)
+        dtype = register_type(spec.dtype)
+        missing = math.nan if dtype.startswith("float") else 0.0
+        strides = {dim: index.coefficient(axis) for dim, axis in axes.items()}
+        gather = self._gather(ids, strides, extents)
+        rest = index.substitute({axis: Index(0) for axis in axes.values()})
+        return self._space.emit(Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
+
+    def _gather(self, ids: Mapping[int, int], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
+        """One term of an address for all coordinates that are data: their distance from the first element."""
+        (first, at), *others = ids.items()
+        if not others:
+            return Gather(at, strides[first], extents[first])
+        parts = [self.apply("mul", at, self.iota(Index(strides[dim]))) for dim, at in ids.items()]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.apply("add", total, part)
+        known = [extent for extent in extents.values() if isinstance(extent, int)]
+        return Gather(total, 1, min(known) if known else extents[first])
+
+    def row_position(self, node: OpNode, position: Position) -> Position:
+        """Check that ``position`` names one row (mentions no column): a row statistic is asked for once per row."""
+        axes = frozenset[int]().union(*(index.axes() for index in position))
+        self._space.folded.append(axes)
+        if len(self._space.rows) in axes:
+            raise AcrossColumns(f"{node.op}: its rows run across the columns of the group")
+        return position
+
+    def split_at(self, index: Index, boundary: Size) -> bool | None:
+        """Is ``index < boundary``? None when it depends on the coordinate (a boundary along the columns is noted)."""
+        if known_less_equal(index.maximum() + 1, boundary):
+            return True
+        if known_less_equal(boundary, index.const):  # coefficients are non-negative: const is the minimum
+            return False
+        col_axis = len(self._space.rows)
+        only_col = index.axes() == {col_axis} and index.coefficient(col_axis) == 1
+        if only_col and isinstance(boundary, int) and isinstance(index.const, int) and self._space.pieces == 1:
+            edge = boundary - index.const
+            if isinstance(self._space.cols, int) and 0 < edge < self._space.cols:
+                self._group.boundaries.add(edge)
+        return None

@@ -10,10 +10,11 @@ from typing import Any
 import report_samples as samples
 
 from fuseplan.costmodel.device import current_identity
-from fuseplan.planner.bench.case import make_inputs, plan_case, trace_cell
-from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.patterns import PatternRow
+from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 

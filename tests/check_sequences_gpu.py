@@ -16,8 +16,6 @@ from collections.abc import Sequence
 import torch
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.planner.bench.case import make_inputs, trace_cell
-from fuseplan.planner.bench.cells import Cell
 from fuseplan.planner.cost.prices import GroupBook, fused_mode
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import flow_of
@@ -25,7 +23,9 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import PlanSettings

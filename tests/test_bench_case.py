@@ -9,9 +9,10 @@ import torch
 from bench_samples import case_of, cpu_session
 
 from fuseplan.planner.bench import case as bench_case
-from fuseplan.planner.bench.case import make_inputs, operand_sets, plan_case, trace_cell
-from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.case import operand_sets, plan_case
+from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.patterns.table import activations
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.tuning.session import Session
 
 

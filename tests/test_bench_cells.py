@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fuseplan.planner.bench.cells import ROWS, cell, parse_sizes, sweep_cells
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
+from fuseplan.planner.patterns.cells import ROWS, cell, parse_sizes, sweep_cells
 from fuseplan.planner.patterns.table import PATTERNS
 
 

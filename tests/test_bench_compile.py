@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fuseplan.planner.bench import compile_ahead
-from fuseplan.planner.bench.cells import Cell, cell
+from fuseplan.planner.patterns.cells import Cell, cell
+from fuseplan.planner.peers import compile_ahead
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE
 
 

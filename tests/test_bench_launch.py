@@ -18,13 +18,13 @@ from graphs import Builder
 
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.bench import launch
-from fuseplan.planner.bench.cells import cell
 from fuseplan.planner.bench.launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.bench.tune_cells import CellTuner
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.planner.tuning.session import Session, open_session

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from fuseplan.planner.bench.cells import Cell, cell
-from fuseplan.planner.bench.libraries import LibraryBuilds
+from fuseplan.planner.patterns.cells import Cell, cell
+from fuseplan.planner.peers.libraries import LibraryBuilds
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER
 
 CELLS = [cell("swiglu", "1x64"), cell("swiglu", "8x64"), cell("rms_norm", "1x64"), cell("swiglu", "16x64")]

@@ -11,8 +11,8 @@ import torch
 from bench_samples import cpu_session
 
 from fuseplan.planner.bench import patterns
-from fuseplan.planner.bench.cells import cell
 from fuseplan.planner.bench.patterns import OURS_IN_PLACE, PatternBench, copy_of
+from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, OURS, Case, Contestant, PeerError
 from fuseplan.planner.peers.peers import PEERS, Peer
 from fuseplan.planner.tuning.session import Session

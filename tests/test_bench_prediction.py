@@ -13,15 +13,16 @@ import report_samples as samples
 
 from fuseplan.costmodel.device import current_identity
 from fuseplan.costmodel.roofline import lower_bound
-from fuseplan.planner.bench.case import make_inputs, plan_case, trace_cell
-from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.log import pattern_frame
 from fuseplan.planner.bench.patterns import PatternBench, PatternRow
 from fuseplan.planner.bench.prediction import prediction_verdict
 from fuseplan.planner.bench.verdicts import pattern_table
 from fuseplan.planner.implementations.group_work import op_work
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, OURS
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 

@@ -16,13 +16,14 @@ from in_place_backend import InPlaceBackend
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.registry import backends_for, local_target
-from fuseplan.planner.bench.case import make_inputs, reference_outputs, trace_cell
-from fuseplan.planner.bench.cells import cell
+from fuseplan.planner.bench.case import reference_outputs
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers import flashinfer, liger
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError
 from fuseplan.planner.peers.inductor import _equal, without_chatter
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, fused, peer_names
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.search.timing.verify import errors

@@ -14,15 +14,16 @@ import pandas as pd
 import torch
 
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.bench.case import make_inputs, plan_case, trace_cell
-from fuseplan.planner.bench.cells import Cell
+from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.groups.compute_graph import flow_of
 from fuseplan.planner.implementations.subject import random_tensor
 from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.resolve import resolve

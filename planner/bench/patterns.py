@@ -10,17 +10,11 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.bench.case import (
-    PlanFacts,
-    make_inputs,
-    operand_sets,
-    plan_case,
-    reference_outputs,
-    trace_cell,
-)
-from fuseplan.planner.bench.cells import Cell
+from fuseplan.planner.bench.case import PlanFacts, operand_sets, plan_case, reference_outputs
 from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
+from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import EAGER, OURS, Case, Contestant, PeerError
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import PEERS, fused
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now

@@ -1,20 +1,16 @@
-"""Tuning the cells of a bench, with one set of worker processes, each as it or the one before is about to be measured.
-"""
+"""Tuning the cells of a bench, with one set of worker processes."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
-from fuseplan.planner.bench.case import trace_cell
-from fuseplan.planner.bench.cells import Cell
-from fuseplan.planner.bench.turns import Turns
 from fuseplan.planner.cost.running_calibration import Learner
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.patterns.cells import Cell
+from fuseplan.planner.peers.inputs import trace_cell
 from fuseplan.planner.tuning import summary
 from fuseplan.planner.tuning.lookahead import Scout
 from fuseplan.planner.tuning.session import Session
@@ -31,19 +27,14 @@ class CellTuner:
         seed: Seed of the search.
 
     Attributes:
-        turns: While it is closed, a tune that was started :meth:`ahead` waits between two of its steps.
         failures: Regions that could not be planned; their workload is the cell's key.
     """
 
     def __init__(self, session: Session, budget: Budget, seed: int = 0) -> None:
-        self.turns = Turns()
         self.failures: list[RegionFailure] = []
         self._session = session
         self._budget = budget
         self._seed = seed
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tune")
-        self._worker = 0
-        self._ahead: dict[Cell, Future[bool]] = {}
         self._learner = Learner(session.spec)
         self._tuner: Tuner | None = None
         self._scout: Scout | None = None
@@ -55,8 +46,6 @@ class CellTuner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.turns.open()
-        self._thread.shutdown(wait=True, cancel_futures=True)
         if self._tuner is None:
             return
         if self._scout is not None:
@@ -67,36 +56,13 @@ class CellTuner:
             replace(self._session, spec=self._learner.spec).recalibrated()
 
     def tune(self, cell: Cell) -> bool:
-        """Store a plan for the cell, or wait for the tune that does; True when something had to be measured for it.
+        """Store a plan for the cell; True when something had to be measured for it.
 
         Raises:
             CompilerMissingError: No kernel back end can be used here.
             MachineFailureError: The machine fails what a tune needs.
             DatabaseError: The database cannot be written.
         """
-        started = self._ahead.pop(cell, None)
-        return started.result() if started is not None else self._tune(cell)
-
-    def ahead(self, cell: Cell) -> None:
-        """Begin to tune a cell in the background; on CPUs, which the bench needs for itself, nothing happens.
-
-        Until :meth:`tune` of the same cell returns, no other cell may be tuned.
-        """
-        if self._session.target.device_type == "cpu" or cell in self._ahead:
-            return
-        with suppress(Exception):  # left for tune to complain about
-            self._graph(cell)  # tracing is not for two threads
-            self._ahead[cell] = self._thread.submit(self._work, cell)
-
-    def _work(self, cell: Cell) -> bool:
-        self._worker = threading.get_ident()
-        self.turns.begin()
-        try:
-            return self._tune(cell)
-        finally:
-            self.turns.end()
-
-    def _tune(self, cell: Cell) -> bool:
         graph = self._graph(cell)
         known = self._session.planner()
         if not known.undecided(graph):
@@ -136,10 +102,5 @@ class CellTuner:
 
     def _started(self) -> Tuner:
         if self._tuner is None:
-            self._tuner = self._session.tuner(self._budget, self._seed, self._step)
+            self._tuner = self._session.tuner(self._budget, self._seed)
         return self._tuner
-
-    def _step(self, _: object) -> None:
-        """Between two steps of a tune: one in the background waits for its turn."""
-        if threading.get_ident() == self._worker:
-            self.turns.check()

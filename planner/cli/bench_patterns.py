@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import groupby, zip_longest
+from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,10 @@ from fuseplan.planner.cli.common import console, print_frame
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fuseplan.planner.bench.cells import Cell
     from fuseplan.planner.bench.log import RowLog
     from fuseplan.planner.bench.patterns import PatternBench
     from fuseplan.planner.bench.tune_cells import CellTuner
+    from fuseplan.planner.patterns.cells import Cell
     from fuseplan.planner.tuning.session import Session
 
 #: What the headline patterns are said to gain over eager.
@@ -51,7 +51,7 @@ def check(wanted: Wanted, kind: str) -> None:
 
 def _cells(wanted: Wanted) -> tuple[list[Cell], list[str]]:
     """The cells that the options name, or those of the default sweeps; and what is left out."""
-    from fuseplan.planner.bench.cells import parse_sizes, sweep_cells
+    from fuseplan.planner.patterns.cells import parse_sizes, sweep_cells
 
     rows, cols = parse_sizes(wanted.rows, "--rows"), parse_sizes(wanted.cols, "--cols")
     if wanted.shapes:
@@ -69,7 +69,7 @@ def patterns(session: Session, wanted: Wanted) -> None:
 
 def headlines(session: Session, wanted: Wanted) -> None:
     """The gains over eager that fusers are shown with: ours beside TorchInductor's."""
-    from fuseplan.planner.bench.cells import cell
+    from fuseplan.planner.patterns.cells import cell
     from fuseplan.planner.patterns.table import PATTERNS
 
     known = {one: words for one, words in _HEADLINES.items() if one[0] in PATTERNS}
@@ -81,8 +81,8 @@ def headlines(session: Session, wanted: Wanted) -> None:
 def launch(session: Session, wanted: Wanted) -> None:
     """Host time of one call, and of the look-up at compile."""
     from fuseplan.planner.bench import launch as bench
-    from fuseplan.planner.bench.cells import cell
     from fuseplan.planner.cli.bench_options import write
+    from fuseplan.planner.patterns.cells import cell
 
     named = bool(wanted.patterns or wanted.shapes)
     cells = _named_cells(wanted) if named else [cell(name, shape, wanted.dtype) for name, shape in _LAUNCHES]
@@ -106,8 +106,8 @@ def launch(session: Session, wanted: Wanted) -> None:
 
 
 def _named_cells(wanted: Wanted) -> list[Cell]:
-    from fuseplan.planner.bench.cells import cell
     from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.patterns.cells import cell
     from fuseplan.planner.patterns.table import PATTERNS
 
     if not wanted.patterns:
@@ -154,9 +154,8 @@ def _fill(
     session: Session, wanted: Wanted, bench: PatternBench, cells: Sequence[Cell], log: RowLog, said: list[str]
 ) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
-    from fuseplan.planner.bench.compile_ahead import InductorPool
-    from fuseplan.planner.bench.libraries import LibraryBuilds
-    from fuseplan.planner.bench.turns import PacedBench
+    from fuseplan.planner.peers.compile_ahead import InductorPool
+    from fuseplan.planner.peers.libraries import LibraryBuilds
     from fuseplan.search.workers.worker import usable_cores
 
     deadline = time.monotonic() + 60 * wanted.minutes if wanted.minutes is not None else math.inf
@@ -172,35 +171,25 @@ def _fill(
         LibraryBuilds(kind, bench.peers, processes) as libraries,
         console(stderr=True).status("measuring") as status,
     ):
-        libraries.start(cells)
-        if tuning is not None:
-            tuning.look_ahead(cells)
-            bench = PacedBench(bench.session, bench.peers, bench.modes, bench.seconds, turns=tuning.turns)
-        for number, batch in enumerate(batches):
+        for batch in batches:
             if time.monotonic() >= deadline:
                 break
-            if processes:  # the next batch is compiled while this one is measured
-                if not number:
-                    pool.start(batch)
-                status.update(f"{batch[0].pattern}: compiling TorchInductor's programs in {processes} processes")
-                said += [f"compiling beforehand failed: {failure}" for failure in pool.finish()]
-                if number + 1 < len(batches):
-                    pool.start(batches[number + 1])
-            status.update(f"{batch[0].pattern}: waiting for libraries that build their kernels")
+            status.update(f"{batch[0].pattern}: compiling what it is compared with in {processes} processes")
+            libraries.start(batch)
+            said += [f"compiling beforehand failed: {failure}" for failure in pool.compile(batch)]
             libraries.wait(batch[0].pattern)
-            with pool.device():
-                for cell, following in zip_longest(batch, batch[1:]):
-                    if time.monotonic() >= deadline:
-                        break
-                    where = f"cell {done + 1} of {len(cells)}: {cell.key}"
-                    if tuning is not None:
-                        status.update(f"{where}: tuning")
-                        _tune(tuning, cell, said)
-                        if following is not None:
-                            tuning.ahead(following)
-                    status.update(f"{where}: measuring")
-                    log.add(bench.rows(cell))
-                    done += 1
+            if tuning is not None:
+                tuning.look_ahead(batch)
+            for cell in batch:
+                if time.monotonic() >= deadline:
+                    break
+                where = f"cell {done + 1} of {len(cells)}: {cell.key}"
+                if tuning is not None:
+                    status.update(f"{where}: tuning")
+                    _tune(tuning, cell, said)
+                status.update(f"{where}: measuring")
+                log.add(bench.rows(cell))
+                done += 1
     if done < len(cells):
         said.append(f"stopped after {wanted.minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
 

@@ -14,13 +14,13 @@ from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak, current_identity
 from fuseplan.planner.bench import groups, launch
 from fuseplan.planner.bench import model as bench_model
-from fuseplan.planner.bench.cells import cell
-from fuseplan.planner.bench.compile_ahead import InductorPool
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternBench
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import decode
+from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.patterns.table import pattern_graph
+from fuseplan.planner.peers.compile_ahead import InductorPool
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER, peer_names
 from fuseplan.planner.tuning.session import Session, open_session

@@ -13,13 +13,13 @@ from dispatch_samples import fresh_start
 from model_samples import write_config
 
 import fuseplan.planner
-from fuseplan.planner.bench.case import make_inputs
 from fuseplan.planner.capture.subgraph import trace_subgraph
 from fuseplan.planner.implementations.subject import reference_results
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode, prefill
 from fuseplan.planner.patterns.table import PATTERNS, pattern
+from fuseplan.planner.peers.inputs import make_inputs
 from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler
 from fuseplan.search.timing.verify import errors, rounding
 

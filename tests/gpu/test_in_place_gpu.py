@@ -19,10 +19,10 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
-from fuseplan.planner.bench.case import make_inputs, trace_cell
-from fuseplan.planner.bench.cells import cell
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 

@@ -1,32 +1,27 @@
 """TorchInductor's programs for many cells, compiled beforehand in parallel processes into its own cache.
 
 Compiling one cell with max-autotune takes seconds, of which the device is busy for few. So the processes compile beside
-each other, and beside the bench, and take turns on the device: whoever times anything holds a lock.
+each other, and take turns on the device: whoever times a configuration holds a lock.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fuseplan.planner.bench.case import make_inputs, trace_cell
-from fuseplan.planner.bench.cells import Cell
+from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
 from fuseplan.planner.peers.inductor import inductor_callable
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.search.workers.worker import WorkerPool
 
 #: Longer than the slowest program takes, max-autotune and a queue for the device included.
 _LIMIT_S = 300.0
-#: The processes yield to the bench, whose launches from the host are timed.
-_NICE = 10
 
 
 class InductorPool:
@@ -45,8 +40,6 @@ class InductorPool:
         self._pool: WorkerPool | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="fuseplan-bench-")
         self._lock = Path(self._folder.name) / "device.lock"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inductor")
-        self._started: Future[list[str]] | None = None
 
     def __enter__(self) -> InductorPool:
         return self
@@ -54,24 +47,7 @@ class InductorPool:
     def __exit__(self, *exc: object) -> None:
         if self._pool is not None:
             self._pool.close()
-        self._thread.shutdown(wait=True, cancel_futures=True)
         self._folder.cleanup()
-
-    def start(self, cells: Sequence[Cell]) -> None:
-        """Begin to compile ``cells`` in the background, once what was started before is done."""
-        self._started = self._thread.submit(self.compile, cells)
-
-    def finish(self) -> list[str]:
-        """Wait for what was started last; what :meth:`compile` returns."""
-        started, self._started = self._started, None
-        return started.result() if started is not None else []
-
-    @contextmanager
-    def device(self) -> Iterator[None]:
-        """The device alone: the processes go on compiling, and wait before they time anything."""
-        with self._lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def compile(self, cells: Sequence[Cell]) -> list[str]:
         """Fill TorchInductor's cache for ``cells``; returns what failed (the bench will meet it again)."""
@@ -92,7 +68,6 @@ def compile_cell(cell: Cell, device_type: str, max_autotune: bool, lock: str) ->
     from torch._inductor import config
 
     config.compile_threads = 1  # the pool's processes are the parallelism
-    os.nice(max(0, _NICE - os.nice(0)))
     if device_type == "cuda":
         _take_turns(lock)
     traced, specs = trace_cell(cell, device_type)

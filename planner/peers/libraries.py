@@ -13,9 +13,9 @@ from types import TracebackType
 import torch
 
 from fuseplan.kernels.registry import local_target
-from fuseplan.planner.bench.case import make_inputs, trace_cell
-from fuseplan.planner.bench.cells import Cell
+from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import FLASHINFER, PEERS
 from fuseplan.search.workers.worker import WorkerPool
 

@@ -15,7 +15,6 @@ What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.cuda_terms`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,30 +76,6 @@ def predict(
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
     floor_us = lower_bound(work, spec, mode, cold_bytes=cold_bytes or 0.0, threads=threads)
     return Prediction(max(terms.time_us, floor_us), terms.bound_by, terms)
-
-
-def predict_sequence(
-    works: Iterable[Work], spec: DeviceSpec, mode: Mode, *, backend: str | None = None
-) -> Prediction:
-    """Predicted time of kernels run one after the other (the unfused chain): the sum of their times.
-
-    ``parts`` holds the summed terms and ``bound_by`` the limit that accounts for most of the time.
-    """
-    predictions = [predict(work, spec, mode, backend=backend) for work in works]
-    share_us: dict[Literal["memory", "compute", "launch"], float] = {"memory": 0.0, "compute": 0.0, "launch": 0.0}
-    for prediction in predictions:
-        share_us[prediction.bound_by] += prediction.time_us
-    parts = Terms(
-        launch_us=sum(prediction.parts.launch_us for prediction in predictions),
-        host_us=sum(prediction.parts.host_us for prediction in predictions),
-        memory_us=sum(prediction.parts.memory_us for prediction in predictions),
-        compute_us=sum(prediction.parts.compute_us for prediction in predictions),
-        latency_us=sum(prediction.parts.latency_us for prediction in predictions),
-        write_us=sum(prediction.parts.write_us for prediction in predictions),
-        serial_us=sum(prediction.parts.serial_us for prediction in predictions),
-    )
-    total_us = sum(prediction.time_us for prediction in predictions)
-    return Prediction(total_us, max(share_us, key=lambda limit: share_us[limit]), parts)
 
 
 def lower_bound(

@@ -94,10 +94,6 @@ class GraphError(FuseplanError):
     """A hand-built graph that cannot be run: a value nobody produces, a cycle, an argument the op does not take."""
 
 
-class DatabaseError(FuseplanError):
-    """The tuning database cannot be opened, read or written."""
-
-
 class CompilerMissingError(FuseplanError):
     """No kernel back end can run on this machine: on a CPU, there is no C++ compiler."""
 

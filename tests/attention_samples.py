@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 def imitate_cuda(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[dict[str, Any]], str]) -> None:
     """As on a GPU where PyTorch computes each attention call with the backend that ``chosen`` names."""
     for module in (grouped_queries, attention_masks):
-        monkeypatch.setattr(module, "device_type", lambda _: "cuda")
+        monkeypatch.setattr(module, "trace_device", lambda _: "cuda")
         monkeypatch.setattr(module, "chosen_backend", chosen)
 
 

@@ -325,7 +325,7 @@ def said_badly(name: str, outcome: Ended) -> list[str]:
 
 def checked(path: Path, before: dict[str, str]) -> list[str]:
     with Database(path, "inspect") as database:
-        wrong = [f"{one.table}: {one.row}: {one.what}" for one in maintenance.verify(database)]
+        wrong = [f"{one.table}: {one.row}: {one.what}" for one in maintenance.verify_database(database)]
     now = stored(path)
     return wrong + [f"lost or changed: {key}" for key, value in before.items() if now.get(key) != value]
 

@@ -111,7 +111,7 @@ def make_database(folder: Path) -> None:
         ops = tuple(range(len(plan.region.ops)))
         work = Work({"fp32": 9.0}, 99.0, launches=1)
         sample = samples.ChoiceSample(ops, True, "cpp", "rms", "rms", "g", "kernel", work, 5.0)
-        samples.store(database, samples.RegionSamples(key, plan.record.label, ((0, 1),), 4, (sample,)))
+        samples.store_samples(database, samples.RegionSamples(key, plan.record.label, ((0, 1),), 4, (sample,)))
         for group in plan.record.groups:
             if group.kind == "fused":
                 own = replace(key, workload=group.workload)
@@ -119,7 +119,7 @@ def make_database(folder: Path) -> None:
                 database.put_record(replace(sound, evidence=replace(sound.evidence, versions=versions)))
                 database.log_trial(Trial(own, "cpp", dict(group.config), 5.0), versions)
     planned = [(plan.region, plan.record) for plan in plans]
-    summary.store(database, summary.summarise("small", "forward", graph, planned))
+    summary.store_summary(database, summary.summarise("small", "forward", graph, planned))
     database.log_miss(RecordKey("f" * 64, identity.key()), "gelu 7x13 float32", {"ops": ["aten.gelu.default"]})
     database.close()
     assert main.run(["db", "export", str(folder / "export.jsonl"), "--db", str(path)]) == 0
@@ -216,7 +216,7 @@ def _commands(seed: int, path: Path, folder: Path) -> tuple[bool, list[str]]:
 def _problems(path: Path) -> list[maintenance.Problem]:
     try:
         with Database(path, "inspect") as database:
-            return maintenance.verify(database)
+            return maintenance.verify_database(database)
     except DatabaseError as error:
         return [maintenance.Problem("file", "", str(error))]
 

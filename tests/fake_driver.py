@@ -147,7 +147,7 @@ class Machine:
         if self.native:
             native = dataclasses.replace(gpu_direct.find_native("cpu"), stream=self._stream_address)
             assert native.allocate and native.prepare is not None
-        return Launcher(gpu_direct.load_module(), self.driver, make, self._ask_stream, self.check_device, native)
+        return Launcher(gpu_direct.load_cubin(), self.driver, make, self._ask_stream, self.check_device, native)
 
     def _ask_stream(self, device: int) -> int:
         assert not self.native or self.stream_error

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from inline_executor import InlineExecutor
 from search_fakes import CPU, FakeBackend, FakeSubject, ShortTimer
 from worker_jobs import LIMIT
 
 from fuseplan.kernels.ir.backend import Backend
 from fuseplan.search.store.database import Database
 from fuseplan.search.tune.tuner import Budget, Tuner
-from fuseplan.search.workers.worker import InlineExecutor
 
 SUBJECT = FakeSubject()
 #: What ends a search is the trials, however busy the machine is.

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import networkx as nx
+from random_graphs import synthetic_kind
 
-from fuseplan.planner.bench.synthetic import synthetic_kind
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.backend import SM90, Backend, Config
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.kernels.triton import values
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Index, Size, evaluate, flatten, product, row_major_strides, symbol
 from fuseplan.kernels.ir.ir import (
     Apply,
@@ -27,7 +28,6 @@ from fuseplan.kernels.ir.ir import (
     validate,
 )
 from fuseplan.kernels.ir.ops import op_spec
-from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.kernels.ir.scalars import float32_bits
 
 

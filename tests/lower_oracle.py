@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from graphs import Builder, wide
+from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.ir import validate
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import _widened, chain_module, group_nodes
 from fuseplan.planner.lowering.lower import Lowered, lower

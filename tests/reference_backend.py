@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, Tunable
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.reference import run_reference
 
 
 @dataclass

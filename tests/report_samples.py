@@ -116,7 +116,7 @@ def sample_database(path: Path) -> Database:
         database.put_record(record)
     for one in (SWIGLU_PLAN, NORM_PLAN, ROPE_PLAN):
         database.put_plan(one)
-    summaries.store(database, workload("decode b1", REGIONS))
-    summaries.store(database, workload("prefill 1x128", REGIONS[:2]))
+    summaries.store_summary(database, workload("decode b1", REGIONS))
+    summaries.store_summary(database, workload("prefill 1x128", REGIONS[:2]))
     database.log_miss(RecordKey("f" * 64, DEVICE), "gelu 7x13 float32")
     return database

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import ir_samples as samples
 import pytest
 import torch
+from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target, Tunable, config_key
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.reference import run_reference, torch_dtype
 
 TARGET = Target("cpu", "native", 1)
 

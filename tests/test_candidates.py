@@ -12,8 +12,9 @@ from graph_oracle import Oracle, anything, make
 from graphs import Builder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from random_graphs import random_graph, synthetic_kind
 
-from fuseplan.planner.bench.synthetic import random_graph, synthetic_kind, transformer_graph
+from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import (
     Candidate,

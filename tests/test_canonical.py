@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -14,11 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_graph
 
 from fuseplan.kernels.ir.index import symbol
-from fuseplan.planner.bench.synthetic import random_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
-from fuseplan.planner.groups.canonical import CanonicalForm, canonical_form, workload_key
+from fuseplan.planner.groups.canonical import CanonicalForm, canonical_form
 from fuseplan.planner.groups.canonical_text import attribute_text
 
 
@@ -218,18 +219,6 @@ def test_symbols_are_renamed() -> None:
     assert canonical_form(square, square.graph).key != form.key
 
 
-def test_workload_key_binds_sizes_by_role() -> None:
-    form, other = (canonical_form(g, g.graph) for g in (symbolic("s0", "s1"), symbolic("s9", "s3")))
-    key = workload_key(form, {"s0": 3, "s1": 5}, regime="decode")
-    assert workload_key(other, {"s9": 3, "s3": 5}, regime="decode") == key
-    assert workload_key(other, {"s9": 5, "s3": 3}, regime="decode") != key
-    assert workload_key(form, {"s0": 3, "s1": 5}, regime="prefill") != key
-    assert workload_key(form, {"s0": 3, "s1": 5}) != key
-    assert workload_key(form) != workload_key(form, {"s0": 3, "s1": 5})
-    with pytest.raises(KeyError):
-        workload_key(form, {"s0": 3})
-
-
 def test_outputs_can_be_given() -> None:
     graph = small()
     assert canonical_form(graph, ["a", "b"]).outputs == canonical_form(graph, ["a", "b"], ["a", "b"]).outputs
@@ -271,12 +260,13 @@ def test_keys_are_the_same_in_every_process() -> None:
     """Python randomises ``hash`` per process; keys must not notice, nor change from release to release."""
     script = (
         "from fuseplan.planner.groups.canonical import canonical_form\n"
-        "from fuseplan.planner.bench.synthetic import random_graph\n"
+        "from random_graphs import random_graph\n"
         "g = random_graph(7, 60, order=3)\n"
         "print(canonical_form(g, g.graph).key)"
     )
     other = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "1"}
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "1"},
+        cwd=Path(__file__).parent,
     )
     graph = random_graph(7, 60, order=3)
     key = canonical_form(graph, graph.graph).key

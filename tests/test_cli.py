@@ -18,8 +18,9 @@ import torch
 from fuseplan.costmodel.device import Peak, current_identity
 from fuseplan.costmodel.probe import load
 from fuseplan.planner.bench import scaling
-from fuseplan.planner.cli import common, main
+from fuseplan.planner.cli import main
 from fuseplan.planner.tuning import session
+from fuseplan.planner.tuning.session import stored_spec
 from fuseplan.search.store.database import Database
 
 Run = Callable[..., tuple[int, str, str]]
@@ -199,7 +200,7 @@ def test_probe_prints_stores_and_plots(plan: Run, tmp_path: Path, monkeypatch: p
     assert "launch, eager" in out and str(db) in out
     assert plot.read_bytes().startswith(b"\x89PNG")
     with Database(db, mode="read") as database:
-        assert common.stored_spec(database, current_identity("cpu").key()) == measured
+        assert stored_spec(database, current_identity("cpu").key()) == measured
 
 
 def test_a_worse_probe_replaces_no_better_one(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,11 +217,11 @@ def test_a_worse_probe_replaces_no_better_one(plan: Run, db: Path, monkeypatch: 
     assert "peak fp32 50 Gop/s, stored 150" in err and "plan probe --force" in err and "stored in" not in out
     known = current_identity("cpu").key()
     with Database(db, mode="read") as database:
-        assert common.stored_spec(database, known) == stored
+        assert stored_spec(database, known) == stored
     status, out, err = plan("probe", "--force", "--device", "cpu", "--db", db)
     assert status == 0 and "stored in" in out
     with Database(db, mode="read") as database:
-        assert common.stored_spec(database, known) == worse
+        assert stored_spec(database, known) == worse
 
 
 def test_the_less_doubtful_of_two_probes_counts(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +231,7 @@ def test_the_less_doubtful_of_two_probes_counts(plan: Run, db: Path, monkeypatch
     status, _, err = plan("probe", "--device", "cpu", "--db", db)
     assert status == 0 and "doubtful" not in err
     with Database(db, mode="read") as database:
-        assert common.stored_spec(database, current_identity("cpu").key()) == quiet
+        assert stored_spec(database, current_identity("cpu").key()) == quiet
 
 
 def test_a_doubtful_probe_that_took_long_is_not_repeated(
@@ -248,7 +249,7 @@ def test_a_tune_on_a_busy_machine_says_so_and_shows_its_noise(
     plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tune = ("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db, "--trials", "1")
-    monkeypatch.setattr(load, "machine_load", lambda: load.Load(62.0, 2))
+    monkeypatch.setattr(load, "machine_load", lambda: load.MachineLoad(62.0, 2))
     status, out, err = plan(*tune)
     assert status == 0
     assert "62.0 on 2 cores" in err and "--again" in err and "noise of what was measured: " in out

@@ -14,7 +14,7 @@ import torch
 from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak, current_identity
 from fuseplan.costmodel.probe import cpu, cuda, streams
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming, peaks
-from fuseplan.costmodel.probe.load import Load, doubts, losses
+from fuseplan.costmodel.probe.load import MachineLoad, doubts, losses
 from fuseplan.costmodel.probe.measurements import Measurements
 from fuseplan.costmodel.probe.probe import probe
 from fuseplan.costmodel.probe.streams import Stream, _call, stream_sizes
@@ -168,7 +168,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeKernel]:
     for name, kernel in kernels.items():
         monkeypatch.setattr(probe_kernels, name, kernel)
     monkeypatch.setattr(cuda, "GraphTimer", ScriptedTimer)
-    monkeypatch.setattr(cuda, "HostTimer", ScriptedTimer)
+    monkeypatch.setattr(cuda, "HostCallTimer", ScriptedTimer)
     monkeypatch.setattr(cuda, "_DEVICE", "cpu")
     monkeypatch.setattr(cuda, "_matmul_size", lambda quick: 16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -279,7 +279,7 @@ def test_arithmetic_kernels_compile_to_the_instruction_they_time(name: str, dtyp
     ],
 )
 def test_load_and_noise_make_a_probe_doubtful(average: float, cores: int, noise: float, doubtful: list[str]) -> None:
-    found = list(doubts(noise, Load(average, cores)))
+    found = list(doubts(noise, MachineLoad(average, cores)))
     assert len(found) == len(doubtful) and all(word in line for word, line in zip(doubtful, found, strict=True))
 
 
@@ -292,14 +292,14 @@ def test_a_probe_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     )
     monkeypatch.setattr(cpu, "measure_cpu", lambda *_: order.append("measured") or quiet)
 
-    def load() -> Load:
+    def load() -> MachineLoad:
         order.append("asked")
-        return Load(62.0, 2)
+        return MachineLoad(62.0, 2)
 
     spec = probe("cpu", load=load)
     assert order == ["asked", "measured"]
     assert any("62.0 on 2 cores" in problem for problem in spec.problems)
-    assert not any("busy" in problem for problem in probe("cpu", load=lambda: Load(0.1, 2)).problems)
+    assert not any("busy" in problem for problem in probe("cpu", load=lambda: MachineLoad(0.1, 2)).problems)
 
 
 class SlowClock:
@@ -334,7 +334,7 @@ def test_a_cpu_probe_ends_in_time_however_slow_the_machine_is(monkeypatch: pytes
     monkeypatch.setattr(cpu, "_MATMUL_SIZES", (16, 32))
     steps: dict[str, float] = {}
     spec = probe(
-        "cpu", kernel_call=lambda: None, load=lambda: Load(0.0, 2), budget=TimeBudget.of(20.0, clock.seconds),
+        "cpu", kernel_call=lambda: None, load=lambda: MachineLoad(0.0, 2), budget=TimeBudget.of(20.0, clock.seconds),
         progress=lambda fraction, label: steps.update({label: clock.now_s}),
     )
     assert set(spec.launch) == {"eager", "kernel"} and {"fp32", "fp64", "sfu", "bf16_matmul"} <= set(spec.peaks)

@@ -20,7 +20,7 @@ from fuseplan.costmodel.device import (
     Latency,
     Peak,
 )
-from fuseplan.costmodel.roofline import lower_bound, predict, predict_sequence
+from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.work import FLOP_UNITS, Traffic, Work
 
 #: What a kernel on every multiprocessor of ``GPU`` (100, a kilobyte each) waits beyond one on a few: two of an
@@ -71,7 +71,6 @@ def test_launch_bound_counts_every_launch_once() -> None:
 def test_nothing_to_do_takes_no_time() -> None:
     assert predict(Work(), CPU, "eager").time_us == 0.0
     assert lower_bound(Work(), CPU, "eager") == 0.0
-    assert predict_sequence([], CPU, "eager").time_us == 0.0
 
 
 def test_large_footprints_move_at_memory_bandwidth() -> None:
@@ -256,16 +255,6 @@ def test_what_only_predicts_changes_no_bound_and_no_cpu() -> None:
     assert predict(more, CPU, "kernel") == predict(plain, CPU, "kernel")
 
 
-def test_sequence_is_the_sum_of_its_kernels() -> None:
-    a, b = Work(dram_bytes=1e6, launches=1), Work(dram_bytes=200.0, launches=1)
-    total = predict_sequence([a, b, b], CPU, "eager")
-    # (2 + 5) + 2 * (2 + 0.001): launches account for 4.002 us, memory for 7.
-    assert total.time_us == pytest.approx(11.002)
-    assert total.bound_by == "memory"
-    assert total.parts.launch_us == pytest.approx(6.0)
-    assert total.parts.memory_us == pytest.approx(5.002)
-
-
 def test_calibration_applies_to_its_backend_only() -> None:
     spec = CPU.with_calibration("cpp", Calibration(launch_scale=2.0, memory_scale=1.5, compute_scale=3.0))
     work = Work({"fp32": 1e5}, dram_bytes=1e6, launches=1)
@@ -273,7 +262,6 @@ def test_calibration_applies_to_its_backend_only() -> None:
     assert predict(work, spec, "kernel", backend="cpp").time_us == pytest.approx(9.5)
     assert predict(work, spec, "kernel", backend="triton").time_us == pytest.approx(6.0)
     assert predict(work, spec, "kernel").time_us == pytest.approx(6.0)
-    assert predict_sequence([work, work], spec, "kernel", backend="cpp").time_us == pytest.approx(19.0)
 
 
 def test_no_calibration_promises_more_than_the_hardware() -> None:

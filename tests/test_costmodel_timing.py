@@ -10,7 +10,7 @@ import torch
 
 from fuseplan.costmodel.probe import timing
 from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import GraphTimer, HostTimer, Timing, time_calls
+from fuseplan.costmodel.probe.timing import GraphTimer, HostCallTimer, Timing, time_calls
 
 
 class Clock:
@@ -37,14 +37,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_host_timer_averages_over_enough_calls(clock: Clock) -> None:
-    sampler = HostTimer(sample_us=100.0, repeats=3).prepare(clock.work)
+    sampler = HostCallTimer(sample_us=100.0, repeats=3).prepare(clock.work)
     before = clock.calls
     assert sampler(math.inf) == pytest.approx([2.0, 2.0, 2.0])
     assert clock.calls - before == 3 * 50  # 100 us / 2 us calls in each of 3 samples
 
 
 def test_host_timer_cuts_a_stalled_batch_short(clock: Clock) -> None:
-    sampler = HostTimer(sample_us=100.0, repeats=9).prepare(clock.work)
+    sampler = HostCallTimer(sample_us=100.0, repeats=9).prepare(clock.work)
     clock.cost_us = 40.0  # 50 calls now take 2000 us; 4 * 100 * 9 = 3600 us are gone after two samples
     assert sampler(math.inf) == pytest.approx([40.0] * 3)
 
@@ -58,7 +58,7 @@ def test_host_timer_asks_a_busy_processor_no_longer_than_it_waits_for_samples(cl
         clock.now_us += 2000.0
         return False
 
-    sampler = HostTimer(sample_us=100.0, repeats=9, steady=steady).prepare(clock.work)
+    sampler = HostCallTimer(sample_us=100.0, repeats=9, steady=steady).prepare(clock.work)
     assert sampler(math.inf) == pytest.approx([2.0] * 3)
     assert len(asked) == 4
 
@@ -70,7 +70,7 @@ def test_host_timer_counts_the_wait_for_the_device(clock: Clock) -> None:
         waits.append(clock.now_us)
         clock.now_us += 10.0
 
-    sampler = HostTimer(sample_us=100.0, repeats=1, finish=finish, max_calls=10).prepare(clock.work)
+    sampler = HostCallTimer(sample_us=100.0, repeats=1, finish=finish, max_calls=10).prepare(clock.work)
     before = clock.calls
     # 10 calls of 2 us and one wait of 10 us inside the sample (the one before it is outside): 30 / 10.
     assert sampler(math.inf) == pytest.approx([3.0])
@@ -240,7 +240,7 @@ def test_calls_are_timed_within_their_budget(clock: Clock, cost_us: float, askin
         return False
 
     budget = budget_of(clock, 2.0)
-    timings = time_calls(dict.fromkeys(range(7), clock.work), HostTimer(500.0, 9, steady=steady), budget=budget)
+    timings = time_calls(dict.fromkeys(range(7), clock.work), HostCallTimer(500.0, 9, steady=steady), budget=budget)
     assert [timing.typical_us for timing in timings.values()] == pytest.approx([cost_us] * 7)
     assert clock.now_us <= 2e6 + 7 * 3 * max(cost_us, 500.0) + asking_us
     assert bool(budget.short) == (clock.now_us >= 2e6)
@@ -251,7 +251,7 @@ def test_enough_time_changes_nothing(clock: Clock) -> None:
     spent = []
     for budget in (TimeBudget(math.inf), budget_of(clock, 1.0)):
         began_us = clock.now_us
-        assert time_calls(calls, HostTimer(100.0, 3), budget=budget)[4] == Timing(2.0, 2.0, 0.0)
+        assert time_calls(calls, HostCallTimer(100.0, 3), budget=budget)[4] == Timing(2.0, 2.0, 0.0)
         assert budget.short == []
         spent.append(clock.now_us - began_us)
     assert spent[0] == spent[1]
@@ -259,7 +259,7 @@ def test_enough_time_changes_nothing(clock: Clock) -> None:
 
 def test_without_time_the_first_calls_get_one_sample_and_the_others_none(clock: Clock) -> None:
     budget = budget_of(clock, 0.0).part(1.0, "memory bandwidth")
-    timings = time_calls(dict.fromkeys(range(5), clock.work), HostTimer(2.0, 9), budget=budget, least=2)
+    timings = time_calls(dict.fromkeys(range(5), clock.work), HostCallTimer(2.0, 9), budget=budget, least=2)
     assert timings == {0: Timing(2.0, 2.0, 1.0), 1: Timing(2.0, 2.0, 1.0)}  # nothing confirms a single sample
     assert clock.calls == 2 * (2 + 1)
     assert budget.short == ["memory bandwidth"]

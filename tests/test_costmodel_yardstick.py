@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fuseplan.costmodel.nominal import nominal_us
-from fuseplan.costmodel.probe.timing import HostTimer
+from fuseplan.costmodel.probe.timing import HostCallTimer
 from fuseplan.costmodel.probe.yardstick import Yardstick, processor_yardstick
 from fuseplan.costmodel.work import Work
 
@@ -123,12 +123,12 @@ def test_the_probe_leaves_unsteady_samples_out() -> None:
     answers = iter([True, True, False, False, True, True, True, True, True, True] + [True] * 100)
     times = iter([1.0, 1.0] + [1.0] * 3 + [7.0] * 1000)
     # Samples that long never run out of patience, however busy this machine is.
-    timer = HostTimer(sample_us=1e9, repeats=3, max_calls=1, steady=lambda limit_us: next(answers))
+    timer = HostCallTimer(sample_us=1e9, repeats=3, max_calls=1, steady=lambda limit_us: next(answers))
     taken: list[float] = []
     object.__setattr__(timer, "_run", lambda call, calls: taken.append(next(times)) or taken[-1])
     assert len(timer._batch(lambda: None, 1, math.inf)) == 3
     assert len(taken) > 3
-    never = HostTimer(sample_us=1.0, repeats=3, max_calls=1, steady=lambda limit_us: False)
+    never = HostCallTimer(sample_us=1.0, repeats=3, max_calls=1, steady=lambda limit_us: False)
     assert len(never.prepare(lambda: None)(math.inf)) >= 3
 
 

@@ -13,6 +13,7 @@ import torch
 from graphs import Builder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_reference import run_reference
 from recipe_samples import recipe_samples
 
 from fuseplan.kernels.cpp.backend import CppBackend
@@ -20,7 +21,6 @@ from fuseplan.kernels.cpp.types import STORAGE_TYPE
 from fuseplan.kernels.ir.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.planner.lowering.lower import lower
 
 REASON = CppBackend().unavailable()

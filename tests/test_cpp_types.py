@@ -10,7 +10,7 @@ import pytest
 import sympy
 
 from fuseplan.kernels.cpp.emitter import prelude
-from fuseplan.kernels.cpp.text import constant_text, size_text
+from fuseplan.kernels.cpp.text import constant_text, cpp_size
 from fuseplan.kernels.cpp.types import assign_registers, index_bounds
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.index import Index, symbol
@@ -92,7 +92,7 @@ def test_bounds_of_an_index() -> None:
     ],
 )
 def test_sizes_evaluate_to_the_same_number(size: object, text: str | None) -> None:
-    written = size_text(size, {"n": "s0"})
+    written = cpp_size(size, {"n": "s0"})
     assert text is None or written == text
     for value in (2, 4, 10):
         expected = size if isinstance(size, int) else int(sympy.sympify(size).subs(N, value))
@@ -102,7 +102,7 @@ def test_sizes_evaluate_to_the_same_number(size: object, text: str | None) -> No
 
 def test_an_unspellable_size_is_refused() -> None:
     with pytest.raises(BuildError, match="size expression"):
-        size_text(sympy.floor(N / 3), {"n": "n0"})
+        cpp_size(sympy.floor(N / 3), {"n": "n0"})
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_forked_process_opens_its_own(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["t.db"]  # closed at exit
     with Database(path) as again:
-        assert maintenance.verify(again) == []
+        assert maintenance.verify_database(again) == []
         assert {record.key.workload for record in again.records()} == {"parent", "child", "after"}
 
 
@@ -127,4 +127,4 @@ def test_two_processes_write_one_new_database(path: Path) -> None:
     assert len(workloads) == 81
     assert len(database.trials(tuning("shared").key)) == 80
     assert database.misses()[0]["count"] == 80
-    assert maintenance.verify(database) == []
+    assert maintenance.verify_database(database) == []

@@ -203,7 +203,7 @@ def test_what_does_not_fit_into_memory_is_unread(db: Database, path: Path, capsy
     try:
         with pytest.warns(UserWarning, match="out of memory; going on without it"):
             assert readers[0].get_record(tuning().key).status == "miss"
-        assert "out of memory" in maintenance.verify(readers[1])[0].what
+        assert "out of memory" in maintenance.verify_database(readers[1])[0].what
         with pytest.raises(DatabaseError, match="out of memory"):
             db.put_record(tuning())
         assert main.run(["db", "ls", "--db", str(path)]) == 2
@@ -222,10 +222,10 @@ def test_an_altered_row_is_reported_and_ignored(db: Database, path: Path) -> Non
     with pytest.warns(UserWarning, match=r"damaged row 'swiglu w1' of tuning_records \(checksum"):
         assert db.get_record(tuning("w1").key).status == "miss"
     assert db.get_record(tuning("w2").key).status == "hit"
-    problems = maintenance.verify(db)
+    problems = maintenance.verify_database(db)
     assert [(problem.table, problem.what) for problem in problems] == [("tuning_records", "checksum does not match")]
-    assert maintenance.prune(db)["tuning_records"] == 1
-    assert maintenance.verify(db) == []
+    assert maintenance.prune_database(db)["tuning_records"] == 1
+    assert maintenance.verify_database(db) == []
 
 
 def test_another_schema_version_is_left_alone(db: Database, path: Path) -> None:

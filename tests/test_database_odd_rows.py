@@ -94,7 +94,7 @@ def check_that_they_cost_only_themselves(
             assert "sound" in reader.captures("")
             assert len(reader.misses()) >= 1
             assert reader.trials(tuning("sound").key)
-            assert sorted(problem.table for problem in maintenance.verify(reader)) == sorted(damaged)
+            assert sorted(problem.table for problem in maintenance.verify_database(reader)) == sorted(damaged)
     db = ["--db", str(path)]
     exported = tmp_path / "out.jsonl"
     for command, status in (
@@ -177,7 +177,7 @@ def test_what_cannot_have_been_written_is_damage(
     change(data)
     spoil(path, table, "'" + json.dumps(data).replace("'", "''") + "'")
     with Database(path, "inspect") as database:
-        (problem,) = maintenance.verify(database)
+        (problem,) = maintenance.verify_database(database)
     assert problem.table == table
     assert re.search(message, problem.what)
     check_that_they_cost_only_themselves(path, {table}, tmp_path, capfd)

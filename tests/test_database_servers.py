@@ -18,7 +18,7 @@ from fuseplan.planner.cli import main
 from fuseplan.search.errors import DatabaseError
 from fuseplan.search.store import database, location, maintenance, tables, transfer
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.location import describe, resolve_url, without_secrets
+from fuseplan.search.store.location import location_name, resolve_url, without_secrets
 
 SECRET = "hunter2hunter2"
 #: An empty database to try on, such as postgresql+psycopg://user:password@127.0.0.1/name; its tables are dropped.
@@ -71,7 +71,7 @@ def test_no_password_is_printed(
 def test_a_drivers_message_is_shown_without_the_secret() -> None:
     url = resolve_url(f"postgresql://fleet:{SECRET}@host/name?password=p%40ss")
     assert without_secrets(f"not {SECRET}, nor p@ss\x1b[2J", url) == "not ***, nor ***\\x1b[2J"
-    assert describe(url) == "postgresql://fleet:***@host/name?password=***"
+    assert location_name(url) == "postgresql://fleet:***@host/name?password=***"
 
 
 @pytest.mark.parametrize("name", ["a:b@c.db", "/tmp/x/a:b@c.db", "key=1.db", "weights.db"])
@@ -175,12 +175,12 @@ def test_records_plans_and_maintenance_on_a_server(server: str, tmp_path: Path) 
     with Database(server, versions=HERE) as db:
         db.put_record(tuning())
         db.put_plan(plan())
-        assert maintenance.verify(db) == []
+        assert maintenance.verify_database(db) == []
         assert transfer.export(db, tmp_path / "out.jsonl") == 2
         with db.writing() as connection:
             connection.execute(text("update tuning_records set payload = '{}'"))
-        assert [problem.table for problem in maintenance.verify(db)] == ["tuning_records"]
-        assert maintenance.prune(db)["tuning_records"] == 1
+        assert [problem.table for problem in maintenance.verify_database(db)] == ["tuning_records"]
+        assert maintenance.prune_database(db)["tuning_records"] == 1
         assert db.get_plan(plan().key).hit == plan()
 
 

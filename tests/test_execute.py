@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graph_runs import run_graph
 
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.planner.errors import ShapeError, UnknownOpError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
-from fuseplan.planner.graph.execute import bind_call, resolve_op, run_graph, run_node
+from fuseplan.planner.graph.execute import bind_call, resolve_op, run_node
 
 F32 = TensorSpec.contiguous((2, 3), "float32")
 

@@ -12,7 +12,7 @@ import report_samples as samples
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.patterns.table import pattern_graph
-from fuseplan.planner.report.explain import explain, sources
+from fuseplan.planner.report.explain import explain_plan, sources
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
@@ -29,7 +29,7 @@ def session(tmp_path: Path) -> Session:
 
 
 def _words(session: Session, graph: DataflowGraph, plan: GraphPlan) -> str:
-    return "\n".join(explain(session, "decode 1", graph, plan))
+    return "\n".join(explain_plan(session, "decode 1", graph, plan))
 
 
 def _two_regions() -> DataflowGraph:

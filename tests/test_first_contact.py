@@ -12,7 +12,7 @@ import report_samples as samples
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.cli import main
 from fuseplan.planner.tuning import session
-from fuseplan.planner.tuning.recheck import Rechecked, verdict
+from fuseplan.planner.tuning.recheck import Rechecked, recheck_verdict
 from fuseplan.search.store import layered, transfer
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.documents import stored
@@ -135,12 +135,12 @@ def checked(stored_us: float, measured_us: float | None, failure: str = "") -> R
     ],
 )
 def test_the_verdict_gives_the_ratio_and_what_to_do(ratios: tuple[float, ...], words: list[str]) -> None:
-    line = verdict(checked(10.0, 10.0 * ratio) for ratio in ratios)
+    line = recheck_verdict(checked(10.0, 10.0 * ratio) for ratio in ratios)
     assert "\n" not in line and all(word in line for word in words), line
 
 
 def test_the_verdict_names_a_kernel_that_fails_here() -> None:
-    line = verdict([checked(10.0, 10.0), checked(10.0, None, "wrong result")])
+    line = recheck_verdict([checked(10.0, 10.0), checked(10.0, None, "wrong result")])
     assert "1 failed here (silu 3x8: wrong result)" in line and "--no-shipped" in line
-    assert verdict([]) == ""
+    assert recheck_verdict([]) == ""
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from graphs import Builder
+from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.gathers import gathered_elements, index_limits, tables, value_axes
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import ITEMSIZE, Load, Segment, validate
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.implementations.sample_inputs import MOST_TABLE_ROWS, sample_inputs

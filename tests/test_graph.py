@@ -6,9 +6,10 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_graph
 
 from fuseplan.kernels.ir.index import symbol
-from fuseplan.planner.bench.synthetic import random_graph, transformer_graph
+from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 
 

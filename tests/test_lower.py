@@ -9,11 +9,11 @@ import torch
 from graphs import Builder
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from kernel_reference import run_reference
 from lower_oracle import check, compute_ops, rms_norm
 
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.ir.ir import Load, Reduce, Round
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.lowering.lower import NotLowerable, lower

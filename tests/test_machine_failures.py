@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import report_samples as samples
 from fake_tuner import SUBJECT, tuner
+from inline_executor import InlineExecutor
 from search_fakes import FakeBackend
 
 from fuseplan.costmodel.device import current_identity
@@ -23,7 +24,7 @@ from fuseplan.planner.cli import main
 from fuseplan.planner.partition.by_measurement import Decided, MeasuredRegion
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError
 from fuseplan.search.store.database import Database
-from fuseplan.search.workers.worker import InlineExecutor, WorkerPool
+from fuseplan.search.workers.worker import WorkerPool
 
 Run = Callable[..., tuple[int, str, str]]
 LONG_AGO = "2020-01-01T00:00:00+00:00"

@@ -38,16 +38,16 @@ def test_listing_shows_answers_and_staleness(db: Database) -> None:
     assert set(frame["stale"]) == {"triton"}
     assert set(maintenance.ls(db)["stale"]) == {""}
     assert len(maintenance.ls(Database("sqlite://"))) == 0
-    assert [item.key.workload for item in maintenance.show(db, "w")] == ["w1", "w2"]
-    assert maintenance.show(db, "layer") == [plan()]
+    assert [item.key.workload for item in maintenance.show_record(db, "w")] == ["w1", "w2"]
+    assert maintenance.show_record(db, "layer") == [plan()]
 
 
 def test_verify_finds_nothing_in_a_sound_database(db: Database, path: Path) -> None:
     db.put_record(tuning())
     db.put_plan(plan())
     db.put_device("a", SPEC)
-    assert maintenance.verify(db) == []
-    absent = maintenance.verify(Database(path.parent / "absent.db", mode="read"))
+    assert maintenance.verify_database(db) == []
+    absent = maintenance.verify_database(Database(path.parent / "absent.db", mode="read"))
     assert [(problem.table, problem.what[:27]) for problem in absent] == [("file", "there is no tuning database")]
 
 
@@ -58,14 +58,14 @@ def test_verify_names_damage(db: Database, path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as raw, raw:
         raw.execute("update tuning_records set payload = ?, checksum = ?", (foreign, codec.checksum(foreign)))
         raw.execute("update devices set payload = '{}'")
-    found = {problem.table: problem.what for problem in maintenance.verify(db)}
+    found = {problem.table: problem.what for problem in maintenance.verify_database(db)}
     assert "missing fields" in found["tuning_records"]
     assert found["devices"] == "checksum does not match"
     for n in range(20):
         db.put_record(tuning(f"w{n}"))
     db.close()
     damage_pages(path)
-    assert any(problem.table == "file" for problem in maintenance.verify(db))
+    assert any(problem.table == "file" for problem in maintenance.verify_database(db))
 
 
 def test_prune_deletes_only_what_is_asked(db: Database) -> None:
@@ -78,10 +78,10 @@ def test_prune_deletes_only_what_is_asked(db: Database) -> None:
     db.log_trial(Trial(tuning("old").key, "cpp", {"threads": 1}, 1.0), HERE)
     db.forget_trials(tuning("old").key)
     db.log_miss(RecordKey("m", "d"))
-    assert set(maintenance.prune(db, trials=False).values()) == {0}
-    pruned = maintenance.prune(db, keep_versions=HERE)
+    assert set(maintenance.prune_database(db, trials=False).values()) == {0}
+    pruned = maintenance.prune_database(db, keep_versions=HERE)
     assert {table: count for table, count in pruned.items() if count} == {"tuning_records": 1, "trials": 1}
-    assert maintenance.prune(db, device="gpu-b", misses=True)["misses"] == 1
+    assert maintenance.prune_database(db, device="gpu-b", misses=True)["misses"] == 1
     assert [record.key.workload for record in db.records()] == ["here"]
     assert len(db.trials(tuning("open").key)) == 1
     assert len(list(db.plans())) == 1
@@ -97,5 +97,5 @@ def test_prune_deletes_only_what_is_asked(db: Database) -> None:
 def test_configurations_that_no_kernel_has_are_named(db: Database, backend: str, config: dict[str, int | str]) -> None:
     db.put_record(tuning("w1", backend=backend, config=config))
     db.put_record(tuning("w2", backend="later", config=config))
-    (problem,) = maintenance.verify(db)
+    (problem,) = maintenance.verify_database(db)
     assert problem.table == "tuning_records" and f"no kernel of {backend}" in problem.what

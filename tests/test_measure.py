@@ -12,8 +12,8 @@ from search_fakes import CLOCK, VirtualTimer
 
 from fuseplan.search.timing import contest as contest_module
 from fuseplan.search.timing import measure
-from fuseplan.search.timing.contest import Contest, contest, geometric_mean, paired_noise
-from fuseplan.search.timing.measure import rotating_operands, screen, summarise
+from fuseplan.search.timing.contest import Contest, contest, mean_contest, paired_noise
+from fuseplan.search.timing.measure import measurement_of, rotating_operands, screen
 from fuseplan.search.timing.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
 
 
@@ -68,11 +68,11 @@ def test_long_calls_are_timed_one_by_one() -> None:
 
 def test_summary_is_median_and_interquartile_range() -> None:
     samples = [5.0, 1.0, 9.0, 3.0, 7.0]
-    found = summarise(samples, "eager", rounds=5, noise=0.02)
+    found = measurement_of(samples, "eager", rounds=5, noise=0.02)
     assert found.median_us == statistics.median(samples)
     assert found.spread_us == 7.0 - 3.0
     assert (found.samples, found.rounds, found.noise) == (5, 5, 0.02)
-    assert summarise([4.0], "graph").spread_us == 0.0
+    assert measurement_of([4.0], "graph").spread_us == 0.0
 
 
 def test_contest_interleaves_and_pairs() -> None:
@@ -336,7 +336,7 @@ def test_cuda_timers_rank_by_size(regime: str) -> None:
 def test_two_conditions_count_alike() -> None:
     hot = Contest({"a": (4.0, 6.0, 4.0, 6.0), "b": (10.0,) * 4, "unfused": (99.0,) * 4}, 0.03, "graph")
     cold = Contest({"b": (10.0, 10.0), "a": (20.0, 45.0)}, 0.04, "cold")
-    both = geometric_mean(hot, cold)
+    both = mean_contest(hot, cold)
     # Pairs of the longer run's rounds are averaged: 5 and 5; sqrt(5 * 20) = 10, sqrt(5 * 45) = 15.
     assert both.samples == {"a": pytest.approx((10.0, 15.0)), "b": pytest.approx((10.0, 10.0))}
     assert both.noise == pytest.approx(0.025)  # of a square root of a product: half, added as independent errors
@@ -347,11 +347,11 @@ def test_two_conditions_count_alike() -> None:
 def test_a_mean_does_not_hide_a_loss_under_one_condition(cold_us: float, wins: bool) -> None:
     hot = Contest({"default": (10.0,) * 9, "tuned": (5.0,) * 9}, 0.0, "graph")
     cold = Contest({"default": (10.0,) * 9, "tuned": (cold_us,) * 9}, 0.0, "cold")
-    both = geometric_mean(hot, cold)
+    both = mean_contest(hot, cold)
     assert both.gain("tuned", "default") > 0.2
     assert both.accepts("tuned", "default") is wins
     assert both.winner("default", ["tuned"]) == ("tuned" if wins else "default")
-    noisy = geometric_mean(hot, replace(cold, noise=0.3))
+    noisy = mean_contest(hot, replace(cold, noise=0.3))
     assert noisy.accepts("tuned", "default")
 
 
@@ -360,7 +360,7 @@ def test_of_two_that_lose_nowhere_the_better_mean_wins(order: tuple[str, str]) -
     """The best loses to a modest one under one condition, but not to the incumbent: it is no tie."""
     hot = Contest({"default": (10.0,) * 9, "modest": (10.0,) * 9, "best": (6.0,) * 9}, 0.0, "graph")
     cold = Contest({"default": (10.0,) * 9, "modest": (9.6,) * 9, "best": (10.0,) * 9}, 0.0, "cold")
-    both = geometric_mean(hot, cold)
+    both = mean_contest(hot, cold)
     assert both.accepts("modest", "default") and both.accepts("best", "default")
     assert not both.accepts("best", "modest")
     assert both.winner("default", order) == "best"
@@ -374,7 +374,7 @@ def test_of_almost_equal_means_the_one_that_loses_least_under_any_condition_wins
         Contest({name: (pair[at],) * 9 for name, pair in times.items()}, 0.0, regime)
         for at, regime in enumerate(("graph", "cold"))
     )
-    both = geometric_mean(hot, cold)
+    both = mean_contest(hot, cold)
     assert both.accepts("best", "default") and both.gain("best", "steady") > -0.01
     assert both.winner("default", ["cold", "best", "steady"]) == winner
 
@@ -382,7 +382,7 @@ def test_of_almost_equal_means_the_one_that_loses_least_under_any_condition_wins
 def test_averages_cover_every_round() -> None:
     uneven = Contest({"a": (1.0, 2.0, 3.0, 4.0, 5.0)}, 0.0, "graph")
     other = Contest({"a": (1.0, 1.0)}, 0.0, "cold")
-    assert geometric_mean(uneven, other).samples["a"] == pytest.approx((1.5**0.5, 2.0))
+    assert mean_contest(uneven, other).samples["a"] == pytest.approx((1.5**0.5, 2.0))
 
 
 def test_samples_beside_an_unsteady_processor_count_as_disturbed() -> None:

@@ -15,7 +15,7 @@ import pytest
 from fuseplan.kernels.gpu.build import ModuleStore
 from fuseplan.kernels.native import own_folder as module
 from fuseplan.kernels.native.build import Compiler, build_library, find_compiler
-from fuseplan.kernels.native.own_folder import exposed, own_folder
+from fuseplan.kernels.native.own_folder import is_exposed, own_folder
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,9 @@ def test_another_user_s_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.M
     wanted.mkdir(mode=0o700)
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert f"belongs to user {me}" in str(exposed(wanted))
+    assert f"belongs to user {me}" in str(is_exposed(wanted))
     monkeypatch.undo()
-    assert exposed(wanted) is None and exposed(wanted / "gone") is not None
+    assert is_exposed(wanted) is None and is_exposed(wanted / "gone") is not None
 
 
 # -- what is loaded ---------------------------------------------------------------------------------------

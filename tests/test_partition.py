@@ -11,8 +11,8 @@ import pytest
 from graph_oracle import Oracle, anything, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_graph, synthetic_kind
 
-from fuseplan.planner.bench.synthetic import random_graph, synthetic_kind
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates
 from fuseplan.planner.groups.choices import Choice, RegionProblem, region_problem

@@ -23,7 +23,7 @@ from fuseplan.planner.implementations.subject import group_subject, random_tenso
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.table import PATTERNS, parse_shape, pattern, pattern_graph
 from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler
-from fuseplan.search.timing.verify import make_oracle, verify
+from fuseplan.search.timing.verify import check_result, make_oracle
 
 Tensor = torch.Tensor
 REASON = CppBackend().unavailable()
@@ -229,7 +229,7 @@ def test_the_cpp_kernels_of_a_pattern_are_right(name: str, cpp: CppBackend) -> N
         subject = group_subject(graph, ops, region.key)
         assert cpp.refuse(subject.ir, CPU) is None
         kernel = cpp.load(subject.ir, cpp.default_config(subject.ir, CPU), CPU)
-        verdict = verify(kernel, subject, make_oracle(subject, 0, "cpu"), "cpu")
+        verdict = check_result(kernel, subject, make_oracle(subject, 0, "cpu"), "cpu")
         assert verdict.ok, verdict.reason
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from graphs import Builder, wide
+from kernel_reference import run_reference
 
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.planner.graph.dataflow import Ref
 from fuseplan.planner.implementations.subject import _widened, chain_module, group_nodes
 from fuseplan.planner.lowering.lower import lower

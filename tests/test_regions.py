@@ -8,8 +8,9 @@ from graph_oracle import Oracle, make
 from graphs import Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import random_graph, synthetic_kind
 
-from fuseplan.planner.bench.synthetic import random_graph, synthetic_kind, transformer_graph
+from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.groups import compute_graph as flow_module
 from fuseplan.planner.groups.compute_graph import flow_of

@@ -93,7 +93,7 @@ def test_records_without_a_summary_still_make_a_report(data: ReportData) -> None
 
 def test_names_carry_the_model_when_there_are_several(tmp_path: Path) -> None:
     with samples.sample_database(tmp_path / "tuning.db") as database:
-        summary.store(database, samples.workload("decode b1", samples.REGIONS[:1], model="other"))
+        summary.store_summary(database, samples.workload("decode b1", samples.REGIONS[:1], model="other"))
         everything = load_report(database, samples.DEVICE)
         assert "other decode b1" in frames.coverage_frame(everything)["workload"].tolist()
         assert load_report(database, samples.DEVICE, model="other").plans.keys() == {samples.SWIGLU_PLAN.key}
@@ -101,9 +101,9 @@ def test_names_carry_the_model_when_there_are_several(tmp_path: Path) -> None:
 
 def test_shortened_models_belong_to_their_model(tmp_path: Path) -> None:
     with samples.sample_database(tmp_path / "tuning.db") as database:
-        summary.store(database, samples.workload("decode b16", samples.REGIONS, model="llama:2L"))
-        summary.store(database, samples.workload("decode b2", samples.REGIONS, model="llama"))
-        found = summary.load(database, samples.DEVICE, "llama")
+        summary.store_summary(database, samples.workload("decode b16", samples.REGIONS, model="llama:2L"))
+        summary.store_summary(database, samples.workload("decode b2", samples.REGIONS, model="llama"))
+        found = summary.load_summaries(database, samples.DEVICE, "llama")
         names = [(one.model, one.workload) for one in found]
         assert names == [
             ("llama", "decode b1"), ("llama", "decode b2"), ("llama", "prefill 1x128"), ("llama:2L", "decode b16"),
@@ -197,10 +197,10 @@ def test_summarise_counts_repeated_regions_once(tmp_path: Path) -> None:
     assert (made.ops, made.views, made.externs, made.computes) == (5, 0, 1, 4)
     assert made.extern_ops == {"aten.linear.default": 1}
     with samples.sample_database(tmp_path / "tuning.db") as database:
-        summary.store(database, made)
-        assert summary.load(database, samples.DEVICE, "toy") == (made,)
+        summary.store_summary(database, made)
+        assert summary.load_summaries(database, samples.DEVICE, "toy") == (made,)
         database.put_capture("summary/damaged", {"model": "toy"})
-        assert summary.load(database, samples.DEVICE, "toy") == (made,)
+        assert summary.load_summaries(database, samples.DEVICE, "toy") == (made,)
     with pytest.raises(ValueError, match="no region"):
         summary.summarise("toy", "decode 1", graph, [])
 

@@ -118,11 +118,11 @@ def test_nothing_measured_gives_empty_frames() -> None:
 def test_samples_survive_the_database(tmp_path: Path) -> None:
     with Database(tmp_path / "t.db") as database:
         for one in REGIONS:
-            stored.store(database, one)
-        stored.store(database, replace(REGIONS[0], key=RecordKey("key0", "dev", "eager")))
-        assert stored.load(database, "dev", "graph") == tuple(sorted(REGIONS, key=lambda one: one.label))
-        assert len(stored.load(database, "dev")) == 11
-        assert stored.load(database, "other") == ()
+            stored.store_samples(database, one)
+        stored.store_samples(database, replace(REGIONS[0], key=RecordKey("key0", "dev", "eager")))
+        assert stored.load_samples(database, "dev", "graph") == tuple(sorted(REGIONS, key=lambda one: one.label))
+        assert len(stored.load_samples(database, "dev")) == 11
+        assert stored.load_samples(database, "other") == ()
 
 
 def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
         tuner = ScriptedTuner(database, lambda subject: 4.0)
         planner = Planner(database, None, "dev", TARGET, (ReferenceBackend(),), tuner=tuner)  # type: ignore[arg-type]
         plan = planner.plan_graph(graph).regions[0]
-        (found,) = stored.load(database, "dev")
+        (found,) = stored.load_samples(database, "dev")
         assert found.key == plan.record.key
         assert {(one.ops, one.fused) for one in found.samples} >= {((0,), False), ((1,), False), ((0, 1), True)}
         assert found.edges == ((0, 1),)
@@ -147,6 +147,6 @@ def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
 def test_samples_that_nothing_can_have_measured_are_left_out(change: dict[str, Any], tmp_path: Path) -> None:
     sound, odd = region(1, 1e5), region(2, 1e6)
     with Database(tmp_path / "tuning.db") as database:
-        stored.store(database, sound)
-        stored.store(database, replace(odd, samples=(replace(odd.samples[0], **change), *odd.samples[1:])))
-        assert stored.load(database, "dev") == (sound,)
+        stored.store_samples(database, sound)
+        stored.store_samples(database, replace(odd, samples=(replace(odd.samples[0], **change), *odd.samples[1:])))
+        assert stored.load_samples(database, "dev") == (sound,)

@@ -7,10 +7,10 @@ import math
 import ir_samples as samples
 import pytest
 import torch
+from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment, validate
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic, collapse_axes, without_repeated_clamps
 from fuseplan.kernels.ir.split import split_columns
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from graphs import Builder
+from kernel_reference import run_reference
 from lower_oracle import compute_ops, rms_norm
 
-from fuseplan.kernels.ir.reference import run_reference
-from fuseplan.planner.implementations.group_work import chain_work, kernel_work
+from fuseplan.planner.implementations.group_work import kernel_work, op_work
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.lowering.lower import lower
 
@@ -27,7 +27,7 @@ def test_work_is_counted_exactly() -> None:
     # fp32: max 24, subtraction 24, sum 24, multiply 24 twice; sfu: exp 24, one reciprocal a row.
     assert work.flops == {"fp32": 120.0, "sfu": 27.0}
     assert work.launches == 1
-    unfused = chain_work(graph, [node.name for node in graph])
+    unfused = [op_work(graph, node.name) for node in graph]
     assert [part.dram_bytes for part in unfused] == [192, 96 + 32 + 96]
 
 

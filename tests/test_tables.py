@@ -108,7 +108,7 @@ def test_errors_of_the_driver_are_sorted() -> None:
         "database is locked": DatabaseError,
     }
     for text, kind in cases.items():
-        error = tables.explain(sqlalchemy_error(text), engine)
+        error = tables.database_error(sqlalchemy_error(text), engine)
         assert type(error) is kind
         assert text in str(error)
 

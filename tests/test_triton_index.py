@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuseplan.kernels.gpu.tile import Blocks, ceil_div, evaluate_blocks, next_power_of_2
 from fuseplan.kernels.ir.index import Index, flatten, symbol
 from fuseplan.kernels.ir.ir import Const, Segment
-from fuseplan.kernels.triton.index import Coordinates, size_text
+from fuseplan.kernels.triton.index import Coordinates, triton_size
 
 
 def segment(rows: tuple[int, ...], cols: int) -> Segment:
@@ -80,12 +80,12 @@ def test_rows_walked_as_one_need_no_division() -> None:
 def test_sizes_are_integer_arithmetic() -> None:
     n, m = symbol("n"), symbol("m")
     size = 3 * n * n + n * m + 5
-    text = size_text(size)
+    text = triton_size(size)
     assert eval(text, {}, {"n_n": 7, "n_m": 11}) == 3 * 49 + 77 + 5
-    assert size_text(12) == "12"
-    assert eval(size_text(Blocks(n * 4, 16)), {}, {"n_n": 9}) == 3
+    assert triton_size(12) == "12"
+    assert eval(triton_size(Blocks(n * 4, 16)), {}, {"n_n": 9}) == 3
     with pytest.raises(ValueError, match="not an integer"):
-        size_text(n / 2)
+        triton_size(n / 2)
 
 
 def test_blocks_are_counted_once_sizes_are_known() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_tuner import BUDGET, SUBJECT, tuner
+from inline_executor import InlineExecutor
 from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer, VirtualClock
 
 from fuseplan.kernels.ir.backend import config_key
@@ -19,7 +20,7 @@ from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 from fuseplan.search.tune.space import enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent, Tuner
-from fuseplan.search.workers.worker import InlineExecutor, Outcome
+from fuseplan.search.workers.worker import Outcome
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fake_tuner import SUBJECT, tuner
+from inline_executor import InlineExecutor
 from search_fakes import FakeBackend, FakeSubject
 
 from fuseplan.kernels.ir.backend import config_key
@@ -21,7 +22,7 @@ from fuseplan.search.errors import SubjectError
 from fuseplan.search.store import maintenance
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import TuningRecord
-from fuseplan.search.workers.worker import InlineExecutor, Outcome, WorkerPool
+from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_a_decisive_run_that_fails_is_repeated_with_less(db: Database) -> None:
             self.most = most
 
         def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
-            if function.__name__ == "decide" and len(args[2]) > self.most:
+            if function.__name__ == "decide_finalists" and len(args[2]) > self.most:
                 return Outcome(failure="crashed: killed by SIGSEGV")
             return super().call(function, *args, limit_s=limit_s)
 
@@ -121,7 +122,7 @@ class Shaky(InlineExecutor):
 
     def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
         outcome = super().call(function, *args, limit_s=limit_s)
-        if function.__name__ != "decide":
+        if function.__name__ != "decide_finalists":
             return outcome
         return Outcome(replace(outcome.value, contest=replace(outcome.value.contest, noise=self.noise)))
 
@@ -144,15 +145,15 @@ def test_a_kernel_that_is_many_times_faster_is_fused_whatever_the_noise(db: Data
 
 
 def test_a_kernel_that_is_wrong_on_fresh_inputs_loses_its_place(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fuseplan.search.timing.verify import Verdict, verify
+    from fuseplan.search.timing.verify import Verdict, check_result
     from fuseplan.search.workers import jobs
 
     def only_first_seed(kernel: Any, subject: Any, oracle: Any, device: str) -> Verdict:
-        verdict = verify(kernel, subject, oracle, device)
+        verdict = check_result(kernel, subject, oracle, device)
         fresh = oracle.inputs[0][0, 0] != subject.make_inputs(0, device)[0][0, 0]
         return replace(verdict, ok=False, reason="differs") if fresh and kernel._us == 10.0 else verdict
 
-    monkeypatch.setattr(jobs, "verify", only_first_seed)
+    monkeypatch.setattr(jobs, "check_result", only_first_seed)
     record = tuner(db).tune(SUBJECT)
     assert record.fused is not None
     assert record.fused.median_us == pytest.approx(15.0)
@@ -196,7 +197,7 @@ def test_hanging_and_crashing_kernels_cost_only_their_config(db: Database, pool:
 def test_one_pool_serves_many_subjects(db: Database, pool: WorkerPool) -> None:
     backend = FakeBackend(tiles=(16, 32), unrolls=(1, 2), best=(1, 1))
     with tuner(db, backend, executor=pool) as shared:
-        records = shared.tune_all([FakeSubject(key=f"s{n}", cols=n) for n in (1, 3, 4097)])
+        records = [shared.tune(FakeSubject(key=f"s{n}", cols=n)) for n in (1, 3, 4097)]
     assert [record.fuse for record in records] == [True] * 3
     assert pool.call(os.getpid, limit_s=20).ok
 
@@ -245,7 +246,7 @@ def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     for number in kills:
         assert tune(path, journal, number, chance.randrange(3000)) == -signal.SIGKILL
         database = Database(path)
-        assert maintenance.verify(database) == []
+        assert maintenance.verify_database(database) == []
         records = list(database.records())
         assert [record for record in seen if record not in records] == []
         seen = records
@@ -255,7 +256,7 @@ def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     records = list(database.records())
     assert [record for record in seen if record not in records] == []
     assert [dict(record.config) for record in records] == [{"tile": 128, "unroll": 4}] * 3
-    assert maintenance.verify(database) == []
+    assert maintenance.verify_database(database) == []
     assert all(len(database.trials(record.key)) == 19 for record in records)
     # At most one compile per kill was under way and had to be repeated.
     assert 3 * 19 <= journal.read_text().count("compile ") <= 3 * 19 + len(kills)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from fake_tuner import BUDGET, SUBJECT, tuner
+from inline_executor import InlineExecutor
 from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer
 
 from fuseplan.kernels.ir.backend import Config, Target, config_key
@@ -17,7 +18,7 @@ from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.tuner import Budget, Tuner
-from fuseplan.search.workers.worker import InlineExecutor, Outcome
+from fuseplan.search.workers.worker import Outcome
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fuseplan.kernels.ir.backend import CompiledKernel, Resources
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Apply, Buffer, Cast, KernelIR, Load, Segment, Store
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.timing.verify import errors, make_oracle, verify
+from fuseplan.search.timing.verify import check_result, errors, make_oracle
 
 SUBJECT = FakeSubject()
 
@@ -34,11 +34,11 @@ class Kernel(CompiledKernel):
 
 def judge(fault: str) -> str:
     kernel = FakeKernel(SUBJECT.ir, 1.0, 0.0, fault)
-    return verify(kernel, SUBJECT, make_oracle(SUBJECT, 5, "cpu"), "cpu").reason
+    return check_result(kernel, SUBJECT, make_oracle(SUBJECT, 5, "cpu"), "cpu").reason
 
 
 def test_a_right_kernel_passes() -> None:
-    verdict = verify(FakeKernel(SUBJECT.ir, 1.0, 0.0, ""), SUBJECT, make_oracle(SUBJECT, 5, "cpu"), "cpu")
+    verdict = check_result(FakeKernel(SUBJECT.ir, 1.0, 0.0, ""), SUBJECT, make_oracle(SUBJECT, 5, "cpu"), "cpu")
     assert verdict.ok
     assert verdict.reason == ""
     assert 0 < verdict.error < 1e-6
@@ -107,7 +107,7 @@ class Custom:
 
 
 def check(subject: Custom, body: Callable[..., None]) -> str:
-    return verify(Kernel(body), subject, make_oracle(subject, 0, "cpu"), "cpu").reason
+    return check_result(Kernel(body), subject, make_oracle(subject, 0, "cpu"), "cpu").reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

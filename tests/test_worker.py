@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inline_executor import InlineExecutor
 from worker_jobs import (
     LIMIT,
     PATIENCE_S,
@@ -33,7 +34,7 @@ from worker_jobs import (
     whoami,
 )
 
-from fuseplan.search.workers.worker import InlineExecutor, WorkerPool
+from fuseplan.search.workers.worker import WorkerPool
 
 
 @pytest.fixture(scope="module")

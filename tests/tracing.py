@@ -8,13 +8,13 @@ from typing import Any
 
 import sympy
 import torch
+from graph_runs import run_graph
 from torch import fx
 
 from fuseplan.kernels.ir.index import evaluate
 from fuseplan.planner.capture.normalise import Normalised, normalise
 from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
-from fuseplan.planner.graph.execute import run_graph
 
 
 def runner(trace: Normalised) -> Callable[..., list[Any]]:

@@ -16,7 +16,7 @@ from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
 from fuseplan.costmodel.probe.measurements import Measurements, Progress
 from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
 from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call, HostTimer, Timing, time_calls
+from fuseplan.costmodel.probe.timing import Call, HostCallTimer, Timing, time_calls
 from fuseplan.costmodel.probe.yardstick import processor_yardstick
 
 _MIB = 2**20
@@ -77,8 +77,8 @@ def measure_cpu(
     return Measurements(streams, eager, rates, thread_streams, kernel)
 
 
-def _timer(sample_us: float, repeats: int) -> HostTimer:
-    return HostTimer(sample_us, repeats, steady=lambda limit_us: processor_yardstick().steady(limit_us * 1e-6))
+def _timer(sample_us: float, repeats: int) -> HostCallTimer:
+    return HostCallTimer(sample_us, repeats, steady=lambda limit_us: processor_yardstick().steady(limit_us * 1e-6))
 
 
 def _largest_bytes(identity: DeviceIdentity) -> int:
@@ -114,12 +114,12 @@ def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:
 
 
 def _rates(
-    identity: DeviceIdentity, quick: bool, progress: Callable[[float], None], budget: TimeBudget, timer: HostTimer
+    identity: DeviceIdentity, quick: bool, progress: Callable[[float], None], budget: TimeBudget, timer: HostCallTimer
 ) -> list[RateTiming]:
     return _special_rates(identity, timer, budget.part(0.3)) + _matmul_rates(quick, progress, budget)
 
 
-def _special_rates(identity: DeviceIdentity, timer: HostTimer, budget: TimeBudget) -> list[RateTiming]:
+def _special_rates(identity: DeviceIdentity, timer: HostCallTimer, budget: TimeBudget) -> list[RateTiming]:
     """Special functions on data that stays in each core's own cache: 32 Ki elements, ATen's share of one thread."""
     x = torch.rand(2**15 * identity.cores) + 0.5
     out = torch.empty_like(x)

@@ -13,7 +13,7 @@ from fuseplan.costmodel.probe.fit import RateTiming
 from fuseplan.costmodel.probe.measurements import Measurements, Progress
 from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
 from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostTimer, time_calls
+from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, time_calls
 
 _GIB = 2**30
 _DEVICE = "cuda"
@@ -40,7 +40,7 @@ def measure_cuda(
         lambda fraction: progress(0.5 * fraction, "memory bandwidth"), budget.part(0.5, "memory bandwidth"),
     )
     # A few hundred calls stay inside the launch queue, so the host never waits for the device.
-    host_timer = HostTimer(2000.0, 7 if quick else 25, finish=torch.cuda.synchronize, max_calls=500)
+    host_timer = HostCallTimer(2000.0, 7 if quick else 25, finish=torch.cuda.synchronize, max_calls=500)
     launches = budget.part(0.5, "launch latency")
     eager = time_calls(
         {size: _eager_call(size) for size in _EAGER_BYTES}, host_timer,

@@ -17,7 +17,7 @@ _LOSS = 0.2
 
 
 @dataclass(frozen=True)
-class Load:
+class MachineLoad:
     """The system's load average of the last minute (processes that run or want to), and its cores."""
 
     average: float
@@ -32,19 +32,19 @@ class Load:
         return f"a load average of {self.average:.1f} on {self.cores} cores"
 
 
-IDLE = Load(0.0, 1)
+IDLE = MachineLoad(0.0, 1)
 
 
-def machine_load() -> Load:
+def machine_load() -> MachineLoad:
     """The load now; zero where the system does not tell."""
     try:
         average = os.getloadavg()[0]
     except (OSError, AttributeError):
         average = 0.0
-    return Load(average, os.cpu_count() or 1)
+    return MachineLoad(average, os.cpu_count() or 1)
 
 
-def doubts(noise: float, load: Load) -> Iterator[str]:
+def doubts(noise: float, load: MachineLoad) -> Iterator[str]:
     """What speaks against a probe's numbers, in words.
 
     Args:

@@ -19,7 +19,7 @@ from fuseplan.costmodel.probe.fit import (
     noise_of,
     peaks,
 )
-from fuseplan.costmodel.probe.load import IDLE, Load, doubts, machine_load
+from fuseplan.costmodel.probe.load import IDLE, MachineLoad, doubts, machine_load
 from fuseplan.costmodel.probe.measurements import Measurements, Progress
 from fuseplan.costmodel.probe.time_budget import TimeBudget
 from fuseplan.costmodel.probe.timing import Call
@@ -36,7 +36,7 @@ def probe(
     quick: bool = True,
     progress: Progress | None = None,
     kernel_call: Call | None = None,
-    load: Callable[[], Load] = machine_load,
+    load: Callable[[], MachineLoad] = machine_load,
     budget: TimeBudget | None = None,
 ) -> DeviceSpec:
     """Measure the processor, or the current CUDA device.
@@ -77,7 +77,7 @@ def probe(
 
 
 def assemble(
-    identity: DeviceIdentity, measured: Measurements, load: Load = IDLE, short: Sequence[str] = ()
+    identity: DeviceIdentity, measured: Measurements, load: MachineLoad = IDLE, short: Sequence[str] = ()
 ) -> DeviceSpec:
     """The spec that follows from the raw timings, from how busy the machine was, and from what time was short for."""
     typical, _ = fit_launches(measured.streams)

@@ -11,7 +11,7 @@ import torch
 
 from fuseplan.costmodel.probe.fit import StreamTiming
 from fuseplan.costmodel.probe.time_budget import UNLIMITED, TimeBudget
-from fuseplan.costmodel.probe.timing import Call, Timer, time_calls
+from fuseplan.costmodel.probe.timing import Call, CallTimer, time_calls
 
 _ITEM_BYTES = 4
 #: Parts of the buffer start on multiples of this many elements, so every kernel sees aligned vectors.
@@ -51,7 +51,7 @@ def stream_sizes(largest_bytes: int, step: float, cache_bytes: int = 0) -> list[
 
 
 def time_streams(
-    sizes: Iterable[int], patterns: Iterable[str], device: str, timer: Timer, progress: Callable[[float], None],
+    sizes: Iterable[int], patterns: Iterable[str], device: str, timer: CallTimer, progress: Callable[[float], None],
     budget: TimeBudget = UNLIMITED,
 ) -> list[StreamTiming]:
     """Time every pattern at every size, in one buffer as large as the largest.

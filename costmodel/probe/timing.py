@@ -63,14 +63,14 @@ class Timing:
         return self.noise > _QUIET or self.typical_us > (1 + _QUIET) * self.best_us
 
 
-class Timer(Protocol):
+class CallTimer(Protocol):
     def prepare(self, call: Call, limit_us: float) -> Sampler:
         """Warm ``call`` up, decide how often to repeat it, and return its sampler. Brief once ``limit_us`` are over."""
         ...
 
 
 @dataclass(frozen=True)
-class HostTimer:
+class HostCallTimer:
     """Wall-clock time per call, averaged over enough calls that the clock's own cost vanishes.
 
     Attributes:
@@ -198,7 +198,7 @@ class GraphTimer:
 
 
 def time_calls(
-    calls: Mapping[_Key, Call], timer: Timer, progress: Callable[[float], None] | None = None,
+    calls: Mapping[_Key, Call], timer: CallTimer, progress: Callable[[float], None] | None = None,
     budget: TimeBudget = UNLIMITED, least: int | None = None,
 ) -> dict[_Key, Timing]:
     """Time every call in two passes over all of them, and the disturbed ones in up to three passes more.
@@ -231,7 +231,7 @@ def time_calls(
 
 
 def _warmed_up(
-    calls: Mapping[_Key, Call], timer: Timer, budget: TimeBudget, least: int
+    calls: Mapping[_Key, Call], timer: CallTimer, budget: TimeBudget, least: int
 ) -> dict[_Key, Sampler]:
     """The samplers of all calls, or of as many as the time is enough for, and the first ``least`` ones in any case."""
     samplers: dict[_Key, Sampler] = {}

@@ -15,7 +15,7 @@ from fuseplan.kernels.cpp.config import (
     infeasible,
     run_settings,
 )
-from fuseplan.kernels.cpp.emitter import generate
+from fuseplan.kernels.cpp.emitter import emit_cpp
 from fuseplan.kernels.cpp.launch import CppKernel, load_kernel
 from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
 from fuseplan.kernels.ir.ir import KernelIR, validate
@@ -58,7 +58,7 @@ class CppBackend(Backend):
             return f"the C++ back end compiles for cpu, not {target.device_type}"
         try:
             validate(ir)
-            generate(ir)
+            emit_cpp(ir)
         except (BuildError, ValueError, KeyError) as error:
             return str(error)
         return None
@@ -83,7 +83,7 @@ class CppBackend(Backend):
         """
         config = checked(config, PARAMETERS)
         stage, stream = (bool(int(config.get(name, 0))) for name in ("stage", "stream"))
-        return generate(ir, int(config["unroll"]), stage, stream)
+        return emit_cpp(ir, int(config["unroll"]), stage, stream)
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
         """Compile into the cache.

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from fuseplan.kernels.cpp.entry import entry_lines, is_tiled, shapes_lines, symbol_lines
-from fuseplan.kernels.cpp.text import constant_text, indent, size_text
+from fuseplan.kernels.cpp.text import constant_text, cpp_size, indent
 from fuseplan.kernels.cpp.types import SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, assign_registers
 from fuseplan.kernels.cpp.values import Values, conversion
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, register_type
@@ -26,7 +26,7 @@ _STACK_BYTES = 64 * 1024
 _MOST_LANES = 16
 
 
-def generate(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
+def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
     """Source text of a kernel.
 
     Args:
@@ -85,7 +85,7 @@ class _SegmentWriter:
         head = f"static void segment{number}(void* const* buffers, const i64* sizes, i64 begin, i64 end{tiled}) {{"
         lines = [*symbol_lines(self.names), *self._buffer_lines()]
         if not tiled:
-            lines.append(f"const i64 low = 0, high = {size_text(segment.cols, self.names)};")
+            lines.append(f"const i64 low = 0, high = {cpp_size(segment.cols, self.names)};")
         lines += [*self._staging_lines(), *self._first_row()]
         lines.append("for (i64 row = begin; row < end; ++row) {")
         for position, phase in enumerate(self.phases):
@@ -133,7 +133,7 @@ class _SegmentWriter:
             return []
         lines = ["i64 rest = begin;"]
         for axis in reversed(axes[1:]):
-            extent = size_text(self.segment.rows[axis], self.names)
+            extent = cpp_size(self.segment.rows[axis], self.names)
             lines.append(f"i64 c{axis} = rest % {extent}; rest /= {extent};")
         return [*lines, f"i64 c{axes[0]} = rest;"]
 
@@ -143,7 +143,7 @@ class _SegmentWriter:
         for axis in axes:
             step = [f"++c{axis};"]
             if lines or axis != axes[0]:
-                extent = size_text(self.segment.rows[axis], self.names)
+                extent = cpp_size(self.segment.rows[axis], self.names)
                 step = [f"if (++c{axis} == {extent}) {{", f"  c{axis} = 0;", *indent(lines), "}"]
             lines = step
         return lines
@@ -182,7 +182,7 @@ class _SegmentWriter:
         """A row-level value folds to itself, or under a sum to itself times the number of columns."""
         instr = self.segment.body[value]
         assert isinstance(instr, Reduce)
-        scalar, cols = SCALAR_TYPE[self.kinds[value]], size_text(self.segment.cols, self.names)
+        scalar, cols = SCALAR_TYPE[self.kinds[value]], cpp_size(self.segment.cols, self.names)
         whole = f"({scalar})r{instr.arg}" + (f" * ({scalar})({cols})" if instr.kind == "sum" else "")
         return f"const {scalar} r{value} = ({cols}) ? {whole} : {self._identity(value, self.kinds[value])};"
 

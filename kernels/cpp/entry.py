@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fuseplan.kernels.cpp.text import indent, size_text
+from fuseplan.kernels.cpp.text import cpp_size, indent
 from fuseplan.kernels.ir.index import Size
 from fuseplan.kernels.ir.ir import Buffer, Load, Segment
 
@@ -55,17 +55,17 @@ def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[s
 
 
 def _elements(segment: Segment, names: Mapping[str, str]) -> str:
-    return f"{_num_rows(segment, names)} * {size_text(segment.cols, names)}"
+    return f"{_num_rows(segment, names)} * {cpp_size(segment.cols, names)}"
 
 
 def _num_rows(segment: Segment, names: Mapping[str, str]) -> str:
-    return f"({' * '.join(['(i64)1', *(size_text(extent, names) for extent in segment.rows)])})"
+    return f"({' * '.join(['(i64)1', *(cpp_size(extent, names) for extent in segment.rows)])})"
 
 
 def _task_counts(segment: Segment, names: Mapping[str, str]) -> tuple[str, str]:
     """Row chunks and column tiles of a segment."""
     chunks = f"ceil_div({_num_rows(segment, names)}, how->rows_per_task)"
-    return chunks, f"ceil_div({size_text(segment.cols, names)}, how->col_tile)" if is_tiled(segment) else "1"
+    return chunks, f"ceil_div({cpp_size(segment.cols, names)}, how->col_tile)" if is_tiled(segment) else "1"
 
 
 def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: Mapping[str, str]) -> list[str]:
@@ -80,7 +80,7 @@ def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: 
             "  begin -= count; end -= count;",
             "}",
         ]
-    cols = size_text(segment.cols, names)
+    cols = cpp_size(segment.cols, names)
     return [
         "{",
         f"  const i64 tiles = {tiles}, count = {chunks} * tiles, last = least(end, count);",
@@ -96,7 +96,7 @@ def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: 
 def shapes_lines(outputs: Sequence[Buffer], names: Mapping[str, str]) -> list[str]:
     """``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes."""
     sizes: list[Size] = [size for buffer in outputs for size in (*buffer.shape, *buffer.strides)]
-    stores = [f"shapes[{number}] = {size_text(size, names)};" for number, size in enumerate(sizes)]
+    stores = [f"shapes[{number}] = {cpp_size(size, names)};" for number, size in enumerate(sizes)]
     return [
         'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {',
         *indent([*symbol_lines(names), *stores]),

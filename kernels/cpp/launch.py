@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.kernels.native.build import Compiler, shared_openmp
 from fuseplan.kernels.native.extension import load_extension
 

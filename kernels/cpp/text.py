@@ -12,7 +12,7 @@ from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.index import Index, Size
 
 
-def size_text(size: Size, names: Mapping[str, str]) -> str:
+def cpp_size(size: Size, names: Mapping[str, str]) -> str:
     """A size as an ``i64`` expression; ``names`` spells the symbols."""
     if isinstance(size, int):
         return f"{size}LL" if abs(size) > 2**31 - 1 else str(size)
@@ -24,7 +24,7 @@ def size_text(size: Size, names: Mapping[str, str]) -> str:
 
 def _polynomial(expr: sympy.Expr, names: Mapping[str, str]) -> str:
     if expr.is_Integer:
-        return size_text(int(expr), names)
+        return cpp_size(int(expr), names)
     if expr.is_Symbol:
         return names[expr.name]
     if expr.is_Add or expr.is_Mul:
@@ -36,7 +36,7 @@ def _polynomial(expr: sympy.Expr, names: Mapping[str, str]) -> str:
 
 def index_text(index: Index, coord: Callable[[int], str], names: Mapping[str, str]) -> str:
     """An index as an ``i64`` expression; ``coord`` spells the coordinates."""
-    return index.render(coord, lambda size: size_text(size, names))
+    return index.render(coord, lambda size: cpp_size(size, names))
 
 
 def without_column(index: Index, col_axis: int) -> Index:

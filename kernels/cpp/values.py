@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fuseplan.kernels.cpp.text import constant_text, index_text, size_text, without_column
+from fuseplan.kernels.cpp.text import constant_text, cpp_size, index_text, without_column
 from fuseplan.kernels.cpp.types import SCALAR_TYPE, VECTOR_TYPE
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index
 from fuseplan.kernels.ir.ir import Apply, Cast, Const, Gather, Iota, Load, Round, Segment, Store
@@ -143,12 +143,12 @@ class Values:
 
     def _row_gather(self, gather: Gather | None) -> str:
         """The summand of an address that a row-level value gives."""
-        return "" if gather is None else f" + r{gather.value} * (i64){size_text(gather.stride, self.names)}"
+        return "" if gather is None else f" + r{gather.value} * (i64){cpp_size(gather.stride, self.names)}"
 
     def address(self, name: str, buffer: int, index: Index, gather: Gather | None = None) -> tuple[str, str | None]:
         """``(pointer, offsets)``: consecutive columns when ``offsets`` is None, else a function of the lane."""
         if gather is not None and self._gathers_columns(gather):
-            picked = f"e{gather.value}[i] * (i64){size_text(gather.stride, self.names)}"
+            picked = f"e{gather.value}[i] * (i64){cpp_size(gather.stride, self.names)}"
             return f"b{buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
         if not index.is_affine_in(self.segment.col_axis):
             return f"b{buffer}{self._row_gather(gather)}", f"[&](int i) -> i64 {{ return {self.index(index)}; }}"

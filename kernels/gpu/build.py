@@ -21,7 +21,7 @@ import platformdirs
 
 from fuseplan.kernels.ir.backend import BuildError, MachineError, Resources, Target
 from fuseplan.kernels.native.allowance import Allowance
-from fuseplan.kernels.native.own_folder import exposed, own_folder
+from fuseplan.kernels.native.own_folder import is_exposed, own_folder
 
 #: Storage type -> Triton's spelling in a kernel signature.
 POINTER_TYPES: Mapping[str, str] = {
@@ -83,7 +83,7 @@ class ModuleStore:
     def write(self, source: str) -> Path:
         """The file that holds ``source``; written whole or not at all, so that processes can share the folder."""
         path = self.folder / f"kernel_{digest(source)}.py"
-        if exposed(path) or path.read_text(encoding="utf-8", errors="replace") != source:
+        if is_exposed(path) or path.read_text(encoding="utf-8", errors="replace") != source:
             self.write_text(path, source)
         return path
 

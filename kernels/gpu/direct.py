@@ -157,13 +157,13 @@ def launcher_problem() -> str | None:
 def _search() -> Launcher | str:
     try:
         several = torch.cuda.device_count() > 1
-        return Launcher(load_module(), cuda_driver(), _allocator(), _stream_query(), several, find_native("cuda"))
+        return Launcher(load_cubin(), cuda_driver(), _allocator(), _stream_query(), several, find_native("cuda"))
     except BuildError as error:
         logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", error)
         return str(error)
 
 
-def load_module(cache_dir: Path | None = None) -> Any:
+def load_cubin(cache_dir: Path | None = None) -> Any:
     """The extension.
 
     Raises:

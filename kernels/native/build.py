@@ -24,7 +24,7 @@ import torch
 
 from fuseplan.kernels.ir.backend import BuildError, MachineError
 from fuseplan.kernels.native.allowance import Allowance
-from fuseplan.kernels.native.own_folder import exposed, own_folder
+from fuseplan.kernels.native.own_folder import is_exposed, own_folder
 
 #: Searched for on PATH, in this order.
 COMPILER_NAMES = ("c++", "g++", "clang++")
@@ -173,7 +173,7 @@ def build_library(source: str, compiler: Compiler, cache_dir: Path, flags: Seque
 
 def is_sound(path: Path) -> bool:
     """True when a cache entry is this user's and its digest is right: a truncated library would crash the process."""
-    if exposed(path):
+    if is_exposed(path):
         return False
     try:
         content = path.read_bytes()

@@ -26,11 +26,11 @@ def own_folder(wanted: Path) -> Path:
         OSError: It cannot be made.
     """
     wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-    reason = exposed(wanted)
+    reason = is_exposed(wanted)
     return wanted if reason is None else _private_folder(wanted, reason)
 
 
-def exposed(path: Path) -> str | None:
+def is_exposed(path: Path) -> str | None:
     """Why others could have written a file or folder, or None. What does not exist is exposed, too."""
     try:
         found = path.stat()

@@ -33,7 +33,7 @@ from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped,
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
-from fuseplan.kernels.native.own_folder import exposed
+from fuseplan.kernels.native.own_folder import is_exposed
 from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, emit_ninetoothed
 from fuseplan.kernels.ninetoothed.views import View, Views
 from fuseplan.kernels.triton.config import MAX_PERSISTENT_COLS, PARAMETERS, default_config, infeasible, tunables
@@ -168,7 +168,7 @@ def _generate_cached(folder: Path, source: str, num_warps: int, overlap: str) ->
     """The function, from the file of an earlier generation where there is one: generating takes a tenth of a second."""
     store = ModuleStore(folder.name, folder.parent)
     path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{overlap}|{source}')}.py"
-    if exposed(path):
+    if is_exposed(path):
         function = _make(store.load(source), num_warps)
         text = Path(inspect.getfile(function.fn)).read_text(encoding="utf-8")
         store.write_text(path, _overlapped_module(text, {OVERLAP: overlap}))

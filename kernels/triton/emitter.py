@@ -13,7 +13,7 @@ from fuseplan.kernels.ir.backend import BuildError, Config, checked
 from fuseplan.kernels.ir.ir import KernelIR, Segment
 from fuseplan.kernels.triton.config import PARAMETERS
 from fuseplan.kernels.triton.helpers import helper_sources
-from fuseplan.kernels.triton.index import size_text, symbol_argument
+from fuseplan.kernels.triton.index import symbol_argument, triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter
 
 #: Name of the kernel in a generated module.
@@ -75,7 +75,7 @@ def _program_count(segment: Segment, config: Config) -> str:
     row_blocks = ceil_div(segment.num_rows, tile.rows)
     if isinstance(row_blocks, int) and isinstance(tile.col_blocks, int):
         return str(row_blocks * tile.col_blocks)
-    return f"{size_text(row_blocks)} * {size_text(tile.col_blocks)}"
+    return f"{triton_size(row_blocks)} * {triton_size(tile.col_blocks)}"
 
 
 def _dispatch(counts: list[str], signature: str) -> list[str]:

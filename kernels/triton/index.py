@@ -16,7 +16,7 @@ def symbol_argument(name: str) -> str:
     return f"n_{name}"
 
 
-def size_text(size: Size) -> str:
+def triton_size(size: Size) -> str:
     """Source text of a size, an integer polynomial in the dynamic sizes.
 
     Raises:
@@ -25,7 +25,7 @@ def size_text(size: Size) -> str:
     if isinstance(size, int):
         return str(size)
     if isinstance(size, Blocks):
-        return f"(({size_text(size.size)} + {size.block - 1}) // {size.block})"
+        return f"(({triton_size(size.size)} + {size.block - 1}) // {size.block})"
     expression = sympy.expand(size)
     names = sorted(expression.free_symbols, key=lambda symbol: symbol.name)
     try:
@@ -67,14 +67,14 @@ class Coordinates:
                 operator = "//" if isinstance(atom, FloorDiv) else "%"
                 base = self.text(atom.base)
                 base = base if base.isidentifier() else f"({base})"
-                rest.append((f"{base} {operator} {size_text(atom.divisor)}", coefficient))
+                rest.append((f"{base} {operator} {triton_size(atom.divisor)}", coefficient))
             elif atom.axis == self.segment.col_axis:
                 rest.append(("col", coefficient))
             else:
                 coefficients[atom.axis] = coefficient
         texts = [_scaled(name, coefficient) for name, coefficient in self._runs(coefficients)]
         if not (isinstance(index.const, int) and index.const == 0):
-            texts.append(size_text(index.const))
+            texts.append(triton_size(index.const))
         rest.sort(key=lambda item: item[0] == "col")
         texts += [_scaled(text, coefficient) for text, coefficient in rest]
         return texts
@@ -112,9 +112,9 @@ class Coordinates:
         inner = product(rows[last + 1 :])
         whole = self.block_rows > 1 and isinstance(inner, int) and inner % self.block_rows == 0
         row = "first_row" if whole else "row"
-        expression = "row" if inner == 1 else f"{row} // {size_text(inner)}"
+        expression = "row" if inner == 1 else f"{row} // {triton_size(inner)}"
         if first > 0:
-            expression = f"{expression} % {size_text(product(rows[first : last + 1]))}"
+            expression = f"{expression} % {triton_size(product(rows[first : last + 1]))}"
         name = f"row{first}" if first == last else f"row{first}_{last}"
         self.used[first, last] = (name, expression)
         return name
@@ -123,4 +123,4 @@ class Coordinates:
 def _scaled(text: str, factor: Size) -> str:
     if isinstance(factor, int) and factor == 1:
         return text if text.isidentifier() else f"({text})"
-    return f"{text} * {size_text(factor)}" if text.isidentifier() else f"({text}) * {size_text(factor)}"
+    return f"{text} * {triton_size(factor)}" if text.isidentifier() else f"({text}) * {triton_size(factor)}"

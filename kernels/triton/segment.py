@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
 from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 from fuseplan.kernels.ir.schedule import Phase, rescaled_sums, schedule
-from fuseplan.kernels.triton.index import Coordinates, size_text
+from fuseplan.kernels.triton.index import Coordinates, triton_size
 from fuseplan.kernels.triton.values import ValueEmitter, fold_identity, index_extent, literal, tl_type
 
 _INDENT = "    "
@@ -73,7 +73,7 @@ class SegmentEmitter(ValueEmitter):
         if re.search(r"\bfirst_row\b", body):
             lines.append(f"first_row = ({_atom(row_block)} * {tile.rows} + tl.arange(0, 1))[:, None]")
         if re.search(r"\bin_rows\b", body):
-            lines.append(f"in_rows = row < {size_text(self.segment.num_rows)}")
+            lines.append(f"in_rows = row < {triton_size(self.segment.num_rows)}")
         if not tile.looped and re.search(r"\b(col|in_cols)\b", body):
             lines += self._columns(f"{_atom(col_block)} * {tile.cols} + " if col_block else "")
         return lines
@@ -85,13 +85,13 @@ class SegmentEmitter(ValueEmitter):
             return "pid", ""
         if isinstance(self.segment.num_rows, int) and self.segment.num_rows == 1:
             return "0", "pid"
-        return f"pid // {size_text(blocks)}", f"pid % {size_text(blocks)}"
+        return f"pid // {triton_size(blocks)}", f"pid % {triton_size(blocks)}"
 
     def _columns(self, start: str) -> list[str]:
         arange = f"tl.arange(0, {self.tile.cols})"
         lines = [f"col = {start}{arange}" if self.tile.flat else f"col = ({start}{arange})[None, :]"]
         if self.masks_cols:
-            lines.append(f"in_cols = col < {size_text(self.segment.cols)}")
+            lines.append(f"in_cols = col < {triton_size(self.segment.cols)}")
         return lines
 
     def position(self, index: Index) -> str:
@@ -110,7 +110,7 @@ class SegmentEmitter(ValueEmitter):
         """Address of ``index``, broadcast to rows / columns that the index itself does not mention."""
         terms = self.coordinates.terms(index)
         if gather is not None:
-            terms.append(f"{self.tensor(gather.value)}.to(tl.int64) * {size_text(gather.stride)}")
+            terms.append(f"{self.tensor(gather.value)}.to(tl.int64) * {triton_size(gather.stride)}")
         on_rows, on_cols = index_extent(self.segment, index)
         if widen[0] and not on_rows:
             terms.append("row * 0")
@@ -185,7 +185,7 @@ class SegmentEmitter(ValueEmitter):
         body += self.values(phase.elements)
         body += self._rescaling(folds) if width > 1 else [self._accumulate(value) for value in folds]
         body += self.stores(phase.stores)
-        bounds = f"0, {size_text(self.segment.cols)}, {self.tile.cols}"
+        bounds = f"0, {triton_size(self.segment.cols)}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"
         return [head, *(_INDENT + line for line in body)]
 
@@ -199,7 +199,7 @@ class SegmentEmitter(ValueEmitter):
     def _chunked_columns(self, width: int) -> list[str]:
         chunks = self.tile.cols // width
         lines = [f"col = start + (tl.arange(0, {chunks}) * {width})[:, None] + tl.arange(0, {width})[None, :]"]
-        return [*lines, f"in_cols = col < {size_text(self.segment.cols)}"] if self.masks_cols else lines
+        return [*lines, f"in_cols = col < {triton_size(self.segment.cols)}"] if self.masks_cols else lines
 
     def _rescaling(self, folds: Sequence[int]) -> list[str]:
         """Take chunks into the accumulators of maxima and of the sums below them, which have an element a chunk.

@@ -30,7 +30,7 @@ from fuseplan.kernels.ir.ir import (
 from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 from fuseplan.kernels.ir.rewrite import without_repeated_clamps
 from fuseplan.kernels.ir.schedule import Phase, reduction_depths, schedule
-from fuseplan.kernels.triton.index import size_text
+from fuseplan.kernels.triton.index import triton_size
 
 _OTHER_NAMES = {"bool": "int1", "float8_e4m3fn": "float8e4nv"}
 _SMALLEST = {"int32": -(2**31), "int64": -(2**63)}
@@ -247,7 +247,7 @@ class ValueEmitter(ABC):
         text = self.tensor(reduce.arg)
         if reduce.kind != "sum":
             return f"{name} = {text}"
-        text = f"{text}.to({tl_type(self.fold_type(value))}) * {size_text(self.segment.cols)}"
+        text = f"{text}.to({tl_type(self.fold_type(value))}) * {triton_size(self.segment.cols)}"
         return f"{name} = ({text} != 0)" if reduce.dtype == "bool" else f"{name} = {text}"
 
     def split_reductions(self, phase: Phase) -> tuple[list[int], list[int]]:

@@ -72,7 +72,7 @@ class CellTuner:
         pairs = [(one.region, one.record) for one in plan.regions]
         if pairs:
             name, size = f"pattern {cell.pattern}", f"{cell.size} {cell.dtype}"
-            summary.store(self._session.database, summary.summarise(name, size, graph, pairs))
+            summary.store_summary(self._session.database, summary.summarise(name, size, graph, pairs))
         return True
 
     def look_ahead(self, cells: Iterable[Cell]) -> None:

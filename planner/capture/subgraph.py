@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseplan.kernels.ir.reference import torch_dtype
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError, in_words

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _LAYERS = 2
 
 
-class Topic(StrEnum):
+class BenchTopic(StrEnum):
     """What to measure."""
 
     ALL = "all"
@@ -68,18 +68,18 @@ class Topic(StrEnum):
 
 
 #: Topics about named patterns.
-_OF_PATTERNS = (Topic.PATTERNS, Topic.HEADLINES, Topic.LAUNCH)
+_OF_PATTERNS = (BenchTopic.PATTERNS, BenchTopic.HEADLINES, BenchTopic.LAUNCH)
 
 
 def bench(
     topic: Annotated[
-        Topic,
+        BenchTopic,
         typer.Argument(
             help="model: end to end. groups: every fused group. all: both. patterns: named patterns beside every peer, "
             "tuned first. headlines: gains over eager that are often quoted. launch: host time of a call. "
             "planner: how planning scales to 100k ops."
         ),
-    ] = Topic.ALL,
+    ] = BenchTopic.ALL,
     model: ModelOption = None,
     config: ConfigOption = None,
     module: ModuleOption = None,
@@ -129,7 +129,7 @@ def bench(
     everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
     interrupted bench keeps what it has measured.
     """
-    from fuseplan.planner.cli.source import dtype_name
+    from fuseplan.planner.cli.source import full_dtype_name
     from fuseplan.planner.tuning.planner import PlanSettings
     from fuseplan.planner.tuning.session import open_session
 
@@ -146,7 +146,7 @@ def bench(
 
         wanted = Wanted(
             patterns=pattern or (), shapes=shape or (), rows=rows, cols=cols, peers=rivals, modes=modes,
-            dtype=dtype_name(dtype), without=_left_out(peers), seconds=seconds or _SECONDS[topic], tune=tune,
+            dtype=full_dtype_name(dtype), without=_left_out(peers), seconds=seconds or _SECONDS[topic], tune=tune,
             trials=trials, tune_seconds=tune_seconds, processes=compile_processes, resume=resume, minutes=minutes,
             out=out,
         )
@@ -154,7 +154,7 @@ def bench(
         _of_patterns(topic, open_session(kind, db, settings, mode="write" if tune else "inspect"), wanted)
         return
     session = open_session(kind, db, settings, mode="inspect")
-    if topic is Topic.PLANNER:
+    if topic is BenchTopic.PLANNER:
         _planner(session, out)
         return
     from fuseplan.planner.models.sources import find_source, workloads_for
@@ -165,10 +165,10 @@ def bench(
     parts: dict[str, list[BenchRow]] = {}
     spend = seconds or _SECONDS[topic]
     try:
-        if topic in (Topic.ALL, Topic.GROUPS):
+        if topic in (BenchTopic.ALL, BenchTopic.GROUPS):
             parts["groups"] = []
             parts["groups"].extend(_groups(session, source, workloads, peers, launches, spend))
-        if topic in (Topic.ALL, Topic.MODEL):
+        if topic in (BenchTopic.ALL, BenchTopic.MODEL):
             parts["model"] = []
             parts["model"].extend(_models(session, source, workloads, peers, launches, spend))
     finally:  # an interrupted bench keeps what it has measured
@@ -179,11 +179,12 @@ def bench(
 
 #: Seconds of rounds for one comparison.
 _SECONDS = {
-    Topic.ALL: 1.0, Topic.MODEL: 1.0, Topic.GROUPS: 1.0, Topic.PATTERNS: 0.3, Topic.HEADLINES: 0.5, Topic.LAUNCH: 0.5,
+    BenchTopic.ALL: 1.0, BenchTopic.MODEL: 1.0, BenchTopic.GROUPS: 1.0, BenchTopic.PATTERNS: 0.3,
+    BenchTopic.HEADLINES: 0.5, BenchTopic.LAUNCH: 0.5,
 }
 
 
-def _check_options(topic: Topic, of_model: Sequence[object], of_patterns: Sequence[object]) -> None:
+def _check_options(topic: BenchTopic, of_model: Sequence[object], of_patterns: Sequence[object]) -> None:
     """An option that a topic does not take is a mistake, not something to pass over."""
     from fuseplan.planner.errors import ConfigError
 
@@ -193,10 +194,13 @@ def _check_options(topic: Topic, of_model: Sequence[object], of_patterns: Sequen
         raise ConfigError(f"`plan bench {topic}` takes no pattern's options; try `plan bench patterns`")
 
 
-def _of_patterns(topic: Topic, session: Session, wanted: Wanted) -> None:
+def _of_patterns(topic: BenchTopic, session: Session, wanted: Wanted) -> None:
     from fuseplan.planner.cli import bench_patterns as runs
 
-    {Topic.PATTERNS: runs.patterns, Topic.HEADLINES: runs.headlines, Topic.LAUNCH: runs.launch}[topic](session, wanted)
+    topics = {
+        BenchTopic.PATTERNS: runs.patterns, BenchTopic.HEADLINES: runs.headlines, BenchTopic.LAUNCH: runs.launch,
+    }
+    topics[topic](session, wanted)
 
 
 def _left_out(peers: Sequence[str]) -> tuple[str, ...]:

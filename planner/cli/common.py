@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
-    from fuseplan.costmodel.device import DeviceSpec
     from fuseplan.search.store.database import Database
 
 
@@ -97,13 +96,6 @@ def device_type(device: Device) -> Literal["cpu", "cuda"]:
     raise DeviceError(f"--device cuda: PyTorch sees no CUDA GPU{built}; use --device cpu, or check with nvidia-smi")
 
 
-def device_key(kind: Literal["cpu", "cuda"]) -> str:
-    """Database key of this machine's device."""
-    from fuseplan.costmodel.identity import current_identity
-
-    return current_identity(kind).key()
-
-
 def open_database(url: str | None, kind: Literal["cpu", "cuda"] | None = None, write: bool = True) -> Database:
     """The tuning database; look-ups compare versions when ``kind`` is given. One that cannot be used is an error."""
     from fuseplan.search.store.database import Database
@@ -111,16 +103,6 @@ def open_database(url: str | None, kind: Literal["cpu", "cuda"] | None = None, w
 
     versions = Versions.current(kind) if kind is not None else None
     return Database(url, mode="write" if write else "inspect", versions=versions)
-
-
-def stored_spec(database: Database, key: str) -> DeviceSpec | None:
-    """The device's measured spec, or None before the first probe."""
-    import json
-
-    from fuseplan.costmodel.device import DeviceSpec
-
-    stored = database.get_device(key)
-    return DeviceSpec.from_json(json.dumps(stored)) if stored is not None else None
 
 
 def console(stderr: bool = False) -> Console:

@@ -43,7 +43,7 @@ def show(
     if not key.strip():
         raise ConfigError("the key to show is empty; list the records with `plan db ls`")
     database = open_database(db, write=False)
-    found = maintenance.show(database, key)
+    found = maintenance.show_record(database, key)
     if not found:
         labels = [record.label for record in database.records()] + [plan.label for plan in database.plans()]
         close = nearest(key, labels)
@@ -86,7 +86,7 @@ def import_records(
 @app.command()
 def verify(db: DbOption = None) -> None:
     """Check the file, its schema and every record; exit status 2 when something is wrong."""
-    from fuseplan.search.store.maintenance import verify as check
+    from fuseplan.search.store.maintenance import verify_database as check
 
     database = open_database(db, write=False)
     problems = check(database)
@@ -108,7 +108,7 @@ def prune(
     db: DbOption = None,
 ) -> None:
     """Delete finished trials and damaged rows, and more where asked for."""
-    from fuseplan.search.store.maintenance import prune as delete
+    from fuseplan.search.store.maintenance import prune_database as delete
     from fuseplan.search.store.record import Versions
 
     database = open_database(db)

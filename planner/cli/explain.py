@@ -70,7 +70,7 @@ def explain(
     for name, graph in chosen:
         failures: list[str] = []
         plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
-        for line in [*words.explain(session, name, graph, plan), *failures]:
+        for line in [*words.explain_plan(session, name, graph, plan), *failures]:
             print_text(line)
         if source:
             for label, text in words.sources(session, graph, plan):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fuseplan.planner.report.frames import ReportData
 
 
-class Topic(StrEnum):
+class ReportTopic(StrEnum):
     """What to report on."""
 
     GROUPS = "groups"
@@ -39,8 +39,8 @@ _SHOWN = [
 
 def report(
     topic: Annotated[
-        Topic, typer.Argument(help="groups: fused against unfused. accuracy: predicted against measured times.")
-    ] = Topic.GROUPS,
+        ReportTopic, typer.Argument(help="groups: fused against unfused. accuracy: predicted against measured times.")
+    ] = ReportTopic.GROUPS,
     model: Annotated[str | None, typer.Option(help="Only what was tuned for this model.")] = None,
     style: Annotated[
         Format, typer.Option("--format", help="html writes one self-contained page (fuseplan-report.html).")
@@ -107,11 +107,11 @@ def model_name(model: str | None, device: Device) -> str:
     return ALIASES.get(model, {}).get(device_type(device), model)
 
 
-def _print(data: ReportData, topic: Topic) -> None:
+def _print(data: ReportData, topic: ReportTopic) -> None:
     from fuseplan.planner.report import frames
     from fuseplan.planner.report.accuracy import accuracy_table, accuracy_tables, accuracy_text
 
-    if topic is Topic.ACCURACY:
+    if topic is ReportTopic.ACCURACY:
         print_frame(accuracy_table(data), title="Predicted against measured", digits=3)
         for title, frame in accuracy_tables(data):
             print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
@@ -129,14 +129,14 @@ def _print(data: ReportData, topic: Topic) -> None:
         print_text(line)
 
 
-def _text(data: ReportData, topic: Topic, style: Format) -> str:
+def _text(data: ReportData, topic: ReportTopic, style: Format) -> str:
     from fuseplan.planner.report import frames
     from fuseplan.planner.report.accuracy import accuracy_samples, accuracy_table, accuracy_tables, accuracy_text
 
     if style is Format.CSV:
-        frame = accuracy_samples(data) if topic is Topic.ACCURACY else frames.group_frame(data)
+        frame = accuracy_samples(data) if topic is ReportTopic.ACCURACY else frames.group_frame(data)
         return frames.to_text(frame, "csv")
-    if topic is Topic.ACCURACY:
+    if topic is ReportTopic.ACCURACY:
         parts = [("Predicted against measured", accuracy_table(data)), *accuracy_tables(data)]
     else:
         parts = [("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data))]

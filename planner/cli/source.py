@@ -136,7 +136,7 @@ def memory_bytes(kind: str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def dtype_name(text: str | None) -> str | None:
+def full_dtype_name(text: str | None) -> str | None:
     """A dtype as PyTorch names it; None stays None.
 
     >>> dtype_name("bf16")
@@ -154,13 +154,13 @@ def _pattern(name: str, shape: str | None, dtype: str | None, kind: str) -> tupl
     if shape is None:
         found = PATTERNS[name]
         raise ShapeError(f"--pattern {name} needs --shape ({found.dims}), such as --shape {found.example}")
-    needed = sum(spec.nbytes() for spec in pattern(name, shape, dtype_name(dtype))[1].values())
+    needed = sum(spec.nbytes() for spec in pattern(name, shape, full_dtype_name(dtype))[1].values())
     if needed > (there := memory_bytes(kind)):
         raise ShapeError(
             f"--shape {shape}: the inputs of {name} take {needed / 2**30:,.0f} GiB, and this device has "
             f"{there / 2**30:,.0f} GiB; give a smaller one"
         )
-    graph = pattern_graph(name, shape, dtype_name(dtype))
+    graph = pattern_graph(name, shape, full_dtype_name(dtype))
     return f"pattern {name}", [(shape, graph)]
 
 

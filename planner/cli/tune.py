@@ -44,7 +44,7 @@ from fuseplan.search.store.plain import plain
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
-    from fuseplan.costmodel.probe.load import Load
+    from fuseplan.costmodel.probe.load import MachineLoad
     from fuseplan.planner.graph.dataflow import DataflowGraph
     from fuseplan.planner.tuning.session import Session
     from fuseplan.planner.tuning.tune import TuneResult
@@ -178,7 +178,7 @@ def run(
     for (workload, graph), planned in zip(graphs, result.plans, strict=True):
         pairs = [(one.region, one.record) for one in planned.plan.regions]
         if pairs:
-            summary.store(session.database, summary.summarise(name, workload, graph, pairs))
+            summary.store_summary(session.database, summary.summarise(name, workload, graph, pairs))
     return result
 
 
@@ -203,11 +203,11 @@ def say(result: TuneResult, name: str) -> None:
     if noise:
         typer.echo(f"noise of what was measured: {median(noise):.1%} in the median, {max(noise):.1%} at most")
     if result.rechecked:
-        print_text(recheck.verdict(result.rechecked))
+        print_text(recheck.recheck_verdict(result.rechecked))
     typer.echo(f"stored in {session.database.where}")
 
 
-def complain(result: TuneResult, load: Load) -> bool:
+def complain(result: TuneResult, load: MachineLoad) -> bool:
     """Name what was not decided, or doubtfully; True when that is more than a region or some noise.
 
     Args:

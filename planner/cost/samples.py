@@ -98,14 +98,14 @@ def region_samples(
     return RegionSamples(key, label, edges, enumerated, samples)
 
 
-def store(database: Database, samples: RegionSamples) -> None:
+def store_samples(database: Database, samples: RegionSamples) -> None:
     """Keep the samples of a region; earlier ones of the same plan are replaced."""
     key = samples.key
     parts = (key.device, key.regime, key.numerics, key.workload)
     database.put_capture(f"{_PREFIX}/{codec.checksum(' '.join(parts))}", asdict(samples))
 
 
-def load(database: CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
+def load_samples(database: CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
     """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
     found = stored(database, RegionSamples, _PREFIX)
     wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]

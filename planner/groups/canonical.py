@@ -12,7 +12,6 @@ orders: that costs a repeated tuning, never a wrong match, because the key hashe
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -65,17 +64,6 @@ def canonical_form(
         TypeError: An attribute has a type without a canonical text.
     """
     return _Builder(graph, ops, outputs, order).form()
-
-
-def workload_key(form: CanonicalForm, sizes: Mapping[str, int] | None = None, **context: str | int | float) -> str:
-    """sha256 over a form, the value of each of its dynamic sizes, and named facts such as ``regime="decode"``.
-
-    Raises:
-        KeyError: ``sizes`` is given but lacks one of the form's symbols.
-    """
-    bound = [] if sizes is None else [sizes[name] for name in form.symbols]
-    text = json.dumps([SCHEMA, form.key, bound, sorted(context.items())], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Builder:

@@ -214,12 +214,6 @@ def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:
     return tuple(graph.producer(value) is not None or value in graph.fresh for value in values)
 
 
-def chain_work(graph: DataflowGraph, ops: Iterable[str]) -> list[Work]:
-    """Work of each launch of the unfused chain, in order."""
-    works = [op_work(graph, name) for name in ops]
-    return [work for work in works if work.launches]
-
-
 def _operand_bytes(graph: DataflowGraph, node: OpNode) -> int:
     return sum(graph.specs[value].nbytes(graph.symbols) for value in dict.fromkeys((*node.inputs, *node.outputs)))
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.gathers import index_limits, tables
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 
 #: Rows of a table that are made at least. More would only take memory: whatever a kernel looks up lies in these.

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.gathers import computes_indices
 from fuseplan.kernels.ir.index import number, symbols_of
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.kernels.ir.scalars import float_of_bits
 from fuseplan.planner.graph.binding import bind_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec

@@ -22,8 +22,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import Buffer
-from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.planner.implementations.aliasing import exposed, is_op, may_view, returns_operand
 from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
 from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS

@@ -18,9 +18,9 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, v
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace, column
 from fuseplan.planner.lowering.puller import Puller
 from fuseplan.planner.lowering.recipes import find_recipe, kind_of
-from fuseplan.planner.lowering.values import AcrossColumns, Group, Space, column
 from fuseplan.planner.lowering.views import MAY_COPY, Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "group_outputs", "lower"]
@@ -242,17 +242,17 @@ class _Lowering:
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
         self.group.boundaries = set()
         try:
-            space = self._fill(Space(rows, cols), members)
+            space = self._fill(IterationSpace(rows, cols), members)
         except NotLowerable:
             if _equal_pieces(self.group.boundaries, cols) == 1:
                 raise
         pieces = _equal_pieces(self.group.boundaries, cols)
         if pieces > 1:
             # Unroll at the cat boundaries: every choice is then decided at build time and each operand is loaded once.
-            space = self._fill(Space(rows, cols, pieces), members)
+            space = self._fill(IterationSpace(rows, cols, pieces), members)
         return Segment(rows, space.width, tuple(space.body), tuple(space.stores))
 
-    def _fill(self, space: Space, members: list[tuple[str, _Plan]]) -> Space:
+    def _fill(self, space: IterationSpace, members: list[tuple[str, _Plan]]) -> IterationSpace:
         col_axis = len(space.rows)
         for value, plan in members:
             self.storing, folded = value, len(space.folded)

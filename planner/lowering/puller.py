@@ -12,15 +12,15 @@ from fuseplan.kernels.ir.ir import (
 )
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipes import find_recipe, why_refused
-from fuseplan.planner.lowering.values import Values
 from fuseplan.planner.lowering.views import VIEW_MAPS, Position, is_address_map
 
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | {"bfloat16", "float16"}
 
 
-class Puller(Values):
+class Puller(BodyBuilder):
     """Answers "what is this value at this position" by emitting instructions into a space."""
 
     def pull(self, value: str, position: Position) -> int:

@@ -11,10 +11,10 @@ import sympy
 from fuseplan.kernels.ir.index import Size, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.lowering.values import Values
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.views import Position, Specs
 
-Build: TypeAlias = Callable[[Values, OpNode, Position], int]
+Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], int]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -57,7 +57,7 @@ class Recipe:
         return (*shape[:kept], product(shape[kept:]))
 
 
-def result_type(p: Values, node: OpNode) -> RegisterType:
+def result_type(p: BodyBuilder, node: OpNode) -> RegisterType:
     """Register type of the op's result."""
     return register_type(p.specs[node.outputs[0]].dtype)
 
@@ -67,7 +67,7 @@ def is_float(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, sympy.Expr) and not value.is_integer)
 
 
-def argument(p: Values, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:
+def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:
     """Operand ``number``, or the scalar attribute ``name`` where a number stands in its place."""
     if name in node.attrs:
         return p.const(node.attrs[name], dtype)

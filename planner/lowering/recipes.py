@@ -1,7 +1,7 @@
 """How each ATen op is computed, one row per op: the semantic half of the lowering.
 
-A recipe emits the op's value at one position through a :class:`~fuseplan.planner.lowering.values.Values`. Ops without
-a recipe (matmul, attention, gathers, in-place updates) are *extern*: they stay ATen and bound the regions.
+A recipe emits the op's value at one position through a :class:`~fuseplan.planner.lowering.body.BodyBuilder`. Ops
+without a recipe (matmul, attention, gathers, in-place updates) are *extern*: they stay ATen and bound the regions.
 """
 
 from __future__ import annotations

@@ -6,19 +6,19 @@ import math
 
 import torch
 
-from fuseplan.kernels.ir.reference import torch_dtype
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, float_result, result_type
-from fuseplan.planner.lowering.values import Values
 from fuseplan.planner.lowering.views import Position, Specs
 
 
-def _silu(p: Values, node: OpNode, position: Position) -> int:
+def _silu(p: BodyBuilder, node: OpNode, position: Position) -> int:
     x = p.operand(node, 0, position, result_type(p, node))
     return p.apply("mul", x, p.apply("sigmoid", x))
 
 
-def _gelu(p: Values, node: OpNode, position: Position) -> int:
+def _gelu(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """0.5 x (1 + erf(x / sqrt 2)), or the tanh approximation (Hendrycks & Gimpel, arXiv:1606.08415).
 
     The latter is 0.5 x (1 + tanh u), which is x sigmoid(2u): one exponential, and nothing cancels where it is small.
@@ -35,12 +35,12 @@ def _gelu(p: Values, node: OpNode, position: Position) -> int:
     return p.apply("mul", half, p.apply("add", curve, p.const(1.0, dtype)))
 
 
-def _relu(p: Values, node: OpNode, position: Position) -> int:
+def _relu(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     return p.apply("maximum", p.operand(node, 0, position, dtype), p.const(0, dtype))
 
 
-def _clamp(p: Values, node: OpNode, position: Position) -> int:
+def _clamp(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     x = p.operand(node, 0, position, dtype)
     low = node.attrs.get("min", node.attrs.get("min_val"))
@@ -62,43 +62,43 @@ def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"{node.op}: ATen wraps the bound {outside[0]} around to {dtype}" if outside else None
 
 
-def _bounded(p: Values, x: int, low: float, high: float) -> int:
+def _bounded(p: BodyBuilder, x: int, low: float, high: float) -> int:
     dtype = p.dtype_of(x)
     return p.apply("minimum", p.apply("maximum", x, p.const(low, dtype)), p.const(high, dtype))
 
 
-def _relu6(p: Values, node: OpNode, position: Position) -> int:
+def _relu6(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return _bounded(p, p.operand(node, 0, position, result_type(p, node)), 0.0, 6.0)
 
 
-def _hard_sigmoid(p: Values, x: int) -> int:
+def _hard_sigmoid(p: BodyBuilder, x: int) -> int:
     """min(max(x + 3, 0), 6) / 6 (Howard et al., arXiv:1905.02244)."""
     dtype = p.dtype_of(x)
     bounded = _bounded(p, p.apply("add", x, p.const(3.0, dtype)), 0.0, 6.0)
     return p.apply("div", bounded, p.const(6.0, dtype))
 
 
-def _hardsigmoid(p: Values, node: OpNode, position: Position) -> int:
+def _hardsigmoid(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return _hard_sigmoid(p, p.operand(node, 0, position, result_type(p, node)))
 
 
-def _hardswish(p: Values, node: OpNode, position: Position) -> int:
+def _hardswish(p: BodyBuilder, node: OpNode, position: Position) -> int:
     x = p.operand(node, 0, position, result_type(p, node))
     return p.apply("mul", x, _hard_sigmoid(p, x))
 
 
-def _leaky_relu(p: Values, node: OpNode, position: Position) -> int:
+def _leaky_relu(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     x = p.operand(node, 0, position, dtype)
     small = p.apply("mul", x, p.const(node.attrs.get("negative_slope", 0.01), dtype))
     return p.apply("where", p.apply("gt", x, p.const(0.0, dtype)), x, small)
 
 
-def _log_of_one_plus_exp(p: Values, x: int) -> int:
+def _log_of_one_plus_exp(p: BodyBuilder, x: int) -> int:
     return p.apply("log1p", p.apply("exp", x))
 
 
-def _softplus(p: Values, node: OpNode, position: Position) -> int:
+def _softplus(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """log(1 + exp(beta x)) / beta, and x where beta x is above the threshold."""
     dtype = result_type(p, node)
     x = p.operand(node, 0, position, dtype)
@@ -111,13 +111,13 @@ def _softplus(p: Values, node: OpNode, position: Position) -> int:
     return p.apply("where", straight, x, smooth)
 
 
-def _mish(p: Values, node: OpNode, position: Position) -> int:
+def _mish(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """x tanh(log(1 + exp(x))) (Misra, arXiv:1908.08681)."""
     x = p.operand(node, 0, position, result_type(p, node))
     return p.apply("mul", x, p.apply("tanh", _log_of_one_plus_exp(p, x)))
 
 
-def _log_sigmoid(p: Values, node: OpNode, position: Position) -> int:
+def _log_sigmoid(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """min(x, 0) - log(1 + exp(-|x|)): no exponential overflows."""
     dtype = result_type(p, node)
     x = p.operand(node, 0, position, dtype)

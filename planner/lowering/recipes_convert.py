@@ -8,8 +8,8 @@ import torch
 
 from fuseplan.kernels.ir.ir import ITEMSIZE, register_type
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import Recipe, argument, result_type
-from fuseplan.planner.lowering.values import Values
 from fuseplan.planner.lowering.views import Position
 
 _FLOAT8_LARGEST = 448.0
@@ -17,7 +17,7 @@ _FLOAT8_LARGEST = 448.0
 _FLOAT8_LIMIT = 464.0
 
 
-def convert(p: Values, node: OpNode, position: Position) -> int:
+def convert(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """to, _to_copy, type_as, clone, contiguous, dropout at inference: the value itself, converted.
 
     A float outside the range of an integer type has no defined conversion in C or ATen; here it wraps.
@@ -38,7 +38,7 @@ def float8_saturates() -> bool:
     return not bool(torch.tensor(1e4).to(torch.float8_e4m3fn).isnan())
 
 
-def _overflowing(p: Values, node: OpNode, value: int) -> int:
+def _overflowing(p: BodyBuilder, node: OpNode, value: int) -> int:
     """``value`` with NaN where it overflows float8_e4m3fn; a clamp before the conversion rules that out."""
     clamp = p.computed_by(node.inputs[0])
     if clamp is not None and clamp.op == "aten.clamp.default":
@@ -53,7 +53,7 @@ def _overflowing(p: Values, node: OpNode, value: int) -> int:
 
 
 def _bitwise(on_bools: str, on_integers: str) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = result_type(p, node)
         a = argument(p, node, "self", 0, position, dtype)
         b = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
@@ -62,7 +62,7 @@ def _bitwise(on_bools: str, on_integers: str) -> Recipe:
     return Recipe(build)
 
 
-def _bitwise_not(p: Values, node: OpNode, position: Position) -> int:
+def _bitwise_not(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     value = p.operand(node, 0, position, dtype)
     return p.apply("logical_not", value) if dtype == "bool" else p.apply("bit_xor", value, p.const(-1, dtype))
@@ -71,7 +71,7 @@ def _bitwise_not(p: Values, node: OpNode, position: Position) -> int:
 def _shift(op: str) -> Recipe:
     """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
 
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = result_type(p, node)
         last = ITEMSIZE[p.specs[node.outputs[0]].dtype] * 8 - 1
         a = argument(p, node, "self", 0, position, dtype)

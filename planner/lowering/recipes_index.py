@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from fuseplan.kernels.ir.index import Index
 from fuseplan.planner.graph.dataflow import OpNode, Ref
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import INTEGERS, Recipe
-from fuseplan.planner.lowering.values import Values
 from fuseplan.planner.lowering.views import Position, Specs, normalise_dim
 
 #: Ops that look elements of their first operand up by data: all of it has to exist before.
 LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default", "aten.index.Tensor"})
 
 
-def _embedding(p: Values, node: OpNode, position: Position) -> int:
+def _embedding(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """Rows of a table. An index outside it, which ATen refuses, gives NaN and reads nothing."""
     row = p.operand(node, 1, position[:-1])
     return p.lookup(node, node.inputs[0], (Index(0), position[-1]), {0: row})
 
 
-def _index_select(p: Values, node: OpNode, position: Position) -> int:
+def _index_select(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dim = normalise_dim(node.attrs["dim"], len(position))
     return p.lookup(node, node.inputs[0], position, {dim: p.pull(node.inputs[1], (position[dim],))})
 
 
-def _gather(p: Values, node: OpNode, position: Position) -> int:
+def _gather(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dim = normalise_dim(node.attrs["dim"], len(position))
     return p.lookup(node, node.inputs[0], position, {dim: p.pull(node.inputs[1], position)})
 
@@ -44,7 +44,7 @@ def _indexed_dims(node: OpNode) -> dict[int, int]:
     return {dim: entry.position for dim, entry in given if isinstance(entry, Ref)}
 
 
-def _index(p: Values, node: OpNode, position: Position) -> int:
+def _index(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """``x[i, :, j]``: the index tensors are broadcast together; a negative index counts from the end.
 
     Their common dimensions stand where the first of them does, or first of all where a slice parts them.
@@ -62,7 +62,7 @@ def _index(p: Values, node: OpNode, position: Position) -> int:
     )
 
 
-def _from_start(p: Values, at: int, extent: object) -> int:
+def _from_start(p: BodyBuilder, at: int, extent: object) -> int:
     """The position that a possibly negative index means."""
     at = p.cast(at, "int64")
     if p.known_range(at)[0] >= 0:

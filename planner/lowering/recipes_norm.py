@@ -6,9 +6,9 @@ import torch
 
 from fuseplan.kernels.ir.index import Size, as_size, divides, product
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import Recipe, float_result
 from fuseplan.planner.lowering.recipes_reduce import float_type, fold, mean_of, moments, row_of
-from fuseplan.planner.lowering.values import Values
 from fuseplan.planner.lowering.views import Position, Specs
 
 
@@ -17,7 +17,7 @@ def _normalised_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
     return tuple(range(rank - len(node.attrs["normalized_shape"]), rank))
 
 
-def _affine(p: Values, node: OpNode, position: Position, value: int, names: tuple[str, ...]) -> int:
+def _affine(p: BodyBuilder, node: OpNode, position: Position, value: int, names: tuple[str, ...]) -> int:
     """``value * weight + bias`` with the optional operands of a normalisation."""
     dtype = p.dtype_of(value)
     number = 1
@@ -29,7 +29,7 @@ def _affine(p: Values, node: OpNode, position: Position, value: int, names: tupl
     return value
 
 
-def _layer_norm(p: Values, node: OpNode, position: Position) -> int:
+def _layer_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = float_type(p, node)
     mean, variance = moments(p, node, row_of(p, node, position))
     scale = p.apply("rsqrt", p.apply("add", variance, p.const(node.attrs.get("eps", 1e-5), dtype)))
@@ -37,7 +37,7 @@ def _layer_norm(p: Values, node: OpNode, position: Position) -> int:
     return _affine(p, node, position, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
 
 
-def _rms_norm(p: Values, node: OpNode, position: Position) -> int:
+def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, arXiv:1910.07467)."""
     dtype = float_type(p, node)
     total = fold(p, node, row_of(p, node, position), "sum", lambda x: p.apply("mul", x, x), dtype)
@@ -69,7 +69,7 @@ def _group_refuse(node: OpNode, specs: Specs) -> str | None:
     return float_result(node, specs) if divided else f"{node.op}: its groups do not divide the channels"
 
 
-def _group_norm(p: Values, node: OpNode, position: Position) -> int:
+def _group_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """Each group of channels of a sample to mean 0 and variance 1 (Wu & He, arXiv:1803.08494)."""
     dtype = float_type(p, node)
     per_group = divides(node.attrs["num_groups"], p.specs[node.inputs[0]].shape[1])
@@ -80,7 +80,7 @@ def _group_norm(p: Values, node: OpNode, position: Position) -> int:
     return _affine(p, node, position[1:2], p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
 
 
-def _batch_norm(p: Values, node: OpNode, position: Position) -> int:
+def _batch_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """(x - mean) / sqrt(variance + eps) * weight + bias with the stored mean and variance of each channel."""
     dtype = float_type(p, node)
     names = [name for name in ("weight", "bias", "running_mean", "running_var") if name not in node.attrs]

@@ -6,13 +6,13 @@ import math
 
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, argument, float_result, is_float, result_type
 from fuseplan.planner.lowering.recipes_convert import bitwise_recipes, convert
-from fuseplan.planner.lowering.values import Values
 from fuseplan.planner.lowering.views import Position, Specs
 
 
-def _promoted(p: Values, node: OpNode) -> RegisterType:
+def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
     """Register type in which a comparison's operands meet."""
     types = [register_type(p.specs[value].dtype) for value in node.inputs]
     types += ["float32" for key in ("other", "self") if is_float(node.attrs.get(key))]
@@ -24,14 +24,14 @@ def _promoted(p: Values, node: OpNode) -> RegisterType:
 
 
 def _unary(op: str) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         return p.apply(op, p.operand(node, 0, position, result_type(p, node)))
 
     return Recipe(build)
 
 
 def _rounding(op: str) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = result_type(p, node)
         value = p.operand(node, 0, position, dtype)
         return p.apply(op, value) if dtype.startswith("float") else value  # an integer is rounded already
@@ -40,7 +40,7 @@ def _rounding(op: str) -> Recipe:
 
 
 def _binary(op: str) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = result_type(p, node)
         a = argument(p, node, "self", 0, position, dtype)
         b = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
@@ -53,7 +53,7 @@ def _binary(op: str) -> Recipe:
 
 
 def _comparison(op: str) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = _promoted(p, node)
         a = argument(p, node, "self", 0, position, dtype)
         return p.apply(op, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
@@ -62,14 +62,14 @@ def _comparison(op: str) -> Recipe:
 
 
 def _logical(op: str) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         a = p.operand(node, 0, position, "bool")
         return p.apply(op, a, p.operand(node, len(node.inputs) - 1, position, "bool"))
 
     return Recipe(build)
 
 
-def _div(p: Values, node: OpNode, position: Position) -> int:
+def _div(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     a = argument(p, node, "self", 0, position, dtype)
     other = node.attrs.get("other")
@@ -78,7 +78,7 @@ def _div(p: Values, node: OpNode, position: Position) -> int:
     return p.apply("div", a, argument(p, node, "other", 1, position, dtype))
 
 
-def _floor_divide(p: Values, node: OpNode, position: Position) -> int:
+def _floor_divide(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     return p.apply("int_floordiv", p.operand(node, 0, position, dtype), p.const(node.attrs["other"], dtype))
 
@@ -93,7 +93,7 @@ def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if isinstance(divisor, int) and divisor else f"{node.op}: the divisor is no number other than zero"
 
 
-def _rsub(p: Values, node: OpNode, position: Position) -> int:
+def _rsub(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     a = p.operand(node, 0, position, dtype)
     alpha = node.attrs.get("alpha", 1)
@@ -102,7 +102,7 @@ def _rsub(p: Values, node: OpNode, position: Position) -> int:
     return p.apply("sub", argument(p, node, "other", 1, position, dtype), a)
 
 
-def power(p: Values, base: int, exponent: float) -> int:
+def power(p: BodyBuilder, base: int, exponent: float) -> int:
     """``base ** exponent`` with the cheap exponents spelled out, as ATen's own pow kernel does."""
     dtype = p.dtype_of(base)
     if exponent == 2:
@@ -121,17 +121,17 @@ def power(p: Values, base: int, exponent: float) -> int:
     return p.apply("pow", base, p.const(exponent, dtype))
 
 
-def _pow_scalar(p: Values, node: OpNode, position: Position) -> int:
+def _pow_scalar(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return power(p, p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"])
 
 
-def _pow_tensor(p: Values, node: OpNode, position: Position) -> int:
+def _pow_tensor(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     base = argument(p, node, "self", 0, position, dtype)
     return p.apply("pow", base, p.operand(node, len(node.inputs) - 1, position, dtype))
 
 
-def _where(p: Values, node: OpNode, position: Position) -> int:
+def _where(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     condition = p.operand(node, 0, position, "bool")
     first = argument(p, node, "self", 1, position, dtype)
@@ -139,14 +139,14 @@ def _where(p: Values, node: OpNode, position: Position) -> int:
     return p.apply("where", condition, first, second)
 
 
-def _masked_fill(p: Values, node: OpNode, position: Position) -> int:
+def _masked_fill(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     mask = p.operand(node, 1, position, "bool")
     filled = argument(p, node, "value", 2, position, dtype)
     return p.apply("where", mask, filled, p.operand(node, 0, position, dtype))
 
 
-def _logical_not(p: Values, node: OpNode, position: Position) -> int:
+def _logical_not(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("logical_not", p.operand(node, 0, position, "bool"))
 
 

@@ -7,24 +7,24 @@ from collections.abc import Callable, Sequence
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_equal, product
 from fuseplan.kernels.ir.ir import RegisterType
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import Recipe, is_float, result_type
-from fuseplan.planner.lowering.values import Values
 from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, Specs, normalise_dim, reshape_position
 
 
-def _fill(p: Values, node: OpNode, position: Position) -> int:
+def _fill(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.const(node.attrs.get("fill_value", 0), result_type(p, node))
 
 
-def _ones(p: Values, node: OpNode, position: Position) -> int:
+def _ones(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.const(1, result_type(p, node))
 
 
-def _scalar_tensor(p: Values, node: OpNode, position: Position) -> int:
+def _scalar_tensor(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.const(node.attrs["s"], result_type(p, node))
 
 
-def _arange(p: Values, node: OpNode, position: Position) -> int:
+def _arange(p: BodyBuilder, node: OpNode, position: Position) -> int:
     start, step = node.attrs.get("start", 0), node.attrs.get("step", 1)
     return p.cast(p.iota(position[0] * step + start), result_type(p, node))
 
@@ -37,7 +37,7 @@ def _arange_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def _triangle(keep: str) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = result_type(p, node)
         diagonal = node.attrs.get("diagonal", 0)
         row, col = p.iota(position[-2] + max(diagonal, 0)), p.iota(position[-1] + max(-diagonal, 0))
@@ -47,12 +47,12 @@ def _triangle(keep: str) -> Recipe:
     return Recipe(build)
 
 
-def _cat(p: Values, node: OpNode, position: Position) -> int:
+def _cat(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     return _joined(p, node.inputs, dim, position, result_type(p, node))
 
 
-def _joined(p: Values, values: Sequence[str], dim: int, position: Position, dtype: RegisterType) -> int:
+def _joined(p: BodyBuilder, values: Sequence[str], dim: int, position: Position, dtype: RegisterType) -> int:
     """What lies at ``position`` of ``values`` put one after another along ``dim``."""
     index = position[dim]
     # ATen skips empty parts, and one-dimensional empty ones whatever the rank of the others.
@@ -64,14 +64,14 @@ def _joined(p: Values, values: Sequence[str], dim: int, position: Position, dtyp
     for value in parts:
         starts.append(as_size(starts[-1] + shapes[value][dim]))
 
-    def piece(puller: Values, number: int) -> int:
+    def piece(puller: BodyBuilder, number: int) -> int:
         moved = (*position[:dim], index + as_size(-starts[number]), *position[dim + 1 :])
         return puller.cast(puller.pull(parts[number], moved), dtype)
 
     return _choose(p, index, starts, piece, 0)
 
 
-def _diff(p: Values, node: OpNode, position: Position) -> int:
+def _diff(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """The next element less this one, along a dimension at whose ends other tensors may be put on."""
     dtype = result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", -1), len(position))
@@ -96,12 +96,12 @@ def _margins(node: OpNode, specs: Specs) -> list[tuple[Size, Size]]:
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
-def _pad(p: Values, node: OpNode, position: Position) -> int:
+def _pad(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """The operand with a constant around it, which reads nothing."""
     source, dtype = node.inputs[0], result_type(p, node)
     margins, shape = _margins(node, p.specs), p.specs[source].shape
 
-    def at(puller: Values, moved: Position) -> int:
+    def at(puller: BodyBuilder, moved: Position) -> int:
         dim = len(moved)
         if dim == len(shape):
             return puller.cast(puller.pull(source, moved), dtype)
@@ -112,7 +112,7 @@ def _pad(p: Values, node: OpNode, position: Position) -> int:
         parts += [(end, False)] if _adds(after) else []
         inside = (*moved, position[dim] + as_size(-before))
 
-        def piece(q: Values, number: int) -> int:
+        def piece(q: BodyBuilder, number: int) -> int:
             return at(q, inside) if parts[number][1] else q.const(node.attrs.get("value") or 0, dtype)
 
         return _choose(puller, position[dim], [*(start for start, _ in parts), as_size(end + after)], piece, 0)
@@ -133,7 +133,7 @@ def _pad_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if known else f"{node.op}: whether it adds or takes away is not known"
 
 
-def _repeat(p: Values, node: OpNode, position: Position) -> int:
+def _repeat(p: BodyBuilder, node: OpNode, position: Position) -> int:
     source = node.inputs[0]
     shape = p.specs[source].shape
     own = position[len(position) - len(shape) :] if shape else ()
@@ -144,7 +144,7 @@ def _repeat(p: Values, node: OpNode, position: Position) -> int:
     ))
 
 
-def _upsample(p: Values, node: OpNode, position: Position) -> int:
+def _upsample(p: BodyBuilder, node: OpNode, position: Position) -> int:
     source = node.inputs[0]
     factors = _factors(node, p.specs)
     return p.pull(source, tuple(index // factor for index, factor in zip(position, factors, strict=True)))
@@ -163,7 +163,9 @@ def _upsample_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"{node.op}: a size does not grow by a power of two"
 
 
-def _choose(p: Values, index: Index, starts: list[Size], piece: Callable[[Values, int], int], first: int) -> int:
+def _choose(
+    p: BodyBuilder, index: Index, starts: list[Size], piece: Callable[[BodyBuilder, int], int], first: int
+) -> int:
     """The piece of a cat that holds ``index``, decided now where possible, else selected under masks."""
     if first == len(starts) - 2:
         return piece(p, first)
@@ -178,7 +180,7 @@ def _choose(p: Values, index: Index, starts: list[Size], piece: Callable[[Values
     return p.apply("where", inside, here, rest)
 
 
-def _stack(p: Values, node: OpNode, position: Position) -> int:
+def _stack(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     inner = position[:dim] + position[dim + 1 :]
@@ -186,12 +188,12 @@ def _stack(p: Values, node: OpNode, position: Position) -> int:
     return _choose(p, position[dim], starts, lambda q, k: q.cast(q.pull(node.inputs[k], inner), dtype), 0)
 
 
-def _copy_reshape(p: Values, node: OpNode, position: Position) -> int:
+def _copy_reshape(p: BodyBuilder, node: OpNode, position: Position) -> int:
     source, moved = VIEW_MAPS[node.op](node, node.outputs[0], position, p.specs)
     return p.pull(source, moved)
 
 
-def _repeat_interleave(p: Values, node: OpNode, position: Position) -> int:
+def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
     source, repeats = node.inputs[0], node.attrs["repeats"]
     shape = p.specs[source].shape
     if node.attrs.get("dim") is None:

@@ -11,8 +11,8 @@ from typing import Any
 from fuseplan.kernels.ir.index import Index, Size
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import Build, Recipe, float_result, result_type
-from fuseplan.planner.lowering.values import Values
 from fuseplan.planner.lowering.views import Position, Specs, normalise_dim, reshape_position
 
 
@@ -24,18 +24,20 @@ def _reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
     return tuple(normalise_dim(dim, rank) for dim in (dims if isinstance(dims, tuple | list) else (dims,)))
 
 
-def row_of(p: Values, node: OpNode, position: Position) -> Position:
+def row_of(p: BodyBuilder, node: OpNode, position: Position) -> Position:
     """The leading coordinates of the row that the result element at ``position`` comes from."""
     kept = len(p.row_shape(node)) - 1
     return p.row_position(node, position[:kept])
 
 
-def fold(p: Values, node: OpNode, row: Position, kind: str, element: Callable[[int], int], dtype: RegisterType) -> int:
+def fold(
+    p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[int], int], dtype: RegisterType
+) -> int:
     """Fold ``element(x)`` over the row ``row`` of operand 0."""
     return fold_columns(p, node, row, kind, lambda x, _: element(p.cast(x, dtype)))
 
 
-def fold_columns(p: Values, node: OpNode, row: Position, kind: str, element: Callable[[int, Index], int]) -> int:
+def fold_columns(p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[int, Index], int]) -> int:
     """Fold ``element(x, column)`` over the row ``row`` of operand 0."""
     source = node.inputs[0]
     walked, shape = p.row_shape(node), p.specs[source].shape
@@ -46,18 +48,18 @@ def fold_columns(p: Values, node: OpNode, row: Position, kind: str, element: Cal
     return p.reduce(kind, node, walked[-1], at)
 
 
-def float_type(p: Values, node: OpNode) -> RegisterType:
+def float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
     return "float64" if p.specs[node.inputs[0]].dtype == "float64" else "float32"
 
 
 def _plain_fold(kind: str) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         return fold(p, node, row_of(p, node, position), kind, lambda x: x, result_type(p, node))
 
     return Recipe(build, _reduced_dims)
 
 
-def mean_of(p: Values, total: int, count: Size, correction: float = 0.0) -> int:
+def mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) -> int:
     """``total / (count - correction)``."""
     dtype = p.dtype_of(total)
     if isinstance(count, int):
@@ -69,12 +71,12 @@ def mean_of(p: Values, total: int, count: Size, correction: float = 0.0) -> int:
     return p.apply("div", total, number)
 
 
-def _mean(p: Values, node: OpNode, position: Position) -> int:
+def _mean(p: BodyBuilder, node: OpNode, position: Position) -> int:
     total = fold(p, node, row_of(p, node, position), "sum", lambda x: x, float_type(p, node))
     return mean_of(p, total, p.row_shape(node)[-1])
 
 
-def moments(p: Values, node: OpNode, row: Position, correction: float = 0.0) -> tuple[int, int]:
+def moments(p: BodyBuilder, node: OpNode, row: Position, correction: float = 0.0) -> tuple[int, int]:
     """Mean and variance of a row, two passes: the variance of the deviations does not cancel."""
     dtype = float_type(p, node)
     extent = p.row_shape(node)[-1]
@@ -87,14 +89,14 @@ def moments(p: Values, node: OpNode, row: Position, correction: float = 0.0) -> 
     return mean, mean_of(p, fold(p, node, row, "sum", squared, dtype), extent, correction)
 
 
-def _var(p: Values, node: OpNode, position: Position) -> int:
+def _var(p: BodyBuilder, node: OpNode, position: Position) -> int:
     correction = node.attrs.get("correction", 1 if node.attrs.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
     return moments(p, node, row_of(p, node, position), float(correction))[1]
 
 
 def _softmax(log: bool) -> Recipe:
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = float_type(p, node)
         row = row_of(p, node, position)
         top = fold(p, node, row, "max", lambda x: x, dtype)
@@ -124,7 +126,7 @@ def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
 def _position_of(kind: str) -> Build:
     """The first position of a row's extreme; NaN counts as the most extreme of all, as in ATen."""
 
-    def build(p: Values, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = register_type(p.specs[node.inputs[0]].dtype)
         row = row_of(p, node, position)
         best = fold(p, node, row, kind, lambda x: x, dtype)
@@ -169,7 +171,7 @@ def _summed_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
     return _reduced_dims(node, specs) if _short_dim(node, specs) is None else ()
 
 
-def _written_out(p: Values, node: OpNode, position: Position) -> int | None:
+def _written_out(p: BodyBuilder, node: OpNode, position: Position) -> int | None:
     """A short sum, element by element; None where a row is to be folded."""
     dim = _short_dim(node, p.specs)
     if dim is None:
@@ -183,7 +185,7 @@ def _written_out(p: Values, node: OpNode, position: Position) -> int | None:
     return reduce(lambda total, term: p.apply("add", total, term), terms)
 
 
-def _sum(p: Values, node: OpNode, position: Position) -> int:
+def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
     written = _written_out(p, node, position)
     if written is not None:
         return written

@@ -25,7 +25,7 @@ from fuseplan.search.store.record import GroupChoice, RecordKey, TuningRecord
 _EXAMPLES = 5
 
 
-def explain(session: Session, workload: str, graph: DataflowGraph, plan: GraphPlan) -> Iterator[str]:
+def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: GraphPlan) -> Iterator[str]:
     """Lines that explain the plan of one captured workload."""
     book = GroupBook(graph, session.settings.numerics, session.target.device_type)
     kinds = Counter(kind_of(node, graph.specs) for node in graph)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 
 from fuseplan.planner.cost.samples import RegionSamples
-from fuseplan.planner.cost.samples import load as stored_samples
+from fuseplan.planner.cost.samples import load_samples as stored_samples
 from fuseplan.planner.errors import PlanError, nearest
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
@@ -105,9 +105,9 @@ def load_report(
     """
     plans = {plan.key: plan for plan in database.plans() if plan.key.device == device}
     records = {record.key: record for record in database.records() if record.key.device == device}
-    workloads = summaries.load(database, device, model or None)
+    workloads = summaries.load_summaries(database, device, model or None)
     if model and not workloads:
-        known = {workload.model for workload in summaries.load(database, device)}
+        known = {workload.model for workload in summaries.load_summaries(database, device)}
         close = nearest(model, known)
         hint = f"did you mean {' or '.join(close)}?" if close else f"stored: {', '.join(sorted(known)) or 'none'}"
         known_here = "; `plan report` without --model shows all that is known of this device" if plans else ""

@@ -29,12 +29,12 @@ from fuseplan.planner.rewrites.attention_call import (
 from fuseplan.planner.rewrites.trace_edit import (
     ancestors,
     between,
-    device_type,
     erase_unused,
     insert_call,
     is_pure,
     may_write,
     static_sizes,
+    trace_device,
     value_of,
 )
 
@@ -146,7 +146,7 @@ def add_boolean_masks(module: fx.GraphModule) -> int:
         value = value_of(mask)
         if value is None or value.dtype != torch.bool or query is None:
             continue
-        if device_type(node) != "cuda" or chosen_backend(fake_arguments(node)) != "cudnn":
+        if trace_device(node) != "cuda" or chosen_backend(fake_arguments(node)) != "cudnn":
             continue
         made = numbers.get((mask, query.dtype))
         if made is None or any(may_write(one, [mask]) for one in between(made, node)):

@@ -36,7 +36,6 @@ from fuseplan.planner.rewrites.trace_edit import (
     ancestors,
     between,
     change_arguments,
-    device_type,
     erase_unused,
     follow,
     insert_call,
@@ -44,6 +43,7 @@ from fuseplan.planner.rewrites.trace_edit import (
     set_values,
     shares_memory,
     sizes_of,
+    trace_device,
 )
 
 _aten = torch.ops.aten
@@ -76,9 +76,9 @@ def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> 
         return 0
     found = 0
     for node in list(attention_calls(module.graph)):
-        if device_type(node) == "cuda" and _share(module.graph, node):
+        if trace_device(node) == "cuda" and _share(module.graph, node):
             found += 1
-        elif wanted or device_type(node) in MEASURED:
+        elif wanted or trace_device(node) in MEASURED:
             found += _fold(module.graph, node)
     return found
 

@@ -41,7 +41,7 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def device_type(node: fx.Node) -> str:
+def trace_device(node: fx.Node) -> str:
     """Kind of device of a node's tensor, ``""`` where there is none."""
     value = value_of(node)
     return "" if value is None else value.device.type

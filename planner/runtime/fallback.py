@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.reference import torch_dtype
 from fuseplan.planner.dispatch_stats import Source, Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.layouts import layout_of, same_layout

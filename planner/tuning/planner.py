@@ -13,7 +13,7 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.cost.prices import GroupBook, MeasuredPrices, ModelPrices
 from fuseplan.planner.cost.running_calibration import Learner
 from fuseplan.planner.cost.samples import region_samples
-from fuseplan.planner.cost.samples import store as store_samples
+from fuseplan.planner.cost.samples import store_samples as store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates, enumerate_parts
 from fuseplan.planner.groups.choices import RegionProblem, region_problem

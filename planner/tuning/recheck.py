@@ -87,7 +87,7 @@ def _subject(session: Session, graph: DataflowGraph, ops: tuple[str, ...], key: 
     return group_subject(graph, ops, key, session.settings.numerics, session.target.device_type, outputs)
 
 
-def verdict(rechecked: Iterable[Rechecked]) -> str:
+def recheck_verdict(rechecked: Iterable[Rechecked]) -> str:
     """In one line: whether the shipped times hold here, and what to do where they do not; empty without any."""
     listed = list(rechecked)
     if not listed:

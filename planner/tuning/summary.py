@@ -155,7 +155,7 @@ def _shape(graph: DataflowGraph, name: str) -> str:
     return f"{'x'.join(map(str, spec.shape))} {spec.dtype}"
 
 
-def store(database: Database, summary: WorkloadSummary) -> None:
+def store_summary(database: Database, summary: WorkloadSummary) -> None:
     """Keep a summary; one of the same model, workload, device, regime and numerics is replaced."""
     database.put_capture(_name(summary), asdict(summary))
 
@@ -166,7 +166,9 @@ def _name(summary: WorkloadSummary) -> str:
     return f"{_PREFIX}/{codec.checksum(' '.join(parts))}"
 
 
-def load(database: CaptureStore, device: str | None = None, model: str | None = None) -> tuple[WorkloadSummary, ...]:
+def load_summaries(
+    database: CaptureStore, device: str | None = None, model: str | None = None
+) -> tuple[WorkloadSummary, ...]:
     """Stored summaries of a device and a model (None for any) in natural order; unreadable ones are left out."""
     found = stored(database, WorkloadSummary, _PREFIX)
     wanted = [one for one in found if device in (None, one.device) and _matches(one.model, model)]

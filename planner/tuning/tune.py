@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -157,14 +157,3 @@ def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, i
     if on_region is None:
         return None
     return lambda label, number, total: on_region(workload, label, number, total)
-
-
-def coverage(plans: Sequence[WorkloadPlan]) -> tuple[int, int]:
-    """Compute ops that run in a fused kernel, and all compute ops, over all occurrences of all regions."""
-    fused = total = 0
-    for workload in plans:
-        for region in workload.plan.regions:
-            for group in region.record.groups:
-                total += len(group.ops)
-                fused += len(group.ops) if group.kind == "fused" else 0
-    return fused, total

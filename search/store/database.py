@@ -21,7 +21,7 @@ from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, an
 
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
 from fuseplan.search.store import codec, tables
-from fuseplan.search.store.location import NOWHERE, describe, resolve_url, sqlite_file
+from fuseplan.search.store.location import NOWHERE, location_name, resolve_url, sqlite_file
 from fuseplan.search.store.plain import plain
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.rows import (
@@ -136,7 +136,7 @@ class Database:
     @property
     def where(self) -> str:
         """The location in messages, without any password."""
-        return describe(self.url)
+        return location_name(self.url)
 
     def __enter__(self) -> Database:
         return self
@@ -284,7 +284,7 @@ class Database:
             with tables.transaction(self._engine) as connection:
                 yield connection
         except tables.DRIVER_ERRORS as error:
-            raise tables.explain(error, self._engine) from None
+            raise tables.database_error(error, self._engine) from None
 
     @property
     def engine(self) -> Engine | None:
@@ -307,7 +307,7 @@ class Database:
             with self._engine.connect() as connection:
                 return [row._asdict() for row in connection.execute(query, parameters)]
         except tables.DRIVER_ERRORS as error:
-            explained = tables.explain(error, self._engine)
+            explained = tables.database_error(error, self._engine)
             if self.mode != "read":
                 raise explained from None
             self._broken = True

@@ -47,7 +47,8 @@ def resolve_url(location: str | Path | None) -> URL:
         try:
             url.get_dialect()
         except SQLAlchemyError:
-            raise DatabaseError(f"cannot open database {describe(url)}: no driver is called {url.drivername}") from None
+            message = f"cannot open database {location_name(url)}: no driver is called {url.drivername}"
+            raise DatabaseError(message) from None
         return url
     if isinstance(location, str) and _CREDENTIALS.search(location) and not Path(location).exists():
         raise DatabaseError(f"the database looks like a URL without '://'; {_FORM}")
@@ -64,7 +65,7 @@ def sqlite_file(url: URL) -> Path | None:
     return Path(url.database)
 
 
-def describe(url: URL) -> str:
+def location_name(url: URL) -> str:
     """The database's name in messages: the file, or the URL without its passwords."""
     if url.get_backend_name() == "sqlite":
         return plain(url.database or "the memory database")

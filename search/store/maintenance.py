@@ -60,7 +60,7 @@ def _stale(versions: Versions | None, stored: Versions) -> str:
     return ",".join(versions.mismatch(stored)) if versions is not None else ""
 
 
-def show(database: Database, prefix: str) -> list[TuningRecord | PlanRecord]:
+def show_record(database: Database, prefix: str) -> list[TuningRecord | PlanRecord]:
     """Records and plans whose workload key starts with ``prefix`` or whose label contains it."""
     found: list[TuningRecord | PlanRecord] = [*database.records(), *database.plans()]
     return [item for item in found if item.key.workload.startswith(prefix) or prefix in item.label]
@@ -68,14 +68,14 @@ def show(database: Database, prefix: str) -> list[TuningRecord | PlanRecord]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something :func:`verify` found."""
+    """Something :func:`verify_database` found."""
 
     table: str
     row: str
     what: str
 
 
-def verify(database: Database) -> list[Problem]:
+def verify_database(database: Database) -> list[Problem]:
     """Check the file's integrity, the schema, and that every stored row can be read; [] when all is well.
 
     What cannot be read at all is a problem too: nothing is known of it.
@@ -98,7 +98,7 @@ def verify(database: Database) -> list[Problem]:
     except DatabaseError as error:
         problems.append(Problem("file", "", str(error)))
     except tables.DRIVER_ERRORS as error:
-        problems.append(Problem("file", "", str(tables.explain(error, engine))))
+        problems.append(Problem("file", "", str(tables.database_error(error, engine))))
     return problems
 
 
@@ -138,7 +138,7 @@ def _name(table: Table, row: Mapping[str, Any]) -> str:
     return plain(" ".join(str(row[name]) for name in names))
 
 
-def prune(
+def prune_database(
     database: Database,
     keep_versions: Versions | None = None,
     device: str | None = None,

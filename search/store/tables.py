@@ -39,7 +39,7 @@ from fuseplan.search.errors import (
     SchemaVersionError,
 )
 from fuseplan.search.store.files import APPLICATION_ID, FileIdentity, check_ours, file_size, identity, move_aside
-from fuseplan.search.store.location import describe, server_limits, sqlite_file, without_secrets
+from fuseplan.search.store.location import location_name, server_limits, sqlite_file, without_secrets
 from fuseplan.search.store.plain import brief, plain
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
@@ -127,7 +127,9 @@ def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
             moved = move_aside(file, found, str(error))
             if moved is not None:
                 warnings.warn(f"{error}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
-    raise CorruptDatabaseError(f"tuning database {describe(url)} is corrupt again each time that it is made afresh")
+    raise CorruptDatabaseError(
+        f"tuning database {location_name(url)} is corrupt again each time that it is made afresh"
+    )
 
 
 def open_for_reading(url: URL) -> Engine | None:
@@ -164,7 +166,8 @@ def _engine(url: URL, sqlite_mode: str = "") -> Engine:
             limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else server_limits(url)
             engine = create_engine(url, connect_args=limits)
         except (*DRIVER_ERRORS, ImportError) as error:
-            raise DatabaseError(f"cannot open database {describe(url)}: {without_secrets(str(error), url)}") from None
+            message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
+            raise DatabaseError(message) from None
         if url.get_backend_name() != "sqlite":
             return engine
     else:
@@ -259,7 +262,7 @@ def _create_or_check(engine: Engine) -> None:
             upsert(connection, META, {"name": "schema_version", "value": str(SCHEMA_VERSION)})
             upsert(connection, META, {"name": "created", "value": now()})
     except DRIVER_ERRORS as error:
-        raise explain(error, engine) from None
+        raise database_error(error, engine) from None
 
 
 def _quick_check(engine: Engine) -> None:
@@ -267,7 +270,7 @@ def _quick_check(engine: Engine) -> None:
         with engine.connect() as connection:
             found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
     except DRIVER_ERRORS as error:
-        raise explain(error, engine) from None
+        raise database_error(error, engine) from None
     if found != ["ok"]:
         raise _corrupt(engine, "; ".join(found))
 
@@ -285,17 +288,17 @@ def check_schema(engine: Engine) -> bool:
                 if names and engine.dialect.name == "sqlite":
                     listed = plain(", ".join(sorted(names)[:3]))
                     raise ForeignDatabaseError(
-                        f"{describe(engine.url)} holds tables of another application ({listed}); "
+                        f"{location_name(engine.url)} holds tables of another application ({listed}); "
                         "pass another file with --db"
                     )
                 return False
             rows = connection.execute(select(META.c.name, META.c.value)).all()
             meta = {str(name): str(value) for name, value in rows}
     except DRIVER_ERRORS as error:
-        raise explain(error, engine) from None
+        raise database_error(error, engine) from None
     if meta.get("schema_version") != str(SCHEMA_VERSION):
         raise SchemaVersionError(
-            f"{describe(engine.url)} has schema version {brief(meta.get('schema_version'))}, this fuseplan reads "
+            f"{location_name(engine.url)} has schema version {brief(meta.get('schema_version'))}, this fuseplan reads "
             f"{SCHEMA_VERSION}; it was left as it is: use the fuseplan that wrote it, or pass another file with --db"
         )
     return True
@@ -309,11 +312,11 @@ def check_columns(engine: Engine) -> None:
                 there = inspect(connection).has_table(table.name)
                 columns = {column["name"] for column in inspect(connection).get_columns(table.name)} if there else set()
         except DRIVER_ERRORS as error:
-            raise explain(error, engine) from None
+            raise database_error(error, engine) from None
         if missing := {column.name for column in table.columns} - columns:
             raise ForeignDatabaseError(
-                f"{describe(engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so this fuseplan did "
-                "not write it; it was left as it is: pass another file with --db"
+                f"{location_name(engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so this "
+                "fuseplan did not write it; it was left as it is: pass another file with --db"
             )
 
 
@@ -340,22 +343,22 @@ def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: t
             connection.execute(table.insert().values(**row))
 
 
-def explain(error: Exception, engine: Engine) -> DatabaseError:
+def database_error(error: Exception, engine: Engine) -> DatabaseError:
     """The error of our family that a driver's error stands for."""
     said = "out of memory" if isinstance(error, MemoryError) else str(getattr(error, "orig", None) or error)
     text = without_secrets(said, engine.url)
     low = text.lower()
     if "not a database" in low or "malformed" in low or "corrupt" in low:
         return _corrupt(engine, text)
-    name = describe(engine.url)
+    name = location_name(engine.url)
     if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
         return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); pass a writable file with --db")
     return DatabaseError(f"{name}: {text}")
 
 
 def _corrupt(engine: Engine, why: str) -> CorruptDatabaseError:
-    return CorruptDatabaseError(f"tuning database {describe(engine.url)} is corrupt ({why})")
+    return CorruptDatabaseError(f"tuning database {location_name(engine.url)} is corrupt ({why})")
 
 
 def _not_writable(url: URL, error: Exception) -> str:
-    return f"tuning database {describe(url)} cannot be written ({error}); pass a writable file with --db"
+    return f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.measure import no_collection, summarise
+from fuseplan.search.timing.measure import measurement_of, no_collection
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
 #: A gain below this is never worth a change of plan.
@@ -66,7 +66,7 @@ class Contest:
 
     def time(self, name: str) -> Measurement:
         own = self.samples[name]
-        return summarise(own, self.regime, len(own), self.noise)
+        return measurement_of(own, self.regime, len(own), self.noise)
 
     def gain(self, challenger: str, incumbent: str) -> float:
         """Median of the paired differences over the incumbent's median; positive when the challenger is faster."""
@@ -176,7 +176,7 @@ def contest(
     return Contest(samples, noise, timer.regime)
 
 
-def geometric_mean(first: Contest, second: Contest) -> Contest:
+def mean_contest(first: Contest, second: Contest) -> Contest:
     """Two runs of the same contestants under different conditions as one: who wins is best in both together.
 
     A gain in it is about the mean of the gains in both, and no winner loses much in either. The longer run's rounds

@@ -75,7 +75,7 @@ def copy_with_layout(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.shape, tensor.stride())
 
 
-def summarise(samples: Sequence[float], regime: str, rounds: int = 0, noise: float = 0.0) -> Measurement:
+def measurement_of(samples: Sequence[float], regime: str, rounds: int = 0, noise: float = 0.0) -> Measurement:
     """Median and interquartile range of samples in microseconds."""
     ordered = sorted(samples)
     if len(ordered) < 2:
@@ -105,7 +105,7 @@ def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measur
     if len(clean) < _MIN_CLEAN:
         everything = sorted(clean + disturbed)
         clean = everything[: (len(everything) + 1) // 2]
-    return summarise(clean, timer.regime)
+    return measurement_of(clean, timer.regime)
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def errors(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     return (distance / norm if norm > 0 else (0.0 if distance == 0 else math.inf)), float(difference.max())
 
 
-def verify(kernel: CompiledKernel, subject: Subject, oracle: Oracle, device: str) -> Verdict:
+def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, device: str) -> Verdict:
     """Run ``kernel`` once on the oracle's inputs and judge everything it wrote.
 
     A kernel passes when, for every output, its normwise error and its largest error exceed those of the unfused chain

@@ -26,7 +26,7 @@ _MAX_REJECTIONS = 16
 
 
 @dataclass(frozen=True)
-class Choice:
+class Contender:
     """A kernel that reached the decision. Choices are listed in the order that breaks ties."""
 
     name: str
@@ -43,12 +43,12 @@ class Verdicts:
     enumerated: int
 
 
-def decide(
+def decide_group(
     executor: Executor,
     bench: jobs.Bench,
     subject: Subject,
     key: RecordKey,
-    choices: Sequence[Choice],
+    choices: Sequence[Contender],
     verdicts: Verdicts,
     evidence: Evidence,
     limit_s: float,
@@ -72,7 +72,7 @@ def decide(
         attempt = tuple(choices[:size])
         entrants = tuple(jobs.Entrant(choice.name, choice.backend, choice.config) for choice in attempt)
         twice = attempt[0].name if attempt else jobs.UNFUSED
-        outcome = executor.call(jobs.decide, bench, subject, entrants, twice, limit_s=limit_s).checked()
+        outcome = executor.call(jobs.decide_finalists, bench, subject, entrants, twice, limit_s=limit_s).checked()
         if outcome.ok:
             decision: jobs.Decision = outcome.value
             standing = [choice for choice in attempt if choice.name in decision.contest.samples]
@@ -85,11 +85,11 @@ def decide(
 def _record(
     subject: Subject,
     key: RecordKey,
-    standing: Sequence[Choice],
+    standing: Sequence[Contender],
     decision: jobs.Decision,
     failed: Mapping[str, str],
     verdicts: Verdicts,
-    choices: Sequence[Choice],
+    choices: Sequence[Contender],
     evidence: Evidence,
 ) -> TuningRecord:
     contest = decision.contest
@@ -135,7 +135,7 @@ def _record(
     )
 
 
-def _finalists(standing: Sequence[Choice], contest: Contest) -> list[Finalist]:
+def _finalists(standing: Sequence[Contender], contest: Contest) -> list[Finalist]:
     listed = [Finalist(jobs.UNFUSED, "", {}, contest.time(jobs.UNFUSED), 0.0)]
     for choice in standing:
         gain = contest.gain(choice.name, jobs.UNFUSED)
@@ -143,7 +143,7 @@ def _finalists(standing: Sequence[Choice], contest: Contest) -> list[Finalist]:
     return listed
 
 
-def _trial_of(best: Choice | None, trials: Sequence[Trial]) -> Trial | None:
+def _trial_of(best: Contender | None, trials: Sequence[Trial]) -> Trial | None:
     if best is None:
         return None
     wanted = (best.backend.name, config_key(best.config))
@@ -154,7 +154,7 @@ def _no_verdict(gain: float, contest: Contest) -> str:
     return f"no verdict: a gain of {gain:.1%} over the unfused chain, measured with a noise of {contest.noise:.0%}"
 
 
-def _reason(best: Choice | None, fuse: bool, gain: float, threshold: float, verdicts: Verdicts) -> str:
+def _reason(best: Contender | None, fuse: bool, gain: float, threshold: float, verdicts: Verdicts) -> str:
     if best is None:
         reasons = [f"{name}: {reason}" for name, reason in verdicts.refusals.items()]
         reasons += [trial.reason for trial in verdicts.trials if trial.reason]

@@ -11,7 +11,7 @@ from fuseplan.kernels.ir.backend import Backend, Config, config_key
 from fuseplan.search.errors import NothingCompilesError, SubjectError
 from fuseplan.search.store.record import DOES_NOT_COMPILE, Evidence, RecordKey, Trial, TuningRecord, now
 from fuseplan.search.timing.subject import Subject
-from fuseplan.search.tune.decision import Choice, Verdicts, decide
+from fuseplan.search.tune.decision import Contender, Verdicts, decide_group
 from fuseplan.search.tune.resources import DECIDING, OPENING, SCREENING, Compilation, Phase, ProgressEvent, Workshop
 from fuseplan.search.tune.space import Space
 from fuseplan.search.tune.strategy import Strategy, make_strategy
@@ -71,7 +71,7 @@ class SubjectRun:
         self._event("decide")
         evidence = Evidence(now(), self._shop.versions, self._shop.bench.seed, 0.0)
         with self._shop.account.spend(DECIDING):
-            record = decide(
+            record = decide_group(
                 self._shop.executor, self._shop.bench, self._subject, self._key, self._choices(), verdicts, evidence,
                 self._shop.budget.job_limit_s,
             )
@@ -225,7 +225,7 @@ class SubjectRun:
         if trial.median_us is not None:
             self._best_us = min(self._best_us, trial.median_us)
 
-    def _choices(self) -> list[Choice]:
+    def _choices(self) -> list[Contender]:
         """The default of the first back end that has one which works, then the fastest others, in space order."""
         timed = [
             (entry, position, entry.strategy.times[position])
@@ -239,7 +239,7 @@ class SubjectRun:
         others.sort(key=lambda item: (item[0].order, item[1]))
         listed = [("default", *default)] if default is not None else []
         listed += [(f"challenger {number}", e, p) for number, (e, p) in enumerate(others, 1)]
-        return [Choice(name, entry.backend, entry.space.configs[position]) for name, entry, position in listed]
+        return [Contender(name, entry.backend, entry.space.configs[position]) for name, entry, position in listed]
 
     def _is_copy(self, entry: _Entry, position: int) -> bool:
         return bool(self._trials[entry.backend.name, config_key(entry.space.configs[position])].duplicate_of)

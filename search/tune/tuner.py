@@ -162,10 +162,6 @@ class Tuner:
         stored = self.database.get_record(key).record
         return None if stored is None or reservations(stored, self.versions, self._shop.since) else stored
 
-    def tune_all(self, subjects: Iterable[Subject]) -> list[TuningRecord]:
-        """Tune one after the other."""
-        return [self.tune(subject) for subject in subjects]
-
     def time_unfused(self, subject: Subject) -> Measurement:
         """Time of the unfused chain alone; kept as a trial without a back end, so it is measured once.
 

@@ -18,12 +18,12 @@ import torch
 from fuseplan.kernels.ir.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.contest import Contest, contest, decisive, geometric_mean
+from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest
 from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
-from fuseplan.search.timing.verify import Oracle, Verdict, make_oracle, verify
+from fuseplan.search.timing.verify import Oracle, Verdict, check_result, make_oracle
 
 #: Name of the unfused chain among the contestants.
 UNFUSED = "unfused"
@@ -164,7 +164,7 @@ def screen_config(
     with torch.no_grad():
         desk = _desk(bench, subject)
         kernel = backend.load(subject.ir, config, bench.target)
-        verdict = verify(kernel, subject, desk.oracle, desk.device)
+        verdict = check_result(kernel, subject, desk.oracle, desk.device)
         if not verdict.ok:
             return Screened(verdict, None)
         run = backend.fused_callable(subject.ir, config, bench.target)
@@ -173,7 +173,7 @@ def screen_config(
         return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s), device)
 
 
-def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
+def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
     """Check every entrant once more on fresh inputs, then time them and the unfused chain in interleaved rounds.
 
     Args:
@@ -192,7 +192,7 @@ def decide(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: s
             assert fresh is not None
             kernel = entrant.backend.load(subject.ir, entrant.config, bench.target)
             resources[entrant.name] = resource_facts(kernel.resources)
-            verdict = verify(kernel, subject, fresh, desk.device)
+            verdict = check_result(kernel, subject, fresh, desk.device)
             if verdict.ok:
                 runs[entrant.name] = entrant.backend.fused_callable(subject.ir, entrant.config, bench.target)
             else:
@@ -221,7 +221,7 @@ def _between_kernels(
     hot = regime if alone is None else contest(alone, runs, operands, bench.decide_s / 2, again)
     if cold is None:
         return hot
-    return geometric_mean(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, again))
+    return mean_contest(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, again))
 
 
 def decide_sides(

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from fuseplan.search.errors import MachineFailureError
-from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, OK, STARVED, TIMED_OUT, Request, of_machine
+from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, OK, STARVED, TIMED_OUT, Request
 
 #: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
 _BOOT = (
@@ -90,27 +90,6 @@ class Executor(Protocol):
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class InlineExecutor:
-    """Runs jobs in this process: no isolation and no time limit; for tests and trusted kernels."""
-
-    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
-        try:
-            return Outcome(function(*args))
-        except Exception as error:
-            return Outcome(failure=f"{type(error).__name__}: {error}", of_machine=of_machine(error))
-
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
-        return [self.call(function, *args, limit_s=limit_s) for args in arguments]
-
-    def prefetch(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
-    ) -> None:
-        """Nothing: there is only this process, and it is not idle."""
-
-    def close(self) -> None:
-        pass
 
 
 class WorkerPool:

@@ -7,10 +7,10 @@ import ir_samples as samples
 import pytest
 import torch
 from ir_samples import Sample, label
+from kernel_reference import run_reference
 
 from fuseplan.kernels.gpu.backend import GpuBackend
 from fuseplan.kernels.ir.backend import Backend
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend

@@ -9,12 +9,12 @@ import interpret_kernels
 import pytest
 import torch
 from ir_samples import Sample, label
+from kernel_reference import run_reference
 from overlap_samples import one_of_each, step, stepped
 
 from fuseplan.kernels.gpu.backend import GpuBackend
 from fuseplan.kernels.gpu.overlap import OVERLAP_CHOICES, can_overlap
 from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
-from fuseplan.kernels.ir.reference import run_reference
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend

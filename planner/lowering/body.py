@@ -80,7 +80,7 @@ class Group:
 
 
 @dataclass
-class Space:
+class IterationSpace:
     """One iteration space under construction. ``pieces`` copies of the columns are unrolled side by side.
 
     ``folded`` holds, for each row that a reduction was asked for, the axes that its position depends on.
@@ -107,15 +107,15 @@ class Space:
         return self.known[instr]
 
 
-def column(space: Space, piece: int) -> Index:
+def column(space: IterationSpace, piece: int) -> Index:
     """The column coordinate in one piece of the row."""
     return Index.coord(len(space.rows), space.width) + Index(as_size(piece * space.width))
 
 
-class Values(ABC):
+class BodyBuilder(ABC):
     """Emits instructions into a space; recipes call it. Where a value comes from is :meth:`pull`'s to say."""
 
-    def __init__(self, group: Group, space: Space, mask: int | None = None) -> None:
+    def __init__(self, group: Group, space: IterationSpace, mask: int | None = None) -> None:
         self._group = group
         self._space = space
         self._mask = mask

@@ -6,16 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod, evaluate
 from fuseplan.kernels.ir.ir import LARGEST, Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Round, Segment
 from fuseplan.kernels.ir.ops import REDUCTIONS, reference_apply
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """``"bfloat16"`` -> ``torch.bfloat16``."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def run_reference(

@@ -1,0 +1,30 @@
+"""Jobs of a tune in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fuseplan.search.workers.supervisor import of_machine
+from fuseplan.search.workers.worker import Outcome
+
+
+class InlineExecutor:
+    """Runs jobs in this process: no isolation and no time limit; for tests and trusted kernels."""
+
+    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        try:
+            return Outcome(function(*args))
+        except Exception as error:
+            return Outcome(failure=f"{type(error).__name__}: {error}", of_machine=of_machine(error))
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        return [self.call(function, *args, limit_s=limit_s) for args in arguments]
+
+    def prefetch(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
+    ) -> None:
+        """Nothing: there is only this process, and it is not idle."""
+
+    def close(self) -> None:
+        pass

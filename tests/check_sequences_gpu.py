@@ -18,7 +18,7 @@ import torch
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.planner.cost.prices import GroupBook, fused_mode
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work
 from fuseplan.planner.lowering.lower import Lowered, lower
@@ -54,7 +54,7 @@ def kernels(
     graph: DataflowGraph, divisions: Sequence[Sequence[str]], session: Session
 ) -> list[tuple[Lowered, GroupPlan]]:
     """Each group lowered, with its default configuration."""
-    flow, backend, made = flow_of(graph), session.backends[0], []
+    flow, backend, made = compute_graph_of(graph), session.backends[0], []
     for ops in divisions:
         outputs = flow.needed_outside(flow.position[op] for op in ops)
         lowered = lower(graph, ops, session.settings.numerics, outputs)

@@ -25,7 +25,7 @@ from fuseplan.planner.groups.candidates import (
     group_form,
     transfer,
 )
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.lowering.lower import NotLowerable, lower
@@ -277,7 +277,7 @@ def test_dependencies_list_every_edge() -> None:
         ("a", "exp.default", ("x",)), ("mm", "linear.default", ("a", "w")), ("b", "add.Tensor", ("a", "mm")),
         outputs=("b",),
     )
-    flow = flow_of(graph, synthetic_kind)
+    flow = compute_graph_of(graph, synthetic_kind)
     dependencies = Dependencies.of(flow, [0, 2])
     assert dependencies.reads == (0, 0b01)
     assert dependencies.detours == (0, 0b01)

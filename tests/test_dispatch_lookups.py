@@ -145,7 +145,7 @@ def test_what_a_neighbouring_size_serves_is_not_tuned(db: Path, kernels: Referen
     tuned: list[list[str]] = []
     by_model = Planner._by_model
 
-    def decide(planner: Planner, graph: Any, region: Any, book: Any, scout: Any) -> Any:
+    def decide(planner: Planner, graph: Any, region: Any, book: Any, lookahead: Any) -> Any:
         tuned.append([graph.op(name).op for name in region.ops])
         return by_model(planner, graph, region, book), "tuned"
 

@@ -10,9 +10,9 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Apply, Buffer, Const, Iota, KernelIR, Load, Reduce, Segment, Store
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.implementations.aten_overheads import AtenEffort, aten_effort
+from fuseplan.planner.implementations.aten_overheads import AtenOverheads, aten_overheads
 from fuseplan.planner.implementations.group_work import kernel_work, launch_mode, op_work
-from fuseplan.planner.implementations.kernel_overheads import Effort, kernel_effort, reduction_levels
+from fuseplan.planner.implementations.kernel_overheads import KernelOverheads, kernel_overheads, reduction_levels
 
 ROWS, COLS = 3, 8
 
@@ -29,14 +29,14 @@ def kernel(fold: bool) -> KernelIR:
 
 
 def test_a_pointwise_kernel() -> None:
-    effort = kernel_effort(kernel(fold=False))
+    effort = kernel_overheads(kernel(fold=False))
     assert effort.instructions == 2.5 * ROWS * COLS  # a load, a store, and the addition beyond its half in the flops
     assert effort.steps == 2 + 4 * 2.5 / 50  # and what four elements take to issue
     assert effort.row_bytes == effort.row_loaded_bytes == 0  # any part of it can go anywhere
 
 
 def test_a_fold_is_bound_to_its_row() -> None:
-    effort = kernel_effort(kernel(fold=True))
+    effort = kernel_overheads(kernel(fold=True))
     assert effort.instructions == pytest.approx((2.5 + 0.7) * ROWS * COLS)
     assert effort.steps == pytest.approx(4 + 8 / 32 * 3.2 / 50)
     assert effort.row_bytes == 2 * COLS * 2
@@ -45,13 +45,13 @@ def test_a_fold_is_bound_to_its_row() -> None:
 
 
 def test_a_long_row_is_loaded_and_computed_by_one_multiprocessor() -> None:
-    def effort(cols: int) -> Effort:
+    def effort(cols: int) -> KernelOverheads:
         at = Index.coord(0, ROWS) * cols + Index.coord(1, cols)
         body = (Load("float32", 0, at), Reduce("float32", "sum", 0), Apply("float32", "add", (0, 1)))
         buffers = tuple(
             Buffer(name, "bfloat16", (ROWS, cols), (cols, 1), is_output=name == "y") for name in ("x", "y")
         )
-        return kernel_effort(KernelIR(buffers, (Segment((ROWS,), cols, body, (Store(1, at, 2),)),)))
+        return kernel_overheads(KernelIR(buffers, (Segment((ROWS,), cols, body, (Store(1, at, 2),)),)))
 
     # Up to 32 columns for each of 128 threads are in the steps, which grow no further.
     assert effort(4096).row_instructions == 0
@@ -62,14 +62,14 @@ def test_a_long_row_is_loaded_and_computed_by_one_multiprocessor() -> None:
     assert effort(32768).row_loaded_bytes == 2 * 32768 * 2
 
 
-def chain(*ops: str) -> Effort:
+def chain(*ops: str) -> KernelOverheads:
     """``y = f(g(... x))`` on [3, 8] float32, the first function applied first."""
     at = Index.coord(0, ROWS) * COLS + Index.coord(1, COLS)
     body = (Load("float32", 0, at), *(Apply("float32", op, (number,)) for number, op in enumerate(ops)))
     buffers = tuple(
         Buffer(name, "float32", (ROWS, COLS), (COLS, 1), is_output=name == "y") for name in ("x", "y")
     )
-    return kernel_effort(KernelIR(buffers, (Segment((ROWS,), COLS, body, (Store(1, at, len(ops)),)),)))
+    return kernel_overheads(KernelIR(buffers, (Segment((ROWS,), COLS, body, (Store(1, at, len(ops)),)),)))
 
 
 def test_what_does_not_wait_for_one_another_takes_no_steps() -> None:
@@ -83,7 +83,7 @@ def test_what_does_not_wait_for_one_another_takes_no_steps() -> None:
             Buffer(name, "float32", (ROWS, COLS), (COLS, 1), is_output=name == "z") for name in ("x", "y", "z")
         )
         ir = KernelIR(buffers, (Segment((ROWS,), COLS, body, (Store(2, at, len(body) - 1),)),))
-        effort = kernel_effort(ir)
+        effort = kernel_overheads(ir)
         return effort.steps - 4 * effort.instructions / (ROWS * COLS) / 50
 
     assert steps((0, 1)) == pytest.approx(2)
@@ -124,7 +124,7 @@ def test_what_rows_of_a_small_tile_share_is_exchanged(rows: int, cols: int, barr
             Buffer("x", "bfloat16", (rows, cols), (cols, 1)), Buffer("w", "bfloat16", (rows, cols), (cols, 1)),
             Buffer("y", "bfloat16", (rows, cols), (cols, 1), is_output=True),
         )
-        effort = kernel_effort(KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 2),)),)))
+        effort = kernel_overheads(KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 2),)),)))
         return effort.steps
 
     assert steps(Index.coord(1, cols)) - steps(at) == pytest.approx(barriers)
@@ -140,7 +140,7 @@ def test_what_groups_of_rows_share_is_loaded_for_each_row() -> None:
             Buffer("x", "bfloat16", (4, 8, 64), (512, 64, 1)), Buffer("w", "bfloat16", (4, 64), (64, 1)),
             Buffer("y", "bfloat16", (4, 8, 64), (512, 64, 1), is_output=True),
         )
-        effort = kernel_effort(KernelIR(buffers, (Segment((4, 8), 64, body, (Store(2, at, 2),)),)))
+        effort = kernel_overheads(KernelIR(buffers, (Segment((4, 8), 64, body, (Store(2, at, 2),)),)))
         return effort.steps - 4 * 3.5 / 50  # two loads, a store and half an addition, whatever rows share
 
     assert steps(Index.coord(0, 4) * 64 + Index.coord(2, 64)) == pytest.approx(2)
@@ -160,7 +160,7 @@ def test_rows_of_a_block_share_what_does_not_depend_on_them() -> None:
             Buffer("y", "bfloat16", (groups, rows, cols), (rows * cols, cols, 1), is_output=True),
         )
         segment = Segment((groups, rows), cols, body, (Store(2, at, 2),))
-        return kernel_effort(KernelIR(buffers, (segment,))).requested_bytes
+        return kernel_overheads(KernelIR(buffers, (segment,))).requested_bytes
 
     elements, column = groups * rows * cols, Index.coord(2, cols)
     assert requested(Index.coord(0, groups) * cols + column) == elements * (2 + 2 + 4 / 16)
@@ -180,7 +180,7 @@ def test_rows_of_a_block_compute_what_they_share_once() -> None:
         Buffer("x", "bfloat16", (rows, cols), (cols, 1)), Buffer("w", "float32", (cols,), (1,)),
         Buffer("y", "bfloat16", (rows, cols), (cols, 1), is_output=True),
     )
-    effort = kernel_effort(KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 3),)),)))
+    effort = kernel_overheads(KernelIR(buffers, (Segment((rows,), cols, body, (Store(2, at, 3),)),)))
     assert effort.instructions == rows * cols * (2.5 + 1.5 / 16)
     # A thread of a small tile has four elements of one row: it waits for all of their instructions.
     assert effort.steps == pytest.approx(3 + 2 + 4 * (2.5 + 1.5) / 50)
@@ -196,7 +196,7 @@ def test_rows_of_a_block_share_no_work_that_some_coordinate_of_a_row_tells_apart
             Buffer("w", "float32", (3, 64), (64, 1)),
             Buffer("y", "bfloat16", (3, 40, 64), (40 * 64, 64, 1), is_output=True),
         )
-        return kernel_effort(KernelIR(buffers, (Segment((3, 40), 64, body, (Store(1, at, 1),)),))).instructions
+        return kernel_overheads(KernelIR(buffers, (Segment((3, 40), 64, body, (Store(1, at, 1),)),))).instructions
 
     elements = 3 * 40 * 64
     assert instructions(Index.coord(0, 3) * 64 + Index.coord(2, 64)) == elements * 2.5
@@ -211,7 +211,7 @@ def test_a_row_of_another_width_changes_threads_before_it_is_stored() -> None:
             Buffer("x", "bfloat16", (ROWS, cols), (cols, 1)),
             Buffer("y", stored, (ROWS, cols), (cols, 1), is_output=True),
         )
-        return kernel_effort(KernelIR(buffers, (Segment((ROWS,), cols, body, (Store(1, at, 2),)),))).steps
+        return kernel_overheads(KernelIR(buffers, (Segment((ROWS,), cols, body, (Store(1, at, 2),)),))).steps
 
     # 32 elements of four bytes a thread are 8 rounds of 16 bytes; rows of 128 columns have one.
     assert steps("float32", 4096) - steps("bfloat16", 4096) == pytest.approx(8)
@@ -233,7 +233,7 @@ def bytes_beside(wider: str | None, *, constant: bool = False) -> float:
         Buffer("y", "bool", (2, cols), (cols, 1), is_output=True),
     )
     ir = KernelIR(buffers, (Segment((2,), cols, body, (Store(2, at, len(body) - 1),)),))
-    return kernel_effort(ir).instructions / (2 * cols)
+    return kernel_overheads(ir).instructions / (2 * cols)
 
 
 def test_bytes_change_threads_beside_wider_operands() -> None:
@@ -252,7 +252,7 @@ def test_a_conversion_to_float8_fills_the_word() -> None:
             Buffer("y", stored, (ROWS, COLS), (COLS, 1), is_output=True),
         )
         segment = Segment((ROWS,), COLS, (Load("float32", 0, at),), (Store(1, at, 0),))
-        return kernel_effort(KernelIR(buffers, (segment,))).instructions / (ROWS * COLS)
+        return kernel_overheads(KernelIR(buffers, (segment,))).instructions / (ROWS * COLS)
 
     assert instructions("float8_e4m3fn") == instructions("bfloat16") == 2
     assert instructions("int8") == 2 + 3
@@ -265,7 +265,7 @@ def mask(left: Load | Iota, dtype: str) -> float:
     body = (left, Const(left.dtype, 7), Apply("bool", "le", (0, 1)))
     buffers = (Buffer("x", dtype, (2, cols), (cols, 1)), Buffer("y", "bool", (2, cols), (cols, 1), is_output=True))
     segment = Segment((2,), cols, body, (Store(1, at, 2),))
-    return kernel_effort(KernelIR(buffers, (segment,))).instructions / (2 * cols)
+    return kernel_overheads(KernelIR(buffers, (segment,))).instructions / (2 * cols)
 
 
 def test_integers_and_bytes_take_more_than_floats() -> None:
@@ -315,7 +315,7 @@ def test_work_tells_results_and_weights_apart() -> None:
 )
 def test_every_kernel_has_an_effort(sample: Sample) -> None:
     ir = sample.ir.bind(sample.symbols)
-    effort, work = kernel_effort(ir), kernel_work(ir)
+    effort, work = kernel_overheads(ir), kernel_work(ir)
     assert effort.instructions > 0 and effort.steps >= 0
     assert 0 < work.written_bytes <= work.dram_bytes
     assert (effort.row_bytes > 0) <= any(reduction_levels(segment) for segment in ir.segments)
@@ -342,15 +342,15 @@ def contiguous(*shape: int, dtype: str = "float32") -> TensorSpec:
 def test_aten_loads_vectors_of_contiguous_tensors_only() -> None:
     same = {"a": contiguous(4, 8), "b": contiguous(4, 8)}
     graph = graph_of("aten.add.Tensor", same, contiguous(4, 8))
-    fast = aten_effort(graph, graph.op("y"))
+    fast = aten_overheads(graph, graph.op("y"))
     assert (fast.steps, fast.serial_steps) == (0, 0)
     # A size of one broadcasts nothing.
     one = {"a": contiguous(1, 8), "b": contiguous(8)}
     graph = graph_of("aten.add.Tensor", one, contiguous(1, 8))
-    assert aten_effort(graph, graph.op("y")).steps == 0
+    assert aten_overheads(graph, graph.op("y")).steps == 0
     for other in (contiguous(8), TensorSpec((4, 8), "float32", (1, 4)), TensorSpec((4, 8), "float32", (16, 1))):
         graph = graph_of("aten.add.Tensor", {"a": contiguous(4, 8), "b": other}, contiguous(4, 8))
-        slow = aten_effort(graph, graph.op("y"))
+        slow = aten_overheads(graph, graph.op("y"))
         assert slow.steps > 0 and slow.instructions > 4 * fast.instructions
 
 
@@ -363,7 +363,7 @@ def test_aten_divides_addresses_one_element_after_the_other(dtype: str, rows: in
     op = "aten.logical_not.default" if dtype == "bool" else "aten.neg.default"
     graph = graph_of(op, sliced, contiguous(rows, 8, dtype=dtype))
     # 128 threads to a block, of two elements each, or four of less than four bytes.
-    effort = aten_effort(graph, graph.op("y"))
+    effort = aten_overheads(graph, graph.op("y"))
     assert effort.steps == 5 * turns
 
 
@@ -372,7 +372,7 @@ def test_aten_waits_longer_for_functions_than_for_signs(name: str) -> None:
     strided = TensorSpec((4, 8), "float32", (16, 1))
     for spec, least in ((contiguous(4, 8), 0), (strided, 5)):
         steps = [
-            aten_effort(graph, graph.op("y")).steps
+            aten_overheads(graph, graph.op("y")).steps
             for graph in (graph_of(f"aten.{op}.default", {"x": spec}, contiguous(4, 8)) for op in (name, "neg"))
         ]
         assert steps[0] > steps[1] == least
@@ -381,7 +381,7 @@ def test_aten_waits_longer_for_functions_than_for_signs(name: str) -> None:
 def test_aten_takes_an_exact_division_for_a_sigmoid() -> None:
     spec = contiguous(4, 8)
     silu, neg = (
-        aten_effort(graph, graph.op("y")).instructions
+        aten_overheads(graph, graph.op("y")).instructions
         for graph in (graph_of(f"aten.{op}.default", {"x": spec}, spec) for op in ("silu", "neg"))
     )
     assert silu - neg == 20 * 4 * 8
@@ -391,7 +391,7 @@ def test_aten_looks_types_up_when_it_widens() -> None:
     def steps(given: str, result: str) -> float:
         wide = contiguous(64, dtype=result)
         graph = graph_of("aten.to.dtype", {"x": contiguous(64, dtype=given)}, wide, dtype=result)
-        return aten_effort(graph, graph.op("y")).steps
+        return aten_overheads(graph, graph.op("y")).steps
 
     assert steps("float32", "bfloat16") == 0
     assert steps("bfloat16", "float32") > 0
@@ -399,10 +399,10 @@ def test_aten_looks_types_up_when_it_widens() -> None:
 
 
 def test_aten_joins_contiguous_tensors_without_dividing_addresses() -> None:
-    def effort(stride: int) -> AtenEffort:
+    def effort(stride: int) -> AtenOverheads:
         halves = {name: TensorSpec((4, 8), "float32", (stride, 1)) for name in "ab"}
         graph = graph_of("aten.cat.default", halves, contiguous(4, 16), dim=-1)
-        return aten_effort(graph, graph.op("y"))
+        return aten_overheads(graph, graph.op("y"))
 
     assert effort(8).steps < effort(16).steps
     assert effort(8).instructions < effort(16).instructions
@@ -414,7 +414,7 @@ def test_aten_joins_contiguous_tensors_without_dividing_addresses() -> None:
 def test_aten_shares_a_row_among_threads(rows: int, cols: int, turns: float) -> None:
     graph = graph_of("aten.mean.dim", {"x": contiguous(rows, cols)}, contiguous(rows, 1), dim=(-1,), keepdim=True)
     # One block: a row on 512 threads; 8 rows on 64 each; a warp each from 16 rows on, unless 256 elements a thread.
-    assert aten_effort(graph, graph.op("y")).serial_steps == 4 * turns
+    assert aten_overheads(graph, graph.op("y")).serial_steps == 4 * turns
     assert op_work(graph, "y").serial_steps == 4 * turns
     assert op_work(graph, "y").row_bytes == 0
 
@@ -423,7 +423,7 @@ def test_aten_gathers_few_rows_in_turn() -> None:
     def serial(rows: int) -> float:
         inputs = {"table": contiguous(100, 8), "ids": contiguous(rows, dtype="int64")}
         graph = graph_of("aten.embedding.default", inputs, contiguous(rows, 8))
-        return aten_effort(graph, graph.op("y")).serial_steps
+        return aten_overheads(graph, graph.op("y")).serial_steps
 
     assert serial(16) == 2 * serial(8) > 0
     assert serial(17) == 0

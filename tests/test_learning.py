@@ -8,7 +8,7 @@ from costmodel_samples import CPU
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.cost.running_calibration import UNFUSED, Learner
+from fuseplan.planner.cost.running_calibration import UNFUSED, RunningCalibration
 
 
 def samples(scale: float, count: int) -> list[Sample]:
@@ -18,7 +18,7 @@ def samples(scale: float, count: int) -> list[Sample]:
 
 
 def test_predictions_approach_what_was_measured() -> None:
-    learner = Learner(CPU)
+    learner = RunningCalibration(CPU)
     for sample in samples(3.0, 12):
         learner.add(UNFUSED, sample)
     learner.update()
@@ -31,7 +31,7 @@ def test_predictions_approach_what_was_measured() -> None:
 
 
 def test_too_few_samples_change_nothing() -> None:
-    learner = Learner(CPU)
+    learner = RunningCalibration(CPU)
     for sample in samples(3.0, 5):
         learner.add(UNFUSED, sample)
     learner.update(final=True)
@@ -39,7 +39,7 @@ def test_too_few_samples_change_nothing() -> None:
 
 
 def test_it_fits_again_when_the_samples_have_doubled() -> None:
-    learner = Learner(CPU)
+    learner = RunningCalibration(CPU)
 
     def count() -> int:
         assert learner.spec is not None
@@ -57,12 +57,12 @@ def test_it_fits_again_when_the_samples_have_doubled() -> None:
 
 
 def test_views_and_unprobed_devices_teach_nothing() -> None:
-    learner = Learner(None)
+    learner = RunningCalibration(None)
     for sample in samples(2.0, 10):
         learner.add(UNFUSED, sample)
     learner.update(final=True)
     assert learner.spec is None
-    learner = Learner(CPU)
+    learner = RunningCalibration(CPU)
     for _ in range(10):
         learner.add(UNFUSED, Sample(Work(), "eager", 1.0))
     learner.update(final=True)

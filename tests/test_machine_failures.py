@@ -86,9 +86,9 @@ def test_a_kernel_that_does_not_compile_where_others_do_is_not_fused(db: Databas
                 raise BuildError("fake: five rows")
             return super().prepare(ir, config, target)
 
-    shop = tuner(db, Some())
-    assert shop.tune(SUBJECT).fuse
-    record = shop.tune(replace(SUBJECT, key="five", rows=5))
+    resources = tuner(db, Some())
+    assert resources.tune(SUBJECT).fuse
+    record = resources.tune(replace(SUBJECT, key="five", rows=5))
     assert not record.fuse and "does not compile" in record.evidence.reason
 
 

@@ -23,7 +23,7 @@ from fuseplan.planner.bench import prediction
 from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.cost import prices
 from fuseplan.planner.cost.prices import GroupBook, ModelPrices
-from fuseplan.planner.cost.shared_cache import Neighbours
+from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.planner.groups.choices import Choice, RegionProblem, region_problem
@@ -58,7 +58,7 @@ def megabytes(count: float) -> Work:
     return Work({}, count * 1e6, launches=1)
 
 
-def neighbours_of(graph: DataflowGraph) -> Neighbours:
+def neighbours_of(graph: DataflowGraph) -> SharedCache:
     (region,) = find_regions(graph)
     return GroupBook(graph, "fp32", "cuda").neighbours(region)
 

@@ -13,7 +13,7 @@ from random_graphs import random_graph, synthetic_kind
 from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.groups import compute_graph as flow_module
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import RegionLimits, find_boundaries, find_regions, unique_regions
 
 UNBOUNDED = RegionLimits(search_budget=10**6, sibling_levels=99, sibling_window=99)
@@ -36,7 +36,7 @@ def test_regions_match_their_definition(seed: int, size: int, order: int) -> Non
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 18), st.integers(0, 3))
 def test_masks_and_search_agree_on_what_is_separated(seed: int, size: int, order: int) -> None:
-    flow = flow_of(random_graph(seed, size, order=order), synthetic_kind)
+    flow = compute_graph_of(random_graph(seed, size, order=order), synthetic_kind)
     for after in range(len(flow.nodes)):
         for before in range(after):
             found = flow.first_blocker(before, after, budget=10**6)
@@ -205,9 +205,9 @@ def test_regions_are_remembered_until_the_graph_or_the_question_changes() -> Non
 
 def test_flow_is_remembered_and_rejects_disorder() -> None:
     graph = random_graph(3, 12)
-    assert flow_of(graph, synthetic_kind) is flow_of(graph, synthetic_kind)
+    assert compute_graph_of(graph, synthetic_kind) is compute_graph_of(graph, synthetic_kind)
     spec = TensorSpec.contiguous((4, 8), "float32")
     nodes = [OpNode("aten.exp.default", ("x",), ("a",)), OpNode("aten.neg.default", ("x",), ("b",))]
     backwards = DataflowGraph(nodes, {"x": spec, "a": spec, "b": spec}, ("x",), ("a", "b"), order=(("b", "a"),))
     with pytest.raises(ValueError, match="op a depends on b, which comes later"):
-        flow_of(backwards, synthetic_kind)
+        compute_graph_of(backwards, synthetic_kind)

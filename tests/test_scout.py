@@ -16,7 +16,7 @@ from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.tuning.lookahead import Scout
+from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, Versions
@@ -51,11 +51,11 @@ def test_plans_are_the_same_with_and_without(tmp_path: Path) -> None:
     graph = two_regions()
     alone, _ = planner(tmp_path, "a.db")
     ahead, tuner = planner(tmp_path, "b.db")
-    scout = ahead.scout()
-    assert scout is not None
-    with scout:
-        scout.send(graph, ahead.undecided(graph))
-        found = ahead.plan_graph(graph, scout)
+    lookahead = ahead.lookahead()
+    assert lookahead is not None
+    with lookahead:
+        lookahead.send(graph, ahead.undecided(graph))
+        found = ahead.plan_graph(graph, lookahead)
     expected = alone.plan_graph(graph)
     assert [essence(plan.record) for plan in found.regions] == [essence(plan.record) for plan in expected.regions]
     assert len(found.regions) == 2
@@ -65,12 +65,12 @@ def test_plans_are_the_same_with_and_without(tmp_path: Path) -> None:
 
 def test_a_region_that_was_not_sent_is_planned_all_the_same(tmp_path: Path) -> None:
     ahead, _ = planner(tmp_path, "a.db")
-    scout = ahead.scout()
-    assert scout is not None
+    lookahead = ahead.lookahead()
+    assert lookahead is not None
     graph = chain(3)
-    with scout:
-        assert ahead.plan_graph(graph, scout).regions[0].source == "tuned"
-        assert scout.problem(find_regions(graph)[0]) is None
+    with lookahead:
+        assert ahead.plan_graph(graph, lookahead).regions[0].source == "tuned"
+        assert lookahead.problem(find_regions(graph)[0]) is None
 
 
 def test_a_tune_does_not_wait_for_what_is_sent_to_the_compilers(tmp_path: Path) -> None:
@@ -78,11 +78,11 @@ def test_a_tune_does_not_wait_for_what_is_sent_to_the_compilers(tmp_path: Path) 
     gate = threading.Event()
     tuner.prefetch_default = lambda subjects: gate.wait(20)  # type: ignore[assignment, method-assign, return-value]
     graph = two_regions()
-    scout = ahead.scout()
-    assert scout is not None
-    with scout:
-        scout.send(graph, find_regions(graph))
-        assert scout.problem(find_regions(graph)[0]) is not None
+    lookahead = ahead.lookahead()
+    assert lookahead is not None
+    with lookahead:
+        lookahead.send(graph, find_regions(graph))
+        assert lookahead.problem(find_regions(graph)[0]) is not None
         assert not gate.is_set()
         gate.set()
 
@@ -95,11 +95,11 @@ def test_a_failure_to_compile_ahead_costs_no_plan(tmp_path: Path, caplog: pytest
 
     tuner.prefetch_default = broken  # type: ignore[method-assign]
     graph = two_regions()
-    scout = ahead.scout()
-    assert scout is not None
-    with scout:
-        scout.send(graph, find_regions(graph))
-        found = ahead.plan_graph(graph, scout)
+    lookahead = ahead.lookahead()
+    assert lookahead is not None
+    with lookahead:
+        lookahead.send(graph, find_regions(graph))
+        found = ahead.plan_graph(graph, lookahead)
     assert [plan.source for plan in found.regions] == ["tuned", "tuned"]
     assert "RuntimeError: the pool is gone" in caplog.text
 
@@ -110,20 +110,20 @@ def test_leaving_tells_who_waits_for_a_region_that_was_never_prepared(tmp_path: 
     tuner.prefetch_default = lambda subjects: gate.wait(20)  # type: ignore[assignment, method-assign, return-value]
     graph = two_regions()
     regions = find_regions(graph)
-    scout = ahead.scout()
-    assert scout is not None
-    with scout:
-        scout.send(graph, regions)
-        assert scout.problem(regions[0]) is not None
+    lookahead = ahead.lookahead()
+    assert lookahead is not None
+    with lookahead:
+        lookahead.send(graph, regions)
+        assert lookahead.problem(regions[0]) is not None
         threading.Timer(0.05, gate.set).start()
     with pytest.raises(CancelledError):
-        scout.problem(regions[1])
+        lookahead.problem(regions[1])
 
 
 def test_cpus_and_planning_without_measurement_do_not_look_ahead(tmp_path: Path) -> None:
-    assert planner(tmp_path, "a.db", TARGET)[0].scout() is None
+    assert planner(tmp_path, "a.db", TARGET)[0].lookahead() is None
     database = Database(tmp_path / "b.db", "write", Versions.current("cpu"))
-    assert Planner(database, None, "dev", GPU, (AnyDevice(),), SETTINGS).scout() is None
+    assert Planner(database, None, "dev", GPU, (AnyDevice(),), SETTINGS).lookahead() is None
 
 
 def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) -> None:
@@ -134,10 +134,10 @@ def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) 
     def broken(*args: object) -> object:
         raise RuntimeError("no candidates today")
 
-    with Scout(
+    with Lookahead(
         broken, ahead._model_prices, ahead._book, ahead._rehearse, tuner,  # type: ignore[arg-type]
-    ) as scout:
-        scout.send(graph, regions)
+    ) as lookahead:
+        lookahead.send(graph, regions)
         with pytest.raises(RuntimeError, match="no candidates today"):
-            scout.problem(regions[0])
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scout")]
+            lookahead.problem(regions[0])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lookahead")]

@@ -12,7 +12,7 @@ from fuseplan.kernels.ir.backend import config_key
 from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import CompileStats, Tally
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.implementations.subject import reference_results
 from fuseplan.planner.lowering.lower import Lowered, lower
@@ -90,7 +90,7 @@ def plan_facts(
 
 
 def _group_kernel(case: Case, ops: Sequence[str]) -> Lowered:
-    flow = flow_of(case.traced.graph)
+    flow = compute_graph_of(case.traced.graph)
     outputs = flow.needed_outside(flow.position[op] for op in ops)
     return lower(case.traced.graph, ops, case.numerics, outputs)
 

@@ -11,7 +11,7 @@ import torch
 
 from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.inductor import inductor_callable
@@ -39,7 +39,7 @@ def fused_groups(
     """The distinct fused groups of the plans; ``workload`` is the first one that has the group."""
     found: dict[str, BenchGroup] = {}
     for workload, graph, plan in planned:
-        flow = flow_of(graph, None)
+        flow = compute_graph_of(graph, None)
         for region in plan.unique():
             for choice in region.record.groups:
                 if choice.kind != "fused" or choice.workload in found:

@@ -18,7 +18,7 @@ from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.subject import random_tensor
 from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.patterns.cells import Cell
@@ -165,7 +165,7 @@ def _row(name: Name, samples: Sequence[float], statements: int) -> LaunchRow:
 def _callables(case: Case) -> Iterator[tuple[tuple[str, str], Callable[[], Call]]]:
     """Name of each kind of call, and what makes it."""
     group = max(case.groups, key=lambda one: len(one.ops))
-    flow = flow_of(case.traced.graph)
+    flow = compute_graph_of(case.traced.graph)
     lowered = lower(
         case.traced.graph, group.ops, case.numerics, flow.needed_outside(flow.position[op] for op in group.ops)
     )

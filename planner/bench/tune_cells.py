@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 
-from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.inputs import trace_cell
 from fuseplan.planner.tuning import summary
-from fuseplan.planner.tuning.lookahead import Scout
+from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import RegionFailure, noting
 from fuseplan.search.tune.tuner import Budget, Tuner
@@ -35,9 +35,9 @@ class CellTuner:
         self._session = session
         self._budget = budget
         self._seed = seed
-        self._learner = Learner(session.spec)
+        self._learner = RunningCalibration(session.spec)
         self._tuner: Tuner | None = None
-        self._scout: Scout | None = None
+        self._lookahead: Lookahead | None = None
         self._graphs: dict[Cell, DataflowGraph] = {}
 
     def __enter__(self) -> CellTuner:
@@ -48,8 +48,8 @@ class CellTuner:
     ) -> None:
         if self._tuner is None:
             return
-        if self._scout is not None:
-            self._scout.__exit__(kind, error, trace)
+        if self._lookahead is not None:
+            self._lookahead.__exit__(kind, error, trace)
         self._tuner.close()
         if error is None:
             self._learner.update(final=True)
@@ -68,7 +68,7 @@ class CellTuner:
         if not known.undecided(graph):
             return False
         planner = self._session.planner(self._started(), learner=self._learner)
-        plan = planner.plan_graph(graph, self._scout, noting(self.failures, cell.key, graph))
+        plan = planner.plan_graph(graph, self._lookahead, noting(self.failures, cell.key, graph))
         pairs = [(one.region, one.record) for one in plan.regions]
         if pairs:
             name, size = f"pattern {cell.pattern}", f"{cell.size} {cell.dtype}"
@@ -89,11 +89,11 @@ class CellTuner:
                 if not missing:
                     continue
                 planner = self._session.planner(self._started())
-                if self._scout is None:
-                    self._scout = planner.scout()
-                    assert self._scout is not None
-                    self._scout.__enter__()
-                self._scout.send(graph, missing)
+                if self._lookahead is None:
+                    self._lookahead = planner.lookahead()
+                    assert self._lookahead is not None
+                    self._lookahead.__enter__()
+                self._lookahead.send(graph, missing)
 
     def _graph(self, cell: Cell) -> DataflowGraph:
         if cell not in self._graphs:

@@ -12,13 +12,13 @@ from fuseplan.costmodel.nominal import nominal_us
 from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
-from fuseplan.planner.cost.running_calibration import UNFUSED, Learner
+from fuseplan.planner.cost.running_calibration import UNFUSED, RunningCalibration
 from fuseplan.planner.cost.samples import ChoiceSample
-from fuseplan.planner.cost.shared_cache import Neighbours
+from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Enumeration, group_form
 from fuseplan.planner.groups.choices import Choice, region_problem
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
@@ -49,10 +49,10 @@ class GroupBook:
         self._singles: dict[str, Work] = {}
         self._backends: dict[tuple[str, ...], Backend | None] = {}
 
-    def neighbours(self, region: Region) -> Neighbours:
+    def neighbours(self, region: Region) -> SharedCache:
         """What shares the cache in a region."""
         ops = ((choice.group.ops[0], self.static(choice.group)) for choice in self.unfused_choices(region))
-        return Neighbours(self.graph, tuple(ops))
+        return SharedCache(self.graph, tuple(ops))
 
     def static(self, group: Candidate) -> Lowered:
         """The group's kernel with its sizes bound; errors are those of :meth:`lowered`."""
@@ -117,7 +117,7 @@ class GroupBook:
 
 
 def _as_kernel(graph: DataflowGraph, ops: tuple[str, ...], numerics: str) -> Lowered:
-    flow = flow_of(graph)
+    flow = compute_graph_of(graph)
     return lower(graph, ops, numerics, flow.needed_outside(flow.position[name] for name in ops))
 
 
@@ -143,7 +143,7 @@ class ModelPrices:
         self.fused_mode = fused_mode(regime)
         self.unfused_mode: Mode = "graph" if regime == "graph" else "eager"
         self.region = region
-        self._neighbours: Neighbours | None = None
+        self._neighbours: SharedCache | None = None
         self._delays_us: dict[Choice, float] = {}
 
     def backend_for(self, group: Candidate) -> Backend | None:
@@ -205,7 +205,8 @@ class MeasuredPrices(ModelPrices):
     """
 
     def __init__(self, book: GroupBook, spec: DeviceSpec | None, regime: str, backends: Sequence[Backend],
-                 target: Target, tuner: Tuner, learner: Learner | None = None, region: Region | None = None) -> None:
+                 target: Target, tuner: Tuner, learner: RunningCalibration | None = None,
+                 region: Region | None = None) -> None:
         super().__init__(book, spec, regime, backends, target, region)
         self.tuner = tuner
         self.learner = learner

@@ -12,7 +12,7 @@ UNFUSED = "unfused"
 _FIRST_FIT = 8
 
 
-class Learner:
+class RunningCalibration:
     """A device spec whose calibrations follow the measurements of the running tune.
 
     Attributes:

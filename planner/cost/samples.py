@@ -16,7 +16,7 @@ from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import region_dependencies
 from fuseplan.planner.groups.choices import Choice
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.search.store import codec, limits
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.documents import CaptureStore, stored
@@ -88,7 +88,7 @@ def region_samples(
 ) -> RegionSamples:
     """The record of a region; the samples of ``measured`` get their positions here."""
     dependencies = region_dependencies(graph, region)
-    flow = flow_of(graph, None)
+    flow = compute_graph_of(graph, None)
     position = {name: number for number, name in enumerate(region.ops)}
     names = [position[flow.names[at]] for at in dependencies.members]
     edges = tuple(sorted((names[first], names[second]) for first, second in dependencies.edges()))

@@ -17,12 +17,12 @@ from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.group_work import hot_inputs, moved_bytes
 from fuseplan.planner.lowering.lower import Lowered
 
 
-class Neighbours:
+class SharedCache:
     """The data that go into and come out of a region, and share the cache while it runs.
 
     What one op of the region makes for another is not among them: that is read right after it was written. Weights
@@ -35,7 +35,7 @@ class Neighbours:
 
     def __init__(self, graph: DataflowGraph, ops: Sequence[tuple[str, Lowered]]) -> None:
         self._graph = graph
-        flow = flow_of(graph)
+        flow = compute_graph_of(graph)
         self._made = {value for name, _ in ops for value in graph.op(name).outputs}
         self._results = frozenset(flow.needed_outside(flow.position[name] for name, _ in ops))
         moved = moved_bytes(lowered for _, lowered in ops)

@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import CanonicalForm, canonical_form
-from fuseplan.planner.groups.compute_graph import Classify, Flow, flow_of
-from fuseplan.planner.groups.connected_sets import Grown, grow, parts
+from fuseplan.planner.groups.compute_graph import Classify, ComputeGraph, compute_graph_of
+from fuseplan.planner.groups.connected_sets import ConnectedSets, connected_sets, parts
 from fuseplan.planner.groups.convex import Dependencies, bits
 
 #: The reason why a set of compute ops cannot be one kernel, None when it can.
@@ -98,10 +98,10 @@ def enumerate_candidates(
         legal: The reason why ops cannot be one kernel, None when they can. Default: whether they lower.
         classify: The classifier the region was found with. Default: the recipes' ``kind_of``.
     """
-    flow = flow_of(graph, classify)
+    flow = compute_graph_of(graph, classify)
     members = compute_positions(flow, region)
     dependencies = Dependencies.of(flow, members)
-    grown = grow(dependencies, limits.max_ops, limits.max_candidates, [flow.nodes[at].op for at in members])
+    grown = connected_sets(dependencies, limits.max_ops, limits.max_candidates, [flow.nodes[at].op for at in members])
     refused = _reasons(flow, members, legal if legal is not None else partial(why_not_lowerable, graph, flow))
     masks = grown.masks
     if not grown.complete:  # what was kept may be illegal around some ops: legal groups cover them all
@@ -124,7 +124,7 @@ def enumerate_parts(
     classify: Classify | None = None,
 ) -> Enumeration:
     """Single ops of a region, its ``groups`` where they are legal, and legal parts that cover those that are not."""
-    flow = flow_of(graph, classify)
+    flow = compute_graph_of(graph, classify)
     members = compute_positions(flow, region)
     dependencies = Dependencies.of(flow, members)
     bit_of = {flow.names[at]: bit for bit, at in enumerate(members)}
@@ -139,7 +139,7 @@ def enumerate_parts(
     return Enumeration(tuple(found), ())
 
 
-def _reasons(flow: Flow, members: Sequence[int], legal: Legal) -> Callable[[int], str | None]:
+def _reasons(flow: ComputeGraph, members: Sequence[int], legal: Legal) -> Callable[[int], str | None]:
     """``legal`` of masks of members, asked once each."""
 
     @cache
@@ -149,7 +149,7 @@ def _reasons(flow: Flow, members: Sequence[int], legal: Legal) -> Callable[[int]
     return refused
 
 
-def compute_positions(flow: Flow, region: Region) -> list[int]:
+def compute_positions(flow: ComputeGraph, region: Region) -> list[int]:
     """Positions in the flow of the region's compute ops, in canonical order."""
     positions = (flow.position[name] for name in region.ops)
     return [at for at in positions if flow.kinds[at] == "compute"]
@@ -157,7 +157,7 @@ def compute_positions(flow: Flow, region: Region) -> list[int]:
 
 def region_dependencies(graph: DataflowGraph, region: Region, classify: Classify | None = None) -> Dependencies:
     """How the region's compute ops depend on each other (bit ``i``: its ``i``-th compute op)."""
-    flow = flow_of(graph, classify)
+    flow = compute_graph_of(graph, classify)
     return Dependencies.of(flow, compute_positions(flow, region))
 
 
@@ -165,7 +165,7 @@ def region_candidates(
     graph: DataflowGraph, region: Region, masks: Iterable[int], classify: Classify | None = None
 ) -> list[Candidate]:
     """The candidates that ``masks`` stand for, whether or not they are legal."""
-    flow = flow_of(graph, classify)
+    flow = compute_graph_of(graph, classify)
     dependencies = Dependencies.of(flow, compute_positions(flow, region))
     return [_candidate(flow, dependencies, mask) for mask in masks]
 
@@ -174,7 +174,7 @@ def group_form(
     graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], classify: Classify | None = None
 ) -> CanonicalForm:
     """Canonical form of a group: its compute ops, and the views it reads through."""
-    flow = flow_of(graph, classify)
+    flow = compute_graph_of(graph, classify)
     members = [flow.position[name] for name in ops]
     names = [flow.names[at] for at in (*members, *flow.views_behind(members))]
     return canonical_form(graph, names, outputs)
@@ -196,7 +196,7 @@ def transfer(graph: DataflowGraph, candidate: Candidate, planned: Region, other:
     )
 
 
-def why_not_lowerable(graph: DataflowGraph, flow: Flow, ops: Sequence[str]) -> str | None:
+def why_not_lowerable(graph: DataflowGraph, flow: ComputeGraph, ops: Sequence[str]) -> str | None:
     """The default legality: the reason why the lowering refuses ``ops``, None when it lowers them."""
     from fuseplan.planner.lowering.lower import NotLowerable, lower
 
@@ -207,7 +207,7 @@ def why_not_lowerable(graph: DataflowGraph, flow: Flow, ops: Sequence[str]) -> s
     return None
 
 
-def _candidate(flow: Flow, dependencies: Dependencies, mask: int) -> Candidate:
+def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Candidate:
     members = [dependencies.members[bit] for bit in bits(mask)]
     made = {value for at in members for value in flow.nodes[at].outputs}
     needed = set(flow.needed_outside(members))
@@ -225,7 +225,7 @@ def _candidate(flow: Flow, dependencies: Dependencies, mask: int) -> Candidate:
     return Candidate(tuple(flow.names[at] for at in members), tuple(inputs), outputs, frozenset(tags))
 
 
-def _separated_pairs(flow: Flow, dependencies: Dependencies) -> list[Refusal]:
+def _separated_pairs(flow: ComputeGraph, dependencies: Dependencies) -> list[Refusal]:
     """The neighbouring ops that no group can hold alone, with what stands between them."""
     refusals = []
     for bit, near in enumerate(dependencies.neighbours):
@@ -238,7 +238,7 @@ def _separated_pairs(flow: Flow, dependencies: Dependencies) -> list[Refusal]:
     return refusals
 
 
-def _separation(flow: Flow, dependencies: Dependencies, pair: int, bit: int, other: int) -> str | None:
+def _separation(flow: ComputeGraph, dependencies: Dependencies, pair: int, bit: int, other: int) -> str | None:
     before, after = sorted((dependencies.members[bit], dependencies.members[other]))
     between = dependencies.between(pair)
     if dependencies.has_detour(pair | between):
@@ -251,7 +251,7 @@ def _separation(flow: Flow, dependencies: Dependencies, pair: int, bit: int, oth
     return f"path through {node.op} ({node.name}), which a group with both must hold too"
 
 
-def _truncation(grown: Grown, limits: CandidateLimits) -> str | None:
+def _truncation(grown: ConnectedSets, limits: CandidateLimits) -> str | None:
     if not grown.complete:
         return (
             f"more than {limits.max_candidates} groups: kept single ops, {grown.vertical} groups joined by data flow, "

@@ -21,7 +21,7 @@ Classify: TypeAlias = Callable[[OpNode], Kind]
 MAX_MASKED = 8192
 
 
-class Flow:
+class ComputeGraph:
     """Integer form of a :class:`DataflowGraph`; lists are indexed by the position of an op.
 
     Attributes:
@@ -232,16 +232,16 @@ class Flow:
         return None
 
 
-_FLOWS: WeakKeyDictionary[DataflowGraph, tuple[Classify | None, int, Flow]] = WeakKeyDictionary()
+_FLOWS: WeakKeyDictionary[DataflowGraph, tuple[Classify | None, int, ComputeGraph]] = WeakKeyDictionary()
 
 
-def flow_of(graph: DataflowGraph, classify: Classify | None = None) -> Flow:
-    """The graph's :class:`Flow`, remembered for the latest ``classify`` (None: the recipes' ``kind_of``)."""
+def compute_graph_of(graph: DataflowGraph, classify: Classify | None = None) -> ComputeGraph:
+    """The graph's :class:`ComputeGraph`, remembered for the latest ``classify`` (None: the recipes' ``kind_of``)."""
     remembered = _FLOWS.get(graph)
     size = len(graph)
     if remembered is not None and remembered[0] is classify and remembered[1] == size:
         return remembered[2]
-    flow = Flow(graph, recipe_classifier(graph) if classify is None else classify)
+    flow = ComputeGraph(graph, recipe_classifier(graph) if classify is None else classify)
     _FLOWS[graph] = (classify, size, flow)
     return flow
 

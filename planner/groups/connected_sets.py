@@ -10,7 +10,7 @@ from fuseplan.planner.groups.convex import Dependencies, bits
 
 
 @dataclass(frozen=True)
-class Grown:
+class ConnectedSets:
     """Sets of members as masks, by size and then by their members' order.
 
     ``complete`` tells whether these are all sets within the size limit; otherwise the counts say what was kept.
@@ -23,7 +23,7 @@ class Grown:
     maximal: int = 0
 
 
-def grow(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[str]) -> Grown:
+def connected_sets(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[str]) -> ConnectedSets:
     """Sets of at most ``max_ops`` members, connected and convex.
 
     Past ``max_sets`` of them: every single member, sets joined by data flow (where these are more than three quarters
@@ -33,7 +33,7 @@ def grow(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[
     """
     found = _closure(dependencies, dependencies.neighbours, max_ops, max_sets)
     if found is not None:
-        return Grown(_ordered(found), complete=True)
+        return ConnectedSets(_ordered(found), complete=True)
     single = [1 << bit for bit in range(len(dependencies))]
     budget = max_sets * 3 // 4
     vertical = _closure(dependencies, dependencies.dataflow, max_ops, budget)
@@ -46,7 +46,7 @@ def grow(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[
     ]
     pairs = _mirrored(dependencies, vertical, ops, max_ops, max(0, max_sets - len(kept) - len(maximal)))
     kept |= dict.fromkeys((*maximal, *pairs))
-    return Grown(_ordered(kept), False, len(vertical), len(pairs), len(set(maximal)))
+    return ConnectedSets(_ordered(kept), False, len(vertical), len(pairs), len(set(maximal)))
 
 
 def _ordered(masks: Iterable[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fuseplan.planner.groups.compute_graph import Flow
+from fuseplan.planner.groups.compute_graph import ComputeGraph
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -38,7 +38,7 @@ class Dependencies:
     siblings: tuple[int, ...]
 
     @staticmethod
-    def of(flow: Flow, members: Sequence[int]) -> Dependencies:
+    def of(flow: ComputeGraph, members: Sequence[int]) -> Dependencies:
         number = {at: bit for bit, at in enumerate(members)}
         reads, detours = _arrivals(flow, number)
         reached: dict[str, int] = {}
@@ -127,7 +127,7 @@ def _transpose(rows: Iterable[int]) -> tuple[int, ...]:
     return tuple(result)
 
 
-def _arrivals(flow: Flow, number: dict[int, int]) -> tuple[list[int], list[int]]:
+def _arrivals(flow: ComputeGraph, number: dict[int, int]) -> tuple[list[int], list[int]]:
     """For each member, the members that reach it through views alone, and those that reach it by a detour."""
     reads = [0] * len(number)
     detours = [0] * len(number)
@@ -143,7 +143,7 @@ def _arrivals(flow: Flow, number: dict[int, int]) -> tuple[list[int], list[int]]
     return reads, detours
 
 
-def _merge(flow: Flow, at: int, number: dict[int, int], leaving: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _merge(flow: ComputeGraph, at: int, number: dict[int, int], leaving: dict[int, tuple[int, int]]) -> tuple[int, int]:
     direct = detour = 0
     for pred in flow.preds[at]:
         arriving = leaving.get(pred)

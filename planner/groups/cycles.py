@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.groups.compute_graph import Classify, Flow, flow_of
+from fuseplan.planner.groups.compute_graph import Classify, ComputeGraph, compute_graph_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def break_cycles(
     Returns:
         The groups kept, in the order given, and those dropped: of each cycle the group of fewest ops.
     """
-    flow = flow_of(graph, classify)
+    flow = compute_graph_of(graph, classify)
     kept = list(groups)
     dropped: list[Candidate] = []
     while True:
@@ -72,7 +72,7 @@ def break_cycles(
         kept = [group for group in kept if group.ops not in gone]
 
 
-def _contraction(flow: Flow, groups: Sequence[Candidate]) -> tuple[list[int], list[tuple[int, int]]]:
+def _contraction(flow: ComputeGraph, groups: Sequence[Candidate]) -> tuple[list[int], list[tuple[int, int]]]:
     """Group number of every op, and the dependencies between ops that are not views."""
     group_of = [len(groups) + at for at in range(len(flow.nodes))]
     for number, group in enumerate(groups):

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
-from fuseplan.planner.groups.compute_graph import Classify, Flow, flow_of
+from fuseplan.planner.groups.compute_graph import Classify, ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits
 from fuseplan.planner.lowering.recipes_index import LOOKUPS
 
@@ -57,7 +57,7 @@ def find_regions(
     Every live compute op is in exactly one region. A view op is in each region that reads through it; views that
     only extern ops read are in none. They are remembered for as long as the graph lives, for the latest arguments.
     """
-    flow = flow_of(graph, classify)
+    flow = compute_graph_of(graph, classify)
     remembered = _FOUND.get(flow)
     if remembered is None or remembered[0] != limits:
         remembered = _FOUND[flow] = (limits, tuple(_Finder(graph, flow, limits).regions()))
@@ -65,14 +65,14 @@ def find_regions(
 
 
 #: Regions by flow: a graph that grew, or is classified anew, has another flow.
-_FOUND: WeakKeyDictionary[Flow, tuple[RegionLimits, tuple[Region, ...]]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[ComputeGraph, tuple[RegionLimits, tuple[Region, ...]]] = WeakKeyDictionary()
 
 
 def find_boundaries(
     graph: DataflowGraph, classify: Classify | None = None, limits: RegionLimits = RegionLimits()
 ) -> list[Boundary]:
     """Every data-flow edge between compute ops that no group may hold, with the reason (for ``plan explain``)."""
-    finder = _Finder(graph, flow_of(graph, classify), limits)
+    finder = _Finder(graph, compute_graph_of(graph, classify), limits)
     finder.components()
     return finder.boundaries()
 
@@ -86,7 +86,7 @@ def unique_regions(regions: Iterable[Region]) -> dict[str, list[Region]]:
 
 
 class _Finder:
-    def __init__(self, graph: DataflowGraph, flow: Flow, limits: RegionLimits) -> None:
+    def __init__(self, graph: DataflowGraph, flow: ComputeGraph, limits: RegionLimits) -> None:
         self.graph = graph
         self.flow = flow
         self.limits = limits

@@ -47,7 +47,7 @@ _GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
 
 
 @dataclass(frozen=True)
-class AtenEffort:
+class AtenOverheads:
     """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names."""
 
     instructions: float = 0.0
@@ -55,40 +55,40 @@ class AtenEffort:
     serial_steps: float = 0.0
 
 
-def aten_effort(graph: DataflowGraph, node: OpNode) -> AtenEffort:
+def aten_overheads(graph: DataflowGraph, node: OpNode) -> AtenOverheads:
     """The effort of ATen's kernel for one compute op of a static graph."""
     name = node.op.split(".")[1]
     elements = math.prod(_shape(graph, node.outputs[0]))
     if name in _FOLDS and node.inputs:
         read = math.prod(_shape(graph, node.inputs[0]))
         turns = _fold_turns(elements, max(read // max(elements, 1), 1))
-        return AtenEffort(_FOLD_INSTRUCTIONS * read, _FOLD_STEPS, _TURN_STEPS * turns)
+        return AtenOverheads(_FOLD_INSTRUCTIONS * read, _FOLD_STEPS, _TURN_STEPS * turns)
     if name in _WHOLE_ROWS:
-        return AtenEffort(_FOLD_INSTRUCTIONS * elements, _WHOLE_ROW_STEPS)
+        return AtenOverheads(_FOLD_INSTRUCTIONS * elements, _WHOLE_ROW_STEPS)
     if name in _JOINS and all(_contiguous(graph, value) for value in node.inputs):
-        return AtenEffort(_VECTOR_INSTRUCTIONS * elements, _CONTIGUOUS_JOIN_STEPS)
+        return AtenOverheads(_VECTOR_INSTRUCTIONS * elements, _CONTIGUOUS_JOIN_STEPS)
     if name in _JOINS:
-        return AtenEffort(_JOIN_INSTRUCTIONS * elements, _JOIN_STEPS)
+        return AtenOverheads(_JOIN_INSTRUCTIONS * elements, _JOIN_STEPS)
     if name in _GATHERS and len(node.inputs) > 1:
         rows = math.prod(_shape(graph, node.inputs[1]))
         serial = _ROW_STEPS * rows if rows <= _SMALL_GATHER else 0.0
-        return AtenEffort(_GATHER_INSTRUCTIONS * elements, _GATHER_STEPS, serial)
+        return AtenOverheads(_GATHER_INSTRUCTIONS * elements, _GATHER_STEPS, serial)
     return _elementwise(graph, node, elements)
 
 
-def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> AtenEffort:
+def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> AtenOverheads:
     converting = _converts(graph, node)
     is_function = node.op.split(".")[1] in _FUNCTIONS
     function_steps, function = (_FUNCTION_STEPS, _FUNCTION_INSTRUCTIONS) if is_function else (0.0, 0.0)
     if not converting and _same_layout(graph, node):
-        return AtenEffort((_VECTOR_INSTRUCTIONS + function) * elements, function_steps)
+        return AtenOverheads((_VECTOR_INSTRUCTIONS + function) * elements, function_steps)
     tensors, dims = len(node.inputs) + 1, _dims(graph, node)
     each = function + _STRIDED_INSTRUCTIONS + tensors * (_OPERAND_INSTRUCTIONS + _DIM_INSTRUCTIONS * dims)
     turn_steps = _ELEMENT_STEPS
     if converting:
         each, turn_steps = each + _CONVERTING_INSTRUCTIONS, turn_steps + _CONVERTING_STEPS
     turns = _strided_turns(graph.specs[node.outputs[0]].dtype, elements, converting)
-    return AtenEffort(each * elements, turn_steps * turns + function_steps)
+    return AtenOverheads(each * elements, turn_steps * turns + function_steps)
 
 
 def _strided_turns(dtype: str, elements: int, converting: bool) -> int:

@@ -14,8 +14,8 @@ from fuseplan.kernels.ir.index import Coord, Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Reduce, Segment
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
-from fuseplan.planner.implementations.aten_overheads import aten_effort
-from fuseplan.planner.implementations.kernel_overheads import kernel_effort, reduction_levels
+from fuseplan.planner.implementations.aten_overheads import aten_overheads
+from fuseplan.planner.implementations.kernel_overheads import kernel_overheads, reduction_levels
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.lowering.recipes import kind_of
 
@@ -47,7 +47,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         for number, indices in _touched(ir).items()
     }
     cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number not in gathered]
-    effort = kernel_effort(ir)
+    effort = kernel_overheads(ir)
     tables = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number in gathered]
     return Work(
         flops=flops,
@@ -202,7 +202,7 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     lowered = lower(graph, (node.name,), outputs=node.outputs)
     fused = kernel_work(lowered.ir.bind(graph.kernel_sizes), hot_inputs(graph, lowered.inputs))
-    effort = aten_effort(graph, node)
+    effort = aten_overheads(graph, node)
     return replace(
         fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,
         instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps,

@@ -62,7 +62,7 @@ _ARITHMETIC_A_STEP = 10.0
 
 
 @dataclass(frozen=True)
-class Effort:
+class KernelOverheads:
     """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names; ``requests`` are by segment."""
 
     requests: tuple[float, ...] = ()
@@ -78,10 +78,10 @@ class Effort:
         return sum(self.requests)
 
 
-def kernel_effort(ir: KernelIR) -> Effort:
+def kernel_overheads(ir: KernelIR) -> KernelOverheads:
     """The effort of one launch of a static kernel."""
     segments = [_segment_effort(ir, segment) for segment in ir.segments]
-    return Effort(
+    return KernelOverheads(
         requests=tuple(one.requested_bytes for one in segments),
         row_bytes=max((one.row_bytes for one in segments), default=0.0),
         row_loaded_bytes=max((one.row_loaded_bytes for one in segments), default=0.0),
@@ -101,7 +101,7 @@ def reduction_levels(segment: Segment) -> int:
     return max(depth, default=0)
 
 
-def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
+def _segment_effort(ir: KernelIR, segment: Segment) -> KernelOverheads:
     sizes = _extents(segment)
     elements, cols = math.prod(sizes), sizes[-1]
     block_rows = full_tile(ir, segment)[0]
@@ -115,10 +115,10 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Effort:
     requests = (_requested_bytes(ir, segment, sizes, block_rows),)
     if not levels:
         steps += _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
-        return Effort(requests, instructions=issued.instructions, special=issued.special, steps=steps)
+        return KernelOverheads(requests, instructions=issued.instructions, special=issued.special, steps=steps)
     # A row that is too long to be held is loaded for each sweep along it.
     sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
-    return Effort(
+    return KernelOverheads(
         requests,
         row_bytes=issued.loaded_bytes + issued.stored_bytes,
         row_loaded_bytes=issued.loaded_bytes * sweeps,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from fuseplan.planner.cost.prices import MeasuredPrices
 from fuseplan.planner.groups.choices import Choice, RegionProblem
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
@@ -146,7 +146,7 @@ class MeasuredRegion:
         sides = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
         names = {choice: f"part {at}" for at, choice in enumerate(dict.fromkeys([*incumbent, *challenger]))}
         graph = self.prices.book.graph
-        flow = flow_of(graph)
+        flow = compute_graph_of(graph)
 
         def last_result(choice: Choice) -> int:
             """Where dispatch would like to run a kernel."""

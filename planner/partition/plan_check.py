@@ -15,7 +15,7 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.cost.prices import GroupBook
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, region_candidates, region_dependencies
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies
 from fuseplan.planner.groups.cycles import short_cycles
 from fuseplan.planner.implementations.subject import group_label
@@ -64,7 +64,7 @@ class PlanCheck:
 
     def _members(self, region: Region, dependencies: Dependencies) -> dict[int, int]:
         """For positions of compute ops in the region, their numbers among its compute ops."""
-        flow = flow_of(self.book.graph, None)
+        flow = compute_graph_of(self.book.graph, None)
         numbers = {at: number for number, at in enumerate(dependencies.members)}
         places = enumerate(flow.position[name] for name in region.ops)
         return {place: numbers[at] for place, at in places if at in numbers}

@@ -12,7 +12,7 @@ from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import region_dependencies
 from fuseplan.planner.groups.choices import Choice
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.subject import group_label
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
 from fuseplan.planner.partition.peak_memory import NamedReuse, peak_bytes
@@ -191,7 +191,7 @@ def in_running_order(graph: DataflowGraph, region: Region, chosen: Iterable[Pric
     """The groups of a cover in an order in which they can run (a cover is acyclic, so there is one)."""
     waiting = list(chosen)
     dependencies = region_dependencies(graph, region)
-    flow = flow_of(graph, None)
+    flow = compute_graph_of(graph, None)
     names = [flow.names[at] for at in dependencies.members]
     before: dict[str, set[str]] = {name: set() for name in names}
     for first, second in dependencies.edges():

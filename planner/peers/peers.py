@@ -19,7 +19,7 @@ import torch
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import ConfigError, nearest
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.patterns.table import activations
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, LibraryOp, PeerError
@@ -105,7 +105,7 @@ def _default(case: Case, name: str) -> Contestant:
         raise PeerError(reason)
     if not case.groups:
         raise PeerError("the plan fuses nothing")
-    flow = flow_of(case.traced.graph)
+    flow = compute_graph_of(case.traced.graph)
     groups = []
     for group in case.groups:
         outputs = flow.needed_outside(flow.position[op] for op in group.ops)

@@ -12,7 +12,7 @@ from fuseplan.planner.cost.prices import GroupBook, fused_mode
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Enumeration, enumerate_candidates, region_dependencies
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_boundaries
 from fuseplan.planner.lowering.recipes import kind_of, why_extern
 from fuseplan.planner.partition.plan_record import region_label
@@ -165,7 +165,7 @@ class _RegionWords:
         """For each two groups that exchange a value: why they are not one."""
         home = {op: group for group in self.groups for op in group.ops}
         dependencies = region_dependencies(self.graph, self.plan.region)
-        flow = flow_of(self.graph, None)
+        flow = compute_graph_of(self.graph, None)
         names = [flow.names[at] for at in dependencies.members]
         pairs = {
             (home[names[before]].name, home[names[after]].name)
@@ -264,5 +264,5 @@ def sources(session: Session, graph: DataflowGraph, plan: GraphPlan) -> Iterator
 
 
 def _outputs_of(graph: DataflowGraph) -> Callable[[Iterable[str]], tuple[str, ...]]:
-    flow = flow_of(graph, None)
+    flow = compute_graph_of(graph, None)
     return lambda ops: tuple(flow.needed_outside(flow.position[name] for name in ops))

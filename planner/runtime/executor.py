@@ -25,7 +25,7 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
-from fuseplan.planner.groups.compute_graph import flow_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.aten import run_unfused
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.implementations.subject import Fused
@@ -169,7 +169,7 @@ def _lowered(traced: Traced, plan: GroupPlan, target: Target, numerics: str) -> 
     Raises:
         NotLowerable, RefusedError: It cannot.
     """
-    flow = flow_of(traced.graph)
+    flow = compute_graph_of(traced.graph)
     lowered = lower(traced.graph, plan.ops, numerics, flow.needed_outside(flow.position[name] for name in plan.ops))
     _check_devices(traced, lowered, target)
     if any(extent == 0 for buffer in lowered.ir.outputs for extent in buffer.shape):

@@ -23,7 +23,7 @@ _log = logging.getLogger("fuseplan")
 _INTERVAL_S = 0.0002
 
 
-class Scout:
+class Lookahead:
     """Prepares regions in order, on a thread of its own. A context manager: leaving it ends the thread.
 
     Args:
@@ -51,9 +51,9 @@ class Scout:
         self._books: dict[int, GroupBook] = {}
         self._problems: dict[str, Future[RegionProblem]] = {}
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="scout")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lookahead")
 
-    def __enter__(self) -> Scout:
+    def __enter__(self) -> Lookahead:
         # Each time the tune waits for a worker it gives the interpreter away, and would get it back a long slice later.
         self._interval_s = sys.getswitchinterval()
         sys.setswitchinterval(_INTERVAL_S)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.cost.prices import GroupBook, MeasuredPrices, ModelPrices
-from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples
 from fuseplan.planner.cost.samples import store_samples as store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -22,7 +22,7 @@ from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
-from fuseplan.planner.tuning.lookahead import Scout
+from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey
 from fuseplan.search.tune.tuner import Tuner
@@ -128,10 +128,10 @@ class Planner:
         settings: PlanSettings | None = None,
         tuner: Tuner | None = None,
         on_region: Callable[[str, int, int], None] | None = None,
-        learner: Learner | None = None,
+        learner: RunningCalibration | None = None,
     ) -> None:
         self.store = store
-        self.learner = learner if learner is not None else Learner(spec)
+        self.learner = learner if learner is not None else RunningCalibration(spec)
         self.device = device
         self.target = target
         self.backends = tuple(backends)
@@ -150,11 +150,11 @@ class Planner:
     def _margin(self) -> float:
         return self.settings.margin_on(self.target.device_type)
 
-    def scout(self) -> Scout | None:
+    def lookahead(self) -> Lookahead | None:
         """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
         if self.tuner is None or self.target.device_type == "cpu":
             return None
-        return Scout(self._problem, self._model_prices, self._book, self._rehearse, self.tuner)
+        return Lookahead(self._problem, self._model_prices, self._book, self._rehearse, self.tuner)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
         guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
@@ -165,7 +165,7 @@ class Planner:
     def plan_graph(
         self,
         graph: DataflowGraph,
-        scout: Scout | None = None,
+        lookahead: Lookahead | None = None,
         on_failure: Callable[[Region, Exception], None] | None = None,
         keys: Collection[str] | None = None,
     ) -> GraphPlan:
@@ -173,13 +173,13 @@ class Planner:
 
         Args:
             graph: The graph.
-            scout: Has prepared some of its regions already.
+            lookahead: Has prepared some of its regions already.
             on_failure: Told about a region that cannot be planned, which is then left out with all regions equal to
                 it. Without it the error is raised.
             keys: Of the regions to plan; None for all.
         """
         regions = [region for region in find_regions(graph) if keys is None or region.key in keys]
-        book = scout.book(graph) if scout is not None else self._book(graph)
+        book = lookahead.book(graph) if lookahead is not None else self._book(graph)
         planned: dict[str, tuple[PlanRecord, Source, bool]] = {}
         distinct = unique_regions(regions)
         start = time.perf_counter()
@@ -196,7 +196,7 @@ class Planner:
                 if found.hit is not None:
                     planned[key] = found.hit, "database", found.shipped
                 else:
-                    planned[key] = (*self._decide(graph, region, book, scout), False)
+                    planned[key] = (*self._decide(graph, region, book, lookahead), False)
             except Exception as error:
                 if on_failure is None:
                     raise
@@ -266,11 +266,11 @@ class Planner:
         return [region for region in distinct if region.key not in stored]
 
     def _decide(
-        self, graph: DataflowGraph, region: Region, book: GroupBook, scout: Scout | None
+        self, graph: DataflowGraph, region: Region, book: GroupBook, lookahead: Lookahead | None
     ) -> tuple[PlanRecord, Source]:
         if self.tuner is None:
             return self._by_model(graph, region, book), "model"
-        problem = scout.problem(region) if scout is not None else None
+        problem = lookahead.problem(region) if lookahead is not None else None
         if problem is None:
             problem = self._problem(graph, region, book)
         record = self._by_measurement(graph, region, book, self.tuner, problem)

@@ -16,7 +16,7 @@ from fuseplan.kernels.ir.backend import Backend, Target, misfit
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store
 from fuseplan.kernels.registry import backends_for, local_target
-from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import CompilerMissingError, DeviceError
 from fuseplan.planner.implementations.group_work import launch_mode
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
@@ -99,7 +99,7 @@ class Session:
         self,
         tuner: Tuner | None = None,
         on_region: Callable[[str, int, int], None] | None = None,
-        learner: Learner | None = None,
+        learner: RunningCalibration | None = None,
     ) -> Planner:
         """A planner over :attr:`store`."""
         return Planner(

@@ -111,7 +111,7 @@ def summarise(
     Raises:
         ValueError: There is no region.
     """
-    from fuseplan.planner.groups.compute_graph import flow_of
+    from fuseplan.planner.groups.compute_graph import compute_graph_of
 
     pairs = list(planned)
     if not pairs:
@@ -119,7 +119,7 @@ def summarise(
     key = pairs[0][1].key
     counts = Counter(record.key.workload for _, record in pairs)
     first = {record.key.workload: region for region, record in reversed(pairs)}
-    flow = flow_of(graph)
+    flow = compute_graph_of(graph)
     kinds = dict(zip(flow.names, flow.kinds, strict=True))
     externs = Counter(node.op for node in graph if kinds[node.name] == "extern")
     return WorkloadSummary(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from fuseplan.planner.cost.running_calibration import Learner
+from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.partition.plan_record import region_label
@@ -114,20 +114,20 @@ def tune(
     budget = budget or Budget.on(session.target.device_type)
     plans: list[WorkloadPlan] = []
     failures: list[RegionFailure] = []
-    learner = Learner(session.spec)
+    learner = RunningCalibration(session.spec)
     with ExitStack() as stack:
         stack.enter_context(account.spend("planning"))
         tuner = stack.enter_context(session.tuner(budget, seed, on_trial, account, executor))
         listed = list(graphs)
-        scout = session.planner(tuner).scout()
-        if scout is not None:
-            stack.enter_context(scout)
+        lookahead = session.planner(tuner).lookahead()
+        if lookahead is not None:
+            stack.enter_context(lookahead)
             for _, graph in listed:
-                scout.send(graph, session.planner(tuner).undecided(graph))
+                lookahead.send(graph, session.planner(tuner).undecided(graph))
         for workload, graph in listed:
             told = _for_workload(on_region, workload)
             note = noting(failures, workload, graph)
-            plan = session.planner(tuner, told, learner).plan_graph(graph, scout, note)
+            plan = session.planner(tuner, told, learner).plan_graph(graph, lookahead, note)
             plans.append(WorkloadPlan(workload, plan))
         taken_over = [(graph, one.plan) for (_, graph), one in zip(listed, plans, strict=True)]
         with account.spend("checking shipped times"):

@@ -105,7 +105,7 @@ class SpaceBook:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class TuningResources:
     """What every tune of a tuner works with.
 
     Attributes:

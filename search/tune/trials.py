@@ -12,7 +12,15 @@ from fuseplan.search.errors import NothingCompilesError, SubjectError
 from fuseplan.search.store.record import DOES_NOT_COMPILE, Evidence, RecordKey, Trial, TuningRecord, now
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.tune.decision import Contender, Verdicts, decide_group
-from fuseplan.search.tune.resources import DECIDING, OPENING, SCREENING, Compilation, Phase, ProgressEvent, Workshop
+from fuseplan.search.tune.resources import (
+    DECIDING,
+    OPENING,
+    SCREENING,
+    Compilation,
+    Phase,
+    ProgressEvent,
+    TuningResources,
+)
 from fuseplan.search.tune.space import Space
 from fuseplan.search.tune.strategy import Strategy, make_strategy
 from fuseplan.search.workers import jobs
@@ -33,7 +41,7 @@ class SubjectRun:
     """One subject's tune.
 
     Args:
-        shop: What to work with.
+        resources: What to work with.
         subject: The fusion group.
         key: Its record key.
         neighbours: Records of similar groups.
@@ -41,9 +49,10 @@ class SubjectRun:
     """
 
     def __init__(
-        self, shop: Workshop, subject: Subject, key: RecordKey, neighbours: Sequence[TuningRecord], whole: bool = True
+        self, resources: TuningResources, subject: Subject, key: RecordKey, neighbours: Sequence[TuningRecord],
+        whole: bool = True,
     ) -> None:
-        self._shop = shop
+        self._resources = resources
         self._subject = subject
         self._key = key
         self._refusals: dict[str, str] = {}
@@ -53,7 +62,7 @@ class SubjectRun:
         self._entries = self._take_part(neighbours) if whole else self._defaults()
         self._best_us = float("inf")
         #: Configurations are compared by what they take on the device, where that is not the regime's time.
-        self._has_device_timer = shop.bench.timer.of_device() is not None
+        self._has_device_timer = resources.bench.timer.of_device() is not None
         self._on_device = False
 
     def execute(self) -> TuningRecord:
@@ -69,11 +78,11 @@ class SubjectRun:
             tuple(self._trials.values()), self._refusals, sum(len(entry.space) for entry in self._entries)
         )
         self._event("decide")
-        evidence = Evidence(now(), self._shop.versions, self._shop.bench.seed, 0.0)
-        with self._shop.account.spend(DECIDING):
+        evidence = Evidence(now(), self._resources.versions, self._resources.bench.seed, 0.0)
+        with self._resources.account.spend(DECIDING):
             record = decide_group(
-                self._shop.executor, self._shop.bench, self._subject, self._key, self._choices(), verdicts, evidence,
-                self._shop.budget.job_limit_s,
+                self._resources.executor, self._resources.bench, self._subject, self._key, self._choices(), verdicts,
+                evidence, self._resources.budget.job_limit_s,
             )
         self._best_us = record.best_us
         self._event("done")
@@ -119,48 +128,48 @@ class SubjectRun:
             NothingCompilesError: Nothing has.
         """
         failed = [trial.reason for trial in self._trials.values() if trial.uncompiled]
-        if failed and not self._shop.compiles.is_set():
+        if failed and not self._resources.compiles.is_set():
             raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")
 
     # -- who takes part -----------------------------------------------------------------------------------
 
     def _take_part(self, neighbours: Sequence[TuningRecord]) -> list[_Entry]:
-        shop, ir = self._shop, self._subject.ir
-        willing = [(order, backend, shop.spaces.space(backend, ir)) for order, backend in self._willing()]
-        shares = _shares(shop.budget.trials, len(willing))
+        resources, ir = self._resources, self._subject.ir
+        willing = [(order, backend, resources.spaces.space(backend, ir)) for order, backend in self._willing()]
+        shares = _shares(resources.budget.trials, len(willing))
         entries = []
         for (order, backend, space), share in zip(willing, shares, strict=True):
-            suggested = [space.nearest(config) for config in backend.suggestions(ir, shop.target)]
+            suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]
             winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
             first = _early(suggested, winners, max(1, share // 3))
-            entries.append(_Entry(order, backend, space, make_strategy(space, share, shop.bench.seed, first)))
+            entries.append(_Entry(order, backend, space, make_strategy(space, share, resources.bench.seed, first)))
         return entries
 
     def _defaults(self) -> list[_Entry]:
         entries = []
         for order, backend in self._willing():
-            default = dict(backend.default_config(self._subject.ir, self._shop.target))
+            default = dict(backend.default_config(self._subject.ir, self._resources.target))
             space = Space((), (default,), {}, 1)
-            entries.append(_Entry(order, backend, space, make_strategy(space, 1, self._shop.bench.seed)))
+            entries.append(_Entry(order, backend, space, make_strategy(space, 1, self._resources.bench.seed)))
         return entries
 
     def _willing(self) -> list[tuple[int, Backend]]:
         """The back ends that take part, with their order of preference; the others' reasons are kept."""
-        reasons = [self._shop.refusal(backend, self._subject) for backend in self._shop.backends]
-        pairs = list(zip(self._shop.backends, reasons, strict=True))
+        reasons = [self._resources.refusal(backend, self._subject) for backend in self._resources.backends]
+        pairs = list(zip(self._resources.backends, reasons, strict=True))
         self._refusals |= {backend.name: reason for backend, reason in pairs if reason is not None}
         return [(order, backend) for order, (backend, reason) in enumerate(pairs) if reason is None]
 
     def _open(self) -> None:
         self._event("open")
-        outcome = self._shop.call(OPENING, jobs.open_subject, self._shop.bench, self._subject)
+        outcome = self._resources.call(OPENING, jobs.open_subject, self._resources.bench, self._subject)
         if not outcome.ok:
             raise SubjectError(f"{self._subject.label}: cannot be tuned: {outcome.failure}")
 
     def _resume(self, only_open: bool = True) -> None:
         """Take over the trials of a tune that was cut short (or of any tune)."""
         by_name = {entry.backend.name: entry for entry in self._entries}
-        for trial in self._shop.trials(self._key, only_open):
+        for trial in self._resources.trials(self._key, only_open):
             if self._on_device and trial.median_us is not None and trial.device_us is None:
                 continue  # only ranked against other groups so far
             entry = by_name.get(trial.backend)
@@ -172,22 +181,22 @@ class SubjectRun:
 
     def _next_batch(self, elapsed_s: float) -> list[tuple[_Entry, int]]:
         """Positions to try next; all back ends in turn, so that a compile batch fills the cores."""
-        if elapsed_s >= self._shop.budget.seconds and self._trials:
+        if elapsed_s >= self._resources.budget.seconds and self._trials:
             return []
-        width = max(1, getattr(self._shop.executor, "compilers", 1) // max(1, len(self._entries)))
+        width = max(1, getattr(self._resources.executor, "compilers", 1) // max(1, len(self._entries)))
         return [(entry, position) for entry in self._entries for position in entry.strategy.ask(width)]
 
     def _try(self, batch: Sequence[tuple[_Entry, int]]) -> None:
         self._event("compile")
-        compiled = self._shop.compile(self._compilations(batch))
+        compiled = self._resources.compile(self._compilations(batch))
         for (entry, position), outcome in zip(batch, compiled, strict=True):
             trial = self._screen(entry, position, outcome)
-            self._shop.log(trial)
+            self._resources.log(trial)
             self._note(entry, position, trial)
             self._event("screen")
 
     def _compilations(self, batch: Iterable[tuple[_Entry, int]]) -> list[Compilation]:
-        ir, target = self._subject.ir, self._shop.target
+        ir, target = self._subject.ir, self._resources.target
         return [(entry.backend, ir, entry.space.configs[position], target) for entry, position in batch]
 
     def _screen(self, entry: _Entry, position: int, compiled: Outcome) -> Trial:
@@ -214,8 +223,8 @@ class SubjectRun:
         return trial
 
     def _measure(self, entry: _Entry, config: Config, blank: Trial) -> Trial:
-        outcome = self._shop.call(
-            SCREENING, jobs.screen_config, self._shop.bench, self._subject, entry.backend, config, self._on_device
+        outcome = self._resources.call(
+            SCREENING, jobs.screen_config, self._resources.bench, self._subject, entry.backend, config, self._on_device
         )
         return screened(blank, outcome)
 
@@ -235,7 +244,7 @@ class SubjectRun:
         ]
         default = next(((e, p) for e, p, _ in sorted(timed, key=lambda item: item[0].order) if p == 0), None)
         ranked = sorted(timed, key=lambda item: (item[2], item[0].order, item[1]))
-        others = [(e, p) for e, p, _ in ranked if (e, p) != default][: self._shop.budget.finalists]
+        others = [(e, p) for e, p, _ in ranked if (e, p) != default][: self._resources.budget.finalists]
         others.sort(key=lambda item: (item[0].order, item[1]))
         listed = [("default", *default)] if default is not None else []
         listed += [(f"challenger {number}", e, p) for number, (e, p) in enumerate(others, 1)]
@@ -248,8 +257,8 @@ class SubjectRun:
 
     def _event(self, phase: Phase) -> None:
         of = sum(entry.strategy.limit for entry in self._entries)
-        if self._shop.progress is not None:
-            self._shop.progress(ProgressEvent(self._subject.label, len(self._trials), of, self._best_us, phase))
+        if self._resources.progress is not None:
+            self._resources.progress(ProgressEvent(self._subject.label, len(self._trials), of, self._best_us, phase))
 
 
 def screened(blank: Trial, outcome: Outcome) -> Trial:

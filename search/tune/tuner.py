@@ -29,7 +29,7 @@ from fuseplan.search.tune.resources import (
     Compilation,
     ProgressEvent,
     SpaceBook,
-    Workshop,
+    TuningResources,
 )
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.trials import SubjectRun, screened
@@ -100,7 +100,7 @@ class Tuner:
         self.account = account if account is not None else TimeAccount()
         self._executor: Executor = executor if executor is not None else make_pool(target.device_type)
         self._owns_executor = executor is None
-        self._shop = Workshop(
+        self._resources = TuningResources(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
             self._executor, budget, self.versions, SpaceBook(target), self.account, progress, since,
         )
@@ -142,7 +142,7 @@ class Tuner:
                 return current
             logger.warning("the stored record of %s is not used: %s", subject.label, reason)
         hints = [*([stored] if stored is not None else []), *neighbours]
-        record = self._released(SubjectRun(self._shop, subject, key, hints).execute)
+        record = self._released(SubjectRun(self._resources, subject, key, hints).execute)
         with self.account.spend(STORING):
             self.database.put_record(record)
         return record
@@ -160,7 +160,7 @@ class Tuner:
     def _current(self, key: RecordKey) -> TuningRecord | None:
         """The stored answer that need not be measured again."""
         stored = self.database.get_record(key).record
-        return None if stored is None or reservations(stored, self.versions, self._shop.since) else stored
+        return None if stored is None or reservations(stored, self.versions, self._resources.since) else stored
 
     def time_unfused(self, subject: Subject) -> Measurement:
         """Time of the unfused chain alone; kept as a trial without a back end, so it is measured once.
@@ -172,14 +172,14 @@ class Tuner:
         stored = self._current(key)
         if stored is not None:
             return stored.unfused
-        for trial in self._shop.trials(key):
+        for trial in self._resources.trials(key):
             if not trial.backend and trial.median_us is not None:
                 return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
-        outcome = self._shop.call(TIMING_OPS, jobs.time_unfused, self._shop.bench, subject)
+        outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, self._resources.bench, subject)
         if not outcome.ok:
             raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
         time_us: Measurement = outcome.value
-        self._shop.log(Trial(key, "", {}, time_us.median_us, created=now()))
+        self._resources.log(Trial(key, "", {}, time_us.median_us, created=now()))
         return time_us
 
     def screen(self, subject: Subject) -> Trial:
@@ -192,7 +192,7 @@ class Tuner:
         Raises:
             SubjectError: The unfused chain or its reference fails, or no back end takes part.
         """
-        return self._released(SubjectRun(self._shop, subject, self.key(subject), (), whole=False).screen_defaults)
+        return self._released(SubjectRun(self._resources, subject, self.key(subject), (), whole=False).screen_defaults)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
         """The kernels of records, compiled beside each other, checked and timed shortly; nothing of it is stored.
@@ -203,14 +203,14 @@ class Tuner:
         backends = {backend.name: backend for backend in self.backends}
         refusals = [self._refuse_record(subject, record) for subject, record in kernels]
         sound = [(subject, record) for (subject, record), why in zip(kernels, refusals, strict=True) if why is None]
-        compiled = iter(self._shop.compile([
+        compiled = iter(self._resources.compile([
             (backends[record.backend], subject.ir, record.config, self.target) for subject, record in sound
         ]) if sound else ())
         found = []
         for (subject, record), refusal in zip(kernels, refusals, strict=True):
             outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
             if outcome.ok:
-                screen = partial(self._shop.call, SCREENING, jobs.screen_config, self._shop.bench)
+                screen = partial(self._resources.call, SCREENING, jobs.screen_config, self._resources.bench)
                 outcome = self._released(partial(screen, subject, backends[record.backend], record.config))
             found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
         return found
@@ -225,8 +225,8 @@ class Tuner:
             sides: Names of the parts that each side runs; the incumbent first.
             kept: Names of values that are needed after the sequence.
         """
-        outcome = self._shop.call(
-            PLAYING_OFF, jobs.decide_sides, self._shop.bench, dict(parts), dict(sides), frozenset(kept)
+        outcome = self._resources.call(
+            PLAYING_OFF, jobs.decide_sides, self._resources.bench, dict(parts), dict(sides), frozenset(kept)
         )
         found: Contest | None = outcome.value if outcome.ok else None
         return found
@@ -239,10 +239,10 @@ class Tuner:
         pending = []
         for subject in subjects:
             key = self.key(subject)
-            if self._current(key) is not None or self._shop.trials(key):
+            if self._current(key) is not None or self._resources.trials(key):
                 continue
             pending += self._default_of(subject)
-        self._shop.compile(pending)
+        self._resources.compile(pending)
 
     def prefetch(self, subjects: Iterable[Subject]) -> None:
         """Compile what tunes of these subjects will try first, beside whatever else goes on. Safe from any thread.
@@ -254,19 +254,19 @@ class Tuner:
             return
         for subject in subjects:
             default = self._default_of(subject)
-            self._shop.compile_ahead(default)  # at once: to enumerate the others takes a while
-            run = SubjectRun(self._shop, subject, self.key(subject), ())
-            self._shop.compile_ahead([one for one in run.first_batch() if one not in default])
-            self._shop.compile_ahead(run.prospects(), spare=True)
+            self._resources.compile_ahead(default)  # at once: to enumerate the others takes a while
+            run = SubjectRun(self._resources, subject, self.key(subject), ())
+            self._resources.compile_ahead([one for one in run.first_batch() if one not in default])
+            self._resources.compile_ahead(run.prospects(), spare=True)
 
     def prefetch_default(self, subjects: Iterable[Subject]) -> None:
         """Compile what :meth:`screen` will want of these subjects, as :meth:`prefetch` does."""
         for subject in subjects:
-            self._shop.compile_ahead(self._default_of(subject))
+            self._resources.compile_ahead(self._default_of(subject))
 
     def _default_of(self, subject: Subject) -> list[Compilation]:
         """The default configuration of the first back end that takes part, if there is one."""
-        backend = self._shop.preferred(subject)
+        backend = self._resources.preferred(subject)
         if backend is None:
             return []
         return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
@@ -276,8 +276,8 @@ class Tuner:
         try:
             result = run()
         except Exception:
-            self._shop.call(OPENING, jobs.release)
+            self._resources.call(OPENING, jobs.release)
             raise
         # An interrupt is not caught: it has ended the workers already.
-        self._shop.call(OPENING, jobs.release)
+        self._resources.call(OPENING, jobs.release)
         return result

@@ -1,0 +1,368 @@
+"""What is captured offline, without weights, is what torch.compile sees at run time, and it computes the model."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from model_families import write_family
+from model_samples import write_config
+from torch import Tensor, fx
+from tracing import ops, recording
+
+from fuseplan.planner.capture import cache
+from fuseplan.planner.capture.cache import cached_capture, capture_beside, capture_key
+from fuseplan.planner.capture.normalise import Normalised
+from fuseplan.planner.capture.trace import capture, record, trace_predispatch
+from fuseplan.planner.errors import CaptureError, ConfigError
+from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.graph.serialize import graph_to_json
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.sources import ModelSource, find_source, generates
+from fuseplan.planner.models.workload import Workload, decode, generate, prefill
+from fuseplan.planner.rewrites import grouped_queries
+
+DECODE, PREFILL = decode(3, 32), prefill(2, 9)
+
+
+def at_run_time(source: ModelSource, workload: Workload) -> list[Normalised]:
+    """The graphs that torch.compile hands to a back end when the real model runs, checked against eager."""
+    model = build_model(source, "cpu")
+    args, kwargs = model.example(workload)
+    eager_args, eager_kwargs = deepcopy((args, kwargs))
+    traces: list[Normalised] = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        actual = torch.compile(model.module, backend=recording(traces))(*args, **kwargs)
+        expected = model.module(*eager_args, **eager_kwargs)
+    torch.testing.assert_close(actual[0], expected[0], rtol=2e-5, atol=2e-5)
+    if "past_key_values" in kwargs:
+        for layer, eager_layer in zip(
+            kwargs["past_key_values"].layers, eager_kwargs["past_key_values"].layers, strict=True
+        ):
+            torch.testing.assert_close(layer.keys, eager_layer.keys, rtol=2e-5, atol=2e-5)
+            assert int(layer.cumulative_length) == int(eager_layer.cumulative_length)
+    return traces
+
+
+@pytest.mark.parametrize(
+    ("family", "workload"),
+    [
+        ("llama", DECODE),
+        ("llama", PREFILL),
+        ("qwen3", DECODE),
+        ("gemma3", DECODE),
+        ("mixtral", DECODE),
+        ("gpt2", PREFILL),
+        ("bert", PREFILL),
+        ("llama", replace(PREFILL, masked=True)),
+        ("deepseek-v3", DECODE),  # keys and values of different widths
+        ("mamba", DECODE),  # a cache that is no keys and values
+        ("whisper", PREFILL),
+    ],
+)
+def test_offline_capture_equals_run_time_and_computes_the_model(
+    family: str, workload: Workload, tmp_path: Path
+) -> None:
+    source = find_source(config=write_family(tmp_path, family), dtype="float32")
+    running = [graph_to_json(trace.graph) for trace in at_run_time(source, workload)]
+    assert [graph_to_json(graph) for graph in capture(source, workload, "cpu").graphs] == running
+
+
+def test_generation_is_captured_for_prompts_of_one_length_and_of_several(tmp_path: Path) -> None:
+    source = find_source(config=write_family(tmp_path, "llama"), dtype="float32", layers=1)
+    captured = {region.key for graph in capture(source, generate(3, 9), "cpu").graphs for region in find_regions(graph)}
+    for padding in (0, 3):
+        ids = torch.full((3, 9), 5)
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        module: Any = build_model(source, "cpu").module
+        traces: list[Normalised] = []
+        torch._dynamo.reset()
+        module.forward = torch.compile(module.forward, backend=recording(traces))
+        with torch.no_grad():
+            module.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4, disable_compile=True)
+        assert len(traces) == 3
+        running = {region.key for trace in traces for region in find_regions(bind_graph(trace.graph))}
+        assert running <= captured, f"padding {padding}"
+
+
+def test_layers_of_a_llama_stay_whole(tmp_path: Path) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    graph = capture(source, DECODE, "cpu").graph
+    names = ops(graph)
+    assert names.count("aten.linear.default") == 8
+    assert names.count("aten.scaled_dot_product_attention.default") == 1
+    assert names.count("aten.index_copy_.default") == 2
+    assert {graph.specs[value].dtype for value in graph.outputs} == {"bfloat16"}
+    writes = [node for node in graph if node.op == "aten.index_copy_.default"]
+    attention = next(node for node in graph if "attention" in node.op)
+    assert all(nx.has_path(graph.graph, node.name, attention.name) for node in writes)
+
+
+def test_seventy_billion_parameters_need_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    graph = capture(find_source("llama-3.1-70b", layers=2), prefill(1, 2048), "cpu").graph
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    weights_bytes = sum(graph.specs[name].nbytes() for name in graph.inputs)
+    assert weights_bytes > 7e9
+    assert grown_kib * 1024 < weights_bytes / 4
+
+
+def test_cuda_can_be_captured_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: the real device is captured")
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    monkeypatch.setattr(grouped_queries, "MEASURED", frozenset())
+    assert ops(capture(source, DECODE, "cuda").graph) == ops(capture(source, DECODE, "cpu").graph)
+
+
+# -- the user's own module --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    code = """
+import io
+import torch
+from odd_models import Breaking, DataDependent, Tied
+
+def tied(): return Tied(), (torch.randn(5, 6),)
+def keyword(): return Tied(), {"x": torch.randn(5, 6), "extra": torch.randn(6)}
+def single(): return Tied(), torch.randn(5, 6)
+def cast(): return Tied().half().to("cpu"), (torch.randn(5, 6).half(),)
+def loaded():
+    file = io.BytesIO()
+    torch.save(Tied().state_dict(), file)
+    file.seek(0)
+    model = Tied()
+    model.load_state_dict(torch.load(file))
+    return model, (torch.randn(5, 6),)
+def asking():
+    model = Tied()
+    assert float(model.first.weight.abs().max()) < 10
+    return model, (torch.randn(5, 6),)
+def breaking(): return Breaking(), (torch.randn(5, 6),)
+def data_dependent(): return DataDependent(), (torch.randn(5, 6),)
+def narrow(): return Tied(), (torch.randn(5, 7),)
+def wrong(): return Tied()
+def failing(): raise RuntimeError("no such file: weights.bin")
+"""
+    (tmp_path / "user_models.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "test_capture", sys.modules[__name__])
+    monkeypatch.delitem(sys.modules, "user_models", raising=False)
+    return "user_models"
+
+
+@pytest.mark.parametrize("factory", ["tied", "keyword", "single", "cast", "loaded", "asking"])
+def test_a_module_is_captured_as_it_runs(factories: str, factory: str) -> None:
+    source = find_source(module=f"{factories}:{factory}")
+    graph = capture(source, Workload("forward"), "cpu").graph
+    model = build_model(source, "cpu")
+    args, kwargs = model.example(Workload("forward"))
+    (trace,) = record(model.module, args, kwargs)
+    assert graph_to_json(graph) == graph_to_json(trace.graph)
+    weights = [name for name in graph.inputs if graph.specs[name].shape == (6, 6)]
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plain_tensor_of_a_module_is_on_the_device_of_the_others(factories: str, device: str) -> None:
+    graph = capture(find_source(module=f"{factories}:tied"), Workload("forward"), device).graph
+    assert ops(graph)[-1] == "aten.add.Tensor"
+
+
+def test_dtype_applies_to_a_module(factories: str) -> None:
+    source = find_source(module=f"{factories}:tied", dtype="fp16")
+    graph = capture(source, Workload("forward"), "cpu").graph
+    assert {graph.specs[name].dtype for name in graph.inputs if len(graph.specs[name].shape) == 2} == {"float16"}
+    model = build_model(source, "cpu")
+    assert {next(model.module.parameters()).dtype, model.inputs[0][0].dtype} == {torch.float16}
+
+
+def test_graph_breaks_give_several_graphs(factories: str) -> None:
+    captured = capture(find_source(module=f"{factories}:breaking"), Workload("forward"), "cpu")
+    assert [ops(graph) for graph in captured.graphs] == [
+        ["aten.sin.default", "aten.add.Tensor"],
+        ["aten.cos.default", "aten.mul.Tensor"],
+    ]
+    with pytest.raises(CaptureError, match="2 graphs"):
+        _ = captured.graph
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("wrong", "must return"),
+        ("failing", "no such file: weights.bin"),
+        ("absent", "absent"),
+    ],
+)
+def test_a_bad_factory_is_named(factories: str, factory: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        capture(find_source(module=f"{factories}:{factory}"), Workload("forward"), "cpu")
+
+
+def test_a_module_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "found_here.py").write_text("import torch\ndef f(): return torch.nn.Tanh(), (torch.ones(3),)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "found_here", raising=False)
+    assert ops(capture(find_source(module="found_here:f"), Workload("forward"), "cpu").graph) == ["aten.tanh.default"]
+
+
+@pytest.mark.parametrize("name", ["no_such_package_here:f", "user_models"])
+def test_a_bad_module_path_is_named(factories: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        capture(find_source(module=name), Workload("forward"), "cpu")
+
+
+@pytest.mark.parametrize(("factory", "message"), [
+    ("data_dependent", "cannot be traced: it decides by a number in a tensor"),
+    ("narrow", r"cannot be traced: .*same reduction dim"),
+])
+def test_a_model_that_cannot_be_traced_says_why(factories: str, factory: str, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(find_source(module=f"{factories}:{factory}"), Workload("forward"), "cpu")
+
+
+@pytest.mark.parametrize("entries", [
+    {"model_type": "convnext", "depths": [1, 1], "hidden_sizes": [8, 12], "num_stages": 2, "image_size": 32},
+    {"model_type": "resnet", "depths": [1], "hidden_sizes": [16], "embedding_size": 8, "layer_type": "basic"},
+    {"model_type": "swin", "image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+    {"model_type": "pegasus", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 99},
+])
+def test_constructors_that_look_at_numbers_and_configs_that_leave_things_out(
+    entries: dict[str, Any], tmp_path: Path
+) -> None:
+    entries |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    source = find_source(config=tmp_path, dtype="float32")
+    assert not generates(source)
+    assert len(ops(capture(source, prefill(2, 5), "cpu").graph)) > 10
+
+
+def test_nothing_to_trace_is_an_error() -> None:
+    with pytest.raises(CaptureError, match="no tensor op"):
+        record(lambda x: x, [torch.ones(2)], {})
+
+
+def test_tracing_needs_a_back_end() -> None:
+    with pytest.raises(CaptureError, match="back end"):
+        trace_predispatch(fx.symbolic_trace(lambda x: x + 1), [torch.ones(2)])
+
+
+def test_a_refused_graph_raises_its_own_error() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x @ x
+
+    with pytest.raises(CaptureError, match="autocast"):
+        record(function, [torch.ones(2, 2)], {})
+
+
+# -- the cache --------------------------------------------------------------------------------------------
+
+
+def test_a_capture_comes_back_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, folder = find_source(config=write_config(tmp_path, "llama"), layers=1), tmp_path / "cache"
+    fresh = cached_capture(source, PREFILL, "cpu", folder)
+
+    def forbidden(*args: object) -> None:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr(cache, "capture", forbidden)
+    kept = cached_capture(source, PREFILL, "cpu", folder)
+    assert graph_to_json(kept.graph) == graph_to_json(fresh.graph)
+    assert [dict(node.attrs) for node in kept.graph] == [dict(node.attrs) for node in fresh.graph]
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"graphs": [{"nodes": [1]}]}', '{"graphs": 3}', "[]"])
+def test_a_damaged_file_is_captured_again(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    path = tmp_path / f"{capture_key(source, PREFILL, 'cpu')}.json"
+    path.write_text(damage)
+    calls: list[object] = []
+    monkeypatch.setattr(cache, "capture", lambda *args: calls.append(args) or _Empty())
+    cached_capture(source, PREFILL, "cpu", tmp_path)
+    assert len(calls) == 1
+
+
+class _Empty:
+    graphs = ()
+
+
+def test_an_unwritable_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setattr(cache, "capture", lambda *args: _Empty())
+    assert cached_capture(source, PREFILL, "cpu", blocked / "cache").graphs == ()
+
+
+def test_the_users_module_is_never_cached(factories: str, tmp_path: Path) -> None:
+    cached_capture(find_source(module=f"{factories}:tied"), Workload("forward"), "cpu", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_key_tells_everything_apart_but_the_path(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "llama")
+    base = capture_key(find_source(config=path), DECODE, "cpu")
+    other = tmp_path / "elsewhere" / "config.json"
+    other.parent.mkdir()
+    other.write_text(path.read_text())
+    assert capture_key(find_source(config=other), DECODE, "cpu") == base
+    different = [
+        capture_key(find_source(config=path, layers=1), DECODE, "cpu"),
+        capture_key(find_source(config=path, dtype="float32"), DECODE, "cpu"),
+        capture_key(find_source(config=path), PREFILL, "cpu"),
+        capture_key(find_source(config=path), DECODE, "cuda"),
+        capture_key(find_source(config=write_config(tmp_path, "qwen3")), DECODE, "cpu"),
+    ]
+    assert len({base, *different}) == 6
+
+
+def test_any_change_to_the_code_captures_anew(tmp_path: Path) -> None:
+    hashed = cache._code_hash.__wrapped__
+    (tmp_path / "one.py").write_text("first")
+    seen = {hashed((tmp_path,))}
+    (tmp_path / "one.py").write_text("second")
+    seen.add(hashed((tmp_path,)))
+    (tmp_path / "two.py").write_text("third")
+    seen.add(hashed((tmp_path,)))
+    assert len(seen) == 3
+    ours = [Path(module.__file__ or "") for name, module in sys.modules.items()
+            if name.startswith(("fuseplan.planner.", "fuseplan.kernels."))]
+    assert {path.parent.resolve() for path in ours} <= {folder.resolve() for folder in cache._CODE}
+
+
+def test_captures_beside_each_other_are_the_captures(tmp_path: Path) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    beside, alone = tmp_path / "beside", tmp_path / "alone"
+    capture_beside(source, [DECODE, PREFILL], "cpu", 1, beside)
+    assert not beside.exists()  # one core: nothing is gained
+    capture_beside(source, [DECODE, PREFILL], "cpu", 4, beside)
+    for workload in (DECODE, PREFILL):
+        name = f"{capture_key(source, workload, 'cpu')}.json"
+        cached_capture(source, workload, "cpu", alone)
+        assert (beside / name).read_text() == (alone / name).read_text()
+
+
+def test_a_capture_that_fails_beside_is_left_to_who_needs_it(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "llama")
+    source = find_source(config=path, layers=1)
+    Path(path).write_text("{}")  # what the processes read when they start
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    capture_beside(source, [DECODE, PREFILL], "cpu", 4, blocked / "cache")
+    assert blocked.read_text() == "not a folder"

@@ -1,0 +1,114 @@
+"""Random programs of pointwise ops, views and in-place writes: run with their regions fused, and op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from reference_backend import ReferenceBackend
+from step_programs import CPU, STEP, NothingStored, Step, program
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.errors import RefusedError, failure_reason
+from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.runtime.executor import executable
+from fuseplan.planner.runtime.fallback import GroupPlan, check_layouts
+from fuseplan.planner.tuning.planner import Planner
+
+
+class Refuses(ReferenceBackend):
+    """A back end that cannot express any kernel."""
+
+    name = "refuses"
+
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        return "not this one"
+
+
+def fused(
+    function: Callable[..., Any], inputs: list[torch.Tensor], tally: Tally, backend: Backend | None = None,
+    others: tuple[Backend, ...] = (),
+) -> Callable[..., Any]:
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in inputs]
+        module = make_fx(function, pre_dispatch=True)(*fakes)
+    normalised = normalise(module)
+    graph = normalised.graph
+    planner = Planner(NothingStored(), None, "test", CPU, (ReferenceBackend(),))
+    plans = [
+        GroupPlan(plan.group_ops(choice), backend or ReferenceBackend(), choice.config, "model", others=others)
+        for plan in planner.plan_graph(graph).regions
+        for choice in plan.record.groups
+        if choice.kind == "fused"
+    ]
+    return executable(Traced(module, graph, normalised.nodes, normalised.sizes), plans, CPU, tally)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(STEP, min_size=2, max_size=9))
+@example([("copy_", 0, 0), *[("mul_", 0, 0)] * 4])  # the 16th power doubles a relative error four times
+def test_writes_keep_their_place(steps: list[Step]) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 4), torch.randn(4, 4)]
+    mine, theirs = [t.clone() for t in inputs], [t.clone() for t in inputs]
+    tally = Tally()
+    call = fused(program(steps), inputs, tally)
+    for one, other in zip((*call(*mine), *mine), (*program(steps)(*theirs), *theirs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert tally.snapshot().fallbacks == {}
+
+
+def test_the_programs_above_do_fuse_across_writes() -> None:
+    steps: list[Step] = [("silu", 0, 0), ("mul", 2, 1), ("add_", 0, 0), ("softmax", 3, 0), ("add", 5, 1)]
+    tally = Tally()
+    inputs = [torch.randn(3, 4), torch.randn(4, 4)]
+    fused(program(steps), inputs, tally)
+    assert tally.snapshot().groups_fused == 1 and tally.snapshot().fallbacks == {}
+
+
+def test_a_group_that_its_back_end_cannot_express_runs_on_another() -> None:
+    inputs, tally = [torch.randn(3, 4)], Tally()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * 2, -1)
+
+    call = fused(function, inputs, tally, Refuses(), (Refuses(), ReferenceBackend()))
+    torch.testing.assert_close(call(*inputs), function(*inputs))
+    assert tally.snapshot().groups_fused == 1 and tally.snapshot().fallbacks == {}
+    call = fused(function, inputs, tally, Refuses(), (Refuses(),))
+    torch.testing.assert_close(call(*inputs), function(*inputs))
+    assert tally.snapshot().groups_fused == 1 and tally.snapshot().fallbacks == {"refuses: not this one": 1}
+
+
+def test_layouts_are_compared_where_they_matter() -> None:
+    with FakeTensorMode():
+        module = make_fx(lambda x, y: torch.relu(x) + y, pre_dispatch=True)(torch.ones(3, 1), torch.ones(3, 4))
+    normalised = normalise(module)
+    ir = lower(normalised.graph, [node.name for node in normalised.graph]).ir
+    first = [buffer.shape for buffer in ir.inputs].index((3, 1))
+    x, y = torch.ones(3, 1), torch.ones(3, 4)
+
+    def given_(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        return [a, b] if first == 0 else [b, a]
+
+    check_layouts(ir, given_(x, y))
+    check_layouts(ir, given_(x.as_strided((3, 1), (1, 7)), y))  # the stride of a dimension of one element is free
+    for a, b in ((x, y.t().contiguous().t()), (x, y.double()), (x.expand(3, 4), y), (x[:2], y), (x[:, 0], y)):
+        with pytest.raises(RefusedError, match="the kernel expects float32"):
+            check_layouts(ir, given_(a, b))
+
+
+def test_reasons_are_one_line() -> None:
+    assert failure_reason(RuntimeError("a\nb")) == "RuntimeError: a"
+    assert failure_reason(RuntimeError()) == "RuntimeError"
+    assert failure_reason(RefusedError("too small")) == "too small"

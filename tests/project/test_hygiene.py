@@ -1,0 +1,124 @@
+"""Rules that hold everywhere: imports run one way, importing does no work, the checkout shadows nobody's package."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+#: What each package may import of ours.
+ALLOWED = {
+    "costmodel": {"costmodel"},
+    "kernels": {"kernels"},
+    "search": {"search", "kernels", "costmodel"},
+    "planner": {"planner", "search", "kernels", "costmodel"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("fuseplan", *path.relative_to(ROOT).with_suffix("").parts))
+
+
+def our_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and package of every import of ours, wherever in the file it stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}:{node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "fuseplan":
+                yield node.lineno, parts[1]
+            elif parts[0] in ALLOWED:
+                yield node.lineno, f"{parts[0]} as a top-level module"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_run_one_way(path: Path) -> None:
+    wrong = [(line, name) for line, name in our_imports(path) if name not in ALLOWED[package_of(path)]]
+    assert not wrong
+
+
+def test_the_import_check_sees_what_it_should(tmp_path: Path) -> None:
+    source = "import kernels.ir\ndef late():\n    from fuseplan.planner import plan\n"
+    (tmp_path / "sample.py").write_text(source)
+    assert list(our_imports(tmp_path / "sample.py")) == [(1, "kernels as a top-level module"), (3, "planner")]
+
+
+def run(code: str, *args: str) -> str:
+    """Output of a fresh interpreter started in the root of the checkout, where `kernels` and `search` are folders."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_hugging_face_models_can_be_imported_from_the_checkout() -> None:
+    assert run("from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)") == "LlamaForCausalLM"
+
+
+def test_the_planner_package_loads_torch_only_when_it_is_needed() -> None:
+    code = (
+        "import sys, fuseplan.planner as p; early = 'torch' in sys.modules; "
+        "print(early, 'stats' in dir(p), p.stats().regions, hasattr(p, 'no_such_name'))"
+    )
+    assert run(code) == "False True 0 False"
+
+
+WATCH = """
+import importlib, json, sys
+import torch, transformers, pandas, optuna, sqlalchemy, scipy.optimize, networkx, matplotlib, jinja2, rich, typer
+import torch._dynamo, torch.fx.experimental.proxy_tensor
+try:
+    import triton, triton.language
+except ImportError:
+    pass
+seen = []
+def hook(event, args):
+    writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+    if event in ("subprocess.Popen", "os.mkdir", "socket.connect", "sqlite3.connect", "os.putenv") or (
+        writes and "pycache" not in str(args[0])
+    ):
+        seen.append(f"{name}: {event} {args[0]}")
+name = ""
+sys.addaudithook(hook)
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+name = ""
+print(json.dumps(seen))
+"""
+
+
+def test_importing_does_no_work() -> None:
+    """No file is written, no process started, no connection made by importing any module."""
+    names = [name_of(path) for path in modules() if path.stem != "__init__"]
+    optional = {name for name in names if "ninetoothed" in name or "triton" in name or name.endswith("gpu.launch")}
+    assert json.loads(run(WATCH, json.dumps([name for name in names if name not in optional]))) == []
+
+
+def test_no_behaviour_hangs_on_an_environment_variable() -> None:
+    readers = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+    ]
+    assert readers == []

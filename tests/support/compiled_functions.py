@@ -1,0 +1,37 @@
+"""Functions with every region fused, as the executor makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from in_place_backend import InPlaceBackend
+from step_programs import CPU, NothingStored
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.runtime.executor import executable
+from fuseplan.planner.runtime.fallback import GroupPlan
+from fuseplan.planner.tuning.planner import Planner
+
+
+def compiled(
+    function: Callable[..., Any], inputs: list[torch.Tensor], kernels: InPlaceBackend, tally: Tally, **how: Any
+) -> Callable[..., Any]:
+    """The function with every region fused as the launch count says."""
+    with FakeTensorMode() as mode:
+        module = make_fx(function, pre_dispatch=True)(*[mode.from_tensor(tensor) for tensor in inputs])
+    normalised = normalise(module)
+    planner = Planner(NothingStored(), None, "test", CPU, (kernels,))
+    plans = [
+        GroupPlan(plan.group_ops(choice), kernels, choice.config, "model")
+        for plan in planner.plan_graph(normalised.graph).regions
+        for choice in plan.record.groups
+        if choice.kind == "fused"
+    ]
+    traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes)
+    return executable(traced, plans, CPU, tally, **how)

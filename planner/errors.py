@@ -1,4 +1,7 @@
-"""Every mistake a user can make, as one family: a one-line message that names the thing and says what to do."""
+"""Every mistake a user can make, as one family: a one-line message that names the thing and says what to do.
+
+Beside them, the two ways in which a group is refused a kernel.
+"""
 
 from __future__ import annotations
 

@@ -7,8 +7,16 @@ from fuseplan.planner import errors
 
 def family() -> list[type[Exception]]:
     return [
-        cls for _, cls in inspect.getmembers(errors, inspect.isclass) if cls.__module__ == errors.__name__
+        cls for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if cls.__module__ == errors.__name__ and cls not in (errors.NotLowerable, errors.RefusedError)
     ]
+
+
+def test_a_refused_kernel_is_no_mistake_of_the_user() -> None:
+    """It costs a group its kernel, and never reaches the command line."""
+    for cls in (errors.NotLowerable, errors.RefusedError):
+        assert not issubclass(cls, errors.FuseplanError)
+        assert errors.failure_reason(cls("op: too small\nand more")) == "op: too small"
 
 
 def test_every_error_is_a_user_error_with_exit_code_two() -> None:

@@ -6,6 +6,7 @@ Imports are read from the source, so that lazy and type-only ones count.
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,14 @@ def test_arrows_between_rooms_run_one_way() -> None:
     wrong = [f"{source} -> {target}" for source, target in arrows().edges
              if source != "planner" and not allowed(source, target)]
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_every_folder_is_in_the_wheel() -> None:
+    """Folders of data too: setuptools leaves out what is not listed, or warns."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent for package in ROOMS for path in (ROOT / package).rglob("*.*")
+               if "__pycache__" not in path.parts and path.is_file()}
+    assert sorted(listed) == sorted(".".join(("fuseplan", *folder.relative_to(ROOT).parts)) for folder in folders)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

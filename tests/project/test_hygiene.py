@@ -83,6 +83,17 @@ def test_the_planner_package_loads_torch_only_when_it_is_needed() -> None:
     assert run(code) == "False True 0 False"
 
 
+def test_a_name_of_the_planner_stays_what_it_is() -> None:
+    """A module of the same name, once imported, would take its place: ``fuseplan.planner.pattern`` did."""
+    code = (
+        "import sys, importlib, fuseplan.planner as p; "
+        "[importlib.import_module(name) for name in sys.argv[1:]]; "
+        "print([name for name in p.__all__ if type(getattr(p, name)).__name__ == 'module'])"
+    )
+    names = [name_of(path) for path in modules() if package_of(path) == "planner" and path.stem != "__init__"]
+    assert run(code, *names) == "[]"
+
+
 WATCH = """
 import importlib, json, sys
 import torch, transformers, pandas, optuna, sqlalchemy, scipy.optimize, networkx, matplotlib, jinja2, rich, typer

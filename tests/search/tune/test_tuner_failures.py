@@ -209,7 +209,7 @@ sys.path.insert(0, sys.argv[1])
 from search_fakes import CPU, FakeBackend, FakeSubject, ShortTimer
 from fuseplan.search.store.database import Database
 from fuseplan.search.tune.tuner import Budget, Tuner
-from fuseplan.search.workers.worker import InlineExecutor
+from inline_executor import InlineExecutor
 
 class Killed(FakeBackend):
     "Kills its process a number of calls after a number of compilations."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import networkx as nx
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import Candidate
@@ -30,20 +31,20 @@ def short_cycles(group_of: Sequence[int], edges: Iterable[tuple[int, int]]) -> l
     Returns:
         An empty list exactly when the groups can be run one after the other.
     """
-    links: dict[int, dict[int, tuple[int, int]]] = {}
+    links: dict[tuple[int, int], tuple[int, int]] = {}
     for before, after in edges:
         start, end = group_of[before], group_of[after]
         if start != end:
-            links.setdefault(start, {}).setdefault(end, (before, after))
-    stuck = _stuck(links)
+            links.setdefault((start, end), (before, after))
+    graph = nx.DiGraph(links.keys())
     cycles: list[list[Hop]] = []
-    for start in sorted(stuck):
-        if start in stuck:
-            path = _shortest_cycle(links, start, stuck)
-            if path:
+    for component in nx.strongly_connected_components(graph):
+        tangle = graph.subgraph(component).copy()
+        for start in sorted(component):
+            if start in tangle and (path := _shortest_cycle(tangle, start)):
                 cycles.append(_hops(links, path))
-                stuck.difference_update(path)
-    return cycles
+                tangle.remove_nodes_from(path)
+    return sorted(cycles, key=lambda cycle: cycle[0].group)
 
 
 def break_cycles(
@@ -84,44 +85,12 @@ def _contraction(flow: ComputeGraph, groups: Sequence[Candidate]) -> tuple[list[
     return group_of, edges
 
 
-def _stuck(links: dict[int, dict[int, tuple[int, int]]]) -> set[int]:
-    """Groups that neither a forward nor a backward topological sweep can take away."""
-    left = set(links) | {end for ends in links.values() for end in ends}
-    backward: dict[int, list[int]] = {}
-    for start, ends in links.items():
-        for end in ends:
-            backward.setdefault(end, []).append(start)
-    for incoming, outgoing in ((backward, links), (links, backward)):
-        waiting = {group: sum(other in left for other in incoming.get(group, ())) for group in left}
-        free = [group for group, count in waiting.items() if not count]
-        while free:
-            group = free.pop()
-            left.discard(group)
-            for other in outgoing.get(group, ()):
-                if other in left:
-                    waiting[other] -= 1
-                    if not waiting[other]:
-                        free.append(other)
-    return left
+def _shortest_cycle(graph: nx.DiGraph[int], start: int) -> list[int]:
+    """Groups of a shortest cycle, ``start`` first; [] where none leads through it."""
+    paths = nx.single_source_shortest_path(graph, start)
+    return min((paths[group] for group in graph.predecessors(start) if group in paths), key=len, default=[])
 
 
-def _shortest_cycle(links: dict[int, dict[int, tuple[int, int]]], start: int, within: set[int]) -> list[int]:
-    came_from: dict[int, int] = {}
-    queue = deque([start])
-    while queue:
-        group = queue.popleft()
-        for other in links.get(group, ()):
-            if other == start:
-                path = [group]
-                while path[-1] != start:
-                    path.append(came_from[path[-1]])
-                return path[::-1]
-            if other in within and other not in came_from:
-                came_from[other] = group
-                queue.append(other)
-    return []
-
-
-def _hops(links: dict[int, dict[int, tuple[int, int]]], path: Sequence[int]) -> list[Hop]:
-    steps = [links[group][path[(at + 1) % len(path)]] for at, group in enumerate(path)]
+def _hops(links: Mapping[tuple[int, int], tuple[int, int]], path: Sequence[int]) -> list[Hop]:
+    steps = [links[group, path[(at + 1) % len(path)]] for at, group in enumerate(path)]
     return [Hop(group, entry=steps[at - 1][1], leave=steps[at][0]) for at, group in enumerate(path)]

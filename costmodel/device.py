@@ -120,6 +120,7 @@ class DeviceSpec:
         fits: Linear fits behind the latencies (``launch:<pattern>``, ``eager``) and the last level (``memory``).
         calibrations: By kernel back end name.
         problems: What made the measurement doubtful, in words; empty when nothing did.
+        view_us: Host time of an ATen call that makes a view; 0 where it was not measured (older specs).
     """
 
     identity: DeviceIdentity
@@ -133,6 +134,7 @@ class DeviceSpec:
     fits: Mapping[str, LinearFit] = field(default_factory=dict)
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    view_us: float = 0.0
 
     def __post_init__(self) -> None:
         if modes := set(self.launch) - set(MODES):
@@ -221,6 +223,7 @@ def _from_dict(data: dict[str, Any]) -> DeviceSpec:
         fits={name: LinearFit(**fit) for name, fit in data["fits"].items()},
         calibrations={name: Calibration(**calibration) for name, calibration in data["calibrations"].items()},
         problems=tuple(data["problems"]),
+        view_us=float(data.get("view_us", 0.0)),
     )
 
 

@@ -37,6 +37,8 @@ def spec_table(spec: DeviceSpec) -> pd.DataFrame:
         (f"launch, {mode}", latency.us, latency.best_us, "us", latency.source)
         for mode, latency in spec.launch.items()
     ]
+    if spec.view_us:
+        rows.append(("host, ATen view", spec.view_us, np.nan, "us", "aten.transpose"))
     rows += _curve_rows("bandwidth", spec.bandwidth)
     if spec.thread_bandwidth is not None:
         rows += _curve_rows("bandwidth of one thread", spec.thread_bandwidth)

@@ -109,8 +109,11 @@ def roofline_terms(
     _check(work, spec, cold_bytes, threads)
     threads = threads or spec.identity.cores
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
-    cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
     on_gpu = spec.identity.device_type == "cuda"
+    if mode == "eager":  # a view is a call on the host, where the device has nothing to do
+        views_us = work.views * spec.view_us
+        launch_us, host_us = (launch_us, host_us + views_us) if on_gpu else (launch_us + views_us, host_us)
+    cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
     footprint_bytes = work.dram_bytes + (work.gathered_bytes + beside_bytes if on_gpu else 0.0)
     memory_us = transfer_us(work.dram_bytes - cold_bytes, _gbps(spec, footprint_bytes, threads)) + transfer_us(
         cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads)

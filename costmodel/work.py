@@ -53,6 +53,7 @@ class Work:
         special: Uses of a GPU's special-function unit, where ``flops`` counts them as other devices need them.
         steps: Instructions that wait for one another before the first result is stored.
         serial_steps: The same for a loop whose waits overlap with those of other parts of the kernel.
+        views: Views that ATen makes for the op, each a call that only the host pays for; a fused kernel has none.
     """
 
     flops: Mapping[str, float] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Work:
     row_loaded_bytes: float = 0.0
     row_instructions: float = 0.0
     traffic: tuple[Traffic, ...] = ()
+    views: int = 0
 
     def __post_init__(self) -> None:
         unknown = set(self.flops) - set(FLOP_UNITS)

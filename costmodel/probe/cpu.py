@@ -13,7 +13,7 @@ import torch
 
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress
+from fuseplan.costmodel.probe.measurements import Measurements, Progress, view_call
 from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
 from fuseplan.costmodel.probe.time_budget import TimeBudget
 from fuseplan.costmodel.probe.timing import Call, HostCallTimer, Timing, time_calls
@@ -51,11 +51,12 @@ def measure_cpu(
     launches = budget.part(0.05, "launch latency")
     eager = time_calls(
         {size: _eager_call(size) for size in _EAGER_BYTES}, timer, _step(progress, 0.0, 0.05, "launch latency"),
-        launches.part(0.7),
+        launches.part(0.6),
     )
     kernel = None
     if kernel_call is not None:
         kernel = time_calls({"kernel": kernel_call}, timer, budget=launches)["kernel"]
+    view = time_calls({"view": view_call("cpu")}, timer, budget=launches)["view"]
     rates = _rates(identity, quick, _step(progress, 0.05, 0.25, "arithmetic"), budget.part(0.15, "arithmetic"), timer)
     thread_streams: list[StreamTiming] = []
     if identity.cores > 1:
@@ -74,7 +75,7 @@ def measure_cpu(
         stream_sizes(largest_bytes, step), _PATTERNS, "cpu", timer, _step(progress, 0.5, 1.0, "memory bandwidth"),
         budget.part(1.0, "memory bandwidth"),
     )
-    return Measurements(streams, eager, rates, thread_streams, kernel)
+    return Measurements(streams, eager, rates, thread_streams, kernel, view=view)
 
 
 def _timer(sample_us: float, repeats: int) -> HostCallTimer:

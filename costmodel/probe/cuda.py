@@ -10,7 +10,7 @@ import torch
 
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress
+from fuseplan.costmodel.probe.measurements import Measurements, Progress, view_call
 from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
 from fuseplan.costmodel.probe.time_budget import TimeBudget
 from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, time_calls
@@ -49,6 +49,7 @@ def measure_cuda(
     kernel = None
     if kernel_call is not None:
         kernel = time_calls({"kernel": kernel_call}, host_timer, budget=launches)["kernel"]
+    view = time_calls({"view": view_call(_DEVICE)}, host_timer, budget=launches)["view"]
     nodes = time_calls({"empty": _empty_call(), **_overlapped_calls()}, graph_timer, budget=launches)
     calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
     timings = time_calls(
@@ -58,7 +59,7 @@ def measure_cuda(
     rates = [RateTiming(unit, flops, timings[unit]) for unit, (flops, _) in calls.items()]
     return Measurements(
         streams, eager, rates, kernel=kernel, graph_node=nodes["empty"], overlapped_node=nodes.get("waiting"),
-        overlapped_kernel=nodes.get("negating"),
+        overlapped_kernel=nodes.get("negating"), view=view,
     )
 
 

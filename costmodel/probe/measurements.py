@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from fuseplan.costmodel.probe.fit import (
     RateTiming,
     StreamTiming,
 )
-from fuseplan.costmodel.probe.timing import Timing
+from fuseplan.costmodel.probe.timing import Call, Timing
 
 #: Receives the fraction done (0 to 1) and what is being measured.
 Progress = Callable[[float, str], None]
@@ -30,6 +33,7 @@ class Measurements:
         overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps; None where the
             device has no such launches.
         overlapped_kernel: The shortest elementwise kernel, launched so.
+        view: ATen call that makes a view.
     """
 
     streams: Sequence[StreamTiming]
@@ -40,3 +44,9 @@ class Measurements:
     graph_node: Timing | None = None
     overlapped_node: Timing | None = None
     overlapped_kernel: Timing | None = None
+    view: Timing | None = None
+
+
+def view_call(device: str) -> Call:
+    """An ATen call that makes a view and moves nothing."""
+    return partial(torch.ops.aten.transpose.int, torch.zeros(4, 4, device=device), 0, 1)

@@ -105,6 +105,7 @@ def assemble(
         thread_bandwidth=thread_bandwidth,
         fits=fits,
         problems=(*_cut(short), *doubts(noise, load), *_problems(identity, bandwidth, thread_bandwidth)),
+        view_us=measured.view.typical_us if measured.view is not None else 0.0,
     )
 
 

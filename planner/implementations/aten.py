@@ -11,31 +11,30 @@ import torch
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.layouts import layout_of, same_layout
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
-from fuseplan.planner.implementations.subject import Fused, chain_module, group_nodes
-from fuseplan.planner.lowering.lower import Lowered
+from fuseplan.planner.implementations.subject import Fused, chain_module
+from fuseplan.planner.lowering.lower import Lowered, group_nodes
 
 
 def run_unfused(
-    traced: Traced, ops: Sequence[str], lowered: Lowered, device_type: str, args: Sequence[Any]
+    traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]
 ) -> tuple[Any, Fused]:
     """Run the group's ops; the result, and a function of generated code that does so in later calls.
 
     Args:
         traced: The graph.
-        ops: Names of the group's ops.
         lowered: The kernel that could not be used: results are laid out like its outputs.
         device_type: Where it runs.
         args: What the kernel would be called with.
     """
-    plain = _generated(traced, ops, lowered, device_type)
+    plain = _generated(traced, lowered, device_type)
     laid_out = _LaidOut(plain, lowered)
     results = plain(*args)
     fitted = laid_out.fit(results, args)
     return fitted, plain if fitted is results else laid_out
 
 
-def _generated(traced: Traced, ops: Sequence[str], lowered: Lowered, device_type: str) -> Fused:
-    nodes = group_nodes(traced.graph, ops, lowered)
+def _generated(traced: Traced, lowered: Lowered, device_type: str) -> Fused:
+    nodes = group_nodes(traced.graph, lowered)
     module = chain_module(nodes, lowered.inputs, lowered.outputs, device_type, lowered.ir.symbols, traced.graph)
     for node in module.graph.nodes:
         if (value := node.meta.get("value")) is not None:

@@ -16,7 +16,7 @@ from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.implementations.aten_overheads import aten_overheads
 from fuseplan.planner.implementations.kernel_overheads import kernel_overheads, reduction_levels
-from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
 
 
@@ -206,6 +206,7 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     return replace(
         fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,
         instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps,
+        views=len(group_nodes(graph, lowered)) - 1,
     )
 
 

@@ -22,11 +22,11 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work
 from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
-from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
 
 __all__ = [
-    "GroupSubject", "bound_specs", "chain_module", "group_label", "group_nodes", "group_subject",
+    "GroupSubject", "bound_specs", "chain_module", "group_label", "group_subject",
     "needs_positive_inputs", "random_tensor", "reference_results",
 ]
 
@@ -212,25 +212,6 @@ def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
     return values[number]
 
 
-def group_nodes(graph: DataflowGraph, ops: Iterable[str], lowered: Lowered) -> tuple[OpNode, ...]:
-    """The group's ops and the views on the way from the kernel's inputs to them and to its outputs, topological."""
-    available = set(lowered.inputs)
-    needed: dict[str, None] = {}
-
-    def visit(value: str) -> None:
-        producer = graph.producer(value)
-        if value in available or producer is None or producer in needed:
-            return
-        node = graph.op(producer)
-        for operand in node.inputs:
-            visit(operand)
-        needed[producer] = None
-
-    for value in lowered.outputs:
-        visit(value)
-    return tuple(graph.op(name) for name in needed)
-
-
 def bound_specs(graph: DataflowGraph, values: Iterable[str]) -> dict[str, TensorSpec]:
     """Specs with every dynamic size replaced by its hint."""
     return {value: bind_spec(graph.specs[value], graph.symbols) for value in values}
@@ -247,7 +228,7 @@ def group_subject(
     """
     lowered = lower(graph, ops, numerics, outputs)
     ir = lowered.ir.bind(graph.kernel_sizes)
-    nodes = group_nodes(graph, ops, lowered)
+    nodes = group_nodes(graph, lowered)
     values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)
     hot = hot_inputs(graph, lowered.inputs)
     return GroupSubject(

@@ -348,3 +348,22 @@ def _equal_pieces(boundaries: set[int], cols: Size) -> int:
         return 1
     pieces = cols // math.gcd(cols, *boundaries)
     return pieces if pieces <= MAX_PIECES else 1
+
+
+def group_nodes(graph: DataflowGraph, lowered: Lowered) -> tuple[OpNode, ...]:
+    """The group's ops and the views on the way from the kernel's inputs to them and to its outputs, topological."""
+    available = set(lowered.inputs)
+    needed: dict[str, None] = {}
+
+    def visit(value: str) -> None:
+        producer = graph.producer(value)
+        if value in available or producer is None or producer in needed:
+            return
+        node = graph.op(producer)
+        for operand in node.inputs:
+            visit(operand)
+        needed[producer] = None
+
+    for value in lowered.outputs:
+        visit(value)
+    return tuple(graph.op(name) for name in needed)

@@ -102,7 +102,7 @@ def executable(
         if isinstance(slot, _Slot) and slot in placed:
             group = placed[slot]
             tally.fused(group.plan.source)
-            unfused = partial(run_unfused, traced, group.plan.ops, group.lowered, target.device_type)
+            unfused = partial(run_unfused, traced, group.lowered, target.device_type)
             namespace[name] = FirstCall(group, unfused, namespace, name, tally, debug, overwriting.get(slot))
     if debug:
         logger.info("fused graph:\n%s", module.code)

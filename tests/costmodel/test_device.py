@@ -6,6 +6,7 @@ import dataclasses
 import doctest
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,10 @@ def test_work_rejects_an_unknown_unit() -> None:
 def test_json_round_trip_is_exact() -> None:
     spec = make_spec()
     assert DeviceSpec.from_json(spec.to_json()) == spec
+    older = json.loads(replace(spec, view_us=1.5).to_json())
+    assert DeviceSpec.from_json(json.dumps(older)).view_us == 1.5
+    del older["view_us"]
+    assert DeviceSpec.from_json(json.dumps(older)).view_us == 0.0
     threaded = dataclasses.replace(spec, thread_bandwidth=BandwidthCurve.of([(1024.0, 10.0)]))
     assert DeviceSpec.from_json(threaded.to_json()) == threaded
     assert "NaN" not in spec.to_json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 from costmodel_samples import CPU, GPU, OVERLAPPING
@@ -114,6 +115,21 @@ def test_lower_bound_takes_ideal_values() -> None:
     assert lower_bound(work, CPU, "kernel") == pytest.approx(5.5)
     # All cold: 1e6 / 60 GB/s = 16.67 us.
     assert lower_bound(work, CPU, "kernel", cold_bytes=1e6) == pytest.approx(0.5 + 1e3 / 60)
+
+
+def test_views_cost_the_host_a_call_each() -> None:
+    work = Work(dram_bytes=200.0, launches=1, views=3)
+    cpu, gpu = replace(CPU, view_us=1.5), replace(GPU, view_us=1.5)
+    # On a CPU they come on top of 2 us + 0.001; a kernel of our own has none, and no bound counts them.
+    assert predict(work, cpu, "eager").time_us == pytest.approx(2.001 + 4.5)
+    assert predict(work, cpu, "kernel") == predict(work, CPU, "kernel")
+    assert lower_bound(work, cpu, "eager") == lower_bound(work, CPU, "eager")
+    assert predict(work, CPU, "eager").time_us == pytest.approx(2.001)  # not measured
+    # A GPU works meanwhile: 6 us of the host's and 4.5 vanish in 161, and not in 1.001.
+    assert predict(work, gpu, "eager").time_us == pytest.approx(6.0 + 4.5)
+    large = Work(dram_bytes=8e6, launches=1, views=3)
+    assert predict(large, gpu, "eager").time_us == predict(large, GPU, "eager").time_us
+    assert predict(work, gpu, "graph") == predict(work, GPU, "graph")
 
 
 def test_queued_cuda_launches_hide_behind_the_device() -> None:

@@ -8,8 +8,8 @@ from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.ir import validate
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.implementations.subject import _widened, chain_module, group_nodes
-from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.implementations.subject import _widened, chain_module
+from fuseplan.planner.lowering.lower import Lowered, group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
 
 
@@ -23,7 +23,7 @@ def check(builder: Builder, *outputs: str, tolerance: float = 1e-9) -> Lowered:
     lowered = lower(graph, compute_ops(graph))
     validate(lowered.ir)
     results = run_reference(lowered.ir, builder.values(lowered.inputs))
-    nodes = [_widened(node) for node in group_nodes(graph, compute_ops(graph), lowered)]
+    nodes = [_widened(node) for node in group_nodes(graph, lowered)]
     expected = chain_module(nodes, lowered.inputs, lowered.outputs, "cpu")(*wide(builder.values(lowered.inputs)))
     for value, result, wanted in zip(lowered.outputs, results, expected, strict=True):
         assert result.shape == wanted.shape, value

@@ -188,6 +188,7 @@ def test_cuda_measurements_cover_every_unit(cuda_on_cpu: dict[str, FakeKernel]) 
     assert flops["fp32"] == 2 * flops["sfu"]
     assert cuda_on_cpu["fma_chain"].grids[0] == (320,)
     assert measured.kernel == Timing(100.0, 100.0, 0.0)
+    assert measured.view == Timing(100.0, 100.0, 0.0)
     assert measured.graph_node == Timing(100.0, 100.0, 0.0)
     assert measured.overlapped_node is None and measured.overlapped_kernel is None
     assert not cuda_on_cpu["only_wait"].grids

@@ -31,6 +31,20 @@ def test_work_is_counted_exactly() -> None:
     assert [part.dram_bytes for part in unfused] == [192, 96 + 32 + 96]
 
 
+def test_the_work_of_an_op_counts_the_views_that_eager_makes_for_it() -> None:
+    b = Builder(x=torch.randn(3, 8), y=torch.randn(8, 3))
+    turned = b("aten.unsqueeze.default", b("aten.transpose.int", "y", dim0=0, dim1=1), dim=0)
+    product = b("aten.mul.Tensor", "x", turned)
+    result = b("aten.add.Tensor", product, b("aten.view.default", turned, size=[3, 8]))
+    graph = b.graph(result)
+    views = {node.op: op_work(graph, node.name).views for node in graph if op_work(graph, node.name).launches}
+    # The sum looks through all three; the product through two of them.
+    assert views == {"aten.mul.Tensor": 2, "aten.add.Tensor": 3}
+    subject = group_subject(graph, [product], "key")
+    assert len(subject.nodes) == 1 + views["aten.mul.Tensor"]
+    assert subject.work.views == 0  # one kernel makes none
+
+
 def test_subject_runs_the_chain_and_the_oracle() -> None:
     b = Builder(x=torch.randn(2, 3, 8).bfloat16(), w=torch.randn(8).bfloat16())
     value = rms_norm(b, "x", "w", "bfloat16")

@@ -10,8 +10,8 @@ from graphs import Builder, wide
 from kernel_reference import run_reference
 
 from fuseplan.planner.graph.dataflow import Ref
-from fuseplan.planner.implementations.subject import _widened, chain_module, group_nodes
-from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.implementations.subject import _widened, chain_module
+from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.lowering.recipes import RECIPES, kind_of, mutates, why_extern
 
 torch.manual_seed(0)
@@ -240,7 +240,7 @@ def test_recipe_computes_the_aten_op(op: str, operands: tuple[torch.Tensor, ...]
     graph = builder.graph(value)
     lowered = lower(graph, (value,))
     (result,) = run_reference(lowered.ir, builder.values(lowered.inputs))
-    nodes = [_widened(node) for node in group_nodes(graph, (value,), lowered)]
+    nodes = [_widened(node) for node in group_nodes(graph, lowered)]
     inputs = wide(builder.values(builder.inputs))
     (expected,) = chain_module(nodes, builder.inputs, (value,), "cpu")(*inputs)
     assert result.shape == expected.shape

@@ -14,8 +14,8 @@ from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.subject import chain_module, group_nodes
-from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.implementations.subject import chain_module
+from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.runtime.placement import Placement, fused_graph
 
 SPEC = TensorSpec.contiguous((3, 3), "float32")
@@ -29,7 +29,7 @@ def placement_of(traced: Traced, ops: tuple[str, ...]) -> Placement:
     """A group whose call runs its ops one by one."""
     flow = compute_graph_of(traced.graph)
     lowered = lower(traced.graph, ops, outputs=flow.needed_outside(flow.position[name] for name in ops))
-    module = chain_module(group_nodes(traced.graph, ops, lowered), lowered.inputs, lowered.outputs)
+    module = chain_module(group_nodes(traced.graph, lowered), lowered.inputs, lowered.outputs)
 
     def call(*args: Any) -> Any:
         results = module(*args)

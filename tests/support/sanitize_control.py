@@ -1,6 +1,6 @@
 """A kernel that writes right behind the end of a tensor: memcheck has to see it, or its silence means nothing.
 
-    compute-sanitizer ... python tests/sanitize_control.py here|worker
+    compute-sanitizer ... python tests/support/sanitize_control.py here|worker
 
 ``worker`` has a worker of the search run it, which is killed in the end, as it is after a tune.
 """

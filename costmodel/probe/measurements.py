@@ -8,10 +8,7 @@ from functools import partial
 
 import torch
 
-from fuseplan.costmodel.probe.fit import (
-    RateTiming,
-    StreamTiming,
-)
+from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
 from fuseplan.costmodel.probe.timing import Call, Timing
 
 #: Receives the fraction done (0 to 1) and what is being measured.

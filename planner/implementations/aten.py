@@ -15,9 +15,7 @@ from fuseplan.planner.implementations.subject import Fused, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
 
 
-def run_unfused(
-    traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]
-) -> tuple[Any, Fused]:
+def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]) -> tuple[Any, Fused]:
     """Run the group's ops; the result, and a function of generated code that does so in later calls.
 
     Args:

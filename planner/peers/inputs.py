@@ -15,8 +15,6 @@ from fuseplan.planner.patterns.table import fresh_inputs, pattern
 
 #: Inputs that hold an angle's cosine and sine. Kernels that read each angle once need both halves of a row equal.
 _TABLES = ("cos", "sin")
-
-
 #: Inputs that are divided by, or whose sign would mean nothing.
 _POSITIVE = ("temperature", "scale")
 

@@ -66,7 +66,6 @@ class LibraryBuilds:
         for future in self._begun.get(pattern, ()):
             future.exception()
 
-
     def _in_a_process(self, name: str, cell: Cell) -> object:
         pool = WorkerPool(1)
         self._pools.append(pool)

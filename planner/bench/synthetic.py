@@ -15,7 +15,7 @@ _UNIQUE_EVERY = 8
 
 
 def transformer_graph(size: int) -> DataflowGraph:
-    """A decoder of ``size`` ops as capture would give it: extern matmuls and attention, in-place cache updates, views.
+    """A decoder of ``size`` ops as capture would give it: matmuls and attention, in-place cache updates, views.
 
     Layers repeat with period four (RMSNorm or LayerNorm, SwiGLU or GEGLU); every eighth has a part found nowhere else.
     The last layer is cut off where ``size`` is reached.

@@ -99,7 +99,7 @@ def enumerate_candidates(
         classify: The classifier the region was found with. Default: the recipes' ``kind_of``.
     """
     flow = compute_graph_of(graph, classify)
-    members = compute_positions(flow, region)
+    members = member_positions(flow, region)
     dependencies = Dependencies.of(flow, members)
     grown = connected_sets(dependencies, limits.max_ops, limits.max_candidates, [flow.nodes[at].op for at in members])
     refused = _reasons(flow, members, legal if legal is not None else partial(why_not_lowerable, graph, flow))
@@ -125,7 +125,7 @@ def enumerate_parts(
 ) -> Enumeration:
     """Single ops of a region, its ``groups`` where they are legal, and legal parts that cover those that are not."""
     flow = compute_graph_of(graph, classify)
-    members = compute_positions(flow, region)
+    members = member_positions(flow, region)
     dependencies = Dependencies.of(flow, members)
     bit_of = {flow.names[at]: bit for bit, at in enumerate(members)}
     refused = _reasons(flow, members, legal)
@@ -149,16 +149,16 @@ def _reasons(flow: ComputeGraph, members: Sequence[int], legal: Legal) -> Callab
     return refused
 
 
-def compute_positions(flow: ComputeGraph, region: Region) -> list[int]:
-    """Positions in the flow of the region's compute ops, in canonical order."""
+def member_positions(flow: ComputeGraph, region: Region) -> list[int]:
+    """Positions in the flow of the region's compute ops and anchors, in canonical order."""
     positions = (flow.position[name] for name in region.ops)
-    return [at for at in positions if flow.kinds[at] == "compute"]
+    return [at for at in positions if flow.is_member(at)]
 
 
 def region_dependencies(graph: DataflowGraph, region: Region, classify: Classify | None = None) -> Dependencies:
-    """How the region's compute ops depend on each other (bit ``i``: its ``i``-th compute op)."""
+    """How the region's compute ops and anchors depend on each other (bit ``i``: the ``i``-th of them)."""
     flow = compute_graph_of(graph, classify)
-    return Dependencies.of(flow, compute_positions(flow, region))
+    return Dependencies.of(flow, member_positions(flow, region))
 
 
 def region_candidates(
@@ -166,7 +166,7 @@ def region_candidates(
 ) -> list[Candidate]:
     """The candidates that ``masks`` stand for, whether or not they are legal."""
     flow = compute_graph_of(graph, classify)
-    dependencies = Dependencies.of(flow, compute_positions(flow, region))
+    dependencies = Dependencies.of(flow, member_positions(flow, region))
     return [_candidate(flow, dependencies, mask) for mask in masks]
 
 

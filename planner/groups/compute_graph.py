@@ -1,7 +1,7 @@
 """The dataflow graph as integer lists with the views resolved: what regions, candidates and covers are computed on.
 
 A view op moves no data, so a compute op is said to read the *source* values behind its views: values that a graph
-input, a compute op or an extern op holds. Positions are capture order, which is a topological order.
+input or an op that is no view holds. Positions are capture order, which is a topological order.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.recipes_index import LOOKUPS
+from fuseplan.planner.lowering.views import MAY_COPY
 
-Kind: TypeAlias = Literal["view", "compute", "extern"]
+Kind: TypeAlias = Literal["view", "compute", "anchor", "opaque"]
 Classify: TypeAlias = Callable[[OpNode], Kind]
 
 #: Ops of a graph for each of which a bit mask over all ops is kept: eight megabytes at most.
@@ -26,23 +27,26 @@ class ComputeGraph:
 
     Attributes:
         names, nodes: The ops.
-        kinds: ``"view"``, ``"compute"`` or ``"extern"`` of each op.
+        kinds: ``"view"``, ``"compute"``, ``"anchor"`` or ``"opaque"`` of each op.
         preds: Positions each op depends on, by data or by an ordering edge.
-        barriers: Edges between two ops that are not extern and that no group may cross: ordering edges, and those that
-            carry a table to a lookup, which needs all of it.
+        barriers: Edges between two ops that are not opaque and that no group may cross: ordering edges, those that
+            carry a table to a lookup, which needs all of it, and those that lead from one anchor to another with
+            nothing but views and copies between them.
         depth: Extern ops and barriers on the longest path that leads to the op. A path that runs through one
             makes ``depth`` grow, so ops of equal depth are joined by no such path.
         sources: Source values an op reads, in first-use order (for a view: those it is a view of).
-        readers: For each source value, the live compute and extern ops that read it, views looked through.
+        readers: For each source value, the live compute and opaque ops that read it, views looked through.
         escapes: Source values of which the graph returns the value or a view.
-        live: False for a compute or view op on which no extern op and no graph output depends.
+        live: False for a compute or view op on which no opaque op and no graph output depends.
     """
 
-    def __init__(self, graph: DataflowGraph, classify: Classify) -> None:
+    def __init__(self, graph: DataflowGraph, classify: Classify, cut_at_anchors: bool = False) -> None:
         self.nodes: list[OpNode] = list(graph)
         self.names: list[str] = [node.name for node in self.nodes]
         self.position: dict[str, int] = {name: at for at, name in enumerate(self.names)}
         self.kinds: list[Kind] = [classify(node) for node in self.nodes]
+        if cut_at_anchors:
+            self.kinds = ["opaque" if kind == "anchor" else kind for kind in self.kinds]
         self._producer: dict[str, int] = {
             value: at for at, node in enumerate(self.nodes) for value in node.outputs if self.kinds[at] != "view"
         }
@@ -54,7 +58,8 @@ class ComputeGraph:
         self.preds: list[list[int]] = [[] for _ in self.nodes]
         self.barriers: set[tuple[int, int]] = set()
         self._read_edges(graph)
-        self.depth: list[int] = self._extern_depth()
+        self._part_anchors()
+        self.depth: list[int] = self._depths()
         self.escapes: set[str] = {source for value in graph.outputs for source in self.sources_of(value)}
         self.live: list[bool] = self._liveness()
         self.readers: dict[str, list[int]] = {}
@@ -71,8 +76,17 @@ class ComputeGraph:
             if start >= end:
                 raise ValueError(f"op {after} depends on {before}, which comes later in capture order")
             self.preds[end].append(start)
-            if (not values and kinds[start] != "extern" and kinds[end] != "extern") or self._is_looked_up(end, values):
+            if (not values and kinds[start] != "opaque" and kinds[end] != "opaque") or self._is_looked_up(end, values):
                 self.barriers.add((start, end))
+
+    def _part_anchors(self) -> None:
+        """Bar the way from one anchor to the next where nothing but views and copies lies between."""
+        bare = [kind == "anchor" for kind in self.kinds]
+        for at, preds in enumerate(self.preds):
+            if self.kinds[at] == "anchor":
+                self.barriers.update((pred, at) for pred in preds if bare[pred])
+            elif self.kinds[at] == "view" or self.nodes[at].op in MAY_COPY:
+                bare[at] = any(bare[pred] for pred in preds)
 
     def _is_looked_up(self, at: int, values: tuple[str, ...]) -> bool:
         """Whether one of ``values`` is a computed table in which op ``at`` looks elements up."""
@@ -82,11 +96,11 @@ class ComputeGraph:
         makers = (self._producer.get(source) for source in self.sources_of(node.inputs[0]))
         return any(maker is not None and self.kinds[maker] == "compute" for maker in makers)
 
-    def _extern_depth(self) -> list[int]:
+    def _depths(self) -> list[int]:
         depth = [0] * len(self.nodes)
         for at, preds in enumerate(self.preds):
             depth[at] = max(
-                (depth[p] + (self.kinds[p] == "extern" or (p, at) in self.barriers) for p in preds), default=0
+                (depth[p] + (self.kinds[p] == "opaque" or (p, at) in self.barriers) for p in preds), default=0
             )
         return depth
 
@@ -98,7 +112,7 @@ class ComputeGraph:
             self.sources.append(tuple(found))
 
     def _liveness(self) -> list[bool]:
-        live = [kind == "extern" for kind in self.kinds]
+        live = [kind == "opaque" for kind in self.kinds]
         for source in self.escapes:
             if (producer := self._producer.get(source)) is not None:
                 live[producer] = True
@@ -109,8 +123,12 @@ class ComputeGraph:
                         live[producer] = True
         return live
 
+    def is_member(self, at: int) -> bool:
+        """Whether the op is in a region: a compute op or an anchor."""
+        return self.kinds[at] in ("compute", "anchor")
+
     def producer(self, source: str) -> int | None:
-        """Position of the compute or extern op that produces a source value; None for a graph input."""
+        """Position of the compute or opaque op that produces a source value; None for a graph input."""
         return self._producer.get(source)
 
     def sources_of(self, value: str) -> tuple[str, ...]:
@@ -119,17 +137,17 @@ class ComputeGraph:
         return (value,) if view is None else self.sources[view]
 
     def compute_preds(self, at: int) -> Iterator[int]:
-        """Compute ops whose values op ``at`` reads, views looked through; each once."""
+        """Compute ops and anchors whose values op ``at`` reads, views looked through; each once."""
         seen: set[int] = set()
         for source in self.sources[at]:
             producer = self._producer.get(source)
-            if producer is not None and producer not in seen and self.kinds[producer] == "compute":
+            if producer is not None and producer not in seen and self.is_member(producer):
                 seen.add(producer)
                 yield producer
 
     @cached_property
     def preds_behind_views(self) -> list[list[int]]:
-        """What :attr:`preds` becomes when views are looked through: positions of compute and extern ops."""
+        """What :attr:`preds` becomes when views are looked through: positions of compute and opaque ops."""
         result: list[list[int]] = []
         for preds in self.preds:
             found: dict[int, None] = {}
@@ -153,7 +171,7 @@ class ComputeGraph:
                 apart |= result[pred]
                 if (pred, at) in self.barriers:
                     apart |= path
-                elif self.kinds[pred] == "extern":
+                elif self.kinds[pred] == "opaque":
                     apart |= ancestors[pred]
             ancestors.append(above)
             result.append(apart)
@@ -197,7 +215,7 @@ class ComputeGraph:
         """An op on a path ``before -> after`` that no group with both ends may contain.
 
         Returns:
-            The position of an extern op on such a path (the later op of a barrier); None when there is
+            The position of an opaque op on such a path (the later op of a barrier); None when there is
             no such path.
 
         Raises:
@@ -220,7 +238,7 @@ class ComputeGraph:
                     if found is not None:
                         return found
                     continue
-                if found is None and self.kinds[pred] == "extern":
+                if found is None and self.kinds[pred] == "opaque":
                     found = pred
                 state = (pred, found is not None)
                 if state in seen or (pred, True) in seen:
@@ -232,17 +250,26 @@ class ComputeGraph:
         return None
 
 
-_FLOWS: WeakKeyDictionary[DataflowGraph, tuple[Classify | None, int, ComputeGraph]] = WeakKeyDictionary()
+_FLOWS: WeakKeyDictionary[DataflowGraph, dict[bool, tuple[Classify | None, int, ComputeGraph]]] = WeakKeyDictionary()
 
 
-def compute_graph_of(graph: DataflowGraph, classify: Classify | None = None) -> ComputeGraph:
-    """The graph's :class:`ComputeGraph`, remembered for the latest ``classify`` (None: the recipes' ``kind_of``)."""
-    remembered = _FLOWS.get(graph)
+def compute_graph_of(
+    graph: DataflowGraph, classify: Classify | None = None, cut_at_anchors: bool = False
+) -> ComputeGraph:
+    """The graph's :class:`ComputeGraph`, remembered for the latest ``classify``.
+
+    Args:
+        graph: The graph.
+        classify: The kind of an op. Default: the recipes' ``kind_of``.
+        cut_at_anchors: Take anchors for opaque ops: what is left between them are the islands of compute ops.
+    """
+    made = _FLOWS.setdefault(graph, {})
+    remembered = made.get(cut_at_anchors)
     size = len(graph)
     if remembered is not None and remembered[0] is classify and remembered[1] == size:
         return remembered[2]
-    flow = ComputeGraph(graph, recipe_classifier(graph) if classify is None else classify)
-    _FLOWS[graph] = (classify, size, flow)
+    flow = ComputeGraph(graph, recipe_classifier(graph) if classify is None else classify, cut_at_anchors)
+    made[cut_at_anchors] = (classify, size, flow)
     return flow
 
 

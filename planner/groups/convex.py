@@ -1,7 +1,7 @@
 """Dependencies among the compute ops of a region as bit masks: what is convex, what is connected.
 
 Bit ``i`` stands for the region's ``i``-th compute op in canonical order. A *detour* ``u -> v`` is a path on which
-something outside the region runs between the two (an extern op, an ordering edge): no group may hold both ends.
+something outside the region runs between the two (an opaque op, an ordering edge): no group may hold both ends.
 """
 
 from __future__ import annotations

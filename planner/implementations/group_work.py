@@ -186,7 +186,7 @@ def _count_flops(
 
 
 def op_work(graph: DataflowGraph, name: str) -> Work:
-    """Work of one op run alone by ATen: a kernel for compute ops, a library call for extern ones, nothing for views."""
+    """Work of one op run alone by ATen: a kernel for compute ops, a library call for opaque ones, nothing for views."""
     node = graph.op(name)
     kind = kind_of(node, graph.specs)
     if kind == "view":

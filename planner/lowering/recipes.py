@@ -1,7 +1,8 @@
 """How each ATen op is computed, one row per op: the semantic half of the lowering.
 
 A recipe emits the op's value at one position through a :class:`~fuseplan.planner.lowering.body.BodyBuilder`. Ops
-without a recipe (matmul, attention, gathers, in-place updates) are *extern*: they stay ATen and bound the regions.
+without a recipe are *anchors* (matmuls, convolutions, attention: a library has several ways to run them) or *opaque*
+(in-place updates, random numbers, collectives: only ATen runs them).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.lowering.recipe import DTYPES, Recipe
+from fuseplan.planner.lowering.recipe import DTYPES, FLOATS, Recipe
 from fuseplan.planner.lowering.recipes_activation import activation_recipes
 from fuseplan.planner.lowering.recipes_index import indexing_recipes
 from fuseplan.planner.lowering.recipes_norm import normalising_recipes
@@ -19,10 +20,18 @@ from fuseplan.planner.lowering.recipes_rearrange import rearranging_recipes
 from fuseplan.planner.lowering.recipes_reduce import reducing_recipes
 from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map, same_size
 
-__all__ = ["RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "kind_of", "mutates", "why_extern",
-           "why_refused"]
+__all__ = [
+    "ANCHORS", "RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "is_anchor", "kind_of", "mutates",
+    "why_opaque", "why_refused",
+]
 
-OpKind: TypeAlias = Literal["view", "compute", "extern"]
+OpKind: TypeAlias = Literal["view", "compute", "anchor", "opaque"]
+
+#: Ops with an inner dimension of their own (ATen's overloads left off).
+ANCHORS = frozenset({
+    "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.conv1d", "aten.conv2d",
+    "aten.conv3d", "aten.convolution", "aten.scaled_dot_product_attention", "fuseplan.merged_linear",
+})
 
 RECIPES: dict[str, Recipe] = {
     **pointwise_recipes(), **activation_recipes(), **rearranging_recipes(), **indexing_recipes(), **reducing_recipes(),
@@ -42,13 +51,26 @@ def mutates(node: OpNode) -> bool:
 
 
 def kind_of(node: OpNode, specs: Specs) -> OpKind:
-    """``view``: an address map. ``compute``: a kernel can absorb it. ``extern``: it stays a library call."""
+    """What can run the op.
+
+    ``view``: nothing has to, it is an address map. ``compute``: a generated kernel can absorb it. ``anchor``: ATen, or
+    another library call. ``opaque``: ATen alone.
+    """
     if is_address_map(node, specs):
         return "view"
-    return "extern" if why_extern(node, specs) else "compute"
+    if is_anchor(node, specs):
+        return "anchor"
+    return "opaque" if why_opaque(node, specs) else "compute"
 
 
-def why_extern(node: OpNode, specs: Specs) -> str | None:
+def is_anchor(node: OpNode, specs: Specs) -> bool:
+    """Whether the op is a matmul, a convolution or attention, on one device, of floats, and draws no random numbers."""
+    if node.op.rsplit(".", 1)[0] not in ANCHORS or "device" in node.attrs or node.attrs.get("dropout_p"):
+        return False
+    return all(specs[value].dtype in FLOATS for value in node.outputs)
+
+
+def why_opaque(node: OpNode, specs: Specs) -> str | None:
     """Why no generated kernel can absorb the op, None when one can."""
     recipe = RECIPES.get(node.op)
     if recipe is None:

@@ -14,7 +14,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Enumeration, enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_boundaries
-from fuseplan.planner.lowering.recipes import kind_of, why_extern
+from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.report.drawing import group_name
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
@@ -54,8 +54,8 @@ def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Ex
 def _externs(graph: DataflowGraph) -> Iterator[str]:
     reasons: Counter[str] = Counter()
     for node in graph:
-        if kind_of(node, graph.specs) == "extern":
-            reasons[why_extern(node, graph.specs) or f"{node.op}: a library call"] += 1
+        if kind_of(node, graph.specs) == "opaque":
+            reasons[why_opaque(node, graph.specs) or f"{node.op}: a library call"] += 1
     for reason, count in reasons.most_common():
         yield f"  boundary: {reason} ({_times(count)})"
 
@@ -133,7 +133,7 @@ class _RegionWords:
         choice = group.choice
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
         how = {
-            "fused": f"one {choice.backend} kernel", "unfused": "unfused", "extern": f"library call {choice.backend}",
+            "fused": f"one {choice.backend} kernel", "unfused": "unfused", "opaque": f"library call {choice.backend}",
         }[choice.kind]
         yield f"  {group.name}: {how}: {ops}"
         yield f"     {self._time(choice)}"

@@ -163,8 +163,8 @@ class _Rewrite:
             return False
         for name in (node.name, f"{node.name}_out0"):
             if name in self.flow.graph:
-                # The normaliser keeps an extern op only when a result or an effect of it is needed.
-                return kind_of(self.flow.op(name), self.flow.specs) == "extern"
+                # The normaliser keeps an opaque op only when a result or an effect of it is needed.
+                return kind_of(self.flow.op(name), self.flow.specs) == "opaque"
         # Run-time checks. What gives a tensor and is not in the graph is dead, though it wrote over its operand.
         return isinstance(node.target, torch._ops.OpOverload) and node.is_impure() and not _gives_tensor(node)
 

@@ -69,7 +69,7 @@ class WorkloadSummary:
         ops: Ops of the graph, views included.
         views: How many of them are views.
         externs: How many are library calls, or ops no kernel can express.
-        extern_ops: Number of each kind of extern op by name.
+        extern_ops: Number of each kind of opaque op by name.
         regions: Distinct regions, in order of first occurrence.
     """
 
@@ -121,7 +121,7 @@ def summarise(
     first = {record.key.workload: region for region, record in reversed(pairs)}
     flow = compute_graph_of(graph)
     kinds = dict(zip(flow.names, flow.kinds, strict=True))
-    externs = Counter(node.op for node in graph if kinds[node.name] == "extern")
+    externs = Counter(node.op for node in graph if kinds[node.name] == "opaque")
     return WorkloadSummary(
         model, workload, key.device, key.regime, key.numerics,
         ops=len(graph),

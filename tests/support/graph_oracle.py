@@ -36,7 +36,7 @@ class Oracle:
         self.dag.add_nodes_from(name for name in graph.graph if self.kind(name) != "view")
         for name in list(self.dag):
             self._link(name, name, False, set())
-        self.extern = [node for node in self.dag if isinstance(node, tuple) or self.kind(node) == "extern"]
+        self.opaque = [node for node in self.dag if isinstance(node, tuple) or self.kind(node) == "opaque"]
         self.compute = self._live_compute()
         self.reads = {name: self.sources_of(name) for name in self.compute}
 
@@ -46,7 +46,7 @@ class Oracle:
     def _link(self, start: str, at: str, fenced: bool, seen: set[tuple[str, bool]]) -> None:
         """Connect ``start`` with all it reaches through views alone."""
         for end, edge in self.graph.graph.succ[at].items():
-            ordering = not edge["values"] and "extern" not in (self.kind(at), self.kind(end))
+            ordering = not edge["values"] and "opaque" not in (self.kind(at), self.kind(end))
             crossed = fenced or ordering
             if self.kind(end) == "view":
                 if (end, crossed) not in seen:
@@ -67,7 +67,7 @@ class Oracle:
         return {source for value in self.graph.op(name).inputs for source in self.sources(value)}
 
     def _live_compute(self) -> list[str]:
-        needed = {name for name in self.graph.graph if self.kind(name) == "extern"}
+        needed = {name for name in self.graph.graph if self.kind(name) == "opaque"}
         needed |= {p for value in self.graph.outputs if (p := self.graph.producer(value)) is not None}
         data: nx.DiGraph = nx.DiGraph((a, b) for a, b, values in self.graph.graph.edges(data="values") if values)
         data.add_nodes_from(self.graph.graph)
@@ -80,10 +80,10 @@ class Oracle:
         return bool(made_a & self.reads[b] or made_b & self.reads[a] or self.reads[a] & self.reads[b])
 
     def separated(self, a: str, b: str) -> bool:
-        """A path from one to the other runs through an extern op or across an ordering edge."""
+        """A path from one to the other runs through an opaque op or across an ordering edge."""
         return any(
             node in nx.descendants(self.dag, start) and end in nx.descendants(self.dag, node)
-            for node in self.extern
+            for node in self.opaque
             for start, end in ((a, b), (b, a))
         )
 
@@ -121,6 +121,6 @@ class Oracle:
         """Values of the group that the graph returns, or that an op outside reads through views."""
         members = set(group)
         returned = {s for value in self.graph.outputs for s in self.sources(value)}
-        outside = {name for name in (*self.compute, *self.extern) if not isinstance(name, tuple)} - members
+        outside = {name for name in (*self.compute, *self.opaque) if not isinstance(name, tuple)} - members
         read = {source for name in outside for source in self.sources_of(name)}
         return {value for name in members for value in self.graph.op(name).outputs} & (returned | read)

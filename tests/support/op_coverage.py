@@ -99,7 +99,7 @@ def coverage(graph: DataflowGraph, fused: Collection[str]) -> Coverage:
 
 #: What a role is to the search for regions: a constant can be in any of them, and is in none by itself.
 _KINDS: Mapping[Role, Kind] = {
-    "coverable": "compute", "anchor": "extern", "opaque": "extern", "view": "view", "constant": "view",
+    "coverable": "compute", "anchor": "opaque", "opaque": "opaque", "view": "view", "constant": "view",
 }  # fmt: skip
 
 

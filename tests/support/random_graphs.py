@@ -14,19 +14,19 @@ _VIEW = "aten.view.default"
 
 
 def synthetic_kind(node: OpNode) -> Kind:
-    """Kind of the ops that :func:`random_graph` uses: matmuls are extern, ``view`` is a view, the rest compute."""
+    """Kind of the ops that :func:`random_graph` uses: matmuls are opaque, ``view`` is a view, the rest compute."""
     if node.op == _EXTERN:
-        return "extern"
+        return "opaque"
     return "view" if node.op == _VIEW else "compute"
 
 
-def random_graph(seed: int, size: int, extern: float = 0.2, view: float = 0.2, order: int = 0) -> DataflowGraph:
+def random_graph(seed: int, size: int, opaque: float = 0.2, view: float = 0.2, order: int = 0) -> DataflowGraph:
     """A random graph of ``size`` ops on 4 x 8 tensors.
 
     Args:
         seed: Equal seeds give equal graphs.
         size: Number of ops.
-        extern: Probability that an op is a matmul.
+        opaque: Probability that an op is a matmul.
         view: Probability that an op is a view.
         order: Number of ordering edges tried between random ops.
     """
@@ -38,9 +38,9 @@ def random_graph(seed: int, size: int, extern: float = 0.2, view: float = 0.2, o
     for number in range(size):
         name, draw = f"n{number}", rng.random()
         recent = [value for value in values if value != "w"][-5:]
-        if draw < extern:
+        if draw < opaque:
             node = OpNode(_EXTERN, (rng.choice(recent), "w"), (name,), {"bias": None})
-        elif draw < extern + view:
+        elif draw < opaque + view:
             node = OpNode(_VIEW, (rng.choice(recent),), (name,), {"size": (4, 8)})
         elif rng.random() < 0.4:
             node = OpNode(rng.choice(_UNARY), (rng.choice(recent),), (name,))

@@ -58,7 +58,7 @@ def test_candidates_are_exactly_the_legal_groups(seed: int, size: int, order: in
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(6, 14), st.integers(1, 4))
 def test_size_limit_is_complete_below_it(seed: int, size: int, max_ops: int) -> None:
-    graph = random_graph(seed, size, extern=0.1)
+    graph = random_graph(seed, size, opaque=0.1)
     oracle = Oracle(graph)
     for region in find_regions(graph, synthetic_kind):
         found = enumerated(graph, region, CandidateLimits(max_ops, ALL))
@@ -68,7 +68,7 @@ def test_size_limit_is_complete_below_it(seed: int, size: int, max_ops: int) -> 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(8, 14), st.integers(1, 25))
 def test_truncated_enumerations_are_legal_and_cover_everything(seed: int, size: int, limit: int) -> None:
-    graph = random_graph(seed, size, extern=0.1)
+    graph = random_graph(seed, size, opaque=0.1)
     oracle = Oracle(graph)
     for region in find_regions(graph, synthetic_kind):
         all_groups = oracle.groups(region.ops)
@@ -165,7 +165,7 @@ def test_truncation_keeps_mirrored_halves() -> None:
 @given(st.integers(0, 10**6), st.integers(6, 14), st.integers(1, 5), st.integers(1, 10))
 def test_truncation_leaves_no_op_without_its_legal_groups(seed: int, size: int, largest: int, limit: int) -> None:
     """Where only small groups are legal, all that the truncation would have kept may be too large."""
-    graph = random_graph(seed, size, extern=0.1)
+    graph = random_graph(seed, size, opaque=0.1)
     for region in find_regions(graph, synthetic_kind):
         found = enumerate_candidates(
             graph, region, CandidateLimits(max_candidates=limit),

@@ -200,7 +200,7 @@ def test_regions_are_remembered_until_the_graph_or_the_question_changes() -> Non
     (region,) = find_regions(graph, synthetic_kind)
     assert set(region.ops) == {"a", "b"}
     assert len(find_regions(graph, synthetic_kind, RegionLimits(max_ops=1))) == 2
-    assert find_regions(graph, lambda node: "extern") == []
+    assert find_regions(graph, lambda node: "opaque") == []
 
 
 def test_flow_is_remembered_and_rejects_disorder() -> None:

@@ -12,7 +12,7 @@ from kernel_reference import run_reference
 from fuseplan.planner.graph.dataflow import Ref
 from fuseplan.planner.implementations.subject import _widened, chain_module
 from fuseplan.planner.lowering.lower import group_nodes, lower
-from fuseplan.planner.lowering.recipes import RECIPES, kind_of, mutates, why_extern
+from fuseplan.planner.lowering.recipes import RECIPES, kind_of, mutates, why_opaque
 
 torch.manual_seed(0)
 X = torch.randn(3, 5, 7)
@@ -309,8 +309,8 @@ def test_what_cannot_be_lowered_says_why(
     builder = Builder(**dict(zip(names, operands, strict=True)))
     graph = builder.graph(builder(op, *names, **attrs))
     node = next(iter(graph))
-    assert kind_of(node, graph.specs) == "extern"
-    assert words in (why_extern(node, graph.specs) or "")
+    assert kind_of(node, graph.specs) == "opaque"
+    assert words in (why_opaque(node, graph.specs) or "")
 
 
 def test_mutations_are_known_by_name() -> None:

@@ -167,7 +167,7 @@ class FakeTimes:
 
 
 def region_problems(seed: int, size: int, order: int = 0) -> list[RegionProblem]:
-    graph = random_graph(seed, size, extern=0.15, order=order)
+    graph = random_graph(seed, size, opaque=0.15, order=order)
     return [
         region_problem(graph, region, enumerate_candidates(
             graph, region, CandidateLimits(max_candidates=60), anything, synthetic_kind), synthetic_kind)
@@ -305,7 +305,7 @@ def test_break_cycles_across_regions() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 16))
 def test_break_cycles_leaves_a_runnable_graph(seed: int, size: int) -> None:
-    graph = random_graph(seed, size, extern=0.3, order=seed % 2)
+    graph = random_graph(seed, size, opaque=0.3, order=seed % 2)
     oracle = Oracle(graph)
     rng = random.Random(seed)
     groups = []

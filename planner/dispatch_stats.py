@@ -30,6 +30,7 @@ class CompileStats:
         from_database: Fused groups whose plan was looked up.
         from_tuned: Fused groups whose plan was tuned now.
         from_model: Fused groups whose plan rests on the cost model.
+        library_calls: Ops that a library's call runs instead of ATen's default, as their plan says.
         unfused: Groups that a plan wanted fused and that run as ATen ops; ``fallbacks`` says why.
         planned_unfused: Regions whose answer is "do not fuse".
         misses: Regions that the database did not know.
@@ -50,6 +51,7 @@ class CompileStats:
     from_database: int = 0
     from_tuned: int = 0
     from_model: int = 0
+    library_calls: int = 0
     unfused: int = 0
     planned_unfused: int = 0
     misses: int = 0
@@ -84,6 +86,8 @@ class Stats(CompileStats):
             f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
         ]
         lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
+        if self.library_calls:
+            lines.append(f"{self.library_calls} ops by a library's call that was faster than ATen's default")
         if self.quarantined:
             lines.append(f"{self.quarantined} stored plans are unsound and not used; `plan tune` replaces them")
         if self.in_place:

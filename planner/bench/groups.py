@@ -42,7 +42,7 @@ def fused_groups(
         flow = compute_graph_of(graph, None)
         for region in plan.unique():
             for choice in region.record.groups:
-                if choice.kind != "fused" or choice.workload in found:
+                if not choice.workload or choice.workload in found:
                     continue
                 ops = region.group_ops(choice)
                 outputs = tuple(flow.needed_outside(flow.position[name] for name in ops))
@@ -87,7 +87,7 @@ def bench_group(
 def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence[torch.Tensor]) -> Run:
     subject = group.subject
     if name == OURS:
-        backend = next(backend for backend in session.backends if backend.name == group.choice.backend)
+        backend = next(backend for backend in session.backends if backend.name == group.choice.implementation)
         return backend.fused_callable(subject.ir, group.choice.config, session.target)
     if name == EAGER:
         return subject.eager

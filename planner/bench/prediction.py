@@ -13,10 +13,11 @@ from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.planner.cost.prices import GroupBook
-from fuseplan.planner.cost.running_calibration import UNFUSED
+from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.groups.regions import find_regions, region_parts
+from fuseplan.planner.implementations.aten_op import UNFUSED
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, launch_mode, op_work
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.peers.contestant import OURS
@@ -73,7 +74,8 @@ def _delays(graph: DataflowGraph, spec: DeviceSpec, numerics: str) -> _Delay:
     if spec.identity.device_type != "cuda":
         return lambda lowered, work, mode: 0.0
     book = GroupBook(graph, numerics, "cuda")
-    regions = [(frozenset(region.ops), book.neighbours(region)) for region in find_regions(graph)]
+    parts = (part for region in find_regions(graph) for part in region_parts(graph, region))
+    regions = [(frozenset(part.ops), shared_cache(book, part)) for part in parts]
 
     def delay_us(lowered: Lowered, work: Work, mode: Mode) -> float:
         maker = graph.producer(lowered.outputs[0])

@@ -10,9 +10,11 @@ import pandas as pd
 from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Legal, enumerate_candidates, transfer
-from fuseplan.planner.groups.choices import Choice, region_problem
 from fuseplan.planner.groups.cycles import break_cycles
-from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
+from fuseplan.planner.implementations.aten_op import AtenOp
+from fuseplan.planner.implementations.choices import Choice, Implementations, region_problem
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.partition.guided_loop import predicted_partition
 
 #: A nominal device for pricing groups, so that the table does not depend on a probe: what is timed is the planner.
@@ -44,14 +46,19 @@ def _plan_once(size: int, legal: Legal | None) -> dict[str, float | int]:
     unique = unique_regions(regions)
     regions_s = clock.lap()
     limits = CandidateLimits()
-    enumerations = {key: enumerate_candidates(graph, found[0], limits, legal) for key, found in unique.items()}
+    parts = {key: region_parts(graph, found[0]) for key, found in unique.items()}
+    enumerations = {
+        part: enumerate_candidates(graph, part, limits, legal) for of_one in parts.values() for part in of_one
+    }
     enumerate_s = clock.lap()
     groups: list[Candidate] = []
+    ways = Implementations(AtenOp(), GeneratedKernel())
     for key, found in unique.items():
-        problem = region_problem(graph, found[0], enumerations[key])
-        result = predicted_partition(problem, lambda choice: traffic_s(graph, choice))
-        fused = [priced.choice.group for priced in result.chosen if priced.choice.fused]
-        groups += [transfer(graph, group, found[0], region) for region in found for group in fused]
+        for part in parts[key]:
+            problem = region_problem(graph, part, enumerations[part], ways)
+            result = predicted_partition(problem, lambda choice: traffic_s(graph, choice))
+            fused = [priced.choice.group for priced in result.chosen if priced.choice.implementation.searches]
+            groups += [transfer(graph, group, found[0], region) for region in found for group in fused]
     kept, _ = break_cycles(graph, groups)
     cover_s = clock.lap()
     total_s = build_s + regions_s + enumerate_s + cover_s

@@ -5,9 +5,6 @@ from __future__ import annotations
 from fuseplan.costmodel.calibrate import Sample, calibrate
 from fuseplan.costmodel.device import DeviceSpec
 
-#: Calibration name of ATen ops run by themselves; kernels go by the name of their back end.
-UNFUSED = "unfused"
-
 #: Samples of the first fit; later ones happen each time the samples have doubled.
 _FIRST_FIT = 8
 
@@ -25,7 +22,7 @@ class RunningCalibration:
         self._fitted: dict[str, int] = {}
 
     def add(self, name: str, sample: Sample) -> None:
-        """Take in one measured kernel of the back end ``name`` (or an op: :data:`UNFUSED`)."""
+        """Take in one measured kernel of the back end ``name`` (or of another way to run a group)."""
         if sample.work.launches and sample.measured_us > 0:
             self._samples.setdefault(name, []).append(sample)
 

@@ -15,8 +15,8 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import region_dependencies
-from fuseplan.planner.groups.choices import Choice
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.implementations.choices import Choice
 from fuseplan.search.store import codec, limits
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.documents import CaptureStore, stored
@@ -31,8 +31,8 @@ class ChoiceSample:
 
     Attributes:
         ops: Positions among the region's ops.
-        fused: One generated kernel in its default configuration; else the ATen op.
-        name: Calibration that predicts it: the kernel's back end, or ``"unfused"``.
+        implementation: Name of the way to run them; a kernel is in its default configuration.
+        name: Calibration that predicts it: the kernel's back end, the library call, or ``"unfused"``.
         label: For people.
         family: What it computes, whatever the shape.
         group: Workload key; equal ones are the same kernel.
@@ -43,7 +43,7 @@ class ChoiceSample:
     """
 
     ops: limits.Positions
-    fused: bool
+    implementation: limits.Word
     name: str
     label: str
     family: str

@@ -17,7 +17,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.implementations.aten_overheads import aten_overheads
 from fuseplan.planner.implementations.kernel_overheads import kernel_overheads, reduction_levels
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.lowering.recipes import kind_of, mutates
 
 
 def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
@@ -211,8 +211,19 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
 
 
 def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:
-    """Per value, True for an activation just produced, False for a weight."""
-    return tuple(graph.producer(value) is not None or value in graph.fresh for value in values)
+    """Per value, True for an activation just produced; False for a weight, and for a cache that was written into."""
+    return tuple(value in graph.fresh or _is_fresh(graph, graph.producer(value)) for value in values)
+
+
+def _is_fresh(graph: DataflowGraph, producer: str | None) -> bool:
+    while producer is not None:
+        node = graph.op(producer)
+        if mutates(node):
+            return False
+        if kind_of(node, graph.specs) != "view":
+            return True
+        producer = graph.producer(node.inputs[0]) if node.inputs else None
+    return False
 
 
 def _operand_bytes(graph: DataflowGraph, node: OpNode) -> int:

@@ -1,4 +1,4 @@
-"""What every way to run a group answers: ATen's ops, a library's call, or a generated kernel.
+"""What every way to run a group answers: ATen's op, a library's call, or a generated kernel.
 
 An implementation is one class in one file. The partition, the prices, contests, records and dispatch ask it these
 questions, and never which kind it is.
@@ -6,53 +6,51 @@ questions, and never which kind it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
-import torch
-
-from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-
-#: ``call(*inputs)``: a tensor, or a tuple of tensors where the group has several outputs.
-Call: TypeAlias = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class OpGroup:
-    """Some ops with concrete sizes: what an implementation is asked about.
-
-    Attributes:
-        nodes: The ops with the views between them, topological.
-        inputs: Names of the values they read from outside, in the order in which a call gets them.
-        outputs: Names of the values that are needed outside.
-        specs: Static layouts of every value named above.
-        device_type: ``"cpu"`` or ``"cuda"``.
-    """
-
-    nodes: tuple[OpNode, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    specs: Mapping[str, TensorSpec]
-    device_type: str
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.search.store.record import Trial, TuningRecord
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.tuner import Tuner
 
 
-class LibraryCall(Protocol):
-    """A library's way to run a group of ATen ops."""
+class Implementation(Protocol):
+    """A way to run groups of a graph on this device, in this regime."""
 
     @property
     def name(self) -> str:
-        """Unique among implementations, a word that records keep: ``"sdpa.cudnn"``."""
+        """Unique among the implementations of a session: ``"aten"``, ``"kernel"``, ``"sdpa.cudnn"``."""
         ...
 
-    def refuse(self, group: OpGroup) -> str | None:
-        """Why it cannot run the group here; None when it can. Touches no device memory."""
+    @property
+    def searches(self) -> bool:
+        """Whether there are configurations to search: the group is tuned before it is chosen."""
         ...
 
-    def prepare(self, group: OpGroup, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The operands as the call wants them, made once at compile time (packed weights); most return them as is."""
+    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+        """Why it cannot run the group here; None when it can."""
         ...
 
-    def build(self, group: OpGroup) -> Call:
-        """The call itself; its results have the layouts of ``group.specs``."""
+    def work(self, book: GroupBook, group: Candidate) -> Work:
+        """What one call moves and computes."""
+        ...
+
+    @property
+    def mode(self) -> Mode:
+        """How its calls are launched."""
+        ...
+
+    def calibration(self, book: GroupBook, group: Candidate) -> str:
+        """Name of the calibration that predicts it."""
+        ...
+
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Trial:
+        """Time it shortly, checked where it is not ATen itself; the trial has the reason where it failed."""
+        ...
+
+    def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
+        """The group as a part of a sequence; ``record`` is its tuning record where it searches."""
         ...

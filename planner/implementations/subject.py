@@ -15,19 +15,20 @@ from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.gathers import computes_indices
 from fuseplan.kernels.ir.index import number, symbols_of
-from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.ir.scalars import float_of_bits
 from fuseplan.planner.graph.binding import bind_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
-from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work
+from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
+from fuseplan.planner.implementations.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
 from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
 
 __all__ = [
     "GroupSubject", "bound_specs", "chain_module", "group_label", "group_subject",
-    "needs_positive_inputs", "random_tensor", "reference_results",
+    "needs_positive_inputs", "op_group", "op_subject", "random_tensor", "reference_results",
 ]
 
 
@@ -42,7 +43,7 @@ class GroupSubject:
     Attributes:
         key: Canonical workload key.
         label: Short name for people.
-        ir: The fused kernel, static.
+        ir: The fused kernel, static; only its buffers where no kernel can be generated (a library's op).
         work: Bytes, flops and launches of the fused kernel.
         hot_inputs: Per input, True for an activation just produced, False for a weight.
         nodes: The ops of the unfused chain with the views between them, topological.
@@ -50,6 +51,8 @@ class GroupSubject:
         outputs: Value names of the kernel's outputs.
         specs: Layouts of every value named above.
         device: Device type the unfused chain creates tensors on.
+        library: What runs the ops in ATen's place; None for ATen.
+        packed: Numbers of the inputs that lie one after another in one buffer, which is one operand.
     """
 
     key: str
@@ -62,6 +65,13 @@ class GroupSubject:
     outputs: tuple[str, ...]
     specs: Mapping[str, TensorSpec]
     device: str = "cpu"
+    library: LibraryCall | None = None
+    packed: tuple[int, ...] = ()
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of what a call is given: the inputs, with what is packed named once."""
+        return tuple(name for number, name in enumerate(self.inputs) if number not in self.packed[1:])
 
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
         """Fresh random tensors in the layout the kernel expects (:func:`sample_inputs`).
@@ -70,10 +80,26 @@ class GroupSubject:
         """
         for most in (None, *_SMALLER):
             generator = torch.Generator(device).manual_seed(seed)
-            inputs = sample_inputs(self.ir, self.nodes, self.inputs, self.specs, generator, most)
+            inputs = sample_inputs(self.ir, self.nodes, self.operands, self._layouts, generator, most)
             if not computes_indices(self.ir) or self._finds_all(inputs):
                 break
         return inputs
+
+    @property
+    def _layouts(self) -> Mapping[str, TensorSpec]:
+        """Layouts of the operands."""
+        if not self.packed:
+            return self.specs
+        buffer = self.ir.inputs[self.packed[0]]
+        return {**self.specs, self.inputs[self.packed[0]]: TensorSpec(buffer.shape, buffer.dtype, buffer.strides)}
+
+    def _unpacked(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """A tensor for each input: rows of the packed operand where several lie in one."""
+        if not self.packed:
+            return operands
+        rows = [int(self.specs[self.inputs[number]].shape[0]) for number in self.packed]
+        first = self.packed[0]
+        return [*operands[:first], *operands[first].split(rows), *operands[first + 1 :]]
 
     def _finds_all(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether every index exists: asked on the CPU, since a GPU that misses one answers nothing any more."""
@@ -95,16 +121,27 @@ class GroupSubject:
         """The unfused chain as PyTorch would run it."""
         return chain_module(self.nodes, self.inputs, self.outputs, self.device)
 
+    @cached_property
+    def _call(self) -> Call:
+        assert self.library is not None
+        specs = {name: self.specs[name] for name in (*self.inputs, *self.outputs)}
+        return self.library.build(OpGroup(self.nodes, self.inputs, self.outputs, specs, self.device))
+
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The ATen ops one by one, or the library's call."""
+        given = self._unpacked(inputs)
+        if self.library is not None:
+            result = self._call(*given)
+            return [result] if isinstance(result, torch.Tensor) else list(result)
         # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
-        return list(self.chain.forward(*inputs))
+        return list(self.chain.forward(*given))
 
     def reference(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """The chain with every float in float64, on the inputs' device; outputs stay float64."""
-        return reference_results(self.nodes, self.inputs, self.outputs, inputs, self.device)
+        return reference_results(self.nodes, self.inputs, self.outputs, self._unpacked(inputs), self.device)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "chain"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("chain", "_call")}
 
 
 def _widened(node: OpNode) -> OpNode:
@@ -245,6 +282,52 @@ def group_subject(
     )
 
 
+def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], device_type: str) -> OpGroup:
+    """A group of a static graph as library calls see it; the views that a single op reads through stay outside."""
+    nodes = tuple(graph.op(name) for name in ops)
+    made = {value for node in nodes for value in node.outputs}
+    inputs = tuple(dict.fromkeys(value for node in nodes for value in node.inputs if value not in made))
+    return OpGroup(nodes, inputs, tuple(outputs), bound_specs(graph, (*inputs, *made)), device_type)
+
+
+def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
+    """The subject for a group that only library calls run."""
+    (node,) = group.nodes
+    packed = _packed_weights(node)
+    operands = [name for number, name in enumerate(group.inputs) if number not in packed[1:]]
+    specs = dict(group.specs)
+    if packed:
+        first = specs[group.inputs[packed[0]]]
+        rows = sum(int(specs[group.inputs[number]].shape[0]) for number in packed)
+        layouts = {**specs, group.inputs[packed[0]]: TensorSpec.contiguous((rows, *first.shape[1:]), first.dtype)}
+    else:
+        layouts = specs
+    buffers = [
+        Buffer(name, layouts[name].dtype, layouts[name].shape, layouts[name].strides, is_output)
+        for names, is_output in ((operands, False), (group.outputs, True)) for name in names
+    ]
+    return GroupSubject(
+        key=key,
+        label=group_label(graph, (node.name,), group.outputs),
+        ir=KernelIR(tuple(buffers), ()),
+        work=op_work(graph, node.name),
+        hot_inputs=hot_inputs(graph, operands),
+        nodes=group.nodes,
+        inputs=group.inputs,
+        outputs=group.outputs,
+        specs=specs,
+        device=group.device_type,
+        packed=packed,
+    )
+
+
+def _packed_weights(node: OpNode) -> tuple[int, ...]:
+    """Numbers of the inputs that are weights packed in one buffer."""
+    if not node.op.startswith("fuseplan.merged_linear"):
+        return ()
+    return tuple(weight.position for weight in node.attrs["weights"])
+
+
 #: Spellings of long op runs by what they compute; only names for people, never used to decide anything.
 _SHORT = {"to": "", "_to_copy": "", "clone": "copy", "reshape": "copy", "contiguous": "copy"}
 
@@ -254,7 +337,7 @@ def group_label(graph: DataflowGraph, ops: Sequence[str], values: Iterable[str])
     names: list[str] = []
     for name in ops:
         node = graph.op(name)
-        if kind_of(node, graph.specs) != "compute":
+        if kind_of(node, graph.specs) == "view":
             continue
         short = node.op.split(".")[1]
         short = _SHORT.get(short, short)

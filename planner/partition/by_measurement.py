@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.planner.cost.prices import MeasuredPrices
-from fuseplan.planner.groups.choices import Choice, RegionProblem
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
@@ -112,8 +112,8 @@ class MeasuredRegion:
                 return result
 
     def _tune(self, choices: Iterable[Choice]) -> bool:
-        """Tune the fused groups that are not; True when there were any."""
-        groups = [choice.group for choice in choices if choice.fused and choice.group.ops not in self.prices.records]
+        """Search the configurations that were not; True when there were any."""
+        groups = [choice.group for choice in choices if self.prices.untuned(choice)]
         self.prices.tuner.prefetch(self.prices.book.subject(group) for group in groups[1:])
         for group in groups:
             self.prices.tuned(group)
@@ -160,16 +160,13 @@ class MeasuredRegion:
         )
 
     def _part(self, choice: Choice) -> Part:
-        subject = self.prices.book.subject(choice.group)
-        if not choice.fused:
-            return Part(subject, reads=subject.inputs, makes=subject.outputs)
-        record = self.prices.tuned(choice.group)
-        backend = next(backend for backend in self.prices.backends if backend.name == record.backend)
-        return Part(subject, backend, record.config, subject.inputs, subject.outputs)
+        record = self.prices.tuned(choice.group) if choice.implementation.searches else None
+        return choice.implementation.part(self.prices.book, choice.group, record)
 
     def _give_up(self, incumbent: Sequence[Choice], challenger: Sequence[Choice]) -> bool:
-        """Of the losing kernels, drop the one farthest above its nominal cost; False when there is none to drop."""
-        lost = [choice for choice in incumbent if choice.fused and choice not in set(challenger)]
+        """Of the losing choices, drop the one farthest above its nominal cost; False when there is none to drop."""
+        kept = {*challenger, *self.problem.plain}
+        lost = [choice for choice in incumbent if choice not in kept]
         times = dict(zip(lost, self.prices.measure_s(lost), strict=True))
         if lost:
             self._given_up.add(max(lost, key=lambda choice: times[choice] / self.prices.nominal_s(choice)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fuseplan.planner.groups.choices import Choice, RegionProblem
+from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.partition.cover import DEFAULT_LIMITS, Cover, CoverLimits, CoverProblem, Option, solve_cover
 
 
@@ -135,8 +135,8 @@ class _Guided:
     ) -> GuidedResult:
         unfused = range(len(self.problem.ops))
         first = set(start)
-        fused = [at for at, choice in enumerate(self.problem.choices) if choice.fused and choice in first]
-        self._measure([*unfused, *fused])
+        others = [at for at, choice in enumerate(self.problem.choices) if at not in unfused and choice in first]
+        self._measure([*unfused, *others])
         unfused_s = math.fsum(self.times[at] for at in unfused)
         bound_s, exact, iterations = 0.0, False, 0
         while True:
@@ -161,7 +161,7 @@ class _Guided:
         choices = [self.problem.choices[at] for at in numbers]
         for at, choice, time_s in zip(numbers, choices, self.prices.measure_s(choices), strict=True):
             failed = math.isnan(time_s) or math.isinf(time_s)
-            if failed and not choice.fused:
+            if failed and at < len(self.problem.ops):
                 raise ValueError(f"op {choice.group.ops[0]} has no unfused time: its measurement failed")
             self.times[at] = math.inf if failed else time_s
 

@@ -2,7 +2,8 @@
 
 A database may be shared, edited, or damaged in a way that its checksums do not show. What a plan says is taken only
 where a planner could have written it for this very region: its groups cover the region's compute ops, each once; each
-fused group is convex and lowers; the groups can run in some order; and each configuration is in its back end's space.
+generated kernel's group is convex and lowers; the groups can run in some order; each configuration is in its back end's
+space; and each library call can run its ops.
 The reasons repeat no stored text, for they reach logs and terminals; labels are made anew.
 """
 
@@ -12,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.backend import Backend, Target
-from fuseplan.planner.cost.prices import GroupBook
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, region_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies
 from fuseplan.planner.groups.cycles import short_cycles
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.planner.implementations.subject import group_label
 from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.partition.plan_record import region_label
@@ -36,11 +38,13 @@ class PlanCheck:
         book: The graph's groups.
         backends: By whom a group may be compiled.
         target: For what.
+        libraries: The library calls that there are.
     """
 
     book: GroupBook
     backends: Sequence[Backend]
     target: Target
+    libraries: Sequence[Implementation] = ()
 
     def accepted(self, region: Region, record: PlanRecord) -> PlanRecord:
         """The plan with labels of its own.
@@ -70,14 +74,24 @@ class PlanCheck:
         return {place: numbers[at] for place, at in places if at in numbers}
 
     def _accepted_group(self, choice: GroupChoice, group: Candidate) -> GroupChoice:
-        if choice.kind == "fused":
-            self._refuse_kernel(choice, group)
+        if not choice.is_plain:
+            self._refuse(choice, group)
         return replace(choice, label=group_label(self.book.graph, group.ops, group.outputs))
 
-    def _refuse_kernel(self, choice: GroupChoice, group: Candidate) -> None:
-        backend = next((one for one in self.backends if one.name == choice.backend), None)
-        if backend is None:
-            raise RefusedPlanError(f"it names a back end that is none for {self.target.device_type}")
+    def _refuse(self, choice: GroupChoice, group: Candidate) -> None:
+        backend = next((one for one in self.backends if one.name == choice.implementation), None)
+        if backend is not None:
+            return self._refuse_kernel(backend, choice, group)
+        library = next((one for one in self.libraries if one.name == choice.implementation), None)
+        if library is None:
+            raise RefusedPlanError(f"it names an implementation that is none for {self.target.device_type}")
+        if len(group.ops) > 1 or choice.config:
+            raise RefusedPlanError("a library call has several ops, or a configuration")
+        if reason := library.refuse(self.book, group):
+            raise RefusedPlanError(f"{library.name} cannot run an op: {reason}")
+        return None
+
+    def _refuse_kernel(self, backend: Backend, choice: GroupChoice, group: Candidate) -> None:
         try:
             ir = self.book.static(group).ir
         except NotLowerable as error:
@@ -99,7 +113,7 @@ def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | Non
     """
     seen: set[int] = set()
     for choice in groups:
-        if not choice.ops or (choice.kind != "fused" and len(choice.ops) > 1):
+        if not choice.ops or (choice.is_plain and len(choice.ops) > 1):
             raise RefusedPlanError("a group has no ops, or several without a kernel")
         for position in choice.ops:
             if position in seen:

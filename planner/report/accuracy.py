@@ -14,7 +14,7 @@ from fuseplan.planner.partition.cover import CoverProblem, Option, solve_cover
 from fuseplan.planner.report.frames import ReportData, geometric_mean
 from fuseplan.planner.report.held_out import SPLITS, regret_frame, sample_frame, verdict_frame
 from fuseplan.planner.tuning.summary import RegionSummary
-from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord
+from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord
 
 SUMMARY_COLUMNS = ("split", "value", "pairs", "median_error", "p90_error", "spearman")
 REGRET_COLUMNS = ("region", "choices", "best_us", "model_us", "regret", "key")
@@ -37,7 +37,7 @@ def _choices(plan: PlanRecord) -> Iterator[_Choice]:
     measured: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
     for one in measured:
         if one.measured_us is not None and one.predicted_us is not None and one.predicted_us > 0:
-            yield _Choice(one.ops, one.kind, one.label, one.predicted_us, one.measured_us, one.delay_us)
+            yield _Choice(one.ops, one.implementation, one.label, one.predicted_us, one.measured_us, one.delay_us)
 
 
 def accuracy_pairs(data: ReportData) -> list[MeasuredPair]:
@@ -63,7 +63,7 @@ def accuracy_table(data: ReportData) -> pd.DataFrame:
 
 def accuracy_points(data: ReportData) -> list[tuple[float, float, bool]]:
     """``(measured_us, predicted_us, fused)`` of every pair."""
-    return [(pair.measured_us, pair.predicted_us, pair.kind == "fused") for pair in accuracy_pairs(data)]
+    return [(pair.measured_us, pair.predicted_us, pair.kind != ATEN) for pair in accuracy_pairs(data)]
 
 
 def regret_table(data: ReportData) -> pd.DataFrame:
@@ -113,7 +113,7 @@ def _compute_edges(region: RegionSummary | None) -> Iterator[tuple[int, int]]:
     for before, after in region.edges:
         readers.setdefault(before, []).append(after)
     for op, kind in enumerate(region.kinds):
-        waiting = list(readers.get(op, ())) if kind == "compute" else []
+        waiting = list(readers.get(op, ())) if kind != "view" else []
         while waiting:
             reader = waiting.pop()
             if region.kinds[reader] == "view":

@@ -44,7 +44,7 @@ def group_name(number: int) -> str:
 
 def group_class(plan: PlanRecord, number: int) -> str:
     """CSS class of a group's colour; unfused and library groups stay grey."""
-    fused = [at for at, group in enumerate(plan.groups) if group.kind == "fused"]
+    fused = [at for at, group in enumerate(plan.groups) if not group.is_plain]
     return f"group{fused.index(number) % COLOURS}" if number in fused else "plain"
 
 
@@ -122,7 +122,7 @@ class _Drawing:
 
     def _words(self) -> str:
         parts = [
-            f"{group_name(number)} ({group.kind}): {', '.join(_short(self.region.ops[op]) for op in group.ops)}"
+            f"{group_name(number)} ({group.implementation}): {', '.join(_short(self.region.ops[op]) for op in group.ops)}"
             for number, group in enumerate(self.plan.groups)
         ]
         return f"Partition of {self.plan.label} into {len(parts)} groups. " + "; ".join(parts)
@@ -131,7 +131,7 @@ class _Drawing:
         box, group = self.clusters[number], self.plan.groups[number]
         time_us = group.measured_us if group.measured_us is not None else group.predicted_us
         time = f"{time_us:,.0f} us" if time_us >= 100 else f"{time_us:.3g} us"
-        text = f"{group_name(number)} · {group.backend or group.kind} · {time}"
+        text = f"{group_name(number)} · {group.implementation} · {time}"
         room = box.width - 2 * _PAD
         if _LETTER * len(text) > room:
             text = f"{group_name(number)} · {time}"

@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.costmodel.roofline import lower_bound
-from fuseplan.planner.cost.prices import GroupBook, fused_mode
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Enumeration, enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.regions import find_boundaries
+from fuseplan.planner.groups.regions import find_boundaries, region_parts
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.report.drawing import group_name
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.search.store.record import GroupChoice, RecordKey, TuningRecord
+from fuseplan.search.store.record import ATEN, GroupChoice, RecordKey, TuningRecord
 
 #: Examples of a kind that are spelled out; the rest is counted.
 _EXAMPLES = 5
@@ -31,8 +32,9 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
     kinds = Counter(kind_of(node, graph.specs) for node in graph)
     unique = plan.unique()
     yield (
-        f"{workload}: {len(graph)} ops. {kinds['view']} are views (address maps, no work), {kinds['extern']} stay "
-        f"library calls, {kinds['compute']} can run in generated kernels. Regions of these: {len(plan.regions)}, "
+        f"{workload}: {len(graph)} ops. {kinds['view']} are views (address maps, no work), {kinds['compute']} can "
+        f"run in generated kernels, {kinds['anchor']} are matmuls, convolutions or attention, and {kinds['opaque']} "
+        f"only ATen runs. Regions: {len(plan.regions)}, "
         f"distinct: {len(unique)}."
     )
     yield from _externs(graph)
@@ -106,12 +108,23 @@ class _RegionWords:
         yield f"  {self._source()}"
         for group in self.groups:
             yield from self._group(group)
-        enumeration = enumerate_candidates(
-            self.graph, self.plan.region, self.session.settings.limits, legal=self.book.legal
-        )
+        enumeration = self._enumerated()
         yield from self._pairs(enumeration)
         yield from self._rejected()
         yield from _refused(self.graph, enumeration)
+
+    def _enumerated(self) -> Enumeration:
+        """The groups of all parts of the region."""
+        limits, legal = self.session.settings.limits, self.book.legal
+        found = [
+            enumerate_candidates(self.graph, part, limits, legal=legal)
+            for part in region_parts(self.graph, self.plan.region)
+        ]
+        return Enumeration(
+            tuple(candidate for one in found for candidate in one.candidates),
+            tuple(refusal for one in found for refusal in one.refusals),
+            next((one.truncated for one in found if one.truncated), None),
+        )
 
     def _source(self) -> str:
         record = self.plan.record
@@ -132,9 +145,11 @@ class _RegionWords:
     def _group(self, group: _Group) -> Iterator[str]:
         choice = group.choice
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
-        how = {
-            "fused": f"one {choice.backend} kernel", "unfused": "unfused", "opaque": f"library call {choice.backend}",
-        }[choice.kind]
+        how = (
+            "ATen's op" if choice.is_plain
+            else f"one {choice.implementation} kernel" if choice.workload
+            else f"library call {choice.implementation}"
+        )
         yield f"  {group.name}: {how}: {ops}"
         yield f"     {self._time(choice)}"
         tuning = self._tuning(choice.workload)
@@ -181,7 +196,7 @@ class _RegionWords:
         tried = {
             frozenset(self.plan.region.ops[at] for at in one.ops): one
             for one in self.plan.record.rejected
-            if one.kind == "fused"
+            if one.implementation != ATEN
         }
         if union in tried:
             one = tried[union]
@@ -204,7 +219,7 @@ class _RegionWords:
         spec = self.session.spec
         if spec is None:
             return "legal as one kernel, but not in the best cover"
-        bound_us = lower_bound(self.book.work(candidate), spec, fused_mode(self.session.settings.regime))
+        bound_us = lower_bound(self.book.work(candidate), spec, kernel_mode(self.session.settings.regime))
         return f"as one kernel at least {bound_us:.2f} us, {self._apart_us(first, second)}: not worth measuring further"
 
     @staticmethod
@@ -216,7 +231,7 @@ class _RegionWords:
         return f"apart {times[0]:.2f} + {times[1]:.2f} us"
 
     def _rejected(self) -> Iterator[str]:
-        fused = [one for one in self.plan.record.rejected if one.kind == "fused"]
+        fused = [one for one in self.plan.record.rejected if one.implementation != ATEN]
         for one in fused[:_EXAMPLES]:
             times = [f"{one.measured_us:.2f} us measured"] if one.measured_us is not None else []
             times += [f"{one.predicted_us:.2f} us predicted"] if one.predicted_us is not None else []
@@ -255,12 +270,12 @@ def sources(session: Session, graph: DataflowGraph, plan: GraphPlan) -> Iterator
     needed = _outputs_of(graph)
     for one in plan.unique():
         for choice in one.record.groups:
-            if choice.kind == "fused" and choice.backend in backends:
+            if choice.workload and choice.implementation in backends:
                 ops = one.group_ops(choice)
                 subject = group_subject(
                     graph, ops, choice.workload, session.settings.numerics, session.target.device_type, needed(ops)
                 )
-                yield choice.label, backends[choice.backend].source(subject.ir, choice.config)
+                yield choice.label, backends[choice.implementation].source(subject.ir, choice.config)
 
 
 def _outputs_of(graph: DataflowGraph) -> Callable[[Iterable[str]], tuple[str, ...]]:

@@ -143,7 +143,7 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     for workload, region, plan in data.planned():
         for group in plan.groups:
             record = data.record_of(plan, group)
-            if record is None and group.kind != "fused":
+            if record is None and group.is_plain:
                 continue
             key = RecordKey(group.workload or group.label, plan.key.device, plan.key.regime, plan.key.numerics)
             source = "shipped" if plan.key in data.shipped else "stored"
@@ -157,11 +157,24 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     return _frame((_with_runs(row) for row in rows.values()), GROUP_COLUMNS)
 
 
+def _is_anchor(region: RegionSummary, group: GroupChoice) -> bool:
+    return any(region.kinds[at] == "anchor" for at in group.ops)
+
+
+def how_it_runs(group: GroupChoice) -> str:
+    """A group's implementation in words."""
+    if group.is_plain:
+        return "ATen's op"
+    if not group.workload:
+        return f"library call {group.implementation}"
+    return f"one {group.implementation} kernel ({config_text(group.config)})"
+
+
 def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "group": group.label, "ops": len(group.ops), "answer": "fuse" if group.kind == "fused" else "do not fuse",
-        "backend": group.backend, "config": config_text(group.config), "predicted_us": group.predicted_us,
-        "lower_bound_us": group.lower_bound_us, "fused_us": group.measured_us if group.kind == "fused" else None,
+        "group": group.label, "ops": len(group.ops), "answer": "do not fuse" if group.is_plain else "fuse",
+        "backend": "" if group.is_plain else group.implementation, "config": config_text(group.config), "predicted_us": group.predicted_us,
+        "lower_bound_us": group.lower_bound_us, "fused_us": None if group.is_plain else group.measured_us,
     }
     if record is None:
         return row
@@ -173,7 +186,7 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
     }
     if record.undecided:
         row["answer"] = "undecided"
-    chosen_us = row["fused_us"] if group.kind == "fused" else row["unfused_us"]
+    chosen_us = row["unfused_us"] if group.is_plain else row["fused_us"]
     return row | {"speedup": row["unfused_us"] / chosen_us if chosen_us else None}
 
 
@@ -249,8 +262,8 @@ def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]
         if plan is None:
             launches += computes * region.occurrences
             continue
-        fused += region.occurrences * len({op for group in plan.groups if group.kind == "fused" for op in group.ops})
-        launches += region.occurrences * sum(1 if g.kind != "unfused" else len(g.ops) for g in plan.groups)
+        fused += region.occurrences * len({op for group in plan.groups if group.workload for op in group.ops})
+        launches += region.occurrences * sum(bool(group.workload) or not _is_anchor(region, group) for group in plan.groups)
         planned_us += region.occurrences * plan.planned_us
         unfused_us += region.occurrences * plan.unfused_us
     fusable = workload.computes

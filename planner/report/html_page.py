@@ -168,11 +168,7 @@ def _drawing(region: RegionSummary, plan: PlanRecord, where: str) -> Drawing:
 
 def group_text(group: GroupChoice) -> str:
     """A group in a few words: how it runs, and how long that takes."""
-    how = {
-        "fused": f"one {group.backend} kernel ({frames.config_text(group.config)})",
-        "unfused": "unfused",
-        "extern": f"library call ({group.backend})",
-    }[group.kind]
+    how = frames.how_it_runs(group)
     time = f"{group.measured_us:.2f} us measured" if group.measured_us is not None else "not measured"
     return f"{group.label}: {how}, {time}, {group.predicted_us:.2f} us predicted"
 

@@ -100,6 +100,7 @@ def compile_graph(
     call = executable(
         traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place,
         parameters={at for at, item in enumerate(example_inputs) if isinstance(item, torch.nn.Parameter)},
+        calls=resolved.calls,
     )
     if options.cuda_graphs:
         stationary = normalised.written | _stationary(gm, example_inputs)

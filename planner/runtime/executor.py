@@ -21,18 +21,26 @@ from torch import fx
 from fuseplan.kernels.gpu.direct import launcher_problem
 from fuseplan.kernels.ir.backend import CompiledKernel, Target, config_key
 from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions, WritesInPlace
-from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.aten import run_unfused
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
-from fuseplan.planner.implementations.subject import Fused
+from fuseplan.planner.implementations.library_call import OpGroup
+from fuseplan.planner.implementations.subject import Fused, op_group
 from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
-from fuseplan.planner.runtime.fallback import BuiltGroup, FirstCall, GroupPlan
+from fuseplan.planner.runtime.fallback import (
+    BuiltCall,
+    BuiltGroup,
+    CallPlan,
+    FirstCall,
+    FirstLibraryCall,
+    GroupPlan,
+)
 from fuseplan.planner.runtime.placement import Placement, fused_graph
 
 logger = logging.getLogger("fuseplan")
@@ -70,6 +78,7 @@ def executable(
     in_place: bool = True,
     donated: Collection[int] = (),
     parameters: Collection[int] = (),
+    calls: Sequence[CallPlan] = (),
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``plans`` as kernels.
 
@@ -88,11 +97,14 @@ def executable(
             on, where the back end can do that.
         donated: Positions of arguments that the caller gives away: their memory may be taken so, too.
         parameters: Positions of arguments that are parameters.
+        calls: Ops that a library's call runs.
     """
     built = _build_all(traced, plans, target, tally, numerics, in_place)
+    libraries = _build_calls(traced, calls, target, tally)
     if built and target.device_type == "cuda" and (problem := launcher_problem()) is not None:
         tally.note(f"kernels go through Triton's launcher: {problem}")
-    module, placed, reused = _place(traced, built, tally, donated, parameters)
+    module, placed, called, reused = _place(traced, built, libraries, tally, donated, parameters)
+    tally.count("library_calls", len(called))
     tally.count("in_place", sum(map(len, reused.values())))
     overwriting = _overwriting(placed, reused, target)
     forward: Callable[..., Any] = module.forward
@@ -104,6 +116,8 @@ def executable(
             tally.fused(group.plan.source)
             unfused = partial(run_unfused, traced, group.lowered, target.device_type)
             namespace[name] = FirstCall(group, unfused, namespace, name, tally, debug, overwriting.get(slot))
+        elif isinstance(slot, _Slot) and slot in called:
+            namespace[name] = FirstLibraryCall(called[slot], namespace, name, tally)
     if debug:
         logger.info("fused graph:\n%s", module.code)
     return forward
@@ -135,6 +149,24 @@ def _build_all(
             drop(group.plan, kernel)
         else:
             built.append(BuiltGroup(group.plan, group.lowered, *kernel))
+    return built
+
+
+def _build_calls(traced: Traced, plans: Sequence[CallPlan], target: Target, tally: Tally) -> list[BuiltCall]:
+    """The library calls that can be made; ATen's op runs what cannot."""
+    flow = compute_graph_of(traced.graph)
+    built = []
+    for plan in plans:
+        try:
+            outputs = flow.needed_outside(flow.position[name] for name in plan.ops)
+            group = op_group(traced.graph, plan.ops, outputs, target.device_type)
+            if not all(traced.graph.specs[value].is_static for value in (*group.inputs, *group.outputs)):
+                raise RefusedError("sizes are dynamic")
+            if (reason := plan.library.refuse(group)) is not None:
+                raise RefusedError(reason)
+            built.append(BuiltCall(plan, group, plan.library.build(group)))
+        except Exception as error:
+            tally.note(f"{plan.library.name} is not called: {failure_reason(error)}")
     return built
 
 
@@ -218,31 +250,48 @@ class _Slot:
 
 
 _Slots: TypeAlias = dict[Callable[..., Any], BuiltGroup]
+_Calls: TypeAlias = dict[Callable[..., Any], BuiltCall]
 _Reuses: TypeAlias = dict[Callable[..., Any], Reuse]
 
 
 def _place(
-    traced: Traced, built: Sequence[BuiltGroup], tally: Tally, donated: Collection[int], parameters: Collection[int]
-) -> tuple[fx.GraphModule, _Slots, _Reuses]:
-    slots: _Slots = {
-        _Slot(number, group.plan.label): group for number, group in enumerate(built)
+    traced: Traced, built: Sequence[BuiltGroup], libraries: Sequence[BuiltCall], tally: Tally,
+    donated: Collection[int], parameters: Collection[int],
+) -> tuple[fx.GraphModule, _Slots, _Calls, _Reuses]:
+    slots: _Slots = {_Slot(number, group.plan.label): group for number, group in enumerate(built)}
+    calls: _Calls = {
+        _Slot(number, f"{one.plan.library.name} {one.plan.label}"): one
+        for number, one in enumerate(libraries, len(built))
     }
     placements = [
-        Placement(slot, group.plan.ops, group.lowered.inputs, group.lowered.outputs, group.lowered.ir.symbols)
-        for slot, group in slots.items()
+        *(
+            Placement(slot, group.plan.ops, group.lowered.inputs, group.lowered.outputs, group.lowered.ir.symbols)
+            for slot, group in slots.items()
+        ),
+        *(Placement(slot, one.plan.ops, one.group.inputs, one.group.outputs) for slot, one in calls.items()),
     ]
     graph, refused = fused_graph(traced, placements)
     for placement, reason in refused:
+        if calls.pop(placement.call, None) is not None:
+            tally.note(f"a library call is not made: {reason}")
+            continue
         group = slots.pop(placement.call)
         tally.fall_back(reason)
         logger.info("group %s runs unfused: %s", group.plan.label or group.plan.ops[0], reason)
-    options = {slot: _options(group) for slot, group in slots.items()}
-    reused = plan_reuse(graph, traced, options, donated)
+    options: dict[Callable[..., Any], ReuseOptions] = {slot: _options(group) for slot, group in slots.items()}
+    reused = plan_reuse(graph, traced, options | dict.fromkeys(calls, {}), donated)
     allocated = {slot: group.lowered.ir.outputs for slot, group in slots.items()}
+    allocated |= {slot: _buffers(one.group) for slot, one in calls.items()}
     collapse_views(graph, traced.module.graph, allocated, parameters)
     bind_calls(graph, traced.module.graph)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")
-    return module, slots, reused
+    return module, slots, calls, reused
+
+
+def _buffers(group: OpGroup) -> tuple[Buffer, ...]:
+    """What a library's call allocates."""
+    specs = ((value, group.specs[value]) for value in group.outputs)
+    return tuple(Buffer(value, spec.dtype, spec.shape, spec.strides, is_output=True) for value, spec in specs)
 
 
 def _options(group: BuiltGroup) -> ReuseOptions:

@@ -15,7 +15,8 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.dispatch_stats import Source, Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.layouts import layout_of, same_layout
-from fuseplan.planner.implementations.subject import Fused
+from fuseplan.planner.implementations.library_call import Call, LibraryCall, OpGroup
+from fuseplan.planner.implementations.subject import Fused, chain_module
 from fuseplan.planner.lowering.lower import Lowered
 
 logger = logging.getLogger("fuseplan")
@@ -41,6 +42,30 @@ class GroupPlan:
     source: Source
     label: str = ""
     others: tuple[Backend, ...] = ()
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """Ops that a library's call runs in the place of ATen's.
+
+    Attributes:
+        ops: Names of the ops in the dataflow graph.
+        library: The call.
+        label: Short name for people.
+    """
+
+    ops: tuple[str, ...]
+    library: LibraryCall
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class BuiltCall:
+    """A library's call, ready to be placed."""
+
+    plan: CallPlan
+    group: OpGroup
+    call: Call
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,37 @@ class FirstCall:
             copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
             difference = largest_difference(self._later(*copies), expected)
             logger.info("%s in place differs from its ATen ops by at most %.3g", label, difference)
+
+
+class FirstLibraryCall:
+    """Runs a library's call for the first time, then takes itself out of the way; ATen's op takes over if it fails."""
+
+    def __init__(self, built: BuiltCall, namespace: dict[str, Any], name: str, tally: Tally) -> None:
+        self._built = built
+        self._namespace = namespace
+        self._name = name
+        self._tally = tally
+
+    def __call__(self, *args: Any) -> Any:
+        built = self._built
+        try:
+            result = built.call(*args)
+        except Exception as error:
+            reason = f"{built.plan.library.name}: first call failed: {failure_reason(error)}"
+            self._tally.count("library_calls", -1)
+            self._tally.note(reason)
+            logger.warning("%s runs as ATen's op from now on: %s", built.plan.label or self._name, reason)
+            group = built.group
+            chain = chain_module(group.nodes, group.inputs, group.outputs, group.device_type).forward
+            self._namespace[self._name] = _only(chain) if len(group.outputs) == 1 else chain
+            return self._namespace[self._name](*args)
+        self._namespace[self._name] = built.call
+        return result
+
+
+def _only(chain: Call) -> Call:
+    """A chain with one result, as a call that returns the tensor itself."""
+    return lambda *given: chain(*given)[0]
 
 
 def largest_difference(result: Any, expected: Any) -> float:

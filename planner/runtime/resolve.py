@@ -9,15 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fuseplan.planner.cost.prices import GroupBook
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.library_calls import library_calls
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.partition.plan_record import region_label
-from fuseplan.planner.runtime.fallback import GroupPlan
+from fuseplan.planner.runtime.fallback import CallPlan, GroupPlan
 from fuseplan.planner.tuning.planner import Planner, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import GroupChoice
@@ -41,11 +42,13 @@ class Resolved:
 
     Attributes:
         regions: One per planned occurrence of a region; regions left unfused are not in it.
-        groups: Their fused groups.
+        groups: Their groups that generated kernels run.
+        calls: Their ops that library calls run.
     """
 
     regions: tuple[RegionPlan, ...]
     groups: tuple[GroupPlan, ...]
+    calls: tuple[CallPlan, ...] = ()
 
 
 def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> Resolved:
@@ -83,7 +86,7 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         plans = _dynamic_plans(planner, graph, static, regions, plans)
     groups = tuple(_groups(session, graph, plans, tally))
     tally.spent(time.perf_counter() - start)
-    return Resolved(tuple(plans), groups)
+    return Resolved(tuple(plans), groups, tuple(_calls(planner, graph, plans)))
 
 
 def _warn_once(message: str) -> None:
@@ -212,9 +215,9 @@ def _dynamic_plans(
     try:
         book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
         distinct = {plan.region.key: plan for plan in plans}
-        unfit = {key for key, plan in distinct.items() if any(book.legal(ops) for _, ops in _fused(graph, plan))}
+        unfit = {key for key, plan in distinct.items() if any(map(book.legal, _kernels(planner, graph, plan)))}
         old = [plan for plan in plans if plan.region.key in unfit]
-        wanted = [(by_ops[frozenset(plan.region.ops)], [ops for _, ops in _fused(graph, plan)]) for plan in old]
+        wanted = [(by_ops[frozenset(plan.region.ops)], _kernels(planner, graph, plan)) for plan in old]
         new = planner.plan_dynamic(static, graph, wanted)
     except Exception as error:  # groups that are no kernels run unfused
         logger.warning("regions with dynamic sizes cannot be planned: %s", failure_reason(error))
@@ -223,15 +226,21 @@ def _dynamic_plans(
     return [*kept, *(_with_configs(one, other) for one, other in zip(new, old, strict=True))]
 
 
+def _kernels(planner: Planner, graph: DataflowGraph, plan: RegionPlan) -> list[tuple[str, ...]]:
+    """The ops of each group that a generated kernel runs."""
+    names = {backend.name for backend in planner.backends}
+    return [ops for choice, ops in _fused(graph, plan) if choice.implementation in names]
+
+
 def _with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
     """The plan, with the configurations of another for groups that are in both."""
     known = {frozenset(tuned.group_ops(choice)): choice for choice in tuned.record.groups}
 
     def configured(choice: GroupChoice) -> GroupChoice:
         same = known.get(frozenset(plan.group_ops(choice)))
-        if same is None or same.kind != choice.kind:
+        if same is None or same.is_plain != choice.is_plain:
             return choice
-        return replace(choice, backend=same.backend, config=same.config)
+        return replace(choice, implementation=same.implementation, config=same.config)
 
     return replace(plan, record=replace(plan.record, groups=tuple(map(configured, plan.record.groups))))
 
@@ -250,15 +259,26 @@ def _groups(
         if not fused:
             tally.count("planned_unfused")
         for choice, ops in fused:
-            if unavailable[choice.backend]:
-                tally.fall_back(f"{choice.backend}: {unavailable[choice.backend]}")
+            name = choice.implementation
+            if name not in backends:
+                continue
+            if unavailable[name]:
+                tally.fall_back(f"{name}: {unavailable[name]}")
             else:
-                yield GroupPlan(ops, backends[choice.backend], choice.config, plan.source, choice.label, usable)
+                yield GroupPlan(ops, backends[name], choice.config, plan.source, choice.label, usable)
+
+
+def _calls(planner: Planner, graph: DataflowGraph, plans: Iterable[RegionPlan]) -> Iterator[CallPlan]:
+    libraries = {call.name: call for call in library_calls(planner.target.device_type)}
+    for plan in plans:
+        for choice, ops in _fused(graph, plan):
+            if choice.implementation in libraries:
+                yield CallPlan(ops, libraries[choice.implementation], choice.label)
 
 
 def _fused(graph: DataflowGraph, plan: RegionPlan) -> Iterator[tuple[GroupChoice, tuple[str, ...]]]:
-    """The fused groups of a plan, with the names of their ops in the graph, views left out."""
+    """The groups of a plan that ATen does not run, with the names of their ops in the graph, views left out."""
     for choice in plan.record.groups:
-        if choice.kind == "fused":
+        if not choice.is_plain:
             names = plan.group_ops(choice)
             yield choice, tuple(name for name in names if kind_of(graph.op(name), graph.specs) != "view")

@@ -134,9 +134,10 @@ class FusionScheduler:
         for plan in resolved.regions:
             lines.append(f"region {plan.record.label}: plan from {plan.source}; {plan.record.evidence.reason}")
             for choice in plan.record.groups:
-                how = f"fused by {choice.backend} {dict(choice.config)}" if choice.kind == "fused" else "unfused"
+                how = "unfused" if choice.is_plain else f"run by {choice.implementation} {dict(choice.config)}"
                 ops = set(plan.group_ops(choice))
-                if choice.kind == "fused" and not any(ops >= set(group.ops) for group in kept):
+                called = any(ops == set(one.ops) for one in resolved.calls)
+                if not choice.is_plain and not called and not any(ops >= set(group.ops) for group in kept):
                     how = "unfused: smaller than FusionConfig asks for"
                 lines.append(f"  {choice.label}: {how}; predicted {choice.predicted_us:.1f} us")
             lines += [f"  not chosen: {other.label}: {other.reason}" for other in plan.record.rejected]
@@ -154,7 +155,8 @@ class FusionScheduler:
             traced, session, resolved = self._plan(graph, tensors, tally)
             groups = self._kept(traced.graph, resolved)
             return executable(
-                traced, groups, session.target, tally, session.settings.numerics, self.config.debug_mode
+                traced, groups, session.target, tally, session.settings.numerics, self.config.debug_mode,
+                calls=resolved.calls,
             )
         except FuseplanError as error:
             if _is_mistake(error) or not self.config.fallback_on_error:

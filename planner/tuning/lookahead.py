@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from fuseplan.planner.cost.prices import GroupBook, ModelPrices
+from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.choices import Choice, RegionProblem
+from fuseplan.planner.groups.regions import region_parts
+from fuseplan.planner.implementations.choices import Choice, RegionProblem
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.partition.guided_loop import GuidedResult, Prices, predicted_partition
 from fuseplan.search.tune.tuner import Tuner
 
@@ -71,14 +73,14 @@ class Lookahead:
         return self._books.setdefault(id(graph), self._make_book(graph))
 
     def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
-        """Prepare these regions, after those that were sent before; each key once."""
-        for region in regions:
-            if region.key not in self._problems:
-                self._problems[region.key] = Future()
-                self._pool.submit(self._prepare, graph, region, self._problems[region.key])
+        """Prepare the parts of these regions, after those that were sent before; each key once."""
+        for part in (part for region in regions for part in region_parts(graph, region)):
+            if part.key not in self._problems:
+                self._problems[part.key] = Future()
+                self._pool.submit(self._prepare, graph, part, self._problems[part.key])
 
     def problem(self, region: Region) -> RegionProblem | None:
-        """The prepared problem; waits for one under way. None for a region that was never sent.
+        """The prepared problem of a region's part; waits for one under way. None for a part that was never sent.
 
         Its kernels may still be on their way to the compilers: the tune times the region's ops first.
 
@@ -106,7 +108,7 @@ class Lookahead:
         if not self._stop.is_set():
             rehearsal = _Rehearsal(prices)
             self._search(problem, rehearsal)
-            self._tuner.prefetch(book.subject(choice.group) for choice in _fused(cover))
+            self._tuner.prefetch(book.subject(choice.group) for choice in _kernels(cover))
             self._tuner.prefetch_default(book.subject(choice.group) for choice in rehearsal.asked)
 
 
@@ -121,9 +123,9 @@ class _Rehearsal:
         return self._prices.bound_s(choice)
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
-        self.asked += [choice for choice in choices if choice.fused]
+        self.asked += [choice for choice in choices if choice.implementation.searches]
         return [self._prices.predict_s(choice) for choice in choices]
 
 
-def _fused(result: GuidedResult) -> list[Choice]:
-    return [priced.choice for priced in result.chosen if priced.choice.fused]
+def _kernels(result: GuidedResult) -> list[Choice]:
+    return [priced.choice for priced in result.chosen if priced.choice.implementation.searches]

@@ -10,18 +10,21 @@ from typing import Any, Literal, Protocol
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Backend, Target
-from fuseplan.planner.cost.prices import GroupBook, MeasuredPrices, ModelPrices
+from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples
 from fuseplan.planner.cost.samples import store_samples as store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates, enumerate_parts
-from fuseplan.planner.groups.choices import RegionProblem, region_problem
-from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.groups.candidates import CandidateLimits, Enumeration, enumerate_candidates, enumerate_parts
+from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
+from fuseplan.planner.implementations.choices import Implementations, RegionProblem, region_problem
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
-from fuseplan.planner.partition.plan_record import PlanWriter, region_label
+from fuseplan.planner.partition.plan_record import DecidedPart, PlanWriter, region_label
+from fuseplan.planner.partition.whole_region import beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey
@@ -138,6 +141,10 @@ class Planner:
         self.settings = settings if settings is not None else PlanSettings()
         self.tuner = tuner
         self._on_region = on_region
+        regime = self.settings.regime
+        self.implementations = implementations_for(target.device_type, regime, self.backends, target)
+        #: What runs what nothing was measured for: a library's call is chosen by measurement alone.
+        self.unmeasured = replace(self.implementations, libraries=())
         #: Why stored plans are not used although they were found, by region key.
         self.refused: dict[str, str] = {}
 
@@ -218,11 +225,13 @@ class Planner:
         records: dict[str, PlanRecord] = {}
         for region, groups in wanted:
             if region.key not in records:
-                prices = self._model_prices(book, region)
-                problem = region_problem(graph, region, enumerate_parts(graph, region, groups, book.legal))
-                result = predicted_partition(problem, prices.predict_s, self._margin)
+                parts = []
+                for part in region_parts(graph, region):
+                    own = [ops for ops in groups if set(ops) <= set(part.ops)]
+                    enumeration = enumerate_parts(graph, part, own, book.legal)
+                    parts.append(self._predicted(book, part, self._choices(book, part, enumeration, self.unmeasured)))
                 reason = "by the cost model: groups for these sizes are no kernels where sizes are dynamic"
-                records[region.key] = self._writer(graph, region, prices).record(result, 0.0, reason)
+                records[region.key] = self._writer(book, region).record(parts, 0.0, reason)
         return [RegionPlan(region, records[region.key], "model") for region, _ in wanted]
 
     def key(self, region_key: str) -> RecordKey:
@@ -251,7 +260,8 @@ class Planner:
         if lookup.hit is None:
             return lookup
         try:
-            return replace(lookup, record=PlanCheck(book, self.backends, self.target).accepted(region, lookup.hit))
+            check = PlanCheck(book, self.backends, self.target, self.implementations.libraries)
+            return replace(lookup, record=check.accepted(region, lookup.hit))
         except Exception as error:  # whatever else the check trips over: it costs this region alone
             reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
         if region.key not in self.refused:
@@ -269,51 +279,84 @@ class Planner:
         self, graph: DataflowGraph, region: Region, book: GroupBook, lookahead: Lookahead | None
     ) -> tuple[PlanRecord, Source]:
         if self.tuner is None:
-            return self._by_model(graph, region, book), "model"
-        problem = lookahead.problem(region) if lookahead is not None else None
-        if problem is None:
-            problem = self._problem(graph, region, book)
-        record = self._by_measurement(graph, region, book, self.tuner, problem)
+            parts = [self._predicted(book, part, self._problem(graph, part, book, self.unmeasured))
+                     for part in region_parts(graph, region)]
+            reason = "by the cost model, nothing was measured"
+            return self._writer(book, region).record(parts, 0.0, reason), "model"
+        record = self._by_measurement(graph, region, book, self.tuner, lookahead)
         with self.tuner.account.spend("storing"):
             self.tuner.database.put_plan(record)
         return record, "tuned"
 
-    def _by_model(self, graph: DataflowGraph, region: Region, book: GroupBook) -> PlanRecord:
-        prices = self._model_prices(book, region)
-        problem = self._problem(graph, region, book)
-        result = predicted_partition(problem, prices.predict_s, self._margin)
-        return self._writer(graph, region, prices).record(result, 0.0, "by the cost model, nothing was measured")
+    def _predicted(self, book: GroupBook, part: Region, problem: RegionProblem) -> DecidedPart:
+        prices = self._model_prices(book, part)
+        return DecidedPart(prices, predicted_partition(problem, prices.predict_s, self._margin))
 
     def _by_measurement(
-        self, graph: DataflowGraph, region: Region, book: GroupBook, tuner: Tuner, problem: RegionProblem
+        self, graph: DataflowGraph, region: Region, book: GroupBook, tuner: Tuner, lookahead: Lookahead | None
     ) -> PlanRecord:
         began = time.monotonic()
-        settings = self.settings
-        prices = MeasuredPrices(
-            book, self.spec, settings.regime, self.backends, self.target, tuner, self.learner, region
-        )
-        limit = self._limit(problem)
-        decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
+        parts = []
+        for part in region_parts(graph, region):
+            problem = lookahead.problem(part) if lookahead is not None else None
+            if problem is None:
+                problem = self._problem(graph, part, book)
+            parts.append(self._measured(book, part, problem, tuner))
         self.learner.update()
+        verdict = beats_plain(book, region, parts, tuner)
+        reason = _joined(parts) + verdict.words
+        writer = self._writer(book, region)
         elapsed_s = time.monotonic() - began
-        writer = self._writer(graph, region, prices)
-        record = writer.record(decided.result, elapsed_s, decided.reason, decided.undecided)
-        found = region_samples(
-            record.key, record.label, graph, region, record.enumerated, prices.samples.items()
-        )
+        record = writer.record(verdict.parts, elapsed_s, reason, any(part.undecided for part in parts))
+        samples = [one for part in parts for one in _measured_prices(part).samples.items()]
+        found = region_samples(record.key, record.label, graph, region, record.enumerated, samples)
         with tuner.account.spend("storing"):
             store_samples(tuner.database, found)
         return record
 
+    def _measured(self, book: GroupBook, part: Region, problem: RegionProblem, tuner: Tuner) -> DecidedPart:
+        """A part decided by measurement; by the model where there is nothing to decide and calls take long."""
+        prices = MeasuredPrices(book, self.spec, tuner, self.learner, part)
+        if problem.choices == problem.plain and all(prices.predict_s(one) > _LONG_S for one in problem.plain):
+            return DecidedPart(prices, predicted_partition(problem, prices.predict_s), "only ATen can run it")
+        settings = self.settings
+        limit = self._limit(problem)
+        decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
+        return DecidedPart(prices, decided.result, decided.reason, decided.undecided)
+
     def _book(self, graph: DataflowGraph) -> GroupBook:
         return GroupBook(graph, self.settings.numerics, self.target.device_type)
 
-    def _model_prices(self, book: GroupBook, region: Region) -> ModelPrices:
-        return ModelPrices(book, self.spec, self.settings.regime, self.backends, self.target, region)
+    def _model_prices(self, book: GroupBook, part: Region) -> ModelPrices:
+        return ModelPrices(book, self.spec, part)
 
-    def _problem(self, graph: DataflowGraph, region: Region, book: GroupBook) -> RegionProblem:
-        return region_problem(graph, region, enumerate_candidates(graph, region, self.settings.limits, book.legal))
+    def _problem(
+        self, graph: DataflowGraph, part: Region, book: GroupBook, ways: Implementations | None = None
+    ) -> RegionProblem:
+        enumeration = enumerate_candidates(graph, part, self.settings.limits, book.legal)
+        return self._choices(book, part, enumeration, ways)
 
-    def _writer(self, graph: DataflowGraph, region: Region, prices: ModelPrices) -> PlanWriter:
+    def _choices(
+        self, book: GroupBook, part: Region, enumeration: Enumeration, ways: Implementations | None = None
+    ) -> RegionProblem:
+        return region_problem(book.graph, part, enumeration, ways if ways is not None else self.implementations, book)
+
+    def _writer(self, book: GroupBook, region: Region) -> PlanWriter:
         seed = self.tuner.seed if self.tuner is not None else 0
-        return PlanWriter(self.key(region.key), graph, region, prices, seed, self.settings.alternatives)
+        return PlanWriter(
+            self.key(region.key), book, region, self.backends, self.target, seed, self.settings.alternatives
+        )
+
+
+#: Seconds of one call past which an op that only ATen can run is not timed: screening it would take minutes.
+_LONG_S = 0.02
+
+
+def _measured_prices(part: DecidedPart) -> MeasuredPrices:
+    assert isinstance(part.prices, MeasuredPrices)
+    return part.prices
+
+
+def _joined(parts: Sequence[DecidedPart]) -> str:
+    """How the parts were found, each reason once."""
+    return "; ".join(dict.fromkeys(part.reason for part in parts))

@@ -32,7 +32,7 @@ class RegionSummary:
         key: Workload key of the region's plan.
         occurrences: How often the region occurs (layers repeat).
         ops: Op names in canonical order (``mul.Tensor``); a plan's groups count positions in this list.
-        kinds: ``"compute"`` or ``"view"``, per op.
+        kinds: ``"compute"``, ``"anchor"`` or ``"view"``, per op.
         edges: Positions of producer and consumer.
         shapes: Shape and dtype of each op's first output (``1x32x2048 bfloat16``).
     """
@@ -121,7 +121,7 @@ def summarise(
     first = {record.key.workload: region for region, record in reversed(pairs)}
     flow = compute_graph_of(graph)
     kinds = dict(zip(flow.names, flow.kinds, strict=True))
-    externs = Counter(node.op for node in graph if kinds[node.name] == "opaque")
+    externs = Counter(node.op for node in graph if kinds[node.name] in ("anchor", "opaque"))
     return WorkloadSummary(
         model, workload, key.device, key.regime, key.numerics,
         ops=len(graph),

@@ -20,8 +20,10 @@ from fuseplan.search.store.limits import Amount, Count, Label, Measured, Optiona
 from fuseplan.search.store.plain import brief
 
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
+#: Name of the implementation that every op has.
+ATEN = "aten"
 #: How the reason of a trial begins that failed before it was a kernel.
 DOES_NOT_COMPILE = "does not compile"
 #: Dispatch regimes a time may be measured in: host launch included, or replayed from a CUDA graph.
@@ -268,11 +270,10 @@ class GroupChoice:
 
     Attributes:
         ops: Canonical positions in the region.
-        kind: How the group runs.
-        workload: Workload key of the group's tuning record; empty for an unfused op without one.
+        implementation: What runs the group: ``"aten"``, a kernel back end, or a library call.
+        workload: Workload key of the group's tuning record; empty where there is nothing to search.
         label: Short name for people.
-        backend: Kernel back end (``fused``) or library (``extern``); empty when unfused.
-        config: Kernel configuration; empty when unfused.
+        config: Kernel configuration; empty where there is nothing to search.
         predicted_us: What the cost model said.
         lower_bound_us: What no kernel can beat.
         measured_us: What was measured, by itself; None when the choice rests on the model.
@@ -280,10 +281,9 @@ class GroupChoice:
     """
 
     ops: Positions
-    kind: Literal["fused", "unfused", "extern"]
+    implementation: Word
     workload: OptionalKey = ""
     label: Label = ""
-    backend: Word = ""
     config: _Config = field(default_factory=dict)
     predicted_us: Amount = 0.0
     lower_bound_us: Amount = 0.0
@@ -294,7 +294,12 @@ class GroupChoice:
         """Why the fields contradict one another; "" when they do not."""
         if not self.ops:
             return "runs no op"
-        return "is fused by no back end" if self.kind == "fused" and not self.backend else ""
+        return "is run by nothing" if not self.implementation else ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ATen's own op runs it."""
+        return self.implementation == ATEN
 
 
 @dataclass(frozen=True)
@@ -307,7 +312,7 @@ class Alternative:
         reason: Why the partition does without it.
         predicted_us: What the cost model said.
         measured_us: What was measured; None when it was not.
-        kind: ``"unfused"`` for an op by itself that the partition fuses.
+        implementation: What would have run it: ``"aten"``, a kernel back end or a library call.
         workload: Workload key of its tuning record; empty without one.
         delay_us: How much longer it was held to take in its region than by itself.
     """
@@ -317,7 +322,7 @@ class Alternative:
     reason: str
     predicted_us: Amount | None = None
     measured_us: Amount | None = None
-    kind: Literal["fused", "unfused"] = "fused"
+    implementation: Word = "kernel"
     workload: OptionalKey = ""
     delay_us: Signed = 0.0
 

@@ -8,7 +8,7 @@ NaN (the softmax of a row that is masked as a whole).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -163,7 +163,30 @@ def _stray_access(inputs: Sequence[_Guarded], before: Sequence[torch.Tensor], ou
     return ""
 
 
-def _judge(guarded: _Guarded, expected: _Expected) -> tuple[float, str]:
+def check_call(run: Callable[..., Sequence[torch.Tensor]], oracle: Oracle) -> Verdict:
+    """Judge what a library's call returns, as :func:`check_result` judges a kernel; its memory is its own business."""
+    worst, reason = 0.0, ""
+    for number, (value, expected) in enumerate(zip(run(*oracle.inputs), oracle.expected, strict=True)):
+        error, complaint = _judge(_Result(value), expected)
+        worst = max(worst, error)
+        if complaint and not reason:
+            reason = f"output {number}: {complaint}"
+    return Verdict(not reason, reason, worst, oracle.eager_error)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A tensor that a call allocated."""
+
+    view: torch.Tensor
+
+    def unwritten(self, reference: torch.Tensor) -> int:
+        if not self.view.is_floating_point():
+            return 0
+        return int((torch.isnan(self.view.to(torch.float64)) & ~torch.isnan(reference)).sum())
+
+
+def _judge(guarded: _Guarded | _Result, expected: _Expected) -> tuple[float, str]:
     """Normwise error of one output, and what is wrong with it."""
     value, reference = guarded.view, expected.reference
     if value.shape != reference.shape:

@@ -182,6 +182,23 @@ class Tuner:
         self._resources.log(Trial(key, "", {}, time_us.median_us, created=now()))
         return time_us
 
+    def screen_call(self, plain: Subject, subject: Subject, name: str) -> Trial:
+        """A library's call, checked against the ops that it stands for and timed shortly; a stored trial serves.
+
+        Args:
+            plain: The ops as ATen runs them.
+            subject: The same, run by the library.
+            name: Of the call, kept as the trial's back end.
+        """
+        key = self.key(plain)
+        for trial in self._resources.trials(key):
+            if trial.backend == name:
+                return trial
+        outcome = self._resources.call(SCREENING, jobs.screen_call, self._resources.bench, plain, subject)
+        trial = screened(Trial(key, name, {}, created=now()), outcome)
+        self._resources.log(trial)
+        return trial
+
     def screen(self, subject: Subject) -> Trial:
         """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
 

@@ -23,7 +23,7 @@ from fuseplan.search.timing.measure import cache_bytes, rotating_operands, scree
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
-from fuseplan.search.timing.verify import Oracle, Verdict, check_result, make_oracle
+from fuseplan.search.timing.verify import Oracle, Verdict, check_call, check_result, make_oracle
 
 #: Name of the unfused chain among the contestants.
 UNFUSED = "unfused"
@@ -155,6 +155,15 @@ def time_unfused(bench: Bench, subject: Subject) -> Measurement:
     with torch.no_grad():
         desk = _desk(bench, subject)
         return screen(bench.timer, desk.subject.eager, desk.operands, bench.screen_s)
+
+
+def screen_call(bench: Bench, plain: Subject, subject: Subject) -> Screened:
+    """Check a library's call (``subject``) against the ops that it stands for (``plain``), and time it shortly."""
+    with torch.no_grad():
+        desk = _desk(bench, plain)
+        verdict = check_call(subject.eager, desk.oracle)
+        time_us = screen(bench.timer, subject.eager, desk.operands, bench.screen_s) if verdict.ok else None
+        return Screened(verdict, time_us)
 
 
 def screen_config(

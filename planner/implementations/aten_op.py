@@ -1,0 +1,42 @@
+"""ATen's own op, as eager runs it: what every other way to run an op is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.search.store.record import ATEN, Trial, TuningRecord
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.tuner import Tuner
+
+#: Calibration of all ATen ops.
+UNFUSED = "unfused"
+
+
+@dataclass(frozen=True)
+class AtenOp:
+    """Runs single ops (implements :class:`~fuseplan.planner.implementations.implementation.Implementation`)."""
+
+    mode: Mode = "eager"
+    name: str = ATEN
+    searches: bool = False
+
+    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+        return None if len(group.ops) == 1 else "ATen runs one op after another"
+
+    def work(self, book: GroupBook, group: Candidate) -> Work:
+        return book.unfused_work(group.ops[0])
+
+    def calibration(self, book: GroupBook, group: Candidate) -> str:
+        return UNFUSED
+
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Trial:
+        subject = book.subject(group)
+        return Trial(tuner.key(subject), "", {}, tuner.time_unfused(subject).median_us)
+
+    def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
+        subject = book.subject(group)
+        return Part(subject, reads=subject.operands, makes=subject.outputs)

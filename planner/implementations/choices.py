@@ -1,0 +1,86 @@
+"""The ways to run a region's ops: what a partition picks from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_candidates, region_dependencies
+from fuseplan.planner.groups.compute_graph import Classify
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import Implementation
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A group with one way to run it."""
+
+    group: Candidate
+    implementation: Implementation
+
+
+@dataclass(frozen=True)
+class Implementations:
+    """The ways to run groups on a device.
+
+    Attributes:
+        aten: Runs every single op.
+        kernel: Runs what lowers.
+        libraries: Run the groups that they do not refuse.
+    """
+
+    aten: Implementation
+    kernel: Implementation
+    libraries: tuple[Implementation, ...] = ()
+
+
+@dataclass(frozen=True)
+class RegionProblem:
+    """The compute ops and anchors of a region, or of a part of one (canonical order), and every way to run them.
+
+    ``choices`` holds ATen's ops first, one for each op, then the library calls, then the kernels from small to large:
+    among equally good choices the earlier is preferred. ``edges`` are the dependencies between ops, by their numbers.
+    """
+
+    ops: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    edges: tuple[tuple[int, int], ...]
+
+    @property
+    def plain(self) -> tuple[Choice, ...]:
+        """Every op as ATen's."""
+        return self.choices[: len(self.ops)]
+
+
+def region_problem(
+    graph: DataflowGraph, region: Region, enumeration: Enumeration, implementations: Implementations,
+    book: GroupBook | None = None, classify: Classify | None = None,
+) -> RegionProblem:
+    """The choices of a region.
+
+    Args:
+        graph: The graph.
+        region: A region of it, or a part of one.
+        enumeration: The groups that can be kernels.
+        implementations: The ways to run them.
+        book: The graph's groups; without it no library is asked.
+        classify: The classifier the region was found with. Default: the recipes' ``kind_of``.
+    """
+    dependencies = region_dependencies(graph, region, classify)
+    singles = region_candidates(graph, region, [1 << bit for bit in range(len(dependencies))], classify)
+    choices = (
+        *(Choice(single, implementations.aten) for single in singles),
+        *(_library_choices(book, singles, implementations.libraries) if book is not None else ()),
+        *(Choice(candidate, implementations.kernel) for candidate in enumeration.candidates),
+    )
+    return RegionProblem(tuple(single.ops[0] for single in singles), choices, dependencies.edges())
+
+
+def _library_choices(
+    book: GroupBook, singles: Sequence[Candidate], libraries: Sequence[Implementation]
+) -> list[Choice]:
+    anchors = [single for single in singles if book.is_anchor(single)]
+    return [
+        Choice(anchor, library) for anchor in anchors for library in libraries if library.refuse(book, anchor) is None
+    ]

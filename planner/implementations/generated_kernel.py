@@ -1,0 +1,55 @@
+"""A kernel generated for a group, by whichever back end makes the best one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.search.store.record import Trial, TuningRecord
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.tuner import Tuner
+
+
+@dataclass(frozen=True)
+class GeneratedKernel:
+    """Runs what lowers (implements :class:`~fuseplan.planner.implementations.implementation.Implementation`).
+
+    Attributes:
+        backends: Who may compile it, in order of preference.
+        target: For what.
+        mode: How kernels are launched.
+    """
+
+    backends: tuple[Backend, ...] = field(default=(), compare=False, repr=False)
+    target: Target | None = field(default=None, compare=False, repr=False)
+    mode: Mode = "kernel"
+    name: str = "kernel"
+    searches: bool = True
+
+    def backend_for(self, book: GroupBook, group: Candidate) -> Backend | None:
+        """The first back end that is here and can express the group."""
+        assert self.target is not None
+        return book.backend_for(group, self.backends, self.target)
+
+    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+        return None if self.backend_for(book, group) is not None else "no back end can express the group here"
+
+    def work(self, book: GroupBook, group: Candidate) -> Work:
+        return book.work(group)
+
+    def calibration(self, book: GroupBook, group: Candidate) -> str:
+        backend = self.backend_for(book, group)
+        return backend.name if backend is not None else ""
+
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Trial:
+        return tuner.screen(book.subject(group))
+
+    def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
+        assert record is not None, "a kernel is tuned before it is a part of anything"
+        subject = book.subject(group)
+        backend = next(backend for backend in self.backends if backend.name == record.backend)
+        return Part(subject, backend, record.config, subject.operands, subject.outputs)

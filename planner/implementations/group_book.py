@@ -1,0 +1,117 @@
+"""The groups of one static graph, each lowered and described once: legality, work, keys and subjects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.candidates import Candidate, group_form
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
+from fuseplan.planner.implementations.library_call import LibraryCall, OpGroup
+from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+
+
+class GroupBook:
+    """What is known of a graph's groups.
+
+    Args:
+        graph: The graph.
+        numerics: How kernels round.
+        device_type: Where they run.
+        dynamic: The same graph with dynamic sizes, where a legal group has to be a kernel, too.
+    """
+
+    def __init__(
+        self, graph: DataflowGraph, numerics: str, device_type: str, dynamic: DataflowGraph | None = None
+    ) -> None:
+        self.graph = graph
+        self.numerics = numerics
+        self.device_type = device_type
+        self.dynamic = dynamic
+        self._lowered: dict[tuple[str, ...], Lowered] = {}
+        self._works: dict[tuple[str, ...], Work] = {}
+        self._subjects: dict[tuple[str, ...], GroupSubject] = {}
+        self._singles: dict[str, Work] = {}
+        self._backends: dict[tuple[str, ...], Backend | None] = {}
+
+    def static(self, group: Candidate) -> Lowered:
+        """The group's kernel with its sizes bound; errors are those of :meth:`lowered`."""
+        lowered = self.lowered(group)
+        return replace(lowered, ir=lowered.ir.bind(self.graph.kernel_sizes))
+
+    def lowered(self, group: Candidate) -> Lowered:
+        """The group's kernel.
+
+        Raises:
+            NotLowerable: With the reason.
+        """
+        if group.ops not in self._lowered:
+            self._lowered[group.ops] = lower(self.graph, group.ops, self.numerics, group.outputs)
+        return self._lowered[group.ops]
+
+    def legal(self, ops: Sequence[str]) -> str | None:
+        """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
+        names = tuple(ops)
+        try:
+            self._lowered[names] = _as_kernel(self.graph, names, self.numerics)
+            if self.dynamic is not None:
+                _as_kernel(self.dynamic, names, self.numerics)
+        except NotLowerable as refused:
+            return str(refused)
+        return None
+
+    def work(self, group: Candidate) -> Work:
+        """Work of the group as one kernel."""
+        if group.ops not in self._works:
+            lowered = self.lowered(group)
+            hot = hot_inputs(self.graph, lowered.inputs)
+            self._works[group.ops] = kernel_work(lowered.ir.bind(self.graph.kernel_sizes), hot)
+        return self._works[group.ops]
+
+    def backend_for(self, group: Candidate, backends: Sequence[Backend], target: Target) -> Backend | None:
+        """The first of ``backends`` (always the same ones) that is here and can express the group."""
+        if group.ops not in self._backends:
+            ir = self.lowered(group).ir
+            willing = (b for b in backends if b.unavailable() is None and b.refuse(ir, target) is None)
+            self._backends[group.ops] = next(willing, None)
+        return self._backends[group.ops]
+
+    def unfused_work(self, op: str) -> Work:
+        """Work of one ATen op by itself."""
+        if op not in self._singles:
+            self._singles[op] = op_work(self.graph, op)
+        return self._singles[op]
+
+    def is_anchor(self, group: Candidate) -> bool:
+        """Whether the group is one that no kernel is generated for: only library calls run it."""
+        flow = compute_graph_of(self.graph)
+        return any(flow.kinds[flow.position[name]] == "anchor" for name in group.ops)
+
+    def subject(self, group: Candidate) -> GroupSubject:
+        """The group as the search sees it."""
+        if group.ops not in self._subjects:
+            key = group_form(self.graph, group.ops, group.outputs).key
+            if self.is_anchor(group):
+                made = op_subject(self.graph, self.op_group(group), key)
+            else:
+                made = group_subject(self.graph, group.ops, key, self.numerics, self.device_type, group.outputs)
+            self._subjects[group.ops] = made
+        return self._subjects[group.ops]
+
+    def op_group(self, group: Candidate) -> OpGroup:
+        """The group as library calls see it."""
+        return op_group(self.graph, group.ops, group.outputs, self.device_type)
+
+    def call_subject(self, group: Candidate, call: LibraryCall) -> GroupSubject:
+        """The group as the search sees it when a library call runs it."""
+        return replace(self.subject(group), library=call)
+
+
+def _as_kernel(graph: DataflowGraph, ops: tuple[str, ...], numerics: str) -> Lowered:
+    flow = compute_graph_of(graph)
+    return lower(graph, ops, numerics, flow.needed_outside(flow.position[name] for name in ops))

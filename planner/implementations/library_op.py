@@ -1,0 +1,43 @@
+"""A library's call in the place of an ATen op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.library_call import LibraryCall
+from fuseplan.search.store.record import Trial, TuningRecord
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.tuner import Tuner
+
+
+@dataclass(frozen=True)
+class LibraryOp:
+    """Runs an anchor (implements :class:`~fuseplan.planner.implementations.implementation.Implementation`)."""
+
+    call: LibraryCall = field(compare=False, repr=False)
+    name: str
+    mode: Mode = "eager"
+    searches: bool = False
+
+    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+        operands = book.graph.op(group.ops[0]).inputs
+        if len(set(operands)) < len(operands):
+            return "an operand is given twice"
+        return self.call.refuse(book.op_group(group))
+
+    def work(self, book: GroupBook, group: Candidate) -> Work:
+        return book.unfused_work(group.ops[0])
+
+    def calibration(self, book: GroupBook, group: Candidate) -> str:
+        return self.name
+
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Trial:
+        return tuner.screen_call(book.subject(group), book.call_subject(group, self.call), self.name)
+
+    def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
+        subject = book.call_subject(group, self.call)
+        return Part(subject, reads=subject.operands, makes=subject.outputs)

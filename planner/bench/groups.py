@@ -42,7 +42,7 @@ def fused_groups(
         flow = compute_graph_of(graph, None)
         for region in plan.unique():
             for choice in region.record.groups:
-                if not choice.workload or choice.workload in found:
+                if not choice.is_kernel or choice.workload in found:
                     continue
                 ops = region.group_ops(choice)
                 outputs = tuple(flow.needed_outside(flow.position[name] for name in ops))

@@ -137,9 +137,8 @@ class MeasuredPrices(ModelPrices):
     def plain_us(self, choice: Choice) -> float:
         """Time of the ops of a choice that was measured, as ATen runs them."""
         ops = set(choice.group.ops)
-        return math.fsum(
-            time_s * 1e6 for one, time_s in self._screened_s.items() if self.is_plain(one) and ops.issuperset(one.group.ops)
-        )
+        plain = ((one, time_s) for one, time_s in self._screened_s.items() if self.is_plain(one))
+        return math.fsum(time_s * 1e6 for one, time_s in plain if ops.issuperset(one.group.ops))
 
     def _measure_s(self, choice: Choice) -> float:
         record = self.record(choice)

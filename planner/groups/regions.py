@@ -106,7 +106,7 @@ def _search(graph: DataflowGraph, flow: ComputeGraph, classify: Classify | None,
 def find_boundaries(
     graph: DataflowGraph, classify: Classify | None = None, limits: RegionLimits = RegionLimits()
 ) -> list[Boundary]:
-    """Every data-flow edge between compute ops and anchors that no group may hold, with the reason (for ``plan explain``)."""
+    """Every data-flow edge between compute ops and anchors that is in no region, with the reason."""
     finder = _Finder(graph, compute_graph_of(graph, classify), limits)
     finder.components()
     return finder.boundaries()

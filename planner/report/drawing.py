@@ -122,7 +122,8 @@ class _Drawing:
 
     def _words(self) -> str:
         parts = [
-            f"{group_name(number)} ({group.implementation}): {', '.join(_short(self.region.ops[op]) for op in group.ops)}"
+            f"{group_name(number)} ({group.implementation}): "
+            + ", ".join(_short(self.region.ops[op]) for op in group.ops)
             for number, group in enumerate(self.plan.groups)
         ]
         return f"Partition of {self.plan.label} into {len(parts)} groups. " + "; ".join(parts)

@@ -147,7 +147,7 @@ class _RegionWords:
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
         how = (
             "ATen's op" if choice.is_plain
-            else f"one {choice.implementation} kernel" if choice.workload
+            else f"one {choice.implementation} kernel" if choice.is_kernel
             else f"library call {choice.implementation}"
         )
         yield f"  {group.name}: {how}: {ops}"
@@ -270,7 +270,7 @@ def sources(session: Session, graph: DataflowGraph, plan: GraphPlan) -> Iterator
     needed = _outputs_of(graph)
     for one in plan.unique():
         for choice in one.record.groups:
-            if choice.workload and choice.implementation in backends:
+            if choice.is_kernel and choice.implementation in backends:
                 ops = one.group_ops(choice)
                 subject = group_subject(
                     graph, ops, choice.workload, session.settings.numerics, session.target.device_type, needed(ops)

@@ -165,7 +165,7 @@ def how_it_runs(group: GroupChoice) -> str:
     """A group's implementation in words."""
     if group.is_plain:
         return "ATen's op"
-    if not group.workload:
+    if not group.is_kernel:
         return f"library call {group.implementation}"
     return f"one {group.implementation} kernel ({config_text(group.config)})"
 
@@ -173,7 +173,8 @@ def how_it_runs(group: GroupChoice) -> str:
 def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "group": group.label, "ops": len(group.ops), "answer": "do not fuse" if group.is_plain else "fuse",
-        "backend": "" if group.is_plain else group.implementation, "config": config_text(group.config), "predicted_us": group.predicted_us,
+        "backend": "" if group.is_plain else group.implementation, "config": config_text(group.config),
+        "predicted_us": group.predicted_us,
         "lower_bound_us": group.lower_bound_us, "fused_us": None if group.is_plain else group.measured_us,
     }
     if record is None:
@@ -247,7 +248,7 @@ def _region_row(
 def coverage_frame(data: ReportData) -> pd.DataFrame:
     """One row per workload: how many of its fusable ops the plan fuses, and what that leaves to launch.
 
-    ``launches`` and the times leave the library calls out: those run the same either way.
+    ``launches`` leaves library calls out; the times are those of whole regions, with their matmuls and attention.
     """
     return _frame((_coverage_row(data, workload) for workload in data.workloads), COVERAGE_COLUMNS)
 
@@ -262,8 +263,8 @@ def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]
         if plan is None:
             launches += computes * region.occurrences
             continue
-        fused += region.occurrences * len({op for group in plan.groups if group.workload for op in group.ops})
-        launches += region.occurrences * sum(bool(group.workload) or not _is_anchor(region, group) for group in plan.groups)
+        fused += region.occurrences * len({op for group in plan.groups if group.is_kernel for op in group.ops})
+        launches += region.occurrences * sum(not _is_anchor(region, group) for group in plan.groups)
         planned_us += region.occurrences * plan.planned_us
         unfused_us += region.occurrences * plan.unfused_us
     fusable = workload.computes

@@ -74,7 +74,7 @@ def _longest(
         groups = ((one, group) for one in plan.unique() if one.shipped for group in one.record.groups)
         for region, group in groups:
             key = RecordKey(group.workload, session.device, settings.regime, settings.numerics)
-            record = store.get_record(key).hit if group.workload and group.workload not in found else None
+            record = store.get_record(key).hit if group.is_kernel and group.workload not in found else None
             if record is not None and record.fused is not None:
                 found[group.workload] = record, graph, region.group_ops(group)
     longest = sorted(found.values(), key=lambda one: -one[0].best_us)[:KERNELS]

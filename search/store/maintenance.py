@@ -48,7 +48,7 @@ def _tuning_row(record: TuningRecord, versions: Versions | None) -> tuple[object
 
 def _plan_row(plan: PlanRecord, versions: Versions | None) -> tuple[object, ...]:
     key = plan.key
-    fused = sum(bool(group.workload) for group in plan.groups)
+    fused = sum(group.is_kernel for group in plan.groups)
     return (
         "plan", key.workload, plan.label, key.device, key.regime, key.numerics,
         f"{fused} fused of {len(plan.groups)} groups", "", plan.planned_us, plan.unfused_us,
@@ -127,7 +127,7 @@ def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
 def _configs(record: object) -> list[tuple[str, Config]]:
     """The configurations in a record, each with its back end."""
     if isinstance(record, PlanRecord):
-        return [(group.implementation, group.config) for group in record.groups if group.workload]
+        return [(group.implementation, group.config) for group in record.groups if group.is_kernel]
     if isinstance(record, TuningRecord | Trial):
         return [(record.backend, record.config)]
     return []

@@ -301,6 +301,11 @@ class GroupChoice:
         """Whether ATen's own op runs it."""
         return self.implementation == ATEN
 
+    @property
+    def is_kernel(self) -> bool:
+        """Whether a generated kernel runs it."""
+        return not self.is_plain and bool(self.workload)
+
 
 @dataclass(frozen=True)
 class Alternative:

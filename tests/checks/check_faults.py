@@ -258,14 +258,17 @@ def poison(path: Path, before: dict[str, str]) -> list[str]:
         records = [one for one in database.records() if f"record {one.key.workload} {one.key.device}" not in before]
         plans = [one for one in database.plans() if f"plan {one.key.workload} {one.key.device}" not in before]
     timed = any(one.fused is not None for one in records)
-    unfused = [plan for plan in plans if not any(group.kind == "fused" for group in plan.groups)]
+    unfused = [plan for plan in plans if not any(group.is_kernel for group in plan.groups)]
     return [one.label for one in records if one.fused is None] + [one.label for one in unfused if not timed]
 
 
 def partitions(path: Path) -> dict[str, str]:
     """The groups of each stored plan, by the region's key."""
     with Database(path, "inspect") as database:
-        return {one.key.workload: repr([(group.ops, group.kind) for group in one.groups]) for one in database.plans()}
+        return {
+            one.key.workload: repr([(group.ops, group.implementation) for group in one.groups])
+            for one in database.plans()
+        }
 
 
 def left_alone(folder: Path, source: Path, options: list[str]) -> dict[str, str]:

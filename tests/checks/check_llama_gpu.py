@@ -44,7 +44,7 @@ def llama_subjects(model: str, folder: str) -> Iterator[GroupSubject]:
         plan = Planner(store, None, "none", SM90, (ReferenceBackend(),)).plan_graph(graph)
         for region in plan.unique():
             for choice in region.record.groups:
-                if choice.kind == "fused" and choice.workload not in seen:
+                if choice.is_kernel and choice.workload not in seen:
                     seen.add(choice.workload)
                     yield group_subject(graph, region.group_ops(choice), choice.workload)
 

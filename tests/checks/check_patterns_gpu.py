@@ -49,7 +49,7 @@ def subjects(name: str, shape: str, folder: str, dtype: str | None = None) -> It
     plan = Planner(store, None, "none", SM90, (ReferenceBackend(),)).plan_graph(graph)
     for region in plan.unique():
         for choice in region.record.groups:
-            if choice.kind == "fused":
+            if choice.is_kernel:
                 yield group_subject(graph, region.group_ops(choice), choice.workload)
 
 

@@ -38,11 +38,13 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from fuseplan.planner.capture.trace import capture
-from fuseplan.planner.cost.prices import GroupBook, MeasuredPrices
+from fuseplan.planner.cost.prices import MeasuredPrices
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_candidates
-from fuseplan.planner.groups.choices import Choice, RegionProblem, region_problem
+from fuseplan.planner.groups.regions import region_parts
+from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode, prefill
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
@@ -50,6 +52,7 @@ from fuseplan.planner.partition.guided_loop import guided_partition
 from fuseplan.planner.tuning.planner import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.tune import TuneResult, tune
+from fuseplan.search.store.record import GroupChoice
 from fuseplan.search.tune.tuner import Budget, Tuner
 
 COMMON = {"num_hidden_layers": 2, "vocab_size": 1024, "hidden_act": "silu", "max_position_embeddings": 4096}
@@ -105,6 +108,7 @@ class Small:
     label: str
     graph: DataflowGraph
     plan: RegionPlan
+    part: Region
     book: GroupBook
     problem: RegionProblem
     cut: bool
@@ -118,9 +122,14 @@ class HopefulPrices(MeasuredPrices):
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
         times = super().measure_s(choices)
         return [
-            time_s if not one.fused or one.group.ops in self.records else time_s * (1.0 - self.optimism)
+            time_s * (1.0 - self.optimism) if self.untuned(one) else time_s
             for one, time_s in zip(choices, times, strict=True)
         ]
+
+
+def _kind(group: GroupChoice) -> str:
+    """Name of the implementation that the choice of a stored group has."""
+    return "kernel" if group.is_kernel else group.implementation
 
 
 def best_of_all(problem: RegionProblem, prices: HopefulPrices) -> tuple[Choice, ...]:
@@ -128,7 +137,7 @@ def best_of_all(problem: RegionProblem, prices: HopefulPrices) -> tuple[Choice, 
     while True:
         result = guided_partition(problem, prices, tolerance=0.0, start=problem.choices)
         chosen = tuple(priced.choice for priced in result.chosen)
-        untuned = [one.group for one in chosen if one.fused and one.group.ops not in prices.records]
+        untuned = [one.group for one in chosen if prices.untuned(one)]
         if not untuned:
             return chosen
         prices.tuner.prefetch(prices.book.subject(group) for group in untuned)
@@ -142,7 +151,7 @@ def loss_of(chosen: Sequence[Choice], best: Sequence[Choice], problem: RegionPro
     if set(best) == set(chosen):
         return 0.0, 0.0
     for one in chosen:
-        if one.fused:
+        if one.implementation.searches:
             prices.tuned(one.group)
     contest = MeasuredRegion(problem, prices, 0.0, 0.0, len(problem.choices)).play_off(best, chosen)
     if contest is None:
@@ -153,13 +162,13 @@ def loss_of(chosen: Sequence[Choice], best: Sequence[Choice], problem: RegionPro
 def check(session: Session, one: Small, tuner: Tuner, optimism: float) -> bool:
     """Look for a better partition of one region, and say what came of it; True when there is none."""
     start = time.monotonic()
-    prices = HopefulPrices(
-        one.book, session.spec, session.settings.regime, session.backends, session.target, tuner,
-        region=one.plan.region,
-    )
+    prices = HopefulPrices(one.book, session.spec, tuner, part=one.part)
     prices.optimism = optimism
-    wanted = {(frozenset(one.plan.group_ops(group)), group.kind == "fused") for group in one.plan.record.groups}
-    chosen = [choice for choice in one.problem.choices if (frozenset(choice.group.ops), choice.fused) in wanted]
+    wanted = {(frozenset(one.plan.group_ops(group)), _kind(group)) for group in one.plan.record.groups}
+    chosen = [
+        choice for choice in one.problem.choices
+        if (frozenset(choice.group.ops), choice.implementation.name) in wanted
+    ]
     best = best_of_all(one.problem, prices)
     loss, noise = loss_of(chosen, best, one.problem, prices)
     right = loss <= max(_ALLOWED, noise)
@@ -186,22 +195,23 @@ def small_regions(session: Session, named: Sequence[tuple[str, DataflowGraph]], 
     for (label, graph), workload_plan in zip(named, planned.plans, strict=True):
         book = GroupBook(graph, session.settings.numerics, session.target.device_type)
         for plan in workload_plan.plan.unique():
-            if not 4 <= plan.record.enumerated <= most or plan.region.key in seen:
-                continue
-            seen.add(plan.region.key)
-            found = enumerate_candidates(graph, plan.region, session.settings.limits, book.legal)
-            problem = region_problem(graph, plan.region, found)
-            small = Small(label, graph, plan, book, problem, found.truncated is not None)
-            by_model.setdefault(label.split(",")[0], []).append(small)
+            for part in region_parts(graph, plan.region):
+                found = enumerate_candidates(graph, part, session.settings.limits, book.legal)
+                problem = region_problem(graph, part, found, session.planner().implementations, book)
+                if part.key in seen or not 4 <= len(problem.choices) <= most:
+                    continue
+                seen.add(part.key)
+                small = Small(label, graph, plan, part, book, problem, found.truncated is not None)
+                by_model.setdefault(label.split(",")[0], []).append(small)
     for members in by_model.values():
-        members.sort(key=lambda one: one.plan.record.enumerated)
+        members.sort(key=lambda one: len(one.problem.choices))
     return [one for one in chain.from_iterable(zip_longest(*by_model.values())) if one is not None]
 
 
 def partitions(planned: TuneResult) -> dict[str, frozenset[tuple[tuple[int, ...], str]]]:
     """The groups of each distinct region, by its key."""
     return {
-        plan.region.key: frozenset((tuple(group.ops), group.kind) for group in plan.record.groups)
+        plan.region.key: frozenset((tuple(group.ops), group.implementation) for group in plan.record.groups)
         for _, plan in planned.distinct()
     }
 
@@ -265,7 +275,8 @@ def check_all(
     checked: list[bool] = []
     with session.tuner(replace(budget, screen_s=_SCREEN_S)) as tuner:
         for one in listed:  # every kernel that will be measured, compiled in the order in which it will be
-            tuner.prefetch_default(one.book.subject(choice.group) for choice in one.problem.choices if choice.fused)
+            kernels = (choice for choice in one.problem.choices if choice.implementation.searches)
+            tuner.prefetch_default(one.book.subject(choice.group) for choice in kernels)
         for one in listed:
             if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
                 break

@@ -17,11 +17,13 @@ from collections.abc import Sequence
 import torch
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.planner.cost.prices import GroupBook, fused_mode
+from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work
+from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import Cell
@@ -66,10 +68,10 @@ def kernels(
 
 def delay_us(graph: DataflowGraph, parts: Sequence[Lowered], spec: DeviceSpec) -> float:
     (region,) = find_regions(graph)
-    neighbours = GroupBook(graph, "fp32", "cuda").neighbours(region)
+    neighbours = shared_cache(GroupBook(graph, "fp32", "cuda"), region)
     works = [kernel_work(one.ir, hot_inputs(graph, one.inputs)) for one in parts]
     return sum(
-        neighbours.delay_us(work, spec, fused_mode(REGIME), one) for work, one in zip(works, parts, strict=True)
+        neighbours.delay_us(work, spec, kernel_mode(REGIME), one) for work, one in zip(works, parts, strict=True)
     )
 
 

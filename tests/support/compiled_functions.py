@@ -31,7 +31,7 @@ def compiled(
         GroupPlan(plan.group_ops(choice), kernels, choice.config, "model")
         for plan in planner.plan_graph(normalised.graph).regions
         for choice in plan.record.groups
-        if choice.kind == "fused"
+        if choice.is_kernel
     ]
     traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes)
     return executable(traced, plans, CPU, tally, **how)

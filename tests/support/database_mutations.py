@@ -205,9 +205,9 @@ def _edit_groups(rng: random.Random, groups: list[Any], canary: Canary) -> None:
     elif how == 5:
         one["ops"] = rng.sample(one["ops"], len(one["ops"]))
     elif how == 6:
-        one["kind"] = rng.choice(("fused", "unfused", "extern", "opaque"))
+        one["workload"] = rng.choice(("", canary.text(rng)))
     elif how == 7:
-        one["backend"] = rng.choice(("", "cpp", "triton", "reference", canary.text(rng)))
+        one["implementation"] = rng.choice(("", "aten", "sdpa.cudnn", "cpp", "triton", "reference", canary.text(rng)))
     else:
         rng.shuffle(groups)
 

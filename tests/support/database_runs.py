@@ -110,10 +110,10 @@ def make_database(folder: Path) -> None:
         key = plan.record.key
         ops = tuple(range(len(plan.region.ops)))
         work = Work({"fp32": 9.0}, 99.0, launches=1)
-        sample = samples.ChoiceSample(ops, True, "cpp", "rms", "rms", "g", "kernel", work, 5.0)
+        sample = samples.ChoiceSample(ops, "kernel", "cpp", "rms", "rms", "g", "kernel", work, 5.0)
         samples.store_samples(database, samples.RegionSamples(key, plan.record.label, ((0, 1),), 4, (sample,)))
         for group in plan.record.groups:
-            if group.kind == "fused":
+            if group.is_kernel:
                 own = replace(key, workload=group.workload)
                 sound = tuning(key=own, label=group.label, config=dict(group.config), work=work)
                 database.put_record(replace(sound, evidence=replace(sound.evidence, versions=versions)))

@@ -61,7 +61,7 @@ ROPE = tuning("c" * 64, "cat|neg <rope> 32x32x64 bfloat16", 55.0, 50.0, Work({"f
 
 def fused(record: TuningRecord, ops: tuple[int, ...], predicted_us: float) -> GroupChoice:
     return GroupChoice(
-        ops, "fused", record.key.workload, record.label, record.backend, record.config, predicted_us,
+        ops, record.backend, record.key.workload, record.label, record.config, predicted_us,
         predicted_us / 2, record.fused.median_us if record.fused else None,
     )
 
@@ -80,8 +80,8 @@ NORM_PLAN = plan("2" * 64, "add+rms_norm", (fused(NORM, (0, 1, 2, 3), 25.0),), 2
 ROPE_PLAN = plan(
     "3" * 64, "rope",
     (
-        GroupChoice((0, 1), "unfused", ROPE.key.workload, ROPE.label, predicted_us=48.0, measured_us=50.0),
-        GroupChoice((3,), "unfused", "", "neg", predicted_us=5.0, measured_us=5.5),
+        GroupChoice((0, 1), "aten", ROPE.key.workload, ROPE.label, predicted_us=48.0, measured_us=50.0),
+        GroupChoice((3,), "aten", "", "neg", predicted_us=5.0, measured_us=5.5),
     ),
     55.5, 55.5,
 )

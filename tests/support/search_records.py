@@ -63,8 +63,8 @@ def plan(workload: str = "r1", device: str = "cpu-a", **changes: object) -> Plan
         "key": RecordKey(workload, device, "graph", "eager"),
         "label": "layer",
         "groups": (
-            GroupChoice((0, 1), "fused", "w1", "swiglu", "cpp", {"threads": 2}, 6.0, 4.0, 5.0),
-            GroupChoice((2,), "extern", label="linear", backend="mkl", predicted_us=30.0),
+            GroupChoice((0, 1), "cpp", "w1", "swiglu", {"threads": 2}, 6.0, 4.0, 5.0),
+            GroupChoice((2,), "mkl", label="linear", predicted_us=30.0),
         ),
         "planned_us": 35.0,
         "unfused_us": 45.0,

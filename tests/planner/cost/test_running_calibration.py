@@ -8,7 +8,8 @@ from costmodel_samples import CPU
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.cost.running_calibration import UNFUSED, RunningCalibration
+from fuseplan.planner.cost.running_calibration import RunningCalibration
+from fuseplan.planner.implementations.aten_op import UNFUSED
 
 
 def samples(scale: float, count: int) -> list[Sample]:

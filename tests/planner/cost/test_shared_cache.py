@@ -22,13 +22,15 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.bench import prediction
 from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.cost import prices
-from fuseplan.planner.cost.prices import GroupBook, ModelPrices
+from fuseplan.planner.cost.prices import ModelPrices, shared_cache
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_candidates
-from fuseplan.planner.groups.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
+from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.partition.guided_loop import predicted_partition
@@ -60,7 +62,7 @@ def megabytes(count: float) -> Work:
 
 def neighbours_of(graph: DataflowGraph) -> SharedCache:
     (region,) = find_regions(graph)
-    return GroupBook(graph, "fp32", "cuda").neighbours(region)
+    return shared_cache(GroupBook(graph, "fp32", "cuda"), region)
 
 
 def delays_us(graph: DataflowGraph, spec: DeviceSpec | None = None, mode: Mode = "graph") -> list[float]:
@@ -169,13 +171,14 @@ class Gpu(ReferenceBackend):
 def prices_of(rows: int, among: bool) -> tuple[RegionProblem, ModelPrices]:
     graph, region = two_scaled(rows)
     book = GroupBook(graph, "fp32", "cuda")
-    problem = region_problem(graph, region, enumerate_candidates(graph, region, legal=book.legal))
     target = Target("cuda", "sm_90", 100, l2_bytes=40_000_000)
-    return problem, ModelPrices(book, KNEE, "graph", (Gpu(),), target, region if among else None)
+    ways = implementations_for("cuda", "graph", (Gpu(),), target)
+    problem = region_problem(graph, region, enumerate_candidates(graph, region, legal=book.legal), ways)
+    return problem, ModelPrices(book, KNEE, region if among else None)
 
 
 def fused(problem: RegionProblem, size: int) -> Choice:
-    return next(one for one in problem.choices if one.fused and len(one.group.ops) == size)
+    return next(one for one in problem.choices if one.implementation.searches and len(one.group.ops) == size)
 
 
 def test_two_kernels_are_no_better_off_in_a_cache_than_one() -> None:
@@ -262,7 +265,7 @@ def test_kernels_that_look_cheaper_alone_lose_to_one_for_all(tmp_path: Path) -> 
     record = planned(tmp_path, 15.0)  # two alone: 13.8 us; in the region 2 us more each
     assert [len(group.ops) for group in record.groups] == [2]
     assert record.groups[0].delay_us == 0.0
-    apart = [one for one in record.rejected if one.kind == "fused"]
+    apart = [one for one in record.rejected if one.is_kernel]
     assert [one.delay_us for one in apart] == pytest.approx([2.0] * len(apart), rel=0.01)
 
 

@@ -12,13 +12,14 @@ from graph_oracle import Oracle, anything, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, synthetic_kind
+from ways import WAYS
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates
-from fuseplan.planner.groups.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.groups.convex import bits
 from fuseplan.planner.groups.cycles import break_cycles, short_cycles
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.partition.cover import CoverLimits, CoverProblem, Option, solve_cover
 from fuseplan.planner.partition.guided_loop import GuidedResult, cover_problem, guided_partition, predicted_partition
 
@@ -155,7 +156,7 @@ class FakeTimes:
             growth = len(choice.group.ops) ** rng.choice([0.4, 0.7, 1.1])
             self.true[choice] = rng.uniform(0.8, 1.2) * 1e-6 * growth
             self.low[choice] = self.true[choice] * rng.uniform(looseness, 1.0)
-            if choice.fused and rng.random() < failing:
+            if choice.implementation.searches and rng.random() < failing:
                 self.true[choice] = rng.choice([math.inf, math.nan])
 
     def bound_s(self, choice: Choice) -> float:
@@ -170,7 +171,7 @@ def region_problems(seed: int, size: int, order: int = 0) -> list[RegionProblem]
     graph = random_graph(seed, size, opaque=0.15, order=order)
     return [
         region_problem(graph, region, enumerate_candidates(
-            graph, region, CandidateLimits(max_candidates=60), anything, synthetic_kind), synthetic_kind)
+            graph, region, CandidateLimits(max_candidates=60), anything, synthetic_kind), WAYS, classify=synthetic_kind)
         for region in find_regions(graph, synthetic_kind)
     ]
 
@@ -195,7 +196,7 @@ def test_guided_loop_ends_near_the_true_optimum(seed: int, size: int, tolerance:
         assert sorted(op for priced in result.chosen for op in priced.choice.group.ops) == sorted(problem.ops)
         assert result.cost_s == pytest.approx(math.fsum(priced.cost_s for priced in result.chosen))
         assert all(priced.cost_s == times.true[priced.choice] for priced in result.chosen)
-        unfused = [times.true[choice] for choice in problem.choices if not choice.fused]
+        unfused = [times.true[choice] for choice in problem.choices if not choice.implementation.searches]
         assert result.unfused_s == pytest.approx(math.fsum(unfused))
         assert result.cost_s <= result.unfused_s
         assert {p.choice for p in (*result.chosen, *result.rejected)} == set(times.measured)
@@ -207,7 +208,7 @@ def chain(length: int) -> tuple[DataflowGraph, RegionProblem]:
     graph = make(*rows, outputs=(f"a{length - 1}",))
     (region,) = find_regions(graph, synthetic_kind)
     found = enumerate_candidates(graph, region, legal=anything, classify=synthetic_kind)
-    return graph, region_problem(graph, region, found, synthetic_kind)
+    return graph, region_problem(graph, region, found, WAYS, classify=synthetic_kind)
 
 
 class Flat:
@@ -217,7 +218,7 @@ class Flat:
         self.fused_s, self.unfused_s, self.tightness = fused_s, unfused_s, tightness
 
     def time_s(self, choice: Choice) -> float:
-        return self.fused_s if choice.fused else self.unfused_s
+        return self.fused_s if choice.implementation.searches else self.unfused_s
 
     def bound_s(self, choice: Choice) -> float:
         return self.time_s(choice) * self.tightness
@@ -233,13 +234,13 @@ def test_most_groups_are_never_measured() -> None:
     assert [len(priced.choice.group.ops) for priced in result.chosen] == [8]
     assert (result.measured, result.enumerated, result.optimal) == (9, 44, True)
     assert result.unfused_s == 8.0
-    assert [priced.choice.fused for priced in result.rejected] == [False] * 8
+    assert [priced.choice.implementation.searches for priced in result.rejected] == [False] * 8
 
 
 def test_not_fusing_is_an_answer() -> None:
     _, problem = chain(3)
     result = guided_partition(problem, Flat(fused_s=3.5))
-    assert [priced.choice.fused for priced in result.chosen] == [False] * 3
+    assert [priced.choice.implementation.searches for priced in result.chosen] == [False] * 3
     assert result.optimal
 
 
@@ -255,9 +256,9 @@ def test_measurement_budget_leaves_a_stated_gap() -> None:
 def test_noise_margin_prefers_one_launch_but_never_above_unfused() -> None:
     _, problem = chain(2)
     fused = guided_partition(problem, Flat(1.0, unfused_s=0.505), tolerance=0.0, margin=0.02)
-    assert [priced.choice.fused for priced in fused.chosen] == [True]
+    assert [priced.choice.implementation.searches for priced in fused.chosen] == [True]
     slower = guided_partition(problem, Flat(1.01, unfused_s=0.5, tightness=0.9), tolerance=0.0, margin=0.02)
-    assert [priced.choice.fused for priced in slower.chosen] == [False, False]
+    assert [priced.choice.implementation.searches for priced in slower.chosen] == [False, False]
 
 
 def test_failing_unfused_measurement_names_the_op() -> None:

@@ -19,9 +19,9 @@ from scripted_tuner import TARGET
 
 import fuseplan.planner
 from fuseplan.kernels.cpp.backend import CppBackend
-from fuseplan.planner.cost.prices import GroupBook
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError, refuse_cover
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
@@ -57,7 +57,7 @@ def planned(graph: DataflowGraph) -> tuple[PlanCheck, Any, PlanRecord]:
 
 
 def choice(ops: Sequence[int], **fields: Any) -> GroupChoice:
-    return GroupChoice(tuple(ops), "fused", backend="cpp", config=HONEST, **fields)
+    return GroupChoice(tuple(ops), "cpp", workload="w", config=HONEST, **fields)
 
 
 def test_of_all_ways_to_group_ops_those_that_can_run_are_accepted() -> None:
@@ -108,8 +108,8 @@ def test_what_is_no_cover_is_refused(groups: list[tuple[int, ...]], reason: str)
 
 
 def test_a_cover_of_an_unknown_region_is_checked_as_far_as_can_be() -> None:
-    refuse_cover([choice([0, 2]), GroupChoice((3,), "unfused")])
-    for bad in ([choice([])], [choice([1]), choice([1])], [choice([-1])], [GroupChoice((0, 1), "unfused")]):
+    refuse_cover([choice([0, 2]), GroupChoice((3,), "aten")])
+    for bad in ([choice([])], [choice([1]), choice([1])], [choice([-1])], [GroupChoice((0, 1), "aten")]):
         with pytest.raises(RefusedPlanError):
             refuse_cover(bad)
 
@@ -118,9 +118,10 @@ def test_groups_without_a_kernel_are_refused() -> None:
     check, region, record = planned(fork())
     (whole,) = record.groups
     for changes, reason in (
-        ({"backend": "[/red]"}, "none for cpu"), ({"backend": ""}, "none for cpu"), ({"config": {}}, "lacks unroll"),
+        ({"implementation": "[/red]"}, "none for cpu"), ({"implementation": ""}, "none for cpu"),
+        ({"implementation": "sdpa.cudnn"}, "none for cpu"), ({"config": {}}, "lacks unroll"),
         ({"config": {"unroll": 3}}, "its unroll is none"), ({"config": {"unroll": "1"}}, "its unroll is none"),
-        ({"config": {**HONEST, "\x1b[31m": 1}}, "unknown here"), ({"kind": "unfused"}, "without a kernel"),
+        ({"config": {**HONEST, "\x1b[31m": 1}}, "unknown here"), ({"implementation": "aten"}, "without a kernel"),
     ):
         changed = replace(record, groups=(replace(whole, **changes),))  # type: ignore[arg-type]
         with pytest.raises(RefusedPlanError, match=reason) as caught:

@@ -67,7 +67,7 @@ def _apart(session: Session, rejected: tuple[Alternative, ...]) -> str:
     graph = pattern_graph("swiglu", "3x128", "bfloat16")
     (found,) = session.planner().plan_graph(graph).regions
     groups = tuple(
-        GroupChoice((at,), "unfused", label=name, predicted_us=3.0, measured_us=2.0)
+        GroupChoice((at,), "aten", label=name, predicted_us=3.0, measured_us=2.0)
         for at, name in enumerate(("silu", "mul"))
     )
     record = replace(found.record, groups=groups, rejected=rejected, measured=3)
@@ -90,7 +90,7 @@ def test_a_boundary_between_ops_with_one_in_the_middle(session: Session) -> None
     graph = pattern_graph("rms_norm", "3x128", "float32")
     (found,) = session.planner().plan_graph(graph).regions
     compute = found.record.groups[0].ops
-    groups = tuple(GroupChoice((at,), "unfused", label=str(at), predicted_us=1.0) for at in compute)
+    groups = tuple(GroupChoice((at,), "aten", label=str(at), predicted_us=1.0) for at in compute)
     plan = GraphPlan((RegionPlan(found.region, replace(found.record, groups=groups), "model"),))
     words = _words(session, graph, plan)
     # mul(x, rsqrt(...)) reads x directly and through the statistics.

@@ -152,8 +152,8 @@ def test_regret_is_the_cost_of_the_models_own_choice(data: ReportData) -> None:
     plan = replace(
         samples.SWIGLU_PLAN,
         groups=(
-            GroupChoice((0,), "unfused", "", "silu", predicted_us=4.0, measured_us=4.0),
-            GroupChoice((1,), "unfused", "", "mul", predicted_us=4.0, measured_us=5.0),
+            GroupChoice((0,), "aten", "", "silu", predicted_us=4.0, measured_us=4.0),
+            GroupChoice((1,), "aten", "", "mul", predicted_us=4.0, measured_us=5.0),
         ),
         rejected=(Alternative((0, 1), "silu+mul", "slower", 5.0, 12.0),),
     )
@@ -289,8 +289,8 @@ def test_partition_drawing_shows_a_recomputed_op_twice() -> None:
     plan = replace(
         samples.NORM_PLAN,
         groups=(
-            GroupChoice((0, 1, 2), "fused", "k", "add+pow+mean", "cpp", {}, 1.0, 0.5, 1.0),
-            GroupChoice((0, 3), "fused", "l", "add+mul", "cpp", {}, 1.0, 0.5, 1.0),
+            GroupChoice((0, 1, 2), "cpp", "k", "add+pow+mean", {}, 1.0, 0.5, 1.0),
+            GroupChoice((0, 3), "cpp", "l", "add+mul", {}, 1.0, 0.5, 1.0),
         ),
     )
     drawing = report_graph.partition_svg(samples.REGIONS[1], plan)

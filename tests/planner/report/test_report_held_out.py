@@ -29,7 +29,7 @@ def sample(ops: tuple[int, ...], family: str, nbytes: float, scale: float, fused
     work = Work({"fp32": nbytes / 8}, nbytes, launches=1)
     time_us = scale * predict(work, GPU, "graph").time_us
     name, label = "triton" if fused else "unfused", f"{family} {nbytes:g}"
-    return ChoiceSample(ops, fused, name, label, family, label, "graph", work, time_us)
+    return ChoiceSample(ops, "kernel" if fused else "aten", name, label, family, label, "graph", work, time_us)
 
 
 def region(number: int, nbytes: float, scale: float = 1.2, odd: float = 1.0) -> RegionSamples:
@@ -69,7 +69,8 @@ def test_a_kernel_is_predicted_without_itself() -> None:
 def test_covers_count_what_their_kernels_cost_each_other() -> None:
     """Both ops of the last region take so much longer in it that one kernel for both is the better cover after all."""
     odd = region(9, 1e5 * 1.7**9, odd=5.0)
-    late = replace(odd, samples=tuple(replace(one, delay_us=0.0 if one.fused else 1e4) for one in odd.samples))
+    delays_us = {"kernel": 0.0, "aten": 1e4}
+    late = replace(odd, samples=tuple(replace(one, delay_us=delays_us[one.implementation]) for one in odd.samples))
     for given, best in ((odd, odd.samples[:2]), (late, late.samples[2:])):
         regions = [*REGIONS[:-1], given]
         frame = sample_frame(regions, GPU, PHASES)
@@ -134,9 +135,11 @@ def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
         plan = planner.plan_graph(graph).regions[0]
         (found,) = stored.load_samples(database, "dev")
         assert found.key == plan.record.key
-        assert {(one.ops, one.fused) for one in found.samples} >= {((0,), False), ((1,), False), ((0, 1), True)}
+        assert {(one.ops, one.implementation) for one in found.samples} >= {
+            ((0,), "aten"), ((1,), "aten"), ((0, 1), "kernel")
+        }
         assert found.edges == ((0, 1),)
-        assert all(one.measured_us == (4.0 if one.fused else 10.0) for one in found.samples)
+        assert all(one.measured_us == (4.0 if one.implementation == "kernel" else 10.0) for one in found.samples)
         assert all(one.work.launches == 1 for one in found.samples)
 
 

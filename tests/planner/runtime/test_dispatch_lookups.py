@@ -165,7 +165,7 @@ def test_a_stored_do_not_fuse_is_obeyed(db: Path, kernels: ReferenceBackend) -> 
     with Database(db) as database:
         (plan,) = database.plans()
         (group,) = plan.groups
-        singles = tuple(replace(group, ops=(op,), kind="unfused", backend="", config={}) for op in group.ops)
+        singles = tuple(replace(group, ops=(op,), implementation="aten", config={}) for op in group.ops)
         database.put_plan(replace(plan, groups=singles))
     compiled(swiglu, db)(x, x)
     done = fuseplan.planner.stats()

@@ -10,10 +10,10 @@ import pytest
 from reference_backend import ReferenceBackend
 
 from fuseplan.kernels.ir.index import symbol
-from fuseplan.planner.cost.prices import GroupBook
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.lowering.lower import NotLowerable, lower
 from fuseplan.planner.runtime.resolve import Resolved, _with_configs, resolve
 from fuseplan.planner.tuning import session as sessions

@@ -49,7 +49,7 @@ def fused(
         GroupPlan(plan.group_ops(choice), backend or ReferenceBackend(), choice.config, "model", others=others)
         for plan in planner.plan_graph(graph).regions
         for choice in plan.record.groups
-        if choice.kind == "fused"
+        if choice.is_kernel
     ]
     return executable(Traced(module, graph, normalised.nodes, normalised.sizes), plans, CPU, tally)
 

@@ -11,13 +11,14 @@ import torch
 from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
+from ways import singles
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.planner.cost.prices import GroupBook
 from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import GroupSubject
 from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
@@ -39,7 +40,7 @@ def database(tmp_path: Path) -> Database:
 def test_without_a_probed_device_the_fewest_launches_win(database: Database) -> None:
     plan = planner(database).plan_graph(chain(4)).regions[0]
     assert plan.source == "model"
-    assert [group.kind for group in plan.record.groups] == ["fused"]
+    assert [group.is_kernel for group in plan.record.groups] == [True]
     assert len(plan.group_ops(plan.record.groups[0])) == 4
     assert "nothing was measured" in plan.record.evidence.reason
 
@@ -54,7 +55,7 @@ def test_measured_times_decide_and_the_next_plan_is_looked_up(database: Database
     assert first.record.planned_us == pytest.approx(6.0)
     assert first.record.unfused_us == pytest.approx(40.0)
     assert first.record.margin == pytest.approx(1 - 6 / 40)
-    assert {len(other.ops) for other in first.record.rejected if other.kind == "fused"} >= {4}
+    assert {len(other.ops) for other in first.record.rejected if other.implementation != "aten"} >= {4}
     assert len(tuner.tuned) == 3  # the incumbent (one kernel) and what the cover uses; nothing else is searched
     again = planner(database, None).plan_graph(chain(4)).regions[0]
     assert again.source == "database"
@@ -64,7 +65,7 @@ def test_measured_times_decide_and_the_next_plan_is_looked_up(database: Database
 def test_do_not_fuse_is_an_answer(database: Database) -> None:
     tuner = ScriptedTuner(database, lambda subject: 5.0, refuses=lambda subject: True)
     record = planner(database, tuner).plan_graph(chain(3)).regions[0].record
-    assert [group.kind for group in record.groups] == ["unfused"] * 3
+    assert [group.implementation for group in record.groups] == ["aten"] * 3
     assert record.planned_us == pytest.approx(30.0)
     assert record.unfused_us == pytest.approx(30.0)
     assert any("not faster" in other.reason for other in record.rejected)
@@ -119,14 +120,14 @@ def test_a_kernel_that_never_works_leaves_its_ops_unfused(database: Database) ->
             return Trial(RecordKey(subject.key, "dev"), "cpp", {}, None, "does not compile: no such register")
 
     record = planner(database, Failing(database, lambda subject: 1.0)).plan_graph(chain(2)).regions[0].record
-    assert {group.kind for group in record.groups} == {"unfused"}
+    assert {group.implementation for group in record.groups} == {"aten"}
     assert any("no such register" in other.reason for other in record.rejected)
 
 
 def test_a_back_end_that_cannot_run_is_never_planned_for(database: Database) -> None:
     store = Planner(database, None, "dev", TARGET, (ReferenceBackend(missing="no compiler"),), PlanSettings())
     record = store.plan_graph(chain(3)).regions[0].record
-    assert {group.kind for group in record.groups} == {"unfused"}
+    assert {group.implementation for group in record.groups} == {"aten"}
 
 
 def test_peak_memory_of_a_partition() -> None:
@@ -135,13 +136,13 @@ def test_peak_memory_of_a_partition() -> None:
     book = GroupBook(graph, "fp32", "cpu")
     enumeration = enumerate_candidates(graph, region, legal=book.legal)
     whole = [group for group in enumeration.candidates if len(group.ops) == 3]
-    singles = [choice.group for choice in book.unfused_choices(region)]
+    alone = singles(graph, region)
     assert peak_bytes(graph, whole, region.outputs) == 128
-    assert peak_bytes(graph, singles, region.outputs) == 256  # an op's operand and result live together
-    over = [{group.outputs[0]: (group.inputs[0],)} for group in singles]
-    assert peak_bytes(graph, singles, region.outputs, over) == 128  # each but the first writes over its operand
-    every = [value for group in singles for value in group.outputs]
-    assert peak_bytes(graph, singles, every, over) == 384  # what is needed to the end is not written over
+    assert peak_bytes(graph, alone, region.outputs) == 256  # an op's operand and result live together
+    over = [{group.outputs[0]: (group.inputs[0],)} for group in alone]
+    assert peak_bytes(graph, alone, region.outputs, over) == 128  # each but the first writes over its operand
+    every = [value for group in alone for value in group.outputs]
+    assert peak_bytes(graph, alone, every, over) == 384  # what is needed to the end is not written over
 
 
 def test_binding_replaces_sizes_everywhere() -> None:

@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
     """A label with markup, a reason with escape sequences, and a label with those."""
     path = tmp_path / "tuning.db"
     with Database(path) as database:
-        group = GroupChoice((0, 1), "fused", "w1", MARKUP, "cpp", {"tile": 64}, 6.0, 4.0, 5.0)
+        group = GroupChoice((0, 1), "cpp", "w1", MARKUP, {"tile": 64}, 6.0, 4.0, 5.0)
         why = Alternative((0,), MARKUP, ESCAPES, 1.0, 2.0)
         database.put_record(tuning(label=MARKUP, device=DEVICE, evidence=evidence(ESCAPES)))
         database.put_record(tuning("w2", label=MARKUP, device=DEVICE))

@@ -23,7 +23,7 @@ def test_shipped_records_are_whole_and_of_their_device(path: Path) -> None:
         assert (one.key.device, one.key.regime) == found.groups()
         assert one.evidence.versions.torch and one.evidence.versions.triton
     known = {record.key.workload for record in bundle.records}
-    used = {group.workload for plan in bundle.plans for group in plan.groups if group.kind == "fused"}
+    used = {group.workload for plan in bundle.plans for group in plan.groups if group.is_kernel}
     assert used <= known
 
 

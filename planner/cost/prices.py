@@ -148,12 +148,12 @@ class MeasuredPrices(ModelPrices):
         return alone_s + self.delay_us(choice) * 1e-6
 
     def _screen_s(self, choice: Choice) -> float:
-        trial = choice.implementation.screen(self.book, choice.group, self.tuner)
-        if trial.median_us is None:
-            self.failures[choice] = trial.reason
+        found = choice.implementation.screen(self.book, choice.group, self.tuner)
+        if found.time_us is None:
+            self.failures[choice] = found.reason
             return math.inf
-        self._learn(choice, trial.backend, trial.median_us)
-        return trial.median_us * 1e-6
+        self._learn(choice, found.backend, found.time_us)
+        return found.time_us * 1e-6
 
     def _learn(self, choice: Choice, backend: str, time_us: float) -> None:
         way, subject = choice.implementation, self.book.subject(choice.group)

@@ -70,7 +70,7 @@ def region_parts(
     graph: DataflowGraph, region: Region, classify: Classify | None = None, limits: RegionLimits = RegionLimits()
 ) -> tuple[Region, ...]:
     """The islands and the single anchors of a region, ordered by their first op; itself where it has one part."""
-    return _found(graph, classify, limits)[region]
+    return _found(graph, classify, limits).get(region, (region,))
 
 
 def _found(graph: DataflowGraph, classify: Classify | None, limits: RegionLimits) -> _Parts:

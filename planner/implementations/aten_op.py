@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.search.store.record import ATEN, Trial, TuningRecord
+from fuseplan.planner.implementations.group_book import GroupBook, Screening
+from fuseplan.search.store.record import ATEN, TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -33,9 +33,8 @@ class AtenOp:
     def calibration(self, book: GroupBook, group: Candidate) -> str:
         return UNFUSED
 
-    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Trial:
-        subject = book.subject(group)
-        return Trial(tuner.key(subject), "", {}, tuner.time_unfused(subject).median_us)
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
+        return Screening(tuner.time_unfused(book.subject(group)).median_us)
 
     def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
         subject = book.subject(group)

@@ -8,8 +8,8 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.search.store.record import Trial, TuningRecord
+from fuseplan.planner.implementations.group_book import GroupBook, Screening
+from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -45,8 +45,9 @@ class GeneratedKernel:
         backend = self.backend_for(book, group)
         return backend.name if backend is not None else ""
 
-    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Trial:
-        return tuner.screen(book.subject(group))
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
+        trial = tuner.screen(book.subject(group))
+        return Screening(trial.median_us, trial.reason, trial.backend)
 
     def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
         assert record is not None, "a kernel is tuned before it is a part of anything"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
@@ -14,6 +14,21 @@ from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work,
 from fuseplan.planner.implementations.library_call import LibraryCall, OpGroup
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+
+
+@dataclass(frozen=True)
+class Screening:
+    """A short timing of an implementation by itself.
+
+    Attributes:
+        time_us: Microseconds of a call; None where it failed.
+        reason: Why it failed.
+        backend: What made the kernel, where there are several.
+    """
+
+    time_us: float | None
+    reason: str = ""
+    backend: str = ""
 
 
 class GroupBook:

@@ -11,8 +11,8 @@ from typing import Protocol
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.search.store.record import Trial, TuningRecord
+from fuseplan.planner.implementations.group_book import GroupBook, Screening
+from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -47,8 +47,8 @@ class Implementation(Protocol):
         """Name of the calibration that predicts it."""
         ...
 
-    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Trial:
-        """Time it shortly, checked where it is not ATen itself; the trial has the reason where it failed."""
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
+        """Time it shortly, checked where it is not ATen itself."""
         ...
 
     def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_book import GroupBook, Screening
 from fuseplan.planner.implementations.library_call import LibraryCall
-from fuseplan.search.store.record import Trial, TuningRecord
+from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -35,8 +35,9 @@ class LibraryOp:
     def calibration(self, book: GroupBook, group: Candidate) -> str:
         return self.name
 
-    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Trial:
-        return tuner.screen_call(book.subject(group), book.call_subject(group, self.call), self.name)
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
+        trial = tuner.screen_call(book.subject(group), book.call_subject(group, self.call), self.name)
+        return Screening(trial.median_us, trial.reason)
 
     def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
         subject = book.call_subject(group, self.call)

@@ -158,7 +158,7 @@ def group_frame(data: ReportData) -> pd.DataFrame:
 
 
 def _is_anchor(region: RegionSummary, group: GroupChoice) -> bool:
-    return any(region.kinds[at] == "anchor" for at in group.ops)
+    return any(region.kinds[at : at + 1] == ("anchor",) for at in group.ops)
 
 
 def how_it_runs(group: GroupChoice) -> str:
@@ -264,7 +264,9 @@ def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]
             launches += computes * region.occurrences
             continue
         fused += region.occurrences * len({op for group in plan.groups if group.is_kernel for op in group.ops})
-        launches += region.occurrences * sum(not _is_anchor(region, group) for group in plan.groups)
+        launches += region.occurrences * sum(
+            1 if group.is_kernel else len(group.ops) for group in plan.groups if not _is_anchor(region, group)
+        )
         planned_us += region.occurrences * plan.planned_us
         unfused_us += region.occurrences * plan.unfused_us
     fusable = workload.computes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,7 +13,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.library_calls import library_calls
 from fuseplan.planner.lowering.recipes import kind_of
@@ -66,20 +66,15 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     static = bind_graph(graph)
     regions = find_regions(static)
     tally.count("regions", len(regions))
-    distinct = unique_regions(regions)
-    found = planner.look_up_all(static, (occurrences[0] for occurrences in distinct.values()))
-    # What is stored and unsound runs unfused, unless it can be replaced by something measured.
-    known = found.keys() if on_miss == "tune" else found.keys() | planner.refused.keys()
-    missing = {key: occurrences[0] for key, occurrences in distinct.items() if key not in known}
-    plans = [RegionPlan(region, found[region.key], "database") for region in regions if region.key in found]
-    if missing:
-        _report_misses(planner, static, missing.values(), tally)
-        waiting = [region for region in regions if region.key in missing]
-        near = _neighbouring_plans(planner, graph, waiting)
-        tally.count("bucketed", len(near))
-        served = {frozenset(plan.region.ops) for plan in near}
-        left = [region for region in waiting if frozenset(region.ops) not in served]
-        plans += [*near, *_plans_on_miss(session, static, left, on_miss, tally)]
+    plans, left = _stored_plans(planner, graph, static, regions, on_miss, tally)
+    if left and on_miss != "tune":
+        parts = [part for region in left for part in planner.parts_to_plan(static, region, ())]
+        again = [part for part in parts if part not in left]
+        more, left = _stored_plans(planner, graph, static, again, on_miss, tally)
+        plans += more
+        left = [part for part in parts if part not in again] + left
+    if left:
+        plans += _plans_on_miss(session, static, left, on_miss, tally)
     for reason in planner.refused.values():
         tally.quarantine(f"a stored plan is not used: {reason}")
     if graph.symbols and on_miss != "unfused":
@@ -97,9 +92,32 @@ def _warn_once(message: str) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-def _report_misses(planner: Planner, graph: DataflowGraph, regions: Iterable[Region], tally: Tally) -> None:
+def _stored_plans(
+    planner: Planner, graph: DataflowGraph, static: DataflowGraph, regions: Sequence[Region], on_miss: OnMiss,
+    tally: Tally,
+) -> tuple[list[RegionPlan], list[Region]]:
+    """What is stored for regions, or parts of some, or for neighbouring sizes of them; and those without."""
+    found = planner.look_up_all(static, (occurrences[0] for occurrences in unique_regions(regions).values()))
+    # What is stored and unsound runs unfused, unless it can be replaced by something measured.
+    known = found.keys() if on_miss == "tune" else found.keys() | planner.refused.keys()
+    plans = [RegionPlan(region, found[region.key], "database") for region in regions if region.key in found]
+    waiting = [region for region in regions if region.key not in known]
+    near = _neighbouring_plans(planner, graph, waiting) if waiting else []
+    tally.count("bucketed", len(near))
+    served = {frozenset(plan.region.ops) for plan in near}
+    missed = [
+        region for region in waiting
+        if on_miss == "tune" or frozenset(region.ops) in served or region_parts(static, region) == (region,)
+    ]  # of others it depends on their parts
+    _report_misses(planner, static, unique_regions(missed), tally)
+    return [*plans, *near], [region for region in waiting if frozenset(region.ops) not in served]
+
+
+def _report_misses(
+    planner: Planner, graph: DataflowGraph, regions: Mapping[str, Sequence[Region]], tally: Tally
+) -> None:
     """Count each distinct miss, store it for the next tune, and log it once per process."""
-    for region in regions:
+    for region, *_ in regions.values():
         tally.count("misses")
         key, label = planner.key(region.key), region_label(graph, region)
         planner.store.log_miss(key, label, _miss_payload(graph, region))
@@ -161,11 +179,8 @@ def _tuned(
         if wanted <= found.keys():
             break
         bound = bind_graph(graph, {name: size})
-        asked = [
-            region
-            for region in find_regions(bound)
-            if (ops := frozenset(region.ops)) in wanted and ops not in found
-        ]
+        there = (one for region in find_regions(bound) for one in {region, *region_parts(bound, region)})
+        asked = [region for region in there if (ops := frozenset(region.ops)) in wanted and ops not in found]
         stored = planner.look_up_all(bound, asked)
         for region in asked:
             if region.key in stored:
@@ -183,8 +198,6 @@ def _plans_on_miss(
         return []
     if session.spec is None and on_miss == "model":
         logger.info("this device has not been probed, so the plan with the fewest launches is used; run `plan probe`")
-    keys = {region.key for region in regions}
-
     def drop(region: Region, error: Exception) -> None:  # a plan is a bonus: without one the ops run as they are
         reason = f"planning failed: {failure_reason(error)}"
         tally.refuse(reason)
@@ -193,9 +206,9 @@ def _plans_on_miss(
     try:
         if on_miss == "tune":
             with session.tuner(Budget.on(session.target.device_type)) as tuner:
-                planned = session.planner(tuner).plan_graph(graph, on_failure=drop, keys=keys)
+                planned = session.planner(tuner).plan_graph(graph, on_failure=drop, regions=regions)
         else:
-            planned = session.planner().plan_graph(graph, on_failure=drop, keys=keys)
+            planned = session.planner().plan_graph(graph, on_failure=drop, regions=regions)
     except Exception as error:  # there is no tuner, or it cannot be shut down
         reason = f"planning failed: {failure_reason(error)}"
         tally.refuse(reason)
@@ -211,7 +224,8 @@ def _dynamic_plans(
 
     Sizes of one, say, join what a symbol keeps apart.
     """
-    by_ops = {frozenset(region.ops): region for region in regions}
+    parts = (part for region in regions for part in region_parts(static, region))
+    by_ops = {frozenset(region.ops): region for region in (*regions, *parts)}
     try:
         book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
         distinct = {plan.region.key: plan for plan in plans}

@@ -134,7 +134,7 @@ class FusionScheduler:
         for plan in resolved.regions:
             lines.append(f"region {plan.record.label}: plan from {plan.source}; {plan.record.evidence.reason}")
             for choice in plan.record.groups:
-                how = "unfused" if choice.is_plain else f"run by {choice.implementation} {dict(choice.config)}"
+                how = "unfused" if choice.is_plain else f"fused by {choice.implementation} {dict(choice.config)}"
                 ops = set(plan.group_ops(choice))
                 called = any(ops == set(one.ops) for one in resolved.calls)
                 if not choice.is_plain and not called and not any(ops >= set(group.ops) for group in kept):

@@ -16,6 +16,7 @@ from fuseplan.planner.cost.samples import region_samples
 from fuseplan.planner.cost.samples import store_samples as store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import CandidateLimits, Enumeration, enumerate_candidates, enumerate_parts
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Implementations, RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
@@ -174,19 +175,25 @@ class Planner:
         graph: DataflowGraph,
         lookahead: Lookahead | None = None,
         on_failure: Callable[[Region, Exception], None] | None = None,
-        keys: Collection[str] | None = None,
+        regions: Sequence[Region] | None = None,
     ) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
+
+        Where nothing can be measured, a region without a stored plan is planned part by part: some may have one.
 
         Args:
             graph: The graph.
             lookahead: Has prepared some of its regions already.
             on_failure: Told about a region that cannot be planned, which is then left out with all regions equal to
                 it. Without it the error is raised.
-            keys: Of the regions to plan; None for all.
+            regions: What to plan; None for all regions.
         """
-        regions = [region for region in find_regions(graph) if keys is None or region.key in keys]
         book = lookahead.book(graph) if lookahead is not None else self._book(graph)
+        if regions is None:
+            regions = find_regions(graph)
+            if self.tuner is None:
+                known = self.look_up_all(graph, regions)
+                regions = [part for region in regions for part in self.parts_to_plan(graph, region, known)]
         planned: dict[str, tuple[PlanRecord, Source, bool]] = {}
         distinct = unique_regions(regions)
         start = time.perf_counter()
@@ -210,6 +217,17 @@ class Planner:
                 on_failure(region, error)
         plans = tuple(RegionPlan(region, *planned[region.key]) for region in regions if region.key in planned)
         return GraphPlan(plans, spent_us)
+
+    @staticmethod
+    def parts_to_plan(graph: DataflowGraph, region: Region, known: Collection[str]) -> tuple[Region, ...]:
+        """The region itself where its key is ``known``, else its parts that hold anything to decide."""
+        if region.key in known:
+            return (region,)
+        flow = compute_graph_of(graph)
+        return tuple(
+            part for part in region_parts(graph, region)
+            if any(flow.kinds[flow.position[name]] == "compute" for name in part.ops)
+        )
 
     def plan_dynamic(
         self, graph: DataflowGraph, dynamic: DataflowGraph, wanted: Sequence[tuple[Region, Sequence[Sequence[str]]]]

@@ -187,7 +187,7 @@ def test_decoder_layers_repeat() -> None:
     regions = find_regions(graph)
     groups = unique_regions(regions)
     assert sum(len(found) for found in groups.values()) == len(regions)
-    assert len(groups) < len(regions) / 10
+    assert len(groups) < len(regions) / 5
     for key, found in groups.items():
         shapes = {tuple(graph.op(name).op for name in region.ops) for region in found}
         assert len(shapes) == 1, key

@@ -172,7 +172,7 @@ def edited(db: Path, edit: Edit, which: int = 0) -> None:
 @pytest.mark.parametrize(
     "edit",
     [
-        first_group(backend="none"), first_group(config={"x": 1}), lambda record: replace(record, groups=()),
+        first_group(implementation="none"), first_group(config={"x": 1}), lambda record: replace(record, groups=()),
         first_group(ops=(0,)), first_group(config={"unroll": 77}),
     ],
 )

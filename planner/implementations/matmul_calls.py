@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-from fuseplan.planner.graph.execute import bind_call, resolve_op
+from fuseplan.planner.graph.execute import resolve_op
 from fuseplan.planner.graph.layouts import laid_out
 from fuseplan.planner.implementations.implementation import Call, OpGroup
 
@@ -133,7 +133,6 @@ def _read(group: OpGroup) -> _Matmul | str:
     if not all(group.specs[name].is_static for name in (*group.inputs, *group.outputs)):
         return "its sizes are not static"
     node, *others = group.nodes
-    args, _ = bind_call(node, node.inputs)
     given = [(name, group.specs[name]) for name in node.inputs]
     if any(spec.numel == 0 for _, spec in given):
         return "a tensor is empty"
@@ -141,7 +140,7 @@ def _read(group: OpGroup) -> _Matmul | str:
         return "its operands are not all of one of " + ", ".join(_TYPES)
     bias = None
     if node.op == _ADDMM:
-        if args[3:5] != [1, 1]:
+        if (node.attrs.get("beta", 1), node.attrs.get("alpha", 1)) != (1, 1):
             return "it scales what it adds"
         bias, *given = given
     elif len(given) == 3:

@@ -330,6 +330,8 @@ class _Unbatched:
         left, right = found.left[1], found.right[1]
         if len(right.shape) != 3 or len(left.shape) != 3:
             return "there is no batch"
+        if left.shape[0] != found.result.shape[0]:
+            return "the left operand is broadcast"
         return None if right.shape[0] == 1 or right.strides[0] == 0 else "every matrix has its own right operand"
 
     def compute(self, found: _Matmul) -> _Compute:

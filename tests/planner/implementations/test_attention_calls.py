@@ -11,10 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_samples import MASKS, Sample, assert_as_good_as_eager, attention, heads, mask_of, run, sample
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.implementations.attention_calls import ATTENTION_CALLS, AttentionCall
 from fuseplan.planner.implementations.implementation import OpGroup
+from fuseplan.planner.rewrites import attention_backends
+from fuseplan.planner.rewrites.attention_backends import Attention
 
 CPU_CALLS = [call for call in ATTENTION_CALLS if "cpu" in call.device_types]
 
@@ -146,6 +149,49 @@ def test_gpu_rules(name: str, made: Sample, word: str) -> None:
 def test_gpu_rules_accept(name: str, made: Sample) -> None:
     (call,) = [one for one in ATTENTION_CALLS if one.name == name]
     assert call.refuse(on_cuda(made)) is None
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("kind", ["none", "causal", "numbers"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks PyTorch about its device, too")
+def test_gpu_calls_are_what_pytorch_takes(backend: str, kind: str) -> None:
+    """On tensors without memory, which PyTorch lets be on a GPU that there is not."""
+    made = of(kind=kind, times=4, length=16, tokens=16, dtype=HALF)
+    call, group = AttentionCall(backend), on_cuda(made)
+    if call.refuse(group) is not None:
+        assert backend == "flash" and kind == "numbers"
+        return
+    with FakeTensorMode():
+        found = call.build(group)(*(
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda") for one in made.operands
+        ))
+    assert found.shape == made.eager().shape and found.dtype == HALF and found.device.type == "cuda"
+
+
+def test_pytorch_has_the_last_word_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An architecture, a version of cuDNN, or a user's switch that no rule here knows."""
+    asked = []
+
+    def says_no(params: Any, _: bool) -> bool:
+        asked.append((params.query.shape, params.enable_gqa))
+        return False
+
+    def on_this_device(call: Attention) -> dict[str, Any]:
+        query, key, value = (torch.empty(tuple(map(int, spec.shape))) for spec in call.operands)
+        return {"query": query, "key": key, "value": value, "attn_mask": None, "dropout_p": 0.0,
+                "is_causal": call.causal, "enable_gqa": call.shared}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_backends, "fake_call", on_this_device)
+    for name in ("flash", "efficient", "cudnn"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", says_no)
+        for folded in (False, True):
+            reason = AttentionCall(name, folded).refuse(on_cuda(of(times=4, tokens=1)))
+            assert reason is not None and f"can_use_{name}_attention" in reason
+    # The efficient kernel is asked about keys that are copied for every head.
+    plain, folded = (2, 8, 1, 64), (2, 2, 4, 64)
+    assert asked == [(plain, True), (folded, False), (plain, False), (folded, False), (plain, True), (folded, False)]
+    assert AttentionCall("math").refuse(on_cuda(of(times=4))) is None
 
 
 def test_rows_that_do_not_start_at_whole_vectors() -> None:

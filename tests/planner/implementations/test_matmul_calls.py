@@ -87,6 +87,8 @@ def test_unbatched() -> None:
         check("matmul.unbatched", product(op, left[:1], right))
         own = product(op, left, right.repeat(3, 1, 1))
         assert "its own" in (reason("matmul.unbatched", own) or "")
+    wide = product("matmul", left[:1], right.expand(3, 7, 9))
+    assert "broadcast" in (reason("matmul.unbatched", wide) or "")
 
 
 @pytest.mark.parametrize("k", [1, 33, 127])
@@ -185,6 +187,7 @@ def test_what_is_not_refused_agrees(
     right = torch.randn(n, k) if op == "linear" else torch.randn(k, n)
     if op == "bmm" or (op == "matmul" and broadcast and batched):
         right = right.expand(batch, k, n) if broadcast else torch.randn(batch, k, n)
+        left = left[:1] if op == "matmul" and flipped else left
     elif flipped:
         right = right.mT.contiguous().mT
     row = torch.randn(n) if op == "addmm" or (op == "linear" and bias) else None

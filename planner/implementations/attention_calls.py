@@ -92,26 +92,26 @@ class AttentionCall:
         """The call.
 
         Raises:
-            ValueError: It refuses the group.
+            ValueError: The group is none that it takes.
         """
         whole = _parsed(group)
         if isinstance(whole, str):
             raise ValueError(f"{self.name} cannot run {group.outputs}: {whole}")
         call = folded(whole) if self.folded else whole
         attend = _BUILDERS[self.backend](call, _numbers(whole, aligned=self.backend == "efficient"))
-        at = [group.inputs.index(name) for name in _operand_names(group) if name is not None]
-        masked, (result,) = whole.mask is not None, group.outputs
+        first, second, third, *last = (group.inputs.index(name) for name in _operand_names(group) if name is not None)
+        masked_by, (result,) = last[0] if last else None, group.outputs
         shape, strides = (whole_numbers(sizes) for sizes in (group.specs[result].shape, group.specs[result].strides))
         positions = whole_numbers(call.query.shape)
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            query, key, value = (inputs[position] for position in at[:3])
-            found = attend(query, key, value, inputs[at[3]] if masked else None)
+            mask = None if masked_by is None else inputs[masked_by]
+            found = attend(inputs[first], inputs[second], inputs[third], mask)
             return found if found.stride() == strides else laid_out(found, shape, strides)
 
         def run_folded(*inputs: torch.Tensor) -> torch.Tensor:
-            query, key, value = (inputs[position] for position in at[:3])
-            found = attend(query.reshape(positions), key, value, inputs[at[3]] if masked else None)
+            mask = None if masked_by is None else inputs[masked_by]
+            found = attend(inputs[first].reshape(positions), inputs[second], inputs[third], mask)
             return laid_out(found.reshape(shape), shape, strides)
 
         return run_folded if self.folded else run

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+import torch
+
 from fuseplan.kernels.ir.index import evaluate
 from fuseplan.kernels.ir.ir import Buffer
 
@@ -25,3 +27,10 @@ def layout_of(buffer: Buffer, symbols: Mapping[str, int | float]) -> Layout:
         tuple(evaluate(extent, symbols) for extent in buffer.shape),
         tuple(evaluate(stride, symbols) for stride in buffer.strides),
     )
+
+
+def laid_out(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor itself when its strides are those, else a copy that has them."""
+    if same_layout((tuple(tensor.shape), tuple(tensor.stride())), (shape, strides)):
+        return tensor
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

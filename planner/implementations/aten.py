@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuseplan.planner.capture.traced import Traced
-from fuseplan.planner.graph.layouts import layout_of, same_layout
+from fuseplan.planner.graph.layouts import laid_out, layout_of
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.implementations.subject import Fused, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
@@ -62,14 +62,7 @@ class _LaidOut:
         ir = self._ir
         symbols = dict(zip(ir.symbols, args[len(ir.inputs) :], strict=True))
         given = (results,) if isinstance(results, torch.Tensor) else results
-        fitted = [_laid_out(one, *layout_of(buffer, symbols)) for one, buffer in zip(given, ir.outputs, strict=True)]
+        fitted = [laid_out(one, *layout_of(buffer, symbols)) for one, buffer in zip(given, ir.outputs, strict=True)]
         if all(map(operator.is_, fitted, given)):
             return results
         return fitted[0] if isinstance(results, torch.Tensor) else tuple(fitted)
-
-
-def _laid_out(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """The tensor itself when its strides are those, else a copy that has them."""
-    if same_layout((tuple(tensor.shape), tuple(tensor.stride())), (shape, strides)):
-        return tensor
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

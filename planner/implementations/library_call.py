@@ -41,6 +41,16 @@ class LibraryCall(Protocol):
         """Unique among implementations, a word that records keep: ``"sdpa.cudnn"``."""
         ...
 
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """Kinds of device it can run on: ``("cpu", "cuda")``."""
+        ...
+
+    @property
+    def takes(self) -> frozenset[tuple[str, ...]]:
+        """Op names, in order, of the groups that it may run; it refuses all others."""
+        ...
+
     def refuse(self, group: OpGroup) -> str | None:
         """Why it cannot run the group here; None when it can. Touches no device memory."""
         ...

@@ -15,6 +15,10 @@ _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "
 _DEFAULTS = (None, None, None, None, 0.0, False, None, False)
 #: What stands after the star in the schema.
 _KEYWORDS = frozenset({"scale", "enable_gqa"})
+#: PyTorch's number for what is masked, where cuDNN computes attention: finite (attention.cpp,
+#: ``convert_boolean_attn_mask_cudnn``) until pytorch#177868, minus infinity since. It matters where all is masked.
+_FINITE_BEFORE = "2.12"
+_FINITE = -65504.0
 #: Backends of PyTorch's attention on CUDA, by their numbers in its order of preference.
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
@@ -65,6 +69,16 @@ def chosen_backend(arguments: dict[str, Any]) -> str:
         if name == "math" or (name in usable and usable[name](params)):
             return name
     return "math"
+
+
+def masked_number(arguments: dict[str, Any]) -> float:
+    """The number that PyTorch itself would add where a boolean mask is false; rows of nothing else depend on it.
+
+    Args:
+        arguments: As :func:`chosen_backend` takes them.
+    """
+    is_finite = torch.__version__ < _FINITE_BEFORE and chosen_backend(arguments) == "cudnn"
+    return _FINITE if is_finite else -torch.inf
 
 
 def fake_arguments(node: fx.Node, **changes: Any) -> dict[str, Any]:

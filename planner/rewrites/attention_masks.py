@@ -7,9 +7,9 @@ the mask's traffic; the ops that made the mask are left out. Measured on an H200
 heads of width 64, one sequence of 2048): 153 us with the mask, 58 us causal; on two CPU cores (8 heads of width 64,
 1024 positions): 13.7 ms and 9.5 ms.
 
-**Boolean masks.** With cuDNN, PyTorch turns a boolean mask into numbers in each call: three small kernels, 5 us of a
-decode step's attention (13 us in all) on an H200. All layers have the same mask, so it is done once here, and fused
-with what computes the mask. The numbers are those that PyTorch takes.
+**Boolean masks.** No back end reads a boolean mask on a GPU: PyTorch turns it into numbers in each call, by several
+small kernels. All layers have the same mask, so it is done once here, and fused with what computes the mask. The
+numbers are those that PyTorch takes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fuseplan.planner.rewrites.attention_call import (
     arguments_of,
     attention_calls,
     change_call,
-    chosen_backend,
     fake_arguments,
+    masked_number,
 )
 from fuseplan.planner.rewrites.trace_edit import (
     ancestors,
@@ -41,10 +41,6 @@ from fuseplan.planner.rewrites.trace_edit import (
 _aten = torch.ops.aten
 #: A mask is evaluated if all that is computed for it takes no more bytes than this.
 _MOST_BYTES = 2**29
-#: PyTorch's number for what is masked, where cuDNN computes attention: finite (attention.cpp,
-#: ``convert_boolean_attn_mask_cudnn``) until pytorch#177868, minus infinity since. It matters where all is masked.
-_FINITE_BEFORE = "2.12"
-_FINITE = -65504.0
 
 
 def drop_constant_masks(module: fx.GraphModule) -> int:
@@ -138,23 +134,21 @@ def _evaluated(made: list[fx.Node]) -> torch.Tensor:
 
 
 def add_boolean_masks(module: fx.GraphModule) -> int:
-    """Turn boolean masks into numbers once, for all calls that PyTorch would hand to cuDNN; how many calls."""
+    """Turn boolean masks into numbers once for all calls on a GPU; how many calls."""
     graph, found = module.graph, 0
-    numbers: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    numbers: dict[tuple[fx.Node, torch.dtype, float], fx.Node] = {}
     for node in list(attention_calls(graph)):
         mask, query = arguments_of(node)["attn_mask"], value_of(arguments_of(node)["query"])
         value = value_of(mask)
-        if value is None or value.dtype != torch.bool or query is None:
+        if value is None or value.dtype != torch.bool or query is None or trace_device(node) != "cuda":
             continue
-        if trace_device(node) != "cuda" or chosen_backend(fake_arguments(node)) != "cudnn":
-            continue
-        made = numbers.get((mask, query.dtype))
+        hidden = masked_number(fake_arguments(node))
+        made = numbers.get((mask, query.dtype, hidden))
         if made is None or any(may_write(one, [mask]) for one in between(made, node)):
             with graph.inserting_before(node):
-                hidden = _FINITE if torch.__version__ < _FINITE_BEFORE else -torch.inf
                 where = insert_call(graph, _aten.where.Scalar, (mask, 0.0, hidden))
                 made = insert_call(graph, _aten.to.dtype, (where, query.dtype))
-            numbers[mask, query.dtype] = made
+            numbers[mask, query.dtype, hidden] = made
         found += change_call(node, attn_mask=made)
     for made in numbers.values():
         erase_unused(graph, ancestors(made))

@@ -3,16 +3,12 @@
 Models whose query heads share keys and values either repeat those for attention, or ask for ``enable_gqa``, of which
 few kernels make use.
 
-* Where PyTorch computes attention with cuDNN, ``enable_gqa`` reads shared keys and values as they are, for any number
-  of tokens. Measured on an H200 (bfloat16, 32 query and 4 key-value heads of width 64, a boolean mask, one token, 64
-  sequences, a cache of 1024): 137 us on copies made before, which took 255 us, and 27 us so; for 16 sequences 43 and 68
-  us, and 15 us. In prefill attention takes as long as before, and the copies go.
+* On GPUs ``enable_gqa`` reads shared keys and values as they are, for any number of tokens, where PyTorch has a fused
+  back end that can. Which back end runs the call is chosen later, by measurement.
 * On CPUs, with a single query position the query heads of a group are as good as positions of one head:
   ``[batch, kv * group, 1, width]`` becomes ``[batch, kv, group, width]``. The same numbers are computed for every head;
-  only the order in which a kernel adds them up may be another. Measured on two CPU cores (bfloat16, 32 query and 8
-  key-value heads of width 64, 8 sequences, a cache of 1024): 26.7 ms with the copies, 11.3 ms for attention alone on
-  what was copied before, 1.0 ms so. On GPUs cuDNN splits a long cache among multiprocessors for one query position
-  only: 13.8 us with copies made before, 30.9 us so (H200, 32 and 8 heads of width 128, one sequence, a cache of 1024).
+  only the order in which a kernel adds them up may be another. On GPUs that is a choice, too (``sdpa.flash.folded``):
+  kernels that split a long cache among multiprocessors for one query position are faster without.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from fuseplan.planner.rewrites.attention_call import (
     change_call,
     chosen_backend,
     fake_arguments,
+    masked_number,
 )
 from fuseplan.planner.rewrites.trace_edit import (
     ancestors,
@@ -44,6 +41,7 @@ from fuseplan.planner.rewrites.trace_edit import (
     shares_memory,
     sizes_of,
     trace_device,
+    value_of,
 )
 
 _aten = torch.ops.aten
@@ -84,7 +82,7 @@ def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> 
 
 
 def _share(graph: fx.Graph, node: fx.Node) -> bool:
-    """Ask for ``enable_gqa`` instead of copies, where cuDNN computes attention either way."""
+    """Ask for ``enable_gqa`` instead of copies, where a fused back end then runs the plain op."""
     call = arguments_of(node)
     if call["enable_gqa"]:
         return False
@@ -98,7 +96,12 @@ def _share(graph: fx.Graph, node: fx.Node) -> bool:
     if any(query[:-2] != sizes[:2] for sizes in map(sizes_of, (call["key"], call["value"])) if sizes):
         return False
     shared = {"key": key.base, "value": value.base, "enable_gqa": True}
-    if any(chosen_backend(fake_arguments(node, **changes)) != "cudnn" for changes in ({}, shared)):
+    after = fake_arguments(node, **shared)
+    # Without one PyTorch would copy all the same, and compute attention op by op.
+    if chosen_backend(after) == "math":
+        return False
+    mask = value_of(call["attn_mask"])
+    if mask is not None and mask.dtype == torch.bool and masked_number(after) != masked_number(fake_arguments(node)):
         return False
     if not change_call(node, **shared):
         return False

@@ -70,8 +70,9 @@ def test_masked_attention_over_shared_keys(batch: int, tokens: int, length: int,
     allowed = 2 * (eager - exact).abs().max().item() + 1e-3
     assert (result - exact).abs().max().item() <= allowed
     done = fuseplan.planner.stats()
-    rewritten = 2 if length > 1 else 0  # cuDNN takes no single key
-    assert (done.grouped_queries, done.added_masks) == (rewritten, rewritten) and not done.fallbacks
+    assert done.added_masks == 2 and not done.fallbacks
+    # cuDNN takes no single key; whether another back end then shares it depends on PyTorch's version.
+    assert done.grouped_queries == 2 or length == 1
 
 
 def test_rows_that_see_nothing_are_as_in_eager(tmp_path: Path) -> None:

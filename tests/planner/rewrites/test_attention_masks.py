@@ -310,7 +310,20 @@ def test_a_boolean_mask_becomes_numbers_once(
     assert where.args[1:] == (0.0, -65504.0 if version.startswith("2.11") else -torch.inf)
 
 
-def test_without_cudnn_a_boolean_mask_stays() -> None:
+@pytest.mark.parametrize("backend", ["efficient", "math"])
+def test_what_is_masked_is_what_the_plain_op_takes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that see nothing depend on it: only with cuDNN, before 2.12, the number is finite."""
+    imitate_cuda(monkeypatch, lambda _: backend)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    seen = torch.ones(2, 5, dtype=torch.bool)
+    seen[1] = False
+    found = rewritten(two_layers, *heads(5), seen)
+    assert found.done == AttentionRewrites(added_masks=2)
+    (where,) = (node for node in found.module.graph.nodes if node.target is torch.ops.aten.where.Scalar)
+    assert where.args[1:] == (0.0, -torch.inf)
+
+
+def test_on_cpus_a_boolean_mask_stays() -> None:
     assert rewritten(two_layers, *heads(5), torch.ones(2, 5, dtype=torch.bool)).done == AttentionRewrites()
 
 

@@ -1,0 +1,101 @@
+"""Groups that libraries may run, made from tensors, and whether a call's result is as good as eager's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+from fuseplan.planner.graph.execute import run_node
+from fuseplan.planner.implementations.library_call import LibraryCall, OpGroup
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+MASKS = ("none", "causal", "numbers", "boolean", "rows without keys")
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride()))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A group with its operands."""
+
+    group: OpGroup
+    operands: tuple[torch.Tensor, ...]
+
+    def run_ops(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        values = dict(zip(self.group.inputs, operands, strict=True))
+        for node in self.group.nodes:
+            values |= zip(node.outputs, run_node(node, [values[name] for name in node.inputs]), strict=True)
+        (name,) = self.group.outputs
+        return values[name]
+
+    def eager(self) -> torch.Tensor:
+        return self.run_ops(self.operands)
+
+    def exact(self) -> torch.Tensor:
+        return self.run_ops([one.double() if one.is_floating_point() else one for one in self.operands])
+
+
+def sample(nodes: Sequence[OpNode], operands: dict[str, torch.Tensor]) -> Sample:
+    """The group of some ops whose last result is all that is needed, laid out as eager mode lays it out."""
+    (device,) = {one.device.type for one in operands.values()}
+    specs = {name: spec_of(one) for name, one in operands.items()}
+    made = Sample(OpGroup(tuple(nodes), tuple(operands), nodes[-1].outputs, specs, device), tuple(operands.values()))
+    return Sample(OpGroup(tuple(nodes), tuple(operands), nodes[-1].outputs,
+                          specs | {nodes[-1].name: spec_of(made.eager())}, device), made.operands)
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, **attrs: Any
+) -> Sample:
+    operands = {"query": query, "key": key, "value": value}
+    if mask is None:
+        attrs = {"attn_mask": None, **attrs}
+    else:
+        operands["mask"] = mask
+    return sample([OpNode(ATTENTION, tuple(operands), ("found",), attrs)], operands)
+
+
+def mask_of(kind: str, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor | None:
+    """A mask of one of the kinds in ``MASKS``; every row sees a key, but for ``"rows without keys"``."""
+    if kind in ("none", "causal"):
+        return None
+    seen = torch.rand(*shape, device=device) > 0.4
+    seen[..., 0] = True
+    if kind == "rows without keys":
+        seen[..., -1, :] = False
+    if kind != "numbers":
+        return seen
+    return torch.where(seen, torch.randn(*shape, device=device), -math.inf).to(dtype)
+
+
+def heads(
+    batch: int, count: int, length: int, width: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    transposed: bool = False,
+) -> torch.Tensor:
+    """``[batch, heads, length, width]``, as a projection leaves it if transposed."""
+    if transposed:
+        return torch.randn(batch, length, count, width, dtype=dtype, device=device).transpose(1, 2)
+    return torch.randn(batch, count, length, width, dtype=dtype, device=device)
+
+
+def run(call: LibraryCall, given: Sample) -> torch.Tensor:
+    return call.build(given.group)(*call.prepare(given.group, given.operands))
+
+
+def assert_as_good_as_eager(call: LibraryCall, given: Sample, slack: float = 2.0) -> None:
+    """Layout and type of eager mode, and an error against float64 that is not beyond ``slack`` times its own."""
+    result, eager, exact = run(call, given), given.eager(), given.exact()
+    assert result.shape == eager.shape and result.dtype == eager.dtype
+    same = [its == own for size, its, own in zip(eager.shape, eager.stride(), result.stride(), strict=True) if size > 1]
+    assert all(same), (call.name, eager.stride(), result.stride())
+    rounding = torch.finfo(eager.dtype).eps * max(1.0, exact.abs().max().item())
+    allowed = slack * (eager - exact).abs().max().item() + 8 * rounding
+    error = (result - exact).abs().max().item()
+    assert error <= allowed, f"{call.name}: error {error:.3g}, allowed {allowed:.3g}"

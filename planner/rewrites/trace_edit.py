@@ -156,7 +156,7 @@ class _Moved:
         shared = [(_storage(old) in self._before, _storage(new) in self._after) for old, new in pairs]
         if not any(map(any, shared)) and all(old.stride() == new.stride() for old, new in pairs):
             return False
-        self.put(node, fresh, odd=reads_odd or any(was != now for was, now in shared))
+        self.put(node, fresh, odd=any(was != now or (now and reads_odd) for was, now in shared))
         return True
 
     def put(self, node: fx.Node, fresh: Any, odd: bool = False) -> None:

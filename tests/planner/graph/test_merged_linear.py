@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_as_one_is_their_concatenation_or_nothing(rows: list[int], width: int, o
     packed = side_by_side(operands(rows, width))
     chosen = [packed[at] for at in order if at < len(packed)]
     whole = as_one(chosen)
-    follow = all(one.data_ptr() + one.nbytes == other.data_ptr() for one, other in zip(chosen, chosen[1:], strict=False))
+    follow = all(one.data_ptr() + one.nbytes == other.data_ptr() for one, other in pairwise(chosen))
     assert (whole is not None) == follow
     if whole is not None:
         assert whole.data_ptr() == chosen[0].data_ptr()

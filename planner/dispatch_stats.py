@@ -42,6 +42,7 @@ class CompileStats:
         grouped_queries: Attention calls that read keys and values without a copy for every query head.
         dropped_masks: Attention calls whose mask is constant, and causal or true everywhere: it is not computed.
         added_masks: Attention calls that take their boolean mask as numbers, computed once for all of them.
+        merged_projections: Groups of linear ops that read one value and run as one, on packed weights.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
     """
@@ -63,6 +64,7 @@ class CompileStats:
     grouped_queries: int = 0
     dropped_masks: int = 0
     added_masks: int = 0
+    merged_projections: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
 
@@ -98,6 +100,8 @@ class Stats(CompileStats):
             lines.append(f"{self.dropped_masks} attention calls without their mask, which is constant")
         if self.added_masks:
             lines.append(f"{self.added_masks} attention calls with numbers for a mask, computed once")
+        if self.merged_projections:
+            lines.append(f"{self.merged_projections} groups of linear ops as one, on packed weights")
         if self.recordings:
             lines.append(f"{self.recordings} CUDA graphs recorded")
         lines += [f"note: {count} x {reason}" for reason, count in sorted(self.notes.items())]
@@ -146,10 +150,10 @@ class Tally:
             self._counts["quarantined"] += 1
             self._fallbacks[reason] += 1
 
-    def note(self, reason: str) -> None:
+    def note(self, reason: str, number: int = 1) -> None:
         """Something that was asked for is not done; the kernels run all the same."""
         with self._lock:
-            self._notes[reason] += 1
+            self._notes[reason] += number
 
     def spent(self, seconds: float) -> None:
         """Add planning time."""

@@ -39,7 +39,9 @@ def default_folder() -> Path:
     return platformdirs.user_cache_path("fuseplan") / "captures"
 
 
-def cached_capture(source: ModelSource, workload: Workload, device_type: str, folder: Path | None = None) -> Captured:
+def cached_capture(
+    source: ModelSource, workload: Workload, device_type: str, folder: Path | None = None, pack_weights: bool = False
+) -> Captured:
     """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before.
 
     The user's own module is always captured: its code may have changed. A folder that cannot be written is no error;
@@ -49,46 +51,52 @@ def cached_capture(source: ModelSource, workload: Workload, device_type: str, fo
         CaptureError, ConfigError: As :func:`~fuseplan.planner.capture.trace.capture`.
     """
     if source.kind == "module":
-        return capture(source, workload, device_type)
-    path = _path(source, workload, device_type, folder)
+        return capture(source, workload, device_type, pack_weights)
+    path = _path(source, workload, device_type, folder, pack_weights)
     found = _read(path, workload)
     if found is None:
-        found = capture(source, workload, device_type)
+        found = capture(source, workload, device_type, pack_weights)
         _write(path, found)
     return found
 
 
 def capture_beside(
-    source: ModelSource, workloads: Sequence[Workload], device_type: str, cores: int, folder: Path | None = None
+    source: ModelSource, workloads: Sequence[Workload], device_type: str, cores: int, folder: Path | None = None,
+    pack_weights: bool = False,
 ) -> None:
     """Capture what is not on disk yet, each workload in a process of its own where there are cores for them.
 
     A process that fails leaves its workload to :func:`cached_capture`, which then says why.
     """
-    missing = [one for one in workloads if not _path(source, one, device_type, folder).exists()]
+    missing = [one for one in workloads if not _path(source, one, device_type, folder, pack_weights).exists()]
     workers = min(len(missing), cores // _CORES_EACH)
     if source.kind == "module" or workers < 2:
         return
     # Fresh processes: a fork of one that has touched a GPU cannot use it.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_with_parent) as pool:
-        wait([pool.submit(_capture_to_disk, source, one, device_type, folder) for one in missing])
+        wait([pool.submit(_capture_to_disk, source, one, device_type, folder, pack_weights) for one in missing])
 
 
-def _capture_to_disk(source: ModelSource, workload: Workload, device_type: str, folder: Path | None) -> None:
+def _capture_to_disk(
+    source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool
+) -> None:
     torch.set_num_threads(1)
-    cached_capture(source, workload, device_type, folder)
+    cached_capture(source, workload, device_type, folder, pack_weights)
 
 
-def _path(source: ModelSource, workload: Workload, device_type: str, folder: Path | None) -> Path:
-    return (folder or default_folder()) / f"{capture_key(source, workload, device_type)}.json"
+def _path(
+    source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool
+) -> Path:
+    return (folder or default_folder()) / f"{capture_key(source, workload, device_type, pack_weights)}.json"
 
 
-def capture_key(source: ModelSource, workload: Workload, device_type: str) -> str:
+def capture_key(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> str:
     """sha256 of everything a captured graph depends on. The path of a config file is not among it."""
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     facts = {
         "source": {**dataclasses.asdict(source), "name": ""},
         "workload": dataclasses.asdict(workload),
+        "pack_weights": pack_weights,
         "device": torch.cuda.get_device_name() if on_gpu else ("meta" if device_type == "cuda" else device_type),
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),

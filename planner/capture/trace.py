@@ -31,6 +31,7 @@ from fuseplan.planner.models.build import Model, construct, foreign_code, load_m
 from fuseplan.planner.models.sources import ModelSource, quiet
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.rewrites.attention import rewrite_attention
+from fuseplan.planner.rewrites.merged_projections import merge_projections
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,12 @@ def _fake(item: Any, context: Any) -> Any:
     )
 
 
-def capture(source: ModelSource, workload: Workload, device_type: str) -> Captured:
+def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
+    """Which arguments of a Dynamo graph are parameters."""
+    return frozenset(at for at, item in enumerate(example_inputs) if isinstance(item, torch.nn.Parameter))
+
+
+def capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Captured:
     """Capture a model as ``torch.compile`` would see it on this kind of device.
 
     Args:
@@ -119,6 +125,7 @@ def capture(source: ModelSource, workload: Workload, device_type: str) -> Captur
         workload: The sizes of the call.
         device_type: ``"cpu"`` or ``"cuda"``. Without a GPU, ``"cuda"`` is captured on the meta device: the same ops,
             but attention's output layout may differ from the real device's.
+        pack_weights: As with the option of this name: linear ops that read one value are one op.
 
     Forgets all graphs that ``torch.compile`` holds in this process (they are compiled again when next called).
 
@@ -133,24 +140,28 @@ def capture(source: ModelSource, workload: Workload, device_type: str) -> Captur
         if workload.regime != "generate":
             with foreign_code("the model cannot be run"):
                 args, kwargs = model.example(workload)
-                traces = record(model.module, args, kwargs)
+                traces = record(model.module, args, kwargs, pack_weights)
     if workload.regime == "generate":
-        traces = record_generation(model, workload, mode)
+        traces = record_generation(model, workload, mode, pack_weights)
     return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload, tuple(traces))
 
 
-def record(module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Normalised]:
+def record(
+    module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], pack_weights: bool = False
+) -> list[Normalised]:
     """Call ``module`` once under ``torch.compile`` and give every graph it makes, normalised.
 
     Raises:
         CaptureError: Dynamo cannot trace the call, or traces nothing.
     """
-    with _recording("the model cannot be traced") as recorder, torch.no_grad():
+    with _recording("the model cannot be traced", pack_weights) as recorder, torch.no_grad():
         torch.compile(module, backend=recorder, dynamic=False)(*args, **kwargs)
     return recorder.traces
 
 
-def record_generation(model: Model, workload: Workload, mode: FakeTensorMode) -> list[Normalised]:
+def record_generation(
+    model: Model, workload: Workload, mode: FakeTensorMode, pack_weights: bool = False
+) -> list[Normalised]:
     """Let ``generate()`` call the model until it makes no new graphs, and give these, normalised.
 
     The loop of ``transformers`` runs for real, on tokens; its calls only trace, and every token has the same score. So
@@ -167,7 +178,7 @@ def record_generation(model: Model, workload: Workload, mode: FakeTensorMode) ->
     calls = _calls(model.config, workload)
     new = workload.kv_len - workload.seq + 1 if workload.kv_len else calls
     static = {"cache_implementation": "static"} if workload.kv_len else {}
-    with _recording("generate() cannot be followed") as recorder, quiet():
+    with _recording("generate() cannot be followed", pack_weights) as recorder, quiet():
         for mask in _prompt_masks(workload, model.device):
             torch._dynamo.reset()  # a process that has seen other prompts before takes more sizes for dynamic
             module.forward = _Followed(forward, recorder, mode, model.device, calls)
@@ -238,13 +249,16 @@ class _Followed:
 class _Recorder:
     """A ``torch.compile`` back end that keeps every graph, normalised."""
 
-    def __init__(self) -> None:
+    def __init__(self, pack_weights: bool) -> None:
+        self._pack_weights = pack_weights
         self.traces: list[Normalised] = []
         self.errors: list[FuseplanError] = []
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             trace = trace_predispatch(graph, example_inputs)
+            if self._pack_weights:
+                merge_projections(trace, parameter_positions(example_inputs))
             run = laid_out(graph.forward, trace)
             self.traces.append(normalise(trace))
         except FuseplanError as error:
@@ -267,14 +281,14 @@ def _silent(log: logging.Logger) -> Iterator[None]:
 
 
 @contextmanager
-def _recording(failure: str) -> Iterator[_Recorder]:
+def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
     """A recorder for what is compiled meanwhile; all graphs that ``torch.compile`` holds are forgotten.
 
     Raises:
         CaptureError: What is done with it fails, which ``failure`` names, or a graph cannot be normalised, or there is
             none.
     """
-    recorder = _Recorder()
+    recorder = _Recorder(pack_weights)
     torch._dynamo.reset()
     try:
         with _silent(_FAKE_LOG):

@@ -17,6 +17,7 @@ from fuseplan.planner.cli.source import (
     ModuleOption,
     Numerics,
     NumericsOption,
+    PackWeightsOption,
     PatternOption,
     PrefillOption,
     Regime,
@@ -41,6 +42,7 @@ def explain(
     prefill: PrefillOption = None,
     dtype: DtypeOption = None,
     layers: LayersOption = None,
+    pack_weights: PackWeightsOption = False,
     numerics: NumericsOption = Numerics.FP32,
     regime: RegimeOption = Regime.EAGER,
     source: Annotated[bool, typer.Option("--source", help="Also print the generated code of each group.")] = False,
@@ -58,7 +60,8 @@ def explain(
 
     kind = device_type(device)
     _, graphs = named_graphs(
-        kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
+        kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers,
+        pack_weights=pack_weights,
     )
     settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
     session = open_session(kind, db, settings, mode="inspect")

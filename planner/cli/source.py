@@ -72,6 +72,13 @@ LayersOption = Annotated[
 RegimeOption = Annotated[
     Regime, typer.Option("--regime", help="eager: launched from Python. graph: replayed from a CUDA graph (CUDA only).")
 ]
+PackWeightsOption = Annotated[
+    bool,
+    typer.Option(
+        "--pack-weights",
+        help="Linear ops that read one value (Q, K and V; gate and up) are one op, as with the option pack_weights.",
+    ),
+]
 NumericsOption = Annotated[
     Numerics,
     typer.Option("--numerics", help="fp32 keeps a kernel's intermediates in fp32; eager rounds where PyTorch does."),
@@ -99,6 +106,7 @@ def named_graphs(
     dtype: str | None,
     layers: int | None,
     calls: bool = False,
+    pack_weights: bool = False,
 ) -> tuple[str, list[tuple[str, DataflowGraph]]]:
     """Name of what the options mean, and its graphs by workload name.
 
@@ -110,6 +118,7 @@ def named_graphs(
         dtype: ``--dtype``.
         layers: ``--layers``.
         calls: ``--calls``.
+        pack_weights: ``--pack-weights``.
 
     Raises:
         FuseplanError: The options contradict each other, or name nothing that exists.
@@ -118,13 +127,14 @@ def named_graphs(
     from fuseplan.planner.models.sources import find_source, workloads_for
 
     if pattern[0] is not None:
-        if any(option is not None for option in (*source, *workloads, layers)):
+        if pack_weights or any(option is not None for option in (*source, *workloads, layers)):
             raise ConfigError("--pattern takes --shape and --dtype only; a model's options do not go with it")
         return _pattern(pattern[0], pattern[1], dtype, kind)
     if pattern[1] is not None:
         raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")
     found = find_source(*source, kind, dtype, layers)
-    return found.label, capture_all(found, workloads_for(found, kind, *workloads, calls=calls), kind)
+    asked = workloads_for(found, kind, *workloads, calls=calls)
+    return found.label, capture_all(found, asked, kind, pack_weights)
 
 
 def memory_bytes(kind: str) -> int:
@@ -165,9 +175,11 @@ def _pattern(name: str, shape: str | None, dtype: str | None, kind: str) -> tupl
 
 
 def capture_all(
-    source: ModelSource, workloads: tuple[Workload, ...], kind: str
+    source: ModelSource, workloads: tuple[Workload, ...], kind: str, pack_weights: bool = False
 ) -> list[tuple[str, DataflowGraph]]:
     """Name and graph of each workload; a model that breaks into several graphs gets numbered names.
+
+    With packed weights the names say so: reports then have both.
 
     Calls that were not asked for, but follow from those that were, are left out where a model does not take them.
     """
@@ -178,17 +190,19 @@ def capture_all(
 
     found = []
     with console(stderr=True).status(f"capturing {source.label}") as status:
-        capture_beside(source, workloads, kind, usable_cores())
+        capture_beside(source, workloads, kind, usable_cores(), None, pack_weights)
         for workload in workloads:
             status.update(f"capturing {source.label}, {workload.label}")
             try:
-                graphs = cached_capture(source, workload, kind).graphs
+                graphs = cached_capture(source, workload, kind, None, pack_weights).graphs
             except CaptureError as error:
                 if not workload.derived:
                     raise
                 console(stderr=True).print(f"{workload.label} is left out: {error}", markup=False)
                 continue
             for number, graph in enumerate(graphs, 1):
-                name = workload.label if len(graphs) == 1 else f"{workload.label} part {number}"
+                name = workload.label + (" packed" if pack_weights else "")
+                if len(graphs) > 1:
+                    name += f" part {number}"
                 found.append((name, graph))
     return found

@@ -32,6 +32,7 @@ from fuseplan.planner.cli.source import (
     ModuleOption,
     Numerics,
     NumericsOption,
+    PackWeightsOption,
     PatternOption,
     PrefillOption,
     Regime,
@@ -72,6 +73,7 @@ def tune(
             help="Also plan what a call with an attention mask, and Hugging Face's generate(), make of these sizes.",
         ),
     ] = True,
+    pack_weights: PackWeightsOption = False,
     numerics: NumericsOption = Numerics.FP32,
     trials: Annotated[
         int | None,
@@ -115,7 +117,8 @@ def tune(
 
     def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:
         return named_graphs(
-            kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls
+            kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls,
+            pack_weights,
         )
 
     with make_pool(kind) as pool:

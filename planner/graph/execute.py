@@ -11,6 +11,7 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 
+import fuseplan.planner.graph.merged_linear  # noqa: F401  (an op that graphs may hold: it registers it)
 from fuseplan.kernels.ir.index import number
 from fuseplan.planner.errors import ShapeError, UnknownOpError
 from fuseplan.planner.graph.dataflow import OpNode, Ref

@@ -18,7 +18,9 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
 from fuseplan.planner.implementations.aliasing import is_written
+from fuseplan.planner.rewrites.packing import pack_operands
 
 
 class Direct:
@@ -51,6 +53,9 @@ def bind_calls(graph: fx.Graph, traced: fx.Graph) -> None:
     values = FakeValues(traced)
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target is MERGED:
+            node.target = Direct(MergedLinear(pack_operands), "merged_linear")
             continue
         try:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: _example(values[one]))

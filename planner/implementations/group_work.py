@@ -230,7 +230,8 @@ def _operand_bytes(graph: DataflowGraph, node: OpNode) -> int:
     return sum(graph.specs[value].nbytes(graph.symbols) for value in dict.fromkeys((*node.inputs, *node.outputs)))
 
 
-_MATMULS = {"aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.addmm.default"}
+_MATMULS = {"aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.addmm.default",
+            "fuseplan.merged_linear.default"}
 
 
 def _library_flops(graph: DataflowGraph, node: OpNode) -> dict[str, float]:

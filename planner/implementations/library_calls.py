@@ -10,8 +10,9 @@ from functools import cache
 from fuseplan.planner.implementations.attention_calls import ATTENTION_CALLS
 from fuseplan.planner.implementations.library_call import LibraryCall
 from fuseplan.planner.implementations.matmul_calls import MATMUL_CALLS
+from fuseplan.planner.implementations.merged_calls import MERGED_CALLS
 
-_CALLS: tuple[LibraryCall, ...] = (*ATTENTION_CALLS, *MATMUL_CALLS)
+_CALLS: tuple[LibraryCall, ...] = (*ATTENTION_CALLS, *MATMUL_CALLS, *MERGED_CALLS)
 
 
 @cache

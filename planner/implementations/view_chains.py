@@ -35,6 +35,7 @@ Allocated: TypeAlias = Mapping[Any, Sequence[Buffer]]
 #: Library calls whose result is certainly row-major.
 _PRODUCTS = frozenset({
     "aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
+    "fuseplan.merged_linear.default",
 })
 
 

@@ -1,1 +1,1 @@
-"""A trace to a cheaper one that says the same: attention's masks and shared keys, and how a trace is edited."""
+"""A trace to a cheaper one that says the same: attention's masks and shared keys, merged projections, and editing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,7 +92,9 @@ def set_values(values: Mapping[fx.Node, Any]) -> None:
         node.meta["val"] = value
 
 
-def follow(changed: fx.Node, value: torch.Tensor, corrected: bool = False) -> dict[fx.Node, Any] | None:
+def follow(
+    changed: fx.Node, value: torch.Tensor, corrected: bool = False, shared: bool = False
+) -> dict[fx.Node, Any] | None:
     """The fake values of a node and of what reads it, if the node had another layout or memory: those that differ.
 
     What lies in the same memory must go on doing so in the trace, since that is how writes are seen.
@@ -101,6 +103,7 @@ def follow(changed: fx.Node, value: torch.Tensor, corrected: bool = False) -> di
         changed: The node.
         value: Its other value.
         corrected: The program stays as it is, whose tensors never had the layout that the trace said.
+        shared: The other value is a part of a larger tensor.
 
     Returns:
         None where the program would be another: a shape changes, a view is impossible, or memory whose layout is not
@@ -109,7 +112,7 @@ def follow(changed: fx.Node, value: torch.Tensor, corrected: bool = False) -> di
     """
     moved = _Moved(corrected)
     try:
-        moved.put(changed, value)
+        moved.put(changed, value, odd=shared)
         waiting, node = set(changed.users), changed
         while waiting:
             node = node.next
@@ -144,7 +147,7 @@ class _Moved:
             ValueError: It cannot stand for the old one.
         """
         reads_odd = not self._odd.isdisjoint(node.all_input_nodes)
-        if reads_odd and not self._corrected and not _reads_by_index(node):
+        if reads_odd and not self._corrected and not _reads_by_index(node, self._odd):
             raise ValueError(f"{node} may tell that memory is laid out otherwise")
         if node.op != "call_function" or not _can_be_evaluated(node.target):
             return False
@@ -153,13 +156,11 @@ class _Moved:
         shared = [(_storage(old) in self._before, _storage(new) in self._after) for old, new in pairs]
         if not any(map(any, shared)) and all(old.stride() == new.stride() for old, new in pairs):
             return False
-        self.put(node, fresh)
-        if reads_odd or any(was != now for was, now in shared):
-            self._odd.add(node)
+        self.put(node, fresh, odd=any(was != now or (now and reads_odd) for was, now in shared))
         return True
 
-    def put(self, node: fx.Node, fresh: Any) -> None:
-        """Note a node's new value.
+    def put(self, node: fx.Node, fresh: Any, odd: bool = False) -> None:
+        """Note a node's new value, and whether its memory is surely not as before.
 
         Raises:
             ValueError: It is another tensor.
@@ -167,7 +168,7 @@ class _Moved:
         pairs = _pairs(node, fresh)
         if any((old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device) for old, new in pairs):
             raise ValueError(f"{node} would be another tensor")
-        if any(_moves_elements(old, new) for old, new in pairs):
+        if odd or any(_moves_elements(old, new) for old, new in pairs):
             self._odd.add(node)
         self.values[node] = fresh
         self._before.update(_storage(old) for old, _ in pairs)
@@ -204,9 +205,24 @@ def _can_be_evaluated(target: Any) -> bool:
     return target is operator.getitem or isinstance(target, torch._ops.OpOverload)
 
 
-def _reads_by_index(node: fx.Node) -> bool:
-    """Whether a node reads elements of tensors wherever they lie, and writes to none and hands out none."""
-    return node.op == "call_function" and is_pure(node.target) and node.target is not torch.ops.aten.as_strided.default
+def _reads_by_index(node: fx.Node, tensors: Collection[fx.Node]) -> bool:
+    """Whether a node reads elements of tensors wherever they lie, and writes to none of them and hands out none."""
+    if node.op != "call_function" or node.target is torch.ops.aten.as_strided.default:
+        return False
+    return is_pure(node.target) or (_is_aten(node.target) and written_operands(node).isdisjoint(tensors))
+
+
+def _is_aten(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+
+
+def written_operands(node: fx.Node) -> set[fx.Node]:
+    """The operands that a call of an op writes to, as its schema says."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    written = (given.get(one.name) for one in arguments if one.alias_info is not None and one.alias_info.is_write)
+    return {leaf for value in written for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)}
 
 
 def _moves_elements(old: torch.Tensor, new: torch.Tensor) -> bool:

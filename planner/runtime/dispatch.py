@@ -17,16 +17,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.capture.trace import parameter_positions, trace_predispatch
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally, new_tally
 from fuseplan.planner.errors import RefusedError, failure_reason
+from fuseplan.planner.rewrites.merged_projections import merge_projections
+from fuseplan.planner.rewrites.packing import pack
 from fuseplan.planner.runtime.cuda_graphs import graphed
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.options import DispatchOptions, parse_options
@@ -87,6 +90,8 @@ def compile_graph(
     module = trace_predispatch(gm, example_inputs, options.grouped_queries, options.attention_masks)
     for name, number in asdict(module.meta["attention"]).items():
         tally.count(name, number)
+    if options.pack_weights:
+        _merge_projections(module, example_inputs, tally)
     normalised = normalise(module)
     if _writes_shared(example_inputs, normalised.written):
         raise RefusedError("inputs share memory that the graph writes to")
@@ -99,13 +104,19 @@ def compile_graph(
         session.database.close()
     call = executable(
         traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place,
-        parameters={at for at, item in enumerate(example_inputs) if isinstance(item, torch.nn.Parameter)},
-        calls=resolved.calls,
+        parameters=parameter_positions(example_inputs), calls=resolved.calls,
     )
     if options.cuda_graphs:
         stationary = normalised.written | _stationary(gm, example_inputs)
         return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
     return call
+
+
+def _merge_projections(module: fx.GraphModule, example_inputs: Sequence[Any], tally: Tally) -> None:
+    found = merge_projections(module, parameter_positions(example_inputs), partial(pack, example_inputs))
+    tally.count("merged_projections", found.merged)
+    for reason, number in found.refused.items():
+        tally.note(f"linear ops stay apart: {reason}", number)
 
 
 def _open(device_type: str, options: DispatchOptions) -> Session:

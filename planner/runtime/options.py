@@ -48,6 +48,9 @@ class DispatchOptions:
             decoding everywhere.
         attention_masks: Let attention be causal where its mask is constant and says just that, and turn a boolean mask
             into numbers once instead of in every call, where PyTorch does so (with cuDNN).
+        pack_weights: Let linear ops that read one value (queries, keys and values; gate and up) be one op. It moves
+            their parameters side by side in memory, each a view of it; what cannot be moved stays apart, counted in
+            ``stats().notes``. Such graphs have plans of their own: ``plan tune --pack-weights``.
         debug: Log every plan, and compare each kernel with its ATen ops in its first call.
     """
 
@@ -60,6 +63,7 @@ class DispatchOptions:
     in_place: bool = True
     grouped_queries: bool | None = None
     attention_masks: bool = True
+    pack_weights: bool = False
     debug: bool = False
 
     def regime_on(self, device_type: str) -> Regime:
@@ -97,7 +101,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
     if given.get("db") is not None:
         given["db"] = str(given["db"])
-    for name in ("debug", "in_place", "cuda_graphs", "cuda_graphs_copy_outputs", "attention_masks"):
+    for name in ("debug", "in_place", "cuda_graphs", "cuda_graphs_copy_outputs", "attention_masks", "pack_weights"):
         if not isinstance(given.get(name, False), bool):
             raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
     if given.get("grouped_queries") not in (None, True, False):

@@ -327,9 +327,10 @@ def test_the_key_tells_everything_apart_but_the_path(tmp_path: Path) -> None:
         capture_key(find_source(config=path, dtype="float32"), DECODE, "cpu"),
         capture_key(find_source(config=path), PREFILL, "cpu"),
         capture_key(find_source(config=path), DECODE, "cuda"),
+        capture_key(find_source(config=path), DECODE, "cpu", pack_weights=True),
         capture_key(find_source(config=write_config(tmp_path, "qwen3")), DECODE, "cpu"),
     ]
-    assert len({base, *different}) == 6
+    assert len({base, *different}) == 7
 
 
 def test_any_change_to_the_code_captures_anew(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_backends_says_what_can_be_used(plan: Run) -> None:
         (["tune", "--pattern", "swiglu", "--shape", "3by8"], ["'3by8'", "32x4096"]),
         (["tune", "--pattern", "swiglu"], ["needs --shape"]),
         (["tune", "--pattern", "swiglu", "--shape", "3x8", "--decode", "1"], ["--pattern takes"]),
+        (["tune", "--pattern", "swiglu", "--shape", "3x8", "--pack-weights"], ["--pattern takes"]),
         (["tune", "--shape", "3x8"], ["belongs to --pattern"]),
         (["tune", "--config", "/nowhere/config.json"], ["/nowhere/config.json", "No such file"]),
         (["tune", "--module", "toy_models:missing"], ["toy_models:missing"]),
@@ -369,6 +370,14 @@ def test_explain_without_a_tune_uses_the_cost_model(plan: Run, db: Path) -> None
         "explain", "--pattern", "swiglu", "--shape", "3x8", "--workload", "5x8", "--device", "cpu", "--db", db
     )
     assert_user_error(outcome, "'5x8'", "3x8")
+
+
+def test_packed_weights_are_another_workload(plan: Run, db: Path) -> None:
+    toy = ("--module", "toy_models:gated", "--device", "cpu", "--db", db)
+    for flags, name, calls in ((), "forward", 3), (("--pack-weights",), "forward packed", 2):
+        status, out, err = plan("explain", *toy, *flags)
+        assert status == 0, err
+        assert f"{name}: " in out and f"{calls} stay library calls" in out
 
 
 def test_bench_planner_writes_its_table(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

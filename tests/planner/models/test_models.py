@@ -213,7 +213,10 @@ def test_calls_that_follow_from_the_sizes_asked_for(tmp_path: Path) -> None:
 def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def cached(source: object, workload: Workload, kind: str) -> Captured:
+    packed: list[bool] = []
+
+    def cached(source: object, workload: Workload, kind: str, folder: None, pack_weights: bool) -> Captured:
+        packed.append(pack_weights)
         if workload.derived or workload.batch == 7:
             raise CaptureError("the model cannot be traced: [why]")
         return Captured((DataflowGraph([], {}, [], []),), workload)
@@ -225,6 +228,9 @@ def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take
     assert "generate 1x8 is left out: the model cannot be traced: [why]" in capsys.readouterr().err
     with pytest.raises(CaptureError):
         capture_all(find_source(), (prefill(7, 8),), "cpu")
+    assert not any(packed)
+    names = [name for name, _ in capture_all(find_source(), asked[:1], "cpu", pack_weights=True)]
+    assert names == ["prefill 1x8 packed"] and packed[-1]
 
 
 # -- real modules -----------------------------------------------------------------------------------------

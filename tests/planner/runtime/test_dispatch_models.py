@@ -115,17 +115,18 @@ def test_decoding_with_a_static_cache(db: Path, kernels: ReferenceBackend) -> No
 
 
 @pytest.mark.parametrize("workload", [decode(2, 16), prefill(1, 7)], ids=lambda workload: workload.label)
+@pytest.mark.parametrize("pack_weights", [False, True])
 def test_what_was_planned_offline_is_hit_when_the_model_runs(
-    workload: Workload, db: Path, tmp_path: Path, kernels: ReferenceBackend
+    workload: Workload, pack_weights: bool, db: Path, tmp_path: Path, kernels: ReferenceBackend
 ) -> None:
     source = find_source(config=write_config(tmp_path, "llama"), dtype="bfloat16")
     session = open_session("cpu", db)
-    for plan in session.planner().plan_graph(capture(source, workload, "cpu").graph).unique():
+    for plan in session.planner().plan_graph(capture(source, workload, "cpu", pack_weights).graph).unique():
         session.database.put_plan(plan.record)
     session.database.close()
     model = build_model(source, "cpu")
     args, kwargs = model.example(workload)
-    result = compiled(model.module, db)(*args, **kwargs).logits
+    result = compiled(model.module, db, pack_weights=pack_weights)(*args, **kwargs).logits
     args, again = model.example(workload)
     kwargs = {"input_ids": kwargs["input_ids"], **{name: again[name] for name in again if name != "input_ids"}}
     eager = model.module(*args, **kwargs).logits
@@ -133,3 +134,4 @@ def test_what_was_planned_offline_is_hit_when_the_model_runs(
     done = fuseplan.planner.stats()
     assert done.misses == done.from_model == 0 and done.fallbacks == {}
     assert done.groups_fused == done.from_database >= 5
+    assert done.merged_projections == (2 * len(model.module.model.layers) if pack_weights else 0)

@@ -214,7 +214,7 @@ def test_a_region_that_fails_costs_only_itself(plan: Run, file: Path, monkeypatc
     real = MeasuredRegion.decide
 
     def decide(self: MeasuredRegion) -> Decided:
-        if len(self.problem.ops) == 1:
+        if self.prices.book.graph.op(self.problem.ops[0]).op == "aten.tanh.default":
             raise ZeroDivisionError("one op too few")
         return real(self)
 

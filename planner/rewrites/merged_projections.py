@@ -1,0 +1,173 @@
+"""Linear ops that read one value (queries, keys and values; gate and up) as one op over packed weights.
+
+One matrix product fills a device better than several small ones, and reads its left operand once. It needs the weights
+side by side in memory, so they are moved there (:mod:`~fuseplan.planner.rewrites.packing`), which is the user's to ask
+for. What was a linear op's result is then a slice of the merged one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from fuseplan.planner.graph.merged_linear import MERGED
+from fuseplan.planner.rewrites.attention_call import ATTENTION
+from fuseplan.planner.rewrites.trace_edit import (
+    between,
+    erase_unused,
+    follow,
+    insert_call,
+    may_write,
+    set_values,
+    static_sizes,
+    value_of,
+)
+
+_aten = torch.ops.aten
+_LINEAR = _aten.linear.default
+#: Ops with work of their own. Linear ops on both sides of one stay apart: results would be kept until the last is read.
+_ANCHORS = frozenset({
+    _LINEAR, ATTENTION, _aten.matmul.default, _aten.mm.default, _aten.bmm.default, _aten.addmm.default,
+    _aten.baddbmm.default, _aten.convolution.default, _aten.conv1d.default, _aten.conv2d.default,
+})
+
+#: ``pack(weights, biases)``: makes arguments of the trace, given by position, lie side by side; or why it cannot.
+Pack: TypeAlias = Callable[[Sequence[int], Sequence[int]], str | None]
+
+
+@dataclass(frozen=True)
+class MergedProjections:
+    """What was done with the linear ops of a trace.
+
+    Attributes:
+        merged: Groups of linear ops that are one op now.
+        refused: Groups that stay as they were, by reason.
+    """
+
+    merged: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One linear op: its node and those of its operands; ``bias`` is None where it has none."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for ops that can be one: width and type of the weight, and whether there is a bias."""
+        weight = value_of(self.weight)
+        assert weight is not None
+        return weight.shape[1], weight.dtype, weight.device, self.bias is None
+
+
+def merge_projections(
+    module: fx.GraphModule, parameters: Collection[int], pack: Pack | None = None
+) -> MergedProjections:
+    """Make one op of linear ops that read one value, wherever that computes the same.
+
+    Args:
+        module: The trace; every node carries its fake value in ``meta["val"]``.
+        parameters: Positions of those arguments that are parameters.
+        pack: Moves parameters; what it refuses stays as it was. None where there are none to move, but only fakes.
+    """
+    graph = module.graph
+    places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in parameters}
+    merged, refused = 0, Counter[str]()
+    for run in list(_runs(graph)):
+        fit: dict[tuple[Any, ...], list[_Linear]] = {}
+        for one in run:
+            reason = _why_unfit(one, places)
+            if reason is None:
+                fit.setdefault(one.kind, []).append(one)
+            else:
+                refused[reason] += 1
+        for site in fit.values():
+            if len(site) == 1:
+                continue
+            reason = _merge(graph, site, places, pack)
+            if reason is None:
+                merged += 1
+            else:
+                refused[reason] += 1
+    if merged:
+        graph.lint()
+        module.recompile()
+    return MergedProjections(merged, dict(refused))
+
+
+def _runs(graph: fx.Graph) -> Iterator[list[_Linear]]:
+    """Linear ops that read one value, with no other op of that weight between them; two at least."""
+    anchors = [node for node in graph.nodes if node.op == "call_function" and node.target in _ANCHORS]
+    for _, nodes in groupby(anchors, lambda node: node.args[0] if node.target is _LINEAR else node):
+        run = [_linear_of(node) for node in nodes]
+        if len(run) > 1:
+            yield run
+
+
+def _linear_of(node: fx.Node) -> _Linear:
+    given: dict[str, Any] = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    return _Linear(node, given["input"], given["weight"], given.get("bias"))
+
+
+def _why_unfit(one: _Linear, places: Collection[fx.Node]) -> str | None:
+    """Why an op cannot be part of a merged one; None when it can."""
+    for name, operand in (("weight", one.weight), ("bias", one.bias)):
+        if operand is None:
+            continue
+        sizes, value = static_sizes(operand), value_of(operand)
+        if operand not in places:
+            return f"a {name} is no parameter of the model"
+        if len(operand.users) > 1:
+            return f"a {name} is used in several places"
+        if value is None or sizes is None or 0 in sizes or not value.is_floating_point() or not value.is_contiguous():
+            return f"a {name} is not laid out row by row"
+        if len(sizes) != (2 if name == "weight" else 1):
+            return f"a {name} has {len(sizes)} dimensions"
+    return None
+
+
+def _merge(
+    graph: fx.Graph, site: Sequence[_Linear], places: Mapping[fx.Node, int], pack: Pack | None
+) -> str | None:
+    """Make one op of several; why that cannot be, and then nothing is changed."""
+    first, last, x = site[0].node, site[-1].node, site[0].x
+    if any(may_write(one, [x]) for one in between(first, last)):
+        return "what they read is written to between them"
+    weights, biases = [one.weight for one in site], [one.bias for one in site if one.bias is not None]
+    with graph.inserting_before(first):
+        made = [insert_call(graph, MERGED, (x, weights, biases))]
+        dim, start = value_of(made[0]).dim() - 1, 0  # type: ignore[union-attr]
+        for weight in weights:
+            end = start + weight.meta["val"].shape[0]
+            made.append(insert_call(graph, _aten.slice.Tensor, (made[0], dim, start, end)))
+            start = end
+    before: dict[fx.Node, Any] = {}
+    reason = None
+    for one, part in zip(site, made[1:], strict=True):
+        values = follow(one.node, part.meta["val"], shared=True)
+        if values is None:
+            reason = "their results are written to, returned, or viewed in a way that needs memory of their own"
+            break
+        before = {node: node.meta.get("val") for node in values} | before
+        set_values(values)
+    if reason is None and pack is not None:
+        reason = pack([places[one] for one in weights], [places[one] for one in biases])
+    if reason is not None:
+        set_values(before)
+        erase_unused(graph, made)
+        return reason
+    for one, part in zip(site, made[1:], strict=True):
+        one.node.replace_all_uses_with(part)
+        graph.erase_node(one.node)
+    return None

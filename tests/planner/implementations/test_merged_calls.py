@@ -85,7 +85,7 @@ def test_the_op_in_a_graph(bias: bool) -> None:
     """Its kind, its work, and that a file keeps it."""
     one = group((2, 5, 7), bias, torch.bfloat16, ())
     graph = DataflowGraph(one.nodes, one.specs, one.inputs, one.outputs, {}, [])
-    assert kind_of(one.nodes[0], one.specs) == "extern"
+    assert kind_of(one.nodes[0], one.specs) == "anchor"
     work = op_work(graph, "found")
     assert work.flops == {"bf16_matmul": 2.0 * 10 * 7 * sum(ROWS)}
     elements = 10 * 7 + 7 * sum(ROWS) + 10 * sum(ROWS) + bias * sum(ROWS)

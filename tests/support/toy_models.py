@@ -39,3 +39,20 @@ class Two(Gated):
 def two_regions() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Two(), torch.randn(3, 16)
+
+
+class Siblings(nn.Module):
+    """Gate and up as two matmuls that read one value."""
+
+    def __init__(self, width: int = 16, inner: int = 24) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner)
+        self.up = nn.Linear(width, inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(self.gate(x)) * self.up(x)
+
+
+def siblings() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Siblings(), torch.randn(3, 16)

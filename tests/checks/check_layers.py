@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 import fuseplan.planner
 from fuseplan.costmodel.probe.timing import cuda_graph
+from fuseplan.planner.runtime.dispatch import fuseplan as fuseplan_backend
 
 HELD = 1024
 
@@ -142,9 +143,9 @@ def contestants(model: nn.Module, folder: str, packed: bool, device: str, peers:
     found: dict[str, Callable[..., Any]] = {"eager": model}
     if peers:
         found |= {"inductor": compiled(), "max-autotune": compiled(options=tuned)}
-    found["fuseplan"] = compiled(backend="fuseplan", options=options)
+    found["fuseplan"] = compiled(backend=fuseplan_backend, options=options)
     if packed:
-        found["fuseplan packed"] = compiled(backend="fuseplan", options=options | {"pack_weights": True})
+        found["fuseplan packed"] = compiled(backend=fuseplan_backend, options=options | {"pack_weights": True})
     return found
 
 

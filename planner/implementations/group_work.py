@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Redu
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.implementations.aten_overheads import aten_overheads
+from fuseplan.planner.implementations.cpu_overheads import lanes, threads
 from fuseplan.planner.implementations.kernel_overheads import kernel_overheads, reduction_levels
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
@@ -67,6 +69,9 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
             sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
         ),
         traffic=_traffic(ir, effort.requests) if len(ir.segments) > 1 else (),
+        elements=float(sum(math.prod(_extents(segment)) for segment in ir.segments)),
+        lanes=lanes(ir),
+        threads=threads(ir),
     )
 
 
@@ -206,8 +211,15 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     return replace(
         fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,
         instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps,
-        views=len(group_nodes(graph, lowered)) - 1,
+        views=len(group_nodes(graph, lowered)) - 1, call=call_name(graph, node), lanes=0.0, threads=0,
     )
+
+
+def call_name(graph: DataflowGraph, node: OpNode) -> str:
+    """``Work.call`` of an ATen op: its name and the type that it reads; ``.number`` where an operand is one."""
+    values = node.inputs or node.outputs
+    number = len(node.inputs) == 1 and isinstance(node.attrs.get("other"), int | float)
+    return f"{node.op}.{graph.specs[values[0]].dtype}{'.number' if number else ''}"
 
 
 def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from fuseplan.costmodel.calibrate import Sample, calibrate
 from fuseplan.costmodel.device import DeviceSpec
 
-#: Calibration name of ATen ops run by themselves; kernels go by the name of their back end.
-UNFUSED = "unfused"
+#: Calibration names of ATen ops run by themselves, and of matmuls, attention and cache writes, by whatever call. In
+#: both, calls differ by name (``Work.call``). Kernels go by the name of their back end.
+UNFUSED, LIBRARY = "unfused", "library"
 
 #: Samples of the first fit; later ones happen each time the samples have doubled.
 _FIRST_FIT = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.costmodel.device import Mode
@@ -17,7 +17,9 @@ from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.implementations.aten_overheads import aten_overheads
 from fuseplan.planner.implementations.cpu_overheads import lanes, threads
+from fuseplan.planner.implementations.implementation import OpGroup
 from fuseplan.planner.implementations.kernel_overheads import kernel_overheads, reduction_levels
+from fuseplan.planner.implementations.library_work import library_work
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
 
@@ -201,7 +203,14 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
             return _aten_work(graph, node)
         except NotLowerable:
             pass
-    return Work(flops=_library_flops(graph, node), dram_bytes=float(_operand_bytes(graph, node)), launches=1)
+    cold = {value for value, hot in zip(node.inputs, hot_inputs(graph, node.inputs), strict=True) if not hot}
+    name = call_name(graph, node)
+    return library_work([node], node.inputs, node.outputs, graph.specs, name, cold, graph.symbols)
+
+
+def group_library_work(group: OpGroup, name: str, cold: Collection[str] = ()) -> Work:
+    """Work of a group as one library call of this name; ``cold`` are those of its inputs that are weights or caches."""
+    return library_work(group.nodes, group.inputs, group.outputs, group.specs, name, cold)
 
 
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
@@ -225,30 +234,3 @@ def call_name(graph: DataflowGraph, node: OpNode) -> str:
 def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:
     """Per value, True for an activation just produced, False for a weight."""
     return tuple(graph.producer(value) is not None or value in graph.fresh for value in values)
-
-
-def _operand_bytes(graph: DataflowGraph, node: OpNode) -> int:
-    return sum(graph.specs[value].nbytes(graph.symbols) for value in dict.fromkeys((*node.inputs, *node.outputs)))
-
-
-_MATMULS = {"aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.addmm.default"}
-
-
-def _library_flops(graph: DataflowGraph, node: OpNode) -> dict[str, float]:
-    """Flops of a library call: 2 M N K for matmuls, 4 B H S K D for attention (two matmuls)."""
-    specs = graph.specs
-    unit = {"bfloat16": "bf16_matmul", "float16": "fp16_matmul"}.get(specs[node.inputs[0]].dtype, "fp32_matmul")
-
-    def size(value: str, *dims: int) -> float:
-        total = 1.0
-        for dim in dims:
-            total *= evaluate(specs[value].shape[dim], graph.symbols)
-        return total
-
-    out = float(evaluate(specs[node.outputs[0]].numel, graph.symbols))
-    if node.op in _MATMULS:
-        operand = node.inputs[1] if node.op == "aten.addmm.default" else node.inputs[0]
-        return {unit: 2.0 * out * size(operand, -1)}
-    if node.op.startswith("aten.scaled_dot_product_attention"):
-        return {unit: 4.0 * out * size(node.inputs[1], -2)}
-    return {}

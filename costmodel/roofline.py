@@ -133,7 +133,7 @@ def roofline_terms(
         flops = {"fp32": work.lanes} if work.lanes and not on_gpu else work.flops
         compute_us = sum(count / (spec.peak(unit).per_s * share) * 1e6 for unit, count in flops.items())
     terms = Terms(launch_us, host_us, memory_us, compute_us)
-    return with_gpu_terms(terms, work, spec, mode, cold=cold_bytes > 0) if on_gpu else terms
+    return with_gpu_terms(terms, work, spec, mode) if on_gpu else terms
 
 
 def _cold_bytes(work: Work, spec: DeviceSpec) -> float:

@@ -12,9 +12,10 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.implementations.cpu_overheads import lanes, threads
 from fuseplan.planner.implementations.group_work import op_work
 
-ROWS, COLS = 3, 40
-AT = Index.coord(0, ROWS) * COLS + Index.coord(1, COLS)
-#: Of a kernel of two buffers, and of each row of one with so many results or folds outside the loop.
+#: Rows lie apart, for those that follow one another are one.
+ROWS, COLS, PITCH = 3, 40, 48
+AT = Index.coord(0, ROWS) * PITCH + Index.coord(1, COLS)
+#: Of a kernel of two buffers, and of what is done once a row.
 BUFFERS, ROW = 2 * 150 * 16, 64
 
 
@@ -22,7 +23,7 @@ def kernel(
     *body: Instr, dtypes: tuple[str, str] = ("float32", "float32"), store: Index = AT, rows: int = ROWS
 ) -> KernelIR:
     buffers = tuple(
-        Buffer(name, dtype, (rows, COLS), (COLS, 1), is_output=name == "y")
+        Buffer(name, dtype, (rows, COLS), (PITCH, 1), is_output=name == "y")
         for name, dtype in zip(("x", "y"), dtypes, strict=True)
     )
     return KernelIR(buffers, (Segment((rows,), COLS, body, (Store(1, store, len(body) - 1),)),))
@@ -71,7 +72,7 @@ def test_segments_add() -> None:
 
 @pytest.mark.parametrize(("rows", "expected"), [(3, 1), (1000, 1), (2000, 3), (100_000, 162)])
 def test_threads_are_worth_waking_for_enough_bytes(rows: int, expected: int) -> None:
-    at = Index.coord(0, rows) * COLS + Index.coord(1, COLS)
+    at = Index.coord(0, rows) * PITCH + Index.coord(1, COLS)
     assert threads(kernel(Load("float32", 0, at), store=at, rows=rows)) == expected
 
 

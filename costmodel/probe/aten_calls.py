@@ -27,11 +27,12 @@ _BINARY = ("add", "sub", "mul", "div")
 
 
 def time_aten_calls(timer: CallTimer, cores: int, budget: TimeBudget) -> dict[str, CallTimes]:
-    """By name and type (``aten.mul.Tensor.float32``): times of one row of few elements, one thread's share, and many.
+    """By name and type (``aten.mul.Tensor.float32``): few elements, one share, one for each thread, and many.
 
     Where the budget is short large sizes are left out.
     """
-    sizes = (_HEAD, _GRAIN, 4 * _GRAIN * min(cores, _MOST_THREADS))
+    shares = _GRAIN * min(cores, _MOST_THREADS)
+    sizes = sorted({_HEAD, _GRAIN, shares, 4 * shares})
     calls = {(name, size): call for size in sizes for dtype in _TYPES for name, call in _calls(size, dtype).items()}
     timings = time_calls(calls, timer, budget=budget, least=0)
     points: dict[str, list[tuple[float, float]]] = {}

@@ -19,6 +19,11 @@ class SizeTimer:
         return lambda limit_us: [float(result.numel())]
 
 
+def test_each_thread_of_several_has_a_share() -> None:
+    points = time_aten_calls(SizeTimer(), 2, UNLIMITED)["aten.neg.default.float32"].points
+    assert [size for size, _ in points] == [64.0, 2.0**15, 2.0**16, 2.0**18]
+
+
 def test_every_op_is_timed_at_three_sizes() -> None:
     found = time_aten_calls(SizeTimer(), 1, UNLIMITED)
     assert {len(times.points) for times in found.values()} == {3}

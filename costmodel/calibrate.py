@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
+from fuseplan.costmodel.device import Calibration, DeviceSpec, FamilyScale, Mode, beginnings
 from fuseplan.costmodel.roofline import lower_bound, roofline_terms
 from fuseplan.costmodel.work import Work
 
@@ -28,6 +28,9 @@ _FACTORS = 5
 #: bandwidth was measured and does not depend on who moves the bytes, and the other terms too are in units of what was
 #: measured: many short kernels, which hardly tell the factors apart, must not trade one for another.
 _PRIOR, _GPU_PRIORS = (0.03,) * _FACTORS, (0.2, 1.0, 0.2, 0.2, 0.2)
+#: Weight of both factors of a name staying at 1, against that of one sample of it: so many samples that say what all
+#: others say. One sample moves them half of the way, and a name without any has the factors of all.
+_NAME_PRIOR = 1.0
 #: On GPUs the measured bandwidth weighs as much as one of so many samples: kernels of a few kinds, which wait for
 #: something else too, are many where there are many shapes, and no more than a few voices all the same.
 _SAMPLES_A_VOICE, _BANDWIDTH = 20, 1
@@ -76,7 +79,8 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
     factors = table.fit(everything)
     held_out = np.empty(len(samples))
     for fold in _folds(samples):
-        held_out[fold] = table.predict(fold, table.fit(np.setdiff1d(everything, fold)))
+        held_out[fold] = table.predict_from(fold, np.setdiff1d(everything, fold))
+    families = table.families(everything, factors, table.beginnings(everything))
     errors = np.abs(held_out / table.measured_us - 1.0)
     correlation = spearman(list(held_out), list(table.measured_us))
     launch, memory, compute, latency, write = (float(factor) for factor in factors)
@@ -87,10 +91,11 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
         latency_scale=latency,
         write_scale=write,
         samples=len(samples),
-        error=_median(table.errors(everything, factors)),
+        error=_median(table.errors(everything, table.own_factors(everything, factors, families))),
         held_out_error=_median(errors),
         held_out_p90=float(np.quantile(errors, 0.9)),
         held_out_spearman=None if np.isnan(correlation) else correlation,
+        families=families,
     )
 
 
@@ -109,7 +114,7 @@ def predict_left_out(samples: Sequence[Sample], spec: DeviceSpec, parts: Sequenc
         others = np.flatnonzero(owner != part)
         if len(others) >= MIN_SAMPLES:
             out = np.flatnonzero(owner == part)
-            found[out] = table.predict(out, table.fit(others))
+            found[out] = table.predict_from(out, others)
     return [float(time_us) for time_us in found]
 
 
@@ -143,6 +148,7 @@ class _Table:
     floor_us: _Array
     measured_us: _Array
     on_gpu: bool
+    calls: tuple[str, ...]
 
     @staticmethod
     def of(samples: Sequence[Sample], spec: DeviceSpec) -> _Table:
@@ -160,6 +166,7 @@ class _Table:
         return _Table(
             np.array(rows).reshape(-1, 5), np.array(moves).reshape(-1, most, 2), np.array(floors),
             np.array(times, dtype=np.float64), spec.identity.device_type == "cuda",
+            tuple(one.work.call for one in samples),
         )
 
     def fit(self, chosen: npt.NDArray[np.intp]) -> _Array:
@@ -179,8 +186,60 @@ class _Table:
         solution = least_squares(residuals, start, bounds=(-_LIMIT, _LIMIT), loss="soft_l1", f_scale=_OUTLIER)
         return np.asarray(np.exp(solution.x), dtype=np.float64)
 
+    def beginnings(self, chosen: npt.NDArray[np.intp]) -> list[str]:
+        """What the names of the chosen samples begin with, short before long."""
+        names = {name for at in chosen for name in beginnings(self.calls[at])}
+        return sorted(names, key=lambda name: (len(name), name))
+
+    def families(
+        self, chosen: npt.NDArray[np.intp], factors: _Array, wanted: Sequence[str]
+    ) -> dict[str, FamilyScale]:
+        """How the chosen samples of each wanted name differ from those of the name that it continues.
+
+        A name that no other continues differently says nothing beside the one that it continues, and is left out.
+        """
+        found: dict[str, FamilyScale] = {}
+        sizes = {"": len(chosen)}
+        for name in wanted:
+            own = np.array([at for at in chosen if name in beginnings(self.calls[at])], dtype=np.intp)
+            parent = next(iter(beginnings(name)[1:]), "")
+            sizes[name] = len(own)
+            if 0 < len(own) < sizes.get(parent, 0):
+                known = next((found[one] for one in beginnings(parent) if one in found), FamilyScale())
+                found[name] = self._family(own, factors, known)
+        return found
+
+    def _family(self, own: npt.NDArray[np.intp], factors: _Array, known: FamilyScale) -> FamilyScale:
+        """The two factors of one name's samples, beside ``factors``; pulled to those ``known`` of a shorter name."""
+        from scipy.optimize import least_squares
+
+        terms, moves, log_measured = self.terms[own], self.moves[own], np.log(self.measured_us[own])
+        start = np.log([known.launch_scale, known.busy_scale])
+
+        def residuals(logs: _Array) -> _Array:
+            times = np.maximum(_times(terms, moves, _with_family(factors, np.exp(logs))), 1e-9)
+            return np.concatenate([np.log(times) - log_measured, _NAME_PRIOR * (logs - start)])
+
+        bounds = (start - _LIMIT, start + _LIMIT)
+        launch, busy = least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=_OUTLIER).x
+        return FamilyScale(float(np.exp(launch)), float(np.exp(busy)), len(own))
+
+    def own_factors(
+        self, chosen: npt.NDArray[np.intp], factors: _Array, families: Mapping[str, FamilyScale]
+    ) -> _Array:
+        """The factors of each of the chosen samples, one column for each."""
+        known = [next((families[one] for one in beginnings(self.calls[at]) if one in families), None) for at in chosen]
+        pairs = [(1.0, 1.0) if one is None else (one.launch_scale, one.busy_scale) for one in known]
+        return _with_family(factors[:, None], np.array(pairs).reshape(-1, 2).T)
+
+    def predict_from(self, chosen: npt.NDArray[np.intp], others: npt.NDArray[np.intp]) -> _Array:
+        """Predicted times of the chosen samples by a fit to others."""
+        factors = self.fit(others)
+        families = self.families(others, factors, self.beginnings(chosen))
+        return self.predict(chosen, self.own_factors(chosen, factors, families))
+
     def predict(self, chosen: npt.NDArray[np.intp], factors: _Array) -> _Array:
-        """Predicted times of the chosen samples."""
+        """Predicted times of the chosen samples; factors alike for all, or a column for each."""
         return np.maximum(_times(self.terms[chosen], self.moves[chosen], factors), self.floor_us[chosen])
 
     def errors(self, chosen: npt.NDArray[np.intp], factors: _Array) -> _Array:
@@ -188,12 +247,18 @@ class _Table:
         return np.abs(self.predict(chosen, factors) / self.measured_us[chosen] - 1.0)
 
 
+def _with_family(factors: _Array, family: _Array) -> _Array:
+    """Factors multiplied by those of a family: the launch by its first, the others by its second."""
+    launch, busy = family
+    return np.stack([factors[0] * launch, *(factors[number] * busy for number in range(1, _FACTORS))])
+
+
 def _times(terms: _Array, moves: _Array, factors: _Array) -> _Array:
     """``calibrated(terms, factors).time_us`` of many kernels at once."""
     launch_us, host_us, compute_us, latency_us, serial_us = terms.T
     memory_us, write_us = np.moveaxis(moves, -1, 0)
-    launch, memory, compute, latency, write = factors
-    moving_us = np.maximum(memory * memory_us, write * write_us).sum(axis=1)
+    launch, memory, compute, latency, write = factors[:, None] if factors.ndim == 1 else factors
+    moving_us = np.maximum(memory[:, None] * memory_us, write[:, None] * write_us).sum(axis=1)
     busy_us = np.maximum.reduce([moving_us, compute * compute_us, latency * serial_us])
     return np.asarray(np.maximum(launch * host_us, launch * launch_us + latency * latency_us + busy_us))
 

@@ -12,8 +12,6 @@
 * instructions besides the arithmetic, at the measured fp32 rate. Special functions have a unit of their own, which
   works beside the others; issuing one takes an instruction's time.
 
-A kernel that reads nothing does not wait for a load, which the measured launch latency contains.
-
 Rows gathered from a table are hot on CUDA too (popular ones come back), but not at the next call: those of another call
 take room in the cache meanwhile, and count in the footprint that the bandwidth is read at.
 """
@@ -29,32 +27,26 @@ from fuseplan.costmodel.work import Work
 
 #: Dependent instructions in an elementwise kernel (two loads, an op, a store, and their addresses).
 _ELEMENTWISE_STEPS = 10.0
-#: What the first use of cold data adds, in the same unit: a walk through every cache to memory.
-_COLD_STEPS = 10.0
-#: Of an elementwise kernel's dependent instructions, those of waiting for what it loads.
-_LOAD_STEPS = 4.0
 #: What it adds, in the same unit, that a kernel keeps every multiprocessor busy, and the bytes for each from which on
 #: it does: those of the smallest tiles.
 _SPREAD_STEPS, _SPREAD_BYTES = 2.0, 1024.0
 
 
-def with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode, *, cold: bool) -> Terms:
-    """The terms of any device, and those of a CUDA device beside them; ``cold`` where some bytes come from memory."""
+def with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode) -> Terms:
+    """The terms of any device, and those of a CUDA device beside them."""
     launch = spec.launch.get("overlapped" if mode == "early" else mode if mode == "overlapped" else "graph")
     launch = launch or spec.launch.get("graph")
     step_us = (launch.us - launch.best_us) / _ELEMENTWISE_STEPS if launch is not None else 0.0
     cache_gbps = max(point.best_gbps for point in spec.bandwidth.points)
     # A fused multiply-add counts as two operations, and is one instruction.
     rate = spec.peaks["fp32"].per_s / 2 if "fp32" in spec.peaks else math.inf
-    reads = work.dram_bytes > work.written_bytes or not work.written_bytes
     spread = min(1.0, work.dram_bytes / (spec.identity.cores * _SPREAD_BYTES))
-    steps = work.steps + _SPREAD_STEPS * spread + (_COLD_STEPS if cold else 0.0)
+    steps = work.steps + _SPREAD_STEPS * spread
     row_us = spec.identity.cores * (transfer_us(work.row_loaded_bytes, cache_gbps) + work.row_instructions / rate * 1e6)
     parts = _parts(work, terms.memory_us, cache_gbps, spec.bandwidth.memory_gbps)
     moved_us = sum(memory_us for memory_us, _ in parts) if parts else terms.memory_us
     return replace(
         terms,
-        launch_us=terms.launch_us - (0.0 if reads or mode == "early" else _LOAD_STEPS * step_us * work.launches),
         memory_us=max(moved_us, transfer_us(work.requested_bytes, cache_gbps)),
         compute_us=_issued_us(work, spec, terms.compute_us, rate),
         latency_us=step_us * steps,

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias
 
 from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
@@ -17,8 +18,9 @@ from fuseplan.costmodel.identity import DeviceIdentity, current_identity, curren
 from fuseplan.costmodel.work import FLOP_UNITS
 
 __all__ = [
-    "MODES", "SCHEMA_VERSION", "BandwidthCurve", "BandwidthPoint", "Calibration", "DeviceIdentity", "DeviceSpec",
-    "DeviceSpecError", "Latency", "LinearFit", "Mode", "Peak", "current_identity", "current_versions",
+    "MODES", "SCHEMA_VERSION", "BandwidthCurve", "BandwidthPoint", "Calibration", "CallTimes", "DeviceIdentity",
+    "DeviceSpec", "DeviceSpecError", "FamilyScale", "Latency", "LinearFit", "Mode", "Peak", "current_identity",
+    "current_versions",
 ]
 
 SCHEMA_VERSION = 1
@@ -75,6 +77,51 @@ class LinearFit:
 
 
 @dataclass(frozen=True)
+class CallTimes:
+    """Time of one ATen op on a CPU, from the call to the result, its operands contiguous and in a cache.
+
+    Attributes:
+        points: Pairs of elements and microseconds, with strictly increasing elements.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points or any(a[0] >= b[0] for a, b in pairwise(self.points)):
+            raise ValueError("CallTimes needs at least one point, with elements strictly increasing")
+        if not all(0 <= elements < math.inf and 0 < us < math.inf for elements, us in self.points):
+            raise ValueError(f"{self}: elements >= 0 and us > 0 are required")
+
+    @property
+    def call_us(self) -> float:
+        """Of the fewest elements: what the call itself takes."""
+        return self.points[0][1]
+
+    def us(self, elements: float) -> float:
+        """Linear between points, and as between the last two beyond them."""
+        if elements <= self.points[0][0] or len(self.points) == 1:
+            return self.call_us
+        pairs = list(pairwise(self.points))
+        (a, a_us), (b, b_us) = next((pair for pair in pairs if elements <= pair[1][0]), pairs[-1])
+        return a_us + max(0.0, b_us - a_us) * (elements - a) / (b - a)
+
+
+@dataclass(frozen=True)
+class FamilyScale:
+    """How the calls of one name differ from all others: factors beside those of their :class:`Calibration`.
+
+    Attributes:
+        launch_scale: Multiplies the launch latency.
+        busy_scale: Multiplies moving, arithmetic and waiting.
+        samples: Measured calls behind the fit.
+    """
+
+    launch_scale: float = 1.0
+    busy_scale: float = 1.0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Factors that turn the roofline's terms into measured times, for one kernel back end on one device.
 
@@ -90,6 +137,7 @@ class Calibration:
         write_scale: Multiplies the time to write the results at memory bandwidth (CUDA only).
         held_out_p90: 90th percentile of the errors behind ``held_out_error``.
         held_out_spearman: Rank correlation of predicted and measured times of the kernels left out.
+        families: What calls differ in, by name (:attr:`~fuseplan.costmodel.work.Work.call`) or the beginning of names.
     """
 
     launch_scale: float = 1.0
@@ -102,6 +150,29 @@ class Calibration:
     write_scale: float = 1.0
     held_out_p90: float | None = None
     held_out_spearman: float | None = None
+    families: Mapping[str, FamilyScale] = field(default_factory=dict)
+
+    def of_call(self, call: str) -> Calibration:
+        """The factors of one name: those of the longest beginning of it that is known, else of all calls."""
+        family = next((self.families[name] for name in beginnings(call) if name in self.families), None)
+        if family is None:
+            return self
+        busy = family.busy_scale
+        return replace(
+            self, launch_scale=self.launch_scale * family.launch_scale, memory_scale=self.memory_scale * busy,
+            compute_scale=self.compute_scale * busy, latency_scale=self.latency_scale * busy,
+            write_scale=self.write_scale * busy,
+        )
+
+
+def beginnings(call: str) -> list[str]:
+    """A dotted name and what it begins with, longest first.
+
+    >>> beginnings("aten.mul.Tensor")
+    ['aten.mul.Tensor', 'aten.mul', 'aten']
+    """
+    parts = call.split(".") if call else []
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 @dataclass(frozen=True)
@@ -121,6 +192,8 @@ class DeviceSpec:
         calibrations: By kernel back end name.
         problems: What made the measurement doubtful, in words; empty when nothing did.
         view_us: Host time of an ATen call that makes a view; 0 where it was not measured (older specs).
+        calls: Times of common ATen ops on a CPU, by name and type (``aten.mul.Tensor.float32``); empty where they were
+            not measured (CUDA, older specs).
     """
 
     identity: DeviceIdentity
@@ -135,6 +208,7 @@ class DeviceSpec:
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     view_us: float = 0.0
+    calls: Mapping[str, CallTimes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if modes := set(self.launch) - set(MODES):
@@ -166,6 +240,14 @@ class DeviceSpec:
                 "Run `plan probe` again if the device can execute it"
             )
         return self.peaks[unit]
+
+    def call_times(self, call: str) -> CallTimes | None:
+        """Measured times of the ATen op of a name, in float32 where there are none of its type; else None."""
+        names = beginnings(call)
+        known = next((name for name in names if name in self.calls), None)
+        if known is None:
+            known = next((name for name in (f"{name}.float32" for name in names) if name in self.calls), "")
+        return self.calls.get(known)
 
     @property
     def eager_us(self) -> float:
@@ -221,10 +303,16 @@ def _from_dict(data: dict[str, Any]) -> DeviceSpec:
         versions=dict(data["versions"]),
         thread_bandwidth=None if single is None else _curve(single),
         fits={name: LinearFit(**fit) for name, fit in data["fits"].items()},
-        calibrations={name: Calibration(**calibration) for name, calibration in data["calibrations"].items()},
+        calibrations={name: _calibration(calibration) for name, calibration in data["calibrations"].items()},
         problems=tuple(data["problems"]),
         view_us=float(data.get("view_us", 0.0)),
+        calls={name: CallTimes(tuple(map(tuple, one["points"]))) for name, one in data.get("calls", {}).items()},
     )
+
+
+def _calibration(data: dict[str, Any]) -> Calibration:
+    families = {name: FamilyScale(**one) for name, one in data.get("families", {}).items()}
+    return Calibration(**{**data, "families": families})
 
 
 def _curve(data: dict[str, Any]) -> BandwidthCurve:

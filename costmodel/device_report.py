@@ -39,6 +39,9 @@ def spec_table(spec: DeviceSpec) -> pd.DataFrame:
     ]
     if spec.view_us:
         rows.append(("host, ATen view", spec.view_us, np.nan, "us", "aten.transpose"))
+    if spec.calls:
+        times_us = [times.call_us for times in spec.calls.values()]
+        rows.append(("ATen op, few elements", float(np.median(times_us)), min(times_us), "us", f"{len(times_us)} ops"))
     rows += _curve_rows("bandwidth", spec.bandwidth)
     if spec.thread_bandwidth is not None:
         rows += _curve_rows("bandwidth of one thread", spec.thread_bandwidth)

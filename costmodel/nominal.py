@@ -24,8 +24,13 @@ class NominalDevice:
 
 
 _DEVICES: Mapping[str, NominalDevice] = {
-    "cpu": NominalDevice(0.5, 2.0, 32.0, 64.0, {"fp32": 32.0, "sfu": 2.0, "fp64": 8.0}),
-    "cuda": NominalDevice(2.0, 4.0, 4e3, 8e3, {"fp32": 3.2e4, "sfu": 4e3, "fp64": 1.6e4}),
+    "cpu": NominalDevice(0.5, 2.0, 32.0, 64.0, {
+        "fp32": 32.0, "sfu": 2.0, "fp64": 8.0, "fp32_matmul": 256.0, "fp16_matmul": 256.0, "bf16_matmul": 512.0,
+    }),
+    "cuda": NominalDevice(2.0, 4.0, 4e3, 8e3, {
+        "fp32": 3.2e4, "sfu": 4e3, "fp64": 1.6e4, "fp32_matmul": 3.2e4, "fp16_matmul": 5e5, "bf16_matmul": 5e5,
+        "fp8_matmul": 1e6,
+    }),
 }
 
 
@@ -33,7 +38,7 @@ def nominal_us(work: Work, device_type: str, fused: bool = True) -> float:
     """Microseconds of ``work`` on the imaginary device: launches, then the longer of bytes and arithmetic.
 
     Args:
-        work: Of one kernel, without matmuls.
+        work: Of one kernel or call.
         device_type: ``"cpu"`` or ``"cuda"``.
         fused: False for an ATen op by itself, whose launch costs more.
     """

@@ -61,8 +61,8 @@ def predict(
         cold_bytes: How many of ``work.dram_bytes`` come from memory because nothing touched them recently (weights);
             the rest moves at the bandwidth of a cache that holds the kernel's footprint, where there is one. None:
             ``work.cold_bytes`` on CUDA, unless copies of so few fit the cache; none on CPUs.
-        threads: CPU threads, at most ``spec.identity.cores``; None for all of them.
-        backend: Apply the calibration stored for this kernel back end, if any.
+        threads: CPU threads, at most ``spec.identity.cores``; None for as many as ``work.threads`` says.
+        backend: Apply the calibration stored for this kernel back end, if any, and in it that of ``work.call``.
         beside_bytes: What else is used before the kernel's data are used again, and takes room in a CUDA device's
             cache: the bandwidth is that of a footprint so much larger.
 
@@ -71,6 +71,7 @@ def predict(
         ValueError: ``cold_bytes`` or ``threads`` out of range.
     """
     calibration = spec.calibrations.get(backend, _IDENTITY) if backend is not None else _IDENTITY
+    calibration = calibration.of_call(work.call)
     terms = roofline_terms(work, spec, mode, cold_bytes=cold_bytes, threads=threads, beside_bytes=beside_bytes)
     terms = calibrated(terms, calibration)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
@@ -107,9 +108,12 @@ def roofline_terms(
     """The uncalibrated terms of :func:`predict`; same arguments and errors."""
     cold_bytes = _cold_bytes(work, spec) if cold_bytes is None else cold_bytes
     _check(work, spec, cold_bytes, threads)
-    threads = threads or spec.identity.cores
+    threads = threads or min(work.threads or spec.identity.cores, spec.identity.cores)
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
     on_gpu = spec.identity.device_type == "cuda"
+    times = None if on_gpu or mode != "eager" else spec.call_times(work.call)
+    if times is not None:
+        launch_us = work.launches * times.call_us
     if mode == "eager":  # a view is a call on the host, where the device has nothing to do
         views_us = work.views * spec.view_us
         launch_us, host_us = (launch_us, host_us + views_us) if on_gpu else (launch_us + views_us, host_us)
@@ -118,13 +122,18 @@ def roofline_terms(
     memory_us = transfer_us(work.dram_bytes - cold_bytes, _gbps(spec, footprint_bytes, threads)) + transfer_us(
         cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads)
     )
-    if not (on_gpu and 0 < work.row_bytes <= _HELD_BYTES):
+    # What is read again is in registers on a GPU, or among what else is counted on a CPU.
+    if not (0 < work.row_bytes <= _HELD_BYTES if on_gpu else work.lanes or times is not None):
         memory_us += transfer_us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
     # Units share issue slots, so their times add; only the lower bound lets them overlap.
     share = threads / spec.identity.cores if spec.identity.device_type == "cpu" else 1.0
-    compute_us = sum(flops / (spec.peak(unit).per_s * share) * 1e6 for unit, flops in work.flops.items())
+    if times is not None:
+        compute_us = times.us(work.elements) - times.call_us
+    else:
+        flops = {"fp32": work.lanes} if work.lanes and not on_gpu else work.flops
+        compute_us = sum(count / (spec.peak(unit).per_s * share) * 1e6 for unit, count in flops.items())
     terms = Terms(launch_us, host_us, memory_us, compute_us)
-    return with_gpu_terms(terms, work, spec, mode, cold=cold_bytes > 0) if on_gpu else terms
+    return with_gpu_terms(terms, work, spec, mode) if on_gpu else terms
 
 
 def _cold_bytes(work: Work, spec: DeviceSpec) -> float:

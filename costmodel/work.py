@@ -54,6 +54,11 @@ class Work:
         steps: Instructions that wait for one another before the first result is stored.
         serial_steps: The same for a loop whose waits overlap with those of other parts of the kernel.
         views: Views that ATen makes for the op, each a call that only the host pays for; a fused kernel has none.
+        call: What is called, from general to special: ``"aten.mul.Tensor.float32"``, ``"sdpa.flash"``. Calls of one
+            name have times and a calibration of their own; empty for a generated kernel, and for a sum.
+        elements: Positions that loops run over, on CPUs.
+        lanes: What a CPU kernel's loops issue, in units of a vector instruction for one element.
+        threads: CPU threads that there is enough to do for; 0 stands for all of them.
     """
 
     flops: Mapping[str, float] = field(default_factory=dict)
@@ -73,6 +78,10 @@ class Work:
     row_instructions: float = 0.0
     traffic: tuple[Traffic, ...] = ()
     views: int = 0
+    call: str = ""
+    elements: float = 0.0
+    lanes: float = 0.0
+    threads: int = 0
 
     def __post_init__(self) -> None:
         unknown = set(self.flops) - set(FLOP_UNITS)
@@ -90,4 +99,4 @@ class Work:
         return float(sum(self.flops.values()))
 
 
-_SUMMED = tuple(one.name for one in fields(Work) if one.name != "flops")
+_SUMMED = tuple(one.name for one in fields(Work) if one.name not in ("flops", "call", "threads"))

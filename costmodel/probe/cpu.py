@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from fuseplan.costmodel.identity import DeviceIdentity
+from fuseplan.costmodel.probe.aten_calls import time_aten_calls
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
 from fuseplan.costmodel.probe.measurements import Measurements, Progress, view_call
 from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
@@ -57,6 +58,10 @@ def measure_cpu(
     if kernel_call is not None:
         kernel = time_calls({"kernel": kernel_call}, timer, budget=launches)["kernel"]
     view = time_calls({"view": view_call("cpu")}, timer, budget=launches)["view"]
+    calls = time_aten_calls(
+        _timer(sample_us=100.0 if quick else 500.0, repeats=5 if quick else 15), identity.cores,
+        budget.part(0.15, "ATen calls"),
+    )
     rates = _rates(identity, quick, _step(progress, 0.05, 0.25, "arithmetic"), budget.part(0.15, "arithmetic"), timer)
     thread_streams: list[StreamTiming] = []
     if identity.cores > 1:
@@ -75,7 +80,7 @@ def measure_cpu(
         stream_sizes(largest_bytes, step), _PATTERNS, "cpu", timer, _step(progress, 0.5, 1.0, "memory bandwidth"),
         budget.part(1.0, "memory bandwidth"),
     )
-    return Measurements(streams, eager, rates, thread_streams, kernel, view=view)
+    return Measurements(streams, eager, rates, thread_streams, kernel, view=view, calls=calls)
 
 
 def _timer(sample_us: float, repeats: int) -> HostCallTimer:

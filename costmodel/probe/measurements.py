@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from fuseplan.costmodel.device import CallTimes
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
 from fuseplan.costmodel.probe.timing import Call, Timing
 
@@ -31,6 +32,7 @@ class Measurements:
             device has no such launches.
         overlapped_kernel: The shortest elementwise kernel, launched so.
         view: ATen call that makes a view.
+        calls: ATen calls that compute, by name and type; none on CUDA.
     """
 
     streams: Sequence[StreamTiming]
@@ -42,6 +44,7 @@ class Measurements:
     overlapped_node: Timing | None = None
     overlapped_kernel: Timing | None = None
     view: Timing | None = None
+    calls: Mapping[str, CallTimes] = field(default_factory=dict)
 
 
 def view_call(device: str) -> Call:

@@ -31,6 +31,8 @@ _BUSY_RATIO = 0.9
 #: Seconds that a probe may take, and a quick one, by device type: about twice what they take on a quiet machine whose
 #: caches are large. On CUDA they hold the compilation of a few kernels.
 _BUDGET_S = {"cpu": (180.0, 60.0), "cuda": (600.0, 120.0)}
+
+
 def probe(
     device_type: str,
     quick: bool = True,
@@ -106,6 +108,7 @@ def assemble(
         fits=fits,
         problems=(*_cut(short), *doubts(noise, load), *_problems(identity, bandwidth, thread_bandwidth)),
         view_us=measured.view.typical_us if measured.view is not None else 0.0,
+        calls=measured.calls,
     )
 
 

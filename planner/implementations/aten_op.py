@@ -12,8 +12,9 @@ from fuseplan.search.store.record import ATEN, TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
-#: Calibration of all ATen ops.
-UNFUSED = "unfused"
+#: Calibrations of ATen ops that a kernel could absorb, and of matmuls, attention and cache writes by whatever call. In
+#: both, calls differ by name (``Work.call``). Kernels go by the name of their back end.
+UNFUSED, LIBRARY = "unfused", "library"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class AtenOp:
         return book.unfused_work(group.ops[0])
 
     def calibration(self, book: GroupBook, group: Candidate) -> str:
-        return UNFUSED
+        return LIBRARY if book.is_anchor(group) else UNFUSED
 
     def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
         return Screening(tuner.time_unfused(book.subject(group)).median_us)

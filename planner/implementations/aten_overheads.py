@@ -2,7 +2,7 @@
 
 ATen has few kinds of kernels, and the kind follows from layouts: an elementwise op over contiguous tensors of one type
 loads vectors; over anything else each element's address is divided out of its position; a reduction gives each warp
-some rows; ``cat`` and gathers have kernels of their own. The counts are of that code's structure (PyTorch 2.11), not of
+some rows; gathers have a kernel of their own. The counts are of that code's structure (PyTorch 2.11), not of
 any device, and a calibration scales them. CPUs ignore them.
 """
 
@@ -16,18 +16,14 @@ from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 
 #: Dependent instructions, beyond those of a contiguous elementwise kernel, of the other kinds.
-_JOIN_STEPS, _CONTIGUOUS_JOIN_STEPS, _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 24.0, 3.0, 8.0, 20.0, 60.0
+_GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 8.0, 20.0, 60.0
 #: Those of one element in a thread of a strided kernel, which divides its address, loads, computes and stores before it
-#: goes on to the next; and of converting it between types that are only known at run time.
-_ELEMENT_STEPS, _CONVERTING_STEPS = 5.0, 2.0
+#: goes on to the next; and its instructions.
+_ELEMENT_STEPS, _STRIDED_INSTRUCTIONS = 5.0, 40.0
 #: Elements of such a thread: half as many where a result has four bytes or more. Threads of its block.
 _THREAD_ELEMENTS, _STRIDED_BLOCK = 4, 128
-#: Those of a function that takes a division, a range reduction or a polynomial; and its instructions: ATen's are exact,
-#: an exponential of nine and a division of ten.
-_FUNCTION_STEPS, _FUNCTION_INSTRUCTIONS = 8.0, 20.0
-#: Instructions for each element.
-_VECTOR_INSTRUCTIONS, _FOLD_INSTRUCTIONS, _JOIN_INSTRUCTIONS, _GATHER_INSTRUCTIONS = 8.0, 4.0, 110.0, 20.0
-_STRIDED_INSTRUCTIONS, _OPERAND_INSTRUCTIONS, _DIM_INSTRUCTIONS, _CONVERTING_INSTRUCTIONS = 20.0, 8.0, 4.0, 20.0
+#: Those of a function that takes a division, a range reduction or a polynomial.
+_FUNCTION_STEPS = 8.0
 #: Dependent instructions of one turn of a reduction's loop, and of one row of a small gather, which takes them in turn.
 _TURN_STEPS, _ROW_STEPS = 4.0, 10.0
 #: A gather of no more rows than this takes them one after the other.
@@ -41,7 +37,6 @@ _FOLDS = frozenset({
 _WHOLE_ROWS = frozenset({
     "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "_softmax", "log_softmax",
 })
-_JOINS = frozenset({"cat", "stack"})
 _FUNCTIONS = frozenset({"silu", "sigmoid", "sin", "cos", "tan", "tanh", "gelu", "erf", "log", "mish", "softplus"})
 _GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
 
@@ -62,33 +57,23 @@ def aten_overheads(graph: DataflowGraph, node: OpNode) -> AtenOverheads:
     if name in _FOLDS and node.inputs:
         read = math.prod(_shape(graph, node.inputs[0]))
         turns = _fold_turns(elements, max(read // max(elements, 1), 1))
-        return AtenOverheads(_FOLD_INSTRUCTIONS * read, _FOLD_STEPS, _TURN_STEPS * turns)
+        return AtenOverheads(0.0, _FOLD_STEPS, _TURN_STEPS * turns)
     if name in _WHOLE_ROWS:
-        return AtenOverheads(_FOLD_INSTRUCTIONS * elements, _WHOLE_ROW_STEPS)
-    if name in _JOINS and all(_contiguous(graph, value) for value in node.inputs):
-        return AtenOverheads(_VECTOR_INSTRUCTIONS * elements, _CONTIGUOUS_JOIN_STEPS)
-    if name in _JOINS:
-        return AtenOverheads(_JOIN_INSTRUCTIONS * elements, _JOIN_STEPS)
+        return AtenOverheads(0.0, _WHOLE_ROW_STEPS)
     if name in _GATHERS and len(node.inputs) > 1:
         rows = math.prod(_shape(graph, node.inputs[1]))
         serial = _ROW_STEPS * rows if rows <= _SMALL_GATHER else 0.0
-        return AtenOverheads(_GATHER_INSTRUCTIONS * elements, _GATHER_STEPS, serial)
+        return AtenOverheads(0.0, _GATHER_STEPS, serial)
     return _elementwise(graph, node, elements)
 
 
 def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> AtenOverheads:
     converting = _converts(graph, node)
-    is_function = node.op.split(".")[1] in _FUNCTIONS
-    function_steps, function = (_FUNCTION_STEPS, _FUNCTION_INSTRUCTIONS) if is_function else (0.0, 0.0)
+    steps = _FUNCTION_STEPS if node.op.split(".")[1] in _FUNCTIONS else 0.0
     if not converting and _same_layout(graph, node):
-        return AtenOverheads((_VECTOR_INSTRUCTIONS + function) * elements, function_steps)
-    tensors, dims = len(node.inputs) + 1, _dims(graph, node)
-    each = function + _STRIDED_INSTRUCTIONS + tensors * (_OPERAND_INSTRUCTIONS + _DIM_INSTRUCTIONS * dims)
-    turn_steps = _ELEMENT_STEPS
-    if converting:
-        each, turn_steps = each + _CONVERTING_INSTRUCTIONS, turn_steps + _CONVERTING_STEPS
+        return AtenOverheads(0.0, steps)
     turns = _strided_turns(graph.specs[node.outputs[0]].dtype, elements, converting)
-    return AtenOverheads(each * elements, turn_steps * turns + function_steps)
+    return AtenOverheads(_STRIDED_INSTRUCTIONS * elements, _ELEMENT_STEPS * turns + steps)
 
 
 def _strided_turns(dtype: str, elements: int, converting: bool) -> int:
@@ -108,28 +93,6 @@ def _converts(graph: DataflowGraph, node: OpNode) -> bool:
 def _same_layout(graph: DataflowGraph, node: OpNode) -> bool:
     """Whether every operand has the result's shape and strides, sizes of one aside."""
     return all(len(set(strides)) == 1 for _, strides in _layout(graph, node))
-
-
-def _contiguous(graph: DataflowGraph, value: str) -> bool:
-    """Whether a value's elements lie one after the other in memory, in order."""
-    expected = 1
-    strides = graph.specs[value].strides
-    for extent, stride in zip(reversed(_shape(graph, value)), reversed(strides), strict=True):
-        if extent > 1 and evaluate(stride, graph.symbols) != expected:
-            return False
-        expected *= extent
-    return True
-
-
-def _dims(graph: DataflowGraph, node: OpNode) -> int:
-    """Dimensions that are left where those that all tensors walk as one are merged."""
-    merged: list[tuple[int, tuple[int, ...]]] = []
-    for extent, strides in reversed(_layout(graph, node)):
-        if merged and all(own == inner * merged[-1][0] for own, inner in zip(strides, merged[-1][1], strict=True)):
-            merged[-1] = (merged[-1][0] * extent, merged[-1][1])
-        else:
-            merged.append((extent, strides))
-    return len(merged)
 
 
 def _layout(graph: DataflowGraph, node: OpNode) -> list[tuple[int, tuple[int, ...]]]:

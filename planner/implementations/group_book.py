@@ -10,7 +10,7 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import Candidate, group_form
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
+from fuseplan.planner.implementations.group_work import group_library_work, hot_inputs, kernel_work, op_work
 from fuseplan.planner.implementations.library_call import LibraryCall, OpGroup
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
@@ -101,6 +101,12 @@ class GroupBook:
         if op not in self._singles:
             self._singles[op] = op_work(self.graph, op)
         return self._singles[op]
+
+    def call_work(self, group: Candidate, name: str) -> Work:
+        """Work of the group as one call of a library."""
+        ops = self.op_group(group)
+        cold = [value for value, hot in zip(ops.inputs, hot_inputs(self.graph, ops.inputs), strict=True) if not hot]
+        return group_library_work(ops, name, cold)
 
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is one that no kernel is generated for: only library calls run it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.costmodel.device import Mode
@@ -15,7 +16,10 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Redu
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.implementations.aten_overheads import aten_overheads
+from fuseplan.planner.implementations.cpu_overheads import lanes, threads
 from fuseplan.planner.implementations.kernel_overheads import kernel_overheads, reduction_levels
+from fuseplan.planner.implementations.library_call import OpGroup
+from fuseplan.planner.implementations.library_work import library_work
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of, mutates
 
@@ -67,6 +71,9 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
             sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
         ),
         traffic=_traffic(ir, effort.requests) if len(ir.segments) > 1 else (),
+        elements=float(sum(math.prod(_extents(segment)) for segment in ir.segments)),
+        lanes=lanes(ir),
+        threads=threads(ir),
     )
 
 
@@ -196,7 +203,14 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
             return _aten_work(graph, node)
         except NotLowerable:
             pass
-    return Work(flops=_library_flops(graph, node), dram_bytes=float(_operand_bytes(graph, node)), launches=1)
+    cold = {value for value, hot in zip(node.inputs, hot_inputs(graph, node.inputs), strict=True) if not hot}
+    name = call_name(graph, node)
+    return library_work([node], node.inputs, node.outputs, graph.specs, name, cold, graph.symbols)
+
+
+def group_library_work(group: OpGroup, name: str, cold: Collection[str] = ()) -> Work:
+    """Work of a group as one library call of this name; ``cold`` are those of its inputs that are weights or caches."""
+    return library_work(group.nodes, group.inputs, group.outputs, group.specs, name, cold)
 
 
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
@@ -206,8 +220,15 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     return replace(
         fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,
         instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps,
-        views=len(group_nodes(graph, lowered)) - 1,
+        views=len(group_nodes(graph, lowered)) - 1, call=call_name(graph, node), lanes=0.0, threads=0,
     )
+
+
+def call_name(graph: DataflowGraph, node: OpNode) -> str:
+    """``Work.call`` of an ATen op: its name and the type that it reads; ``.number`` where an operand is one."""
+    values = node.inputs or node.outputs
+    number = len(node.inputs) == 1 and isinstance(node.attrs.get("other"), int | float)
+    return f"{node.op}.{graph.specs[values[0]].dtype}{'.number' if number else ''}"
 
 
 def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:
@@ -224,31 +245,3 @@ def _is_fresh(graph: DataflowGraph, producer: str | None) -> bool:
             return True
         producer = graph.producer(node.inputs[0]) if node.inputs else None
     return False
-
-
-def _operand_bytes(graph: DataflowGraph, node: OpNode) -> int:
-    return sum(graph.specs[value].nbytes(graph.symbols) for value in dict.fromkeys((*node.inputs, *node.outputs)))
-
-
-_MATMULS = {"aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default", "aten.addmm.default",
-            "fuseplan.merged_linear.default"}
-
-
-def _library_flops(graph: DataflowGraph, node: OpNode) -> dict[str, float]:
-    """Flops of a library call: 2 M N K for matmuls, 4 B H S K D for attention (two matmuls)."""
-    specs = graph.specs
-    unit = {"bfloat16": "bf16_matmul", "float16": "fp16_matmul"}.get(specs[node.inputs[0]].dtype, "fp32_matmul")
-
-    def size(value: str, *dims: int) -> float:
-        total = 1.0
-        for dim in dims:
-            total *= evaluate(specs[value].shape[dim], graph.symbols)
-        return total
-
-    out = float(evaluate(specs[node.outputs[0]].numel, graph.symbols))
-    if node.op in _MATMULS:
-        operand = node.inputs[1] if node.op == "aten.addmm.default" else node.inputs[0]
-        return {unit: 2.0 * out * size(operand, -1)}
-    if node.op.startswith("aten.scaled_dot_product_attention"):
-        return {unit: 4.0 * out * size(node.inputs[1], -2)}
-    return {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
-from fuseplan.kernels.ir.index import Coord, Index, evaluate
+from fuseplan.kernels.ir.index import evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, full_tile
@@ -30,35 +30,12 @@ _ROW_COLS = 4 * 32 * _ROW_SHARE
 #: Dependent instructions of one round in which the threads of a block exchange 16 bytes each by way of shared memory: a
 #: store, a barrier and a load.
 _EXCHANGE_STEPS, _ROUND_BYTES = 1.0, 16.0
-#: Instructions, for each element, of moving bytes to the threads that hold the wider operand beside them: 16 bits of
-#: shared memory at a time, stored and loaded at a quarter of the rate.
-_EXCHANGE_INSTRUCTIONS = 6.0
-#: Instructions for each element of a fold, beyond the half of one that its operation counts as (a fused multiply-add is
-#: one instruction for two): the other half, and its share of the shuffles.
-_FOLD_INSTRUCTIONS = 0.7
-#: Instructions of a division or remainder by a constant, in an address that changes from column to column.
-_DIVISION_INSTRUCTIONS = 4.0
-#: Integers, comparisons and logic have half the units that fp32 arithmetic has: 64 results a cycle and multiprocessor
-#: against 128 (compute capability 9.0; CUDA C++ Programming Guide, "Arithmetic Instructions").
-_HALF_RATE, _HALF_RATE_SLOTS = frozenset({"int64", "int32", "bool"}), 2.0
 #: Where a kernel has no more elements than this, its tiles are the smallest: of twice as many elements there would not
 #: be two for each of an H200's 132 multiprocessors. Each thread has four of them.
 _SMALL_KERNEL, _SMALL_TILE = 2**17, 256
-#: Operations that are nothing beside a constant.
-_LOGIC = frozenset({"logical_and", "logical_or"})
-#: Instructions for an element of one byte, beyond that of wider types: a permutation and a selection, at half the rate.
-_BYTE_INSTRUCTIONS = 3.0
-#: Instructions of the polynomials, range reductions and corrections around a special function, beyond one and the uses
-#: of the special-function unit: counted in the machine code of Triton's kernels (sm_90), double precision twice.
-_POLYNOMIALS: Mapping[str, float] = {
-    "sin": 30, "cos": 30, "tanh": 13, "erf": 16, "pow": 190, "int_floordiv": 20, "int_remainder": 20, "log": 24,
-    "sigmoid": 2, "div": 7, "reciprocal": 6,
-}
 #: Uses of the special-function unit there, where they are not what the op table counts: conversions and roundings of
 #: double precision are some, of a logarithm there is none.
 _SPECIAL: Mapping[str, float] = {"sin": 5, "cos": 5, "tanh": 2, "sigmoid": 2, "erf": 1, "pow": 6, "log": 0}
-#: Dependent instructions of arithmetic in a step: one takes 5 cycles.
-_ARITHMETIC_A_STEP = 10.0
 
 
 @dataclass(frozen=True)
@@ -148,23 +125,19 @@ def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows:
     sizes, column = _extents(segment), segment.col_axis
     rows, cols = math.prod(sizes[:-1]), sizes[-1]
     found = _Issued()
-    for instr, once, axes, slots in zip(segment.body, per_row, value_axes(segment), _slots(segment), strict=True):
+    for instr, once, axes in zip(segment.body, per_row, value_axes(segment), strict=True):
         # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them;
         # yet a thread with few elements holds one row of them, and waits for what it computes of that by itself.
         count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
-        each = 0.0 if _decided(segment, instr) else _instructions(instr, column, slots)
+        each = _instructions(instr)
         found.instructions += count * each
         found.repeated += 0.0 if once else (rows * cols - count) * each
         found.special += count * _special(instr)
         if isinstance(instr, Load):
-            found.instructions += count * (_packing(ir, instr.buffer) + _moving(ir, segment, instr))
             found.loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
-        if isinstance(instr, Reduce):
-            found.instructions += rows * cols * _FOLD_INSTRUCTIONS
     for store in segment.stores:
         once = per_row[store.value] and column not in store.index.axes()
-        each = 1.0 + _packing(ir, store.buffer) + _division_instructions(store.index, column)
-        found.instructions += each * (rows if once else rows * cols)
+        found.instructions += rows if once else rows * cols
         found.stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
     return found
 
@@ -175,7 +148,7 @@ def _chain(segment: Segment, per_row: Sequence[bool]) -> float:
     for instr, once in zip(segment.body, per_row, strict=True):
         own = 0.0
         if not once and not isinstance(instr, Const | Reduce):
-            own = 1.0 + _polynomial(instr) / _ARITHMETIC_A_STEP
+            own = 1.0
         chain.append(own + max((chain[arg] for arg in operands(instr)), default=0.0))
     return max((chain[store.value] for store in segment.stores), default=0.0)
 
@@ -240,22 +213,17 @@ def _shared_rows(axes: Set[int], sizes: tuple[int, ...]) -> int:
     return max(rows, 1)
 
 
-def _instructions(instr: Instr, column: int, slots: float) -> float:
+def _instructions(instr: Instr) -> float:
     """Instructions for one element besides what the op table counts, in units of one of fp32 arithmetic."""
     if isinstance(instr, Const | Reduce):
         return 0.0
     if isinstance(instr, Load):
-        return 1.0 + _division_instructions(instr.index, column) + (4.0 if instr.gather is not None else 0.0)
+        return 1.0 + (4.0 if instr.gather is not None else 0.0)
     if isinstance(instr, Apply):
         spec = op_spec(instr.op)
         # Its operations are counted beside this, as half an instruction each.
-        return slots + _polynomial(instr) - (spec.flops / 2 if spec.unit == "fp32" else 0.0)
-    index = getattr(instr, "index", None)
-    return slots * (1.0 + (_division_instructions(index, column) if index is not None else 0.0))
-
-
-def _polynomial(instr: Instr) -> float:
-    return _POLYNOMIALS.get(instr.op, 0.0) if isinstance(instr, Apply) else 0.0
+        return 1.0 - (spec.flops / 2 if spec.unit == "fp32" else 0.0)
+    return 1.0
 
 
 def _special(instr: Instr) -> float:
@@ -264,54 +232,3 @@ def _special(instr: Instr) -> float:
         return 0.0
     spec = op_spec(instr.op)
     return _SPECIAL.get(instr.op, spec.flops if spec.unit == "sfu" else 0.0)
-
-
-def _decided(segment: Segment, instr: Instr) -> bool:
-    """Whether the compiler leaves an instruction out: logic with a constant."""
-    if not (isinstance(instr, Apply) and instr.op in _LOGIC):
-        return False
-    return any(isinstance(segment.body[arg], Const) for arg in instr.args)
-
-
-def _moving(ir: KernelIR, segment: Segment, load: Load) -> float:
-    """Instructions that take a loaded byte to the thread that holds what a wider load of the same column gave."""
-    def width(one: Load) -> int:
-        return ITEMSIZE[ir.buffers[one.buffer].dtype] if segment.col_axis in one.index.axes() else 0
-
-    if width(load) != 1:
-        return 0.0
-    wider = any(isinstance(one, Load) and width(one) > 1 for one in segment.body)
-    return _EXCHANGE_INSTRUCTIONS if wider else 0.0
-
-
-def _packing(ir: KernelIR, buffer: int) -> float:
-    """Instructions that take an element out of the word that it shares with others, or put it there, beyond one.
-
-    What converts to float8 puts two into a word.
-    """
-    dtype = ir.buffers[buffer].dtype
-    return _BYTE_INSTRUCTIONS if ITEMSIZE[dtype] == 1 and not dtype.startswith("float") else 0.0
-
-
-def _slots(segment: Segment) -> list[float]:
-    """For each value, the instructions of fp32 arithmetic in whose place those that compute it are issued.
-
-    What takes or gives two registers is done twice: 64-bit floats, and 64-bit integers unless they are positions, whose
-    range is known.
-    """
-    loaded: list[bool] = []
-    wide: list[bool] = []
-    found: list[float] = []
-    for instr in segment.body:
-        args, dtype = operands(instr), instr.dtype
-        loaded.append(isinstance(instr, Load) or any(loaded[arg] for arg in args))
-        wide.append(dtype == "float64" or (dtype == "int64" and loaded[-1]))
-        half = dtype in _HALF_RATE or any(segment.body[arg].dtype in _HALF_RATE for arg in args)
-        slots = _HALF_RATE_SLOTS if half else 1.0
-        found.append(2.0 * slots if wide[-1] or any(wide[arg] for arg in args) else slots)
-    return found
-
-
-def _division_instructions(index: Index, column: int) -> float:
-    divisions = [atom for atom, _ in index.terms if not isinstance(atom, Coord)]
-    return _DIVISION_INSTRUCTIONS * sum(column in atom.base.axes() for atom in divisions)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.implementations.aten_op import LIBRARY
 from fuseplan.planner.implementations.group_book import GroupBook, Screening
 from fuseplan.planner.implementations.library_call import LibraryCall
 from fuseplan.search.store.record import TuningRecord
@@ -30,10 +31,10 @@ class LibraryOp:
         return self.call.refuse(book.op_group(group))
 
     def work(self, book: GroupBook, group: Candidate) -> Work:
-        return book.unfused_work(group.ops[0])
+        return book.call_work(group, self.name)
 
     def calibration(self, book: GroupBook, group: Candidate) -> str:
-        return self.name
+        return LIBRARY
 
     def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
         trial = tuner.screen_call(book.subject(group), book.call_subject(group, self.call), self.name)

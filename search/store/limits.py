@@ -82,8 +82,11 @@ Parameter: TypeAlias = Annotated[int, Range(-(2**31), 2**31 - 1)]
 Positions: TypeAlias = Annotated[tuple[int, ...], _positions]
 
 
+_CALL = re.compile(r"[A-Za-z0-9_.+-]{0,128}")
+
+
 def possible_work(value: Any) -> str:
-    """The limit of a :class:`~fuseplan.costmodel.work.Work`: every amount in it is one, and cold bytes are moved."""
+    """The limit of a :class:`~fuseplan.costmodel.work.Work`: amounts, a call's name, and cold bytes that are moved."""
     numbers: list[object] = [value]
     for one in numbers:
         if isinstance(one, Mapping):
@@ -92,6 +95,9 @@ def possible_work(value: Any) -> str:
             numbers += one
         elif is_dataclass(one):
             numbers += vars(one).values()
+        elif isinstance(one, str):
+            if not _CALL.fullmatch(one):
+                return f"{brief(one)} is no name of a call"
         elif reason := _AMOUNT(one):
             return reason
     return "" if value.cold_bytes <= value.dram_bytes else "cold_bytes is more than dram_bytes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from costmodel_samples import CPU
 
@@ -9,7 +11,7 @@ from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.implementations.aten_op import UNFUSED
+from fuseplan.planner.implementations.aten_op import LIBRARY, UNFUSED
 
 
 def samples(scale: float, count: int) -> list[Sample]:
@@ -68,3 +70,17 @@ def test_views_and_unprobed_devices_teach_nothing() -> None:
         learner.add(UNFUSED, Sample(Work(), "eager", 1.0))
     learner.update(final=True)
     assert learner.spec == CPU
+
+
+def test_library_calls_of_one_name_have_factors_of_their_own() -> None:
+    learner = RunningCalibration(CPU)
+    for call, scale in (("sdpa.flash", 1.5), ("sdpa.math", 4.0), ("linear.cublaslt", 1.5)):
+        for sample in samples(1.0, 8):
+            work = replace(sample.work, call=call)
+            learner.add(LIBRARY, Sample(work, "eager", scale * sample.measured_us, family=call))
+    learner.update(final=True)
+    assert learner.spec is not None
+    before = samples(1.0, 20)[-1]
+    for call, scale in (("sdpa.flash", 1.5), ("sdpa.math", 4.0), ("linear.cublaslt", 1.5), ("merged.one", 1.5)):
+        after = predict(replace(before.work, call=call), learner.spec, "eager", backend=LIBRARY).time_us
+        assert after == pytest.approx(scale * before.measured_us, rel=0.2)

@@ -1,0 +1,85 @@
+"""What a generated C++ kernel issues: the fields of ``Work`` that only CPUs' predictions use.
+
+The counts are of the code that :mod:`fuseplan.kernels.cpp.emitter` writes, in units of a vector instruction for one
+fp32 element, whose rate is measured. What the compiler cannot vectorise takes as long as a whole vector of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+
+from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
+from fuseplan.kernels.cpp.emitter import simplified_segments
+from fuseplan.kernels.ir.index import Atom, Coord, Index, evaluate
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment
+from fuseplan.kernels.ir.ops import op_spec
+
+#: Elements of a vector: what is loaded or stored one by one (gathers, strides) takes as long as so many.
+_VECTOR = 16.0
+#: A bool is loaded by itself, compared and widened.
+_BOOL_LOAD = 3 * _VECTOR
+#: Loading or storing a type that is converted, loading under a mask, and integers and floats of eight bytes: two
+#: instructions for one.
+_TWO = 2.0
+#: The polynomial of a special function, for each operation that the op table counts.
+_SPECIAL = 10.0
+#: An instruction outside the loop over columns, once a row: one that waits for its result, and a loop's beginning.
+_ROW = 4 * _VECTOR
+#: What a kernel does once for each buffer (its address and shape), and for each segment after the first (its tasks).
+_BUFFER, _SEGMENT = 150 * _VECTOR, 1000 * _VECTOR
+
+
+def lanes(ir: KernelIR) -> float:
+    """Of a static kernel, in units of a vector instruction for one element."""
+    segments = simplified_segments(ir)
+    total = _BUFFER * len(ir.buffers) + _SEGMENT * (len(segments) - 1)
+    return total + sum(_segment_lanes(ir, segment) for segment in segments)
+
+
+def threads(ir: KernelIR) -> int:
+    """How many threads a static kernel has enough to do for."""
+    return max(1, (ir_bytes(ir) or 0) // BYTES_PER_THREAD)
+
+
+def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
+    rows = math.prod(evaluate(extent, {}) for extent in segment.rows)
+    cols = evaluate(segment.cols, {})
+    per_row = segment.per_row()
+    once = 1 + sum(per_row) + sum(segment.store_per_row(store) for store in segment.stores)
+    body = zip(segment.body, per_row, strict=True)
+    each = sum(_instruction(ir, segment, instr) for instr, is_once in body if isinstance(instr, Reduce) or not is_once)
+    each += sum(
+        _moved(ir.buffers[store.buffer].dtype, store.index, segment.col_axis)
+        for store in segment.stores if not segment.store_per_row(store)
+    )
+    return rows * (_ROW * once + cols * each)
+
+
+def _instruction(ir: KernelIR, segment: Segment, instr: Instr) -> float:
+    """Of one value for one element."""
+    if isinstance(instr, Const):
+        return 0.0
+    if isinstance(instr, Load):
+        dtype = ir.buffers[instr.buffer].dtype
+        if instr.gather is not None:
+            return _VECTOR
+        if dtype == "bool":
+            return _BOOL_LOAD
+        moved = _moved(dtype, instr.index, segment.col_axis)
+        return max(moved, _TWO) if instr.mask is not None else moved
+    if isinstance(instr, Apply) and op_spec(instr.op).unit == "sfu":
+        return _SPECIAL * op_spec(instr.op).flops
+    return _TWO if ITEMSIZE[instr.dtype] == 8 or instr.dtype == "bool" else 1.0
+
+
+def _moved(dtype: str, index: Index, column: int) -> float:
+    """Of loading or storing one element."""
+    steps = (stride if isinstance(atom, Coord) else None for atom, stride in index.terms if column in _axes(atom))
+    if any(step != 1 for step in steps):
+        return _VECTOR
+    return 1.0 if dtype == "float32" else _TWO
+
+
+def _axes(atom: Atom) -> Set[int]:
+    return {atom.axis} if isinstance(atom, Coord) else atom.base.axes()

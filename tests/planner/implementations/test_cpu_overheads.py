@@ -1,0 +1,85 @@
+"""What C++ kernels issue, counted by hand on small ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.ir import Apply, Buffer, Instr, KernelIR, Load, Reduce, Segment, Store
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.implementations.cpu_overheads import lanes, threads
+from fuseplan.planner.implementations.group_work import op_work
+
+#: Rows lie apart, for those that follow one another are one.
+ROWS, COLS, PITCH = 3, 40, 48
+AT = Index.coord(0, ROWS) * PITCH + Index.coord(1, COLS)
+#: Of a kernel of two buffers, and of what is done once a row.
+BUFFERS, ROW = 2 * 150 * 16, 64
+
+
+def kernel(
+    *body: Instr, dtypes: tuple[str, str] = ("float32", "float32"), store: Index = AT, rows: int = ROWS
+) -> KernelIR:
+    buffers = tuple(
+        Buffer(name, dtype, (rows, COLS), (PITCH, 1), is_output=name == "y")
+        for name, dtype in zip(("x", "y"), dtypes, strict=True)
+    )
+    return KernelIR(buffers, (Segment((rows,), COLS, body, (Store(1, store, len(body) - 1),)),))
+
+
+def each(ir: KernelIR, once: int = 1) -> float:
+    """Lanes of one element."""
+    return (lanes(ir) - BUFFERS - ROWS * once * ROW) / (ROWS * COLS)
+
+
+LOAD = Load("float32", 0, AT)
+
+
+def test_a_vectorised_loop_issues_one_of_each() -> None:
+    assert each(kernel(LOAD, Apply("float32", "neg", (0,)))) == 3  # load, negate, store
+
+
+def test_narrow_types_are_converted() -> None:
+    assert each(kernel(LOAD, dtypes=("bfloat16", "float32"))) == 2 + 1
+    assert each(kernel(LOAD, dtypes=("bfloat16", "bfloat16"))) == 2 + 2
+
+
+def test_special_functions_are_polynomials() -> None:
+    assert each(kernel(LOAD, Apply("float32", "exp", (0,)))) == 1 + 10 + 1
+
+
+def test_strides_are_stored_one_by_one() -> None:
+    across = Index.coord(1, COLS) * ROWS + Index.coord(0, ROWS)
+    assert each(kernel(LOAD, store=across)) == 1 + 16
+
+
+def test_bools_are_loaded_one_by_one() -> None:
+    assert each(kernel(Load("bool", 0, AT), dtypes=("bool", "bool"))) == 48 + 2
+
+
+def test_what_one_row_shares_is_issued_once_for_it() -> None:
+    ir = kernel(LOAD, Reduce("float32", "sum", 0), Apply("float32", "sqrt", (1,)), store=Index.coord(0, ROWS))
+    assert each(ir, once=4) == 2  # a load and a fold; outside the loop the fold, the root, the store and the row itself
+
+
+def test_segments_add() -> None:
+    one = kernel(LOAD)
+    two = replace(one, segments=one.segments * 2)
+    assert lanes(two) - lanes(one) == 16_000 + ROWS * (ROW + 2 * COLS)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(3, 1), (1000, 1), (2000, 3), (100_000, 162)])
+def test_threads_are_worth_waking_for_enough_bytes(rows: int, expected: int) -> None:
+    at = Index.coord(0, rows) * PITCH + Index.coord(1, COLS)
+    assert threads(kernel(Load("float32", 0, at), store=at, rows=rows)) == expected
+
+
+def test_an_aten_op_is_known_by_its_name_and_type_and_has_no_lanes() -> None:
+    specs = {"x": TensorSpec.contiguous((5, 7), "bfloat16"), "y": TensorSpec.contiguous((5, 7), "bfloat16")}
+    nodes = [OpNode("aten.mul.Tensor", ("x",), ("y",), {"other": 2.0})]
+    work = op_work(DataflowGraph(nodes, specs, ["x"], ["y"]), "y")
+    assert (work.call, work.elements, work.lanes) == ("aten.mul.Tensor.bfloat16.number", 35.0, 0.0)
+    nodes = [OpNode("aten.mul.Tensor", ("x", "x"), ("y",))]
+    assert op_work(DataflowGraph(nodes, specs, ["x"], ["y"]), "y").call == "aten.mul.Tensor.bfloat16"

@@ -1,0 +1,120 @@
+"""Work of matmuls, attention and cache writes, against loops that count every product and every byte."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.implementations.group_work import group_library_work, op_work
+from fuseplan.planner.implementations.implementation import OpGroup
+
+SDPA = "aten.scaled_dot_product_attention.default"
+
+
+def spec(shape: tuple[int, ...], dtype: str = "bfloat16", strides: tuple[int, ...] | None = None) -> TensorSpec:
+    return TensorSpec.contiguous(shape, dtype) if strides is None else TensorSpec(shape, dtype, strides)
+
+
+def work_of(op: str, inputs: Mapping[str, TensorSpec], out: TensorSpec, **attrs: object) -> Work:
+    node = OpNode(op, tuple(inputs), ("out",), attrs)
+    return op_work(DataflowGraph([node], {**inputs, "out": out}, inputs, ["out"]), "out")
+
+
+def addresses(layout: TensorSpec) -> set[int]:
+    """Every element's place in memory."""
+    places = itertools.product(*(range(int(size)) for size in layout.shape))
+    return {sum(at * int(stride) for at, stride in zip(place, layout.strides, strict=True)) for place in places}
+
+
+def attended(queries: int, keys: int, causal: bool) -> Iterator[tuple[int, int]]:
+    return ((row, key) for row in range(queries) for key in range(keys) if not causal or key <= row)
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "out", "products"),
+    [
+        ("aten.linear.default", ((3, 5, 7), (11, 7)), (3, 5, 11), 3 * 5 * 11 * 7),
+        ("aten.linear.default", ((5, 7), (11, 7), (11,)), (5, 11), 5 * 11 * 7),
+        ("aten.mm.default", ((5, 7), (7, 11)), (5, 11), 5 * 11 * 7),
+        ("aten.addmm.default", ((11,), (5, 7), (7, 11)), (5, 11), 5 * 11 * 7),
+        ("aten.bmm.default", ((2, 5, 7), (2, 7, 3)), (2, 5, 3), 2 * 5 * 3 * 7),
+        ("aten.matmul.default", ((2, 5, 7), (7, 3)), (2, 5, 3), 2 * 5 * 3 * 7),
+        ("fuseplan.merged_linear.default", ((5, 7), (11, 7), (3, 7)), (5, 14), 5 * 14 * 7),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", "bf16_matmul"), ("float32", "fp32_matmul")])
+def test_products_count_two_and_operands_once(
+    op: str, shapes: tuple[tuple[int, ...], ...], out: tuple[int, ...], products: int, dtype: str, unit: str
+) -> None:
+    inputs = {f"x{number}": spec(shape, dtype) for number, shape in enumerate(shapes)}
+    found = work_of(op, inputs, spec(out, dtype))
+    size = 2 if dtype == "bfloat16" else 4
+    assert found.flops == {unit: 2.0 * products}
+    assert found.dram_bytes == size * sum(len(addresses(one)) for one in (*inputs.values(), spec(out, dtype)))
+    assert found.written_bytes == size * len(addresses(spec(out, dtype)))
+    assert found.launches == 1
+    assert found.call == f"{op}.{dtype}"
+
+
+@given(
+    batch=st.integers(1, 2), heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]), queries=st.integers(1, 5),
+    keys=st.integers(1, 6), width=st.integers(1, 4), causal=st.booleans(), expanded=st.booleans(),
+)
+def test_attention_counts_what_it_attends_to(
+    batch: int, heads: tuple[int, int], queries: int, keys: int, width: int, causal: bool, expanded: bool
+) -> None:
+    many, few = heads
+    shared = spec((batch, few, keys, width))
+    if expanded and few == 1:  # repeated for every query head by a stride of zero
+        shared = spec((batch, many, keys, width), strides=(keys * width, 0, width, 1))
+    query = spec((batch, many, queries, width))
+    found = work_of(SDPA, {"q": query, "k": shared, "v": shared}, query, is_causal=causal, enable_gqa=many != few)
+    pairs = sum(1 for _ in attended(queries, keys, causal)) * batch * many
+    assert found.flops == {"bf16_matmul": 2.0 * pairs * 2 * width, "sfu": float(pairs)}
+    seen = {key for _, key in attended(queries, keys, causal)}
+    kept = len(addresses(shared)) * len(seen) // keys  # keys that no position sees are not read
+    assert found.dram_bytes == pytest.approx(2.0 * (2 * len(addresses(query)) + 2 * kept))
+
+
+def test_masks_are_read_as_they_lie() -> None:
+    query, key = spec((2, 4, 3, 8)), spec((2, 4, 5, 8))
+    plain = work_of(SDPA, {"q": query, "k": key, "v": key}, query)
+    for mask, nbytes in (
+        (spec((2, 1, 3, 5), "bool"), 30), (spec((2, 4, 3, 5), "bfloat16"), 240),
+        (spec((2, 4, 3, 5), "float32", (0, 0, 5, 1)), 60),
+    ):
+        masked = work_of(SDPA, {"q": query, "k": key, "v": key, "mask": mask}, query)
+        assert masked.dram_bytes - plain.dram_bytes == nbytes
+        assert masked.flops == plain.flops
+
+
+def test_a_cache_write_moves_the_rows_alone() -> None:
+    cache, rows = spec((2, 8, 1024, 64)), spec((2, 8, 3, 64))
+    found = work_of("aten.index_copy_.default", {"c": cache, "i": spec((3,), "int64"), "r": rows}, cache, dim=2)
+    nbytes = 2 * 8 * 3 * 64 * 2
+    assert found.dram_bytes == 2 * nbytes + 3 * 8
+    assert found.written_bytes == nbytes
+    assert found.flops == {}
+
+
+def test_weights_are_cold_and_what_was_just_made_is_not() -> None:
+    specs = {"x": spec((4, 8)), "a": spec((4, 8)), "w": spec((16, 8)), "out": spec((4, 16))}
+    nodes = [OpNode("aten.neg.default", ("x",), ("a",)), OpNode("aten.linear.default", ("a", "w"), ("out",))]
+    found = op_work(DataflowGraph(nodes, specs, ["x", "w"], ["out"]), "out")
+    assert found.cold_bytes == 16 * 8 * 2
+
+
+def test_a_group_is_one_call_and_its_inner_values_are_not_moved() -> None:
+    specs = {"x": spec((4, 8)), "w": spec((16, 8)), "h": spec((4, 16)), "out": spec((4, 16))}
+    nodes = (OpNode("aten.linear.default", ("x", "w"), ("h",)), OpNode("aten.relu.default", ("h",), ("out",)))
+    group = OpGroup(nodes, ("x", "w"), ("out",), specs, "cuda")
+    found = group_library_work(group, "linear.cublaslt", {"w"})
+    assert found.dram_bytes == 2 * (4 * 8 + 16 * 8 + 4 * 16)
+    assert (found.launches, found.call, found.cold_bytes) == (1, "linear.cublaslt", 256.0)
+    assert found.flops == {"bf16_matmul": 2.0 * 4 * 16 * 8}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, operands
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, ancestors, operands
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     beside = rescaled_sums(segment) if rescale else {}
     depths = reduction_depths(segment, beside)
     per_row = segment.per_row()
-    live = _reachable(segment.body, (store.value for store in segment.stores))
+    live = ancestors(segment.body, (store.value for store in segment.stores))
     reductions = [value for value in live if isinstance(segment.body[value], Reduce)]
     last = max((depths[value] for value in reductions), default=0)
 
@@ -161,31 +161,12 @@ def _place_stores(
     ]
 
 
-def _reachable(body: Sequence[Instr], roots: Iterable[int]) -> list[int]:
-    found: set[int] = set()
-    pending = list(roots)
-    while pending:
-        value = pending.pop()
-        if value not in found:
-            found.add(value)
-            pending.extend(operands(body[value]))
-    return sorted(found)
-
-
 def _elements(
     body: Sequence[Instr], per_row: Sequence[bool], roots: Iterable[int], kept: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Element-level values that ``roots`` need, going no deeper than row-level values and those in ``kept``."""
-    found: set[int] = set()
-    pending = list(roots)
-    while pending:
-        value = pending.pop()
-        if per_row[value] or value in found:
-            continue
-        found.add(value)
-        if value not in kept:
-            pending.extend(operands(body[value]))
-    return tuple(sorted(found))
+    values = ancestors(body, roots, lambda value: not per_row[value] and value not in kept)
+    return tuple(value for value in values if not per_row[value])
 
 
 def _worth_staging(body: Sequence[Instr], value: int) -> bool:

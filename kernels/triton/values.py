@@ -25,6 +25,7 @@ from fuseplan.kernels.ir.ir import (
     Round,
     Segment,
     Store,
+    ancestors,
     operands,
 )
 from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
@@ -276,7 +277,7 @@ class ValueEmitter(ABC):
         for value, instr in enumerate(self.segment.body):
             if isinstance(instr, Load) and self.depths[value] == 0 and value not in self.loaded:
                 for operand in operands(instr):
-                    lines += self.values(_ancestors(self.segment.body, operand))
+                    lines += self.values(ancestors(self.segment.body, [operand]))
                 lines.append(self.early_load(value, instr))
         return lines
 
@@ -308,17 +309,6 @@ def _converted(text: str, stored: str, dtype: str) -> str:
 def _between(text: str, dtype: str, stored: str) -> str:
     """Triton knows no conversion between float64 and float8: by way of float32, as in ATen."""
     return f"{text}.to(tl.float32)" if (dtype, stored) == ("float64", "float8_e4m3fn") else text
-
-
-def _ancestors(body: Sequence[Instr], value: int) -> list[int]:
-    """``value`` and all it is computed from, in body order."""
-    found, pending = set[int](), [value]
-    while pending:
-        current = pending.pop()
-        if current not in found:
-            found.add(current)
-            pending.extend(operands(body[current]))
-    return sorted(found)
 
 
 def index_extent(segment: Segment, index: Index) -> tuple[bool, bool]:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Table
+
 from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError
 from fuseplan.search.store import codec, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.plain import brief
-from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
+from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, RecordKey, TuningRecord, now
 from fuseplan.search.store.rows import device_spec, json_row, record_row
 
 _FORMAT = "fuseplan-records"
@@ -28,9 +30,6 @@ class Bundle:
     devices: dict[str, dict[str, Any]]
     records: tuple[TuningRecord, ...]
     plans: tuple[PlanRecord, ...]
-
-    def __len__(self) -> int:
-        return len(self.devices) + len(self.records) + len(self.plans)
 
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
@@ -165,17 +164,16 @@ def import_bundle(database: Database, path: Path) -> int:
     """
     bundle = read_bundle(path)
     taken = 0
-    newest = {("t", r.key): r.evidence.created for r in database.records()}
-    newest |= {("p", p.key): p.evidence.created for p in database.plans()}
     known = database.devices()
+    newest: dict[tuple[Table, RecordKey], str] = {}
+    newest |= {(tables.TUNINGS, record.key): record.evidence.created for record in database.records()}
+    newest |= {(tables.PLANS, plan.key): plan.evidence.created for plan in database.plans()}
     with database.writing() as connection:
-        for record in bundle.records:
-            if newest.get(("t", record.key), "") <= record.evidence.created:
-                tables.upsert(connection, tables.TUNINGS, record_row(record))
-                taken += 1
-        for plan in bundle.plans:
-            if newest.get(("p", plan.key), "") <= plan.evidence.created:
-                tables.upsert(connection, tables.PLANS, record_row(plan))
+        stored: list[TuningRecord | PlanRecord] = [*bundle.records, *bundle.plans]
+        for record in stored:
+            table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
+            if newest.get((table, record.key), "") <= record.evidence.created:
+                tables.upsert(connection, table, record_row(record))
                 taken += 1
         for device, spec in bundle.devices.items():
             if device not in known:

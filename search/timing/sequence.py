@@ -7,12 +7,11 @@ So what is decided between sequences is decided by running them whole.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
 from typing import Any, TypeAlias
 
+import networkx as nx
 import torch
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target
@@ -149,19 +148,12 @@ def _lines(
 
 def _order(needs: Sequence[set[int]]) -> list[int]:
     """Numbers in a topological order, the smallest that can come next."""
-    sorter = TopologicalSorter(dict(enumerate(needs)))
+    graph = nx.DiGraph((before, number) for number, wanted in enumerate(needs) for before in wanted)
+    graph.add_nodes_from(range(len(needs)))
     try:
-        sorter.prepare()
-    except CycleError as error:
-        raise ValueError(f"parts of a sequence wait for each other: {error.args[1]}") from None
-    ready: list[int] = []
-    order: list[int] = []
-    while sorter.is_active():
-        for number in sorter.get_ready():
-            heapq.heappush(ready, number)
-        order.append(heapq.heappop(ready))
-        sorter.done(order[-1])
-    return order
+        return list(nx.lexicographical_topological_sort(graph))
+    except nx.NetworkXUnfeasible:
+        raise ValueError(f"parts of a sequence wait for each other: {nx.find_cycle(graph)}") from None
 
 
 def _variable(part: int, output: int) -> str:

@@ -71,7 +71,7 @@ class Screened:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A kernel in the decisive run."""
+    """A kernel in the decisive run; those of one run are listed in the order that breaks ties."""
 
     name: str
     backend: Backend

@@ -27,10 +27,9 @@ _MOST_LANES = 16
 
 
 def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
-    """Source text of a kernel.
+    """Source text of a kernel, whose sizes may be symbolic.
 
     Args:
-        ir: The kernel; sizes may be symbolic.
         unroll: Vectors per turn of a column loop (and accumulators per reduction).
         stage: Keep values that several passes over a row need in a buffer instead of evaluating them again.
         stream: Write results past the caches.

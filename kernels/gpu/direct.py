@@ -37,8 +37,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Driver:
-    """Addresses of the CUDA driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and
-    ``cuLaunchKernelEx``."""
+    """Addresses of the CUDA driver's functions."""
 
     launch: int
     current_context: int
@@ -145,20 +144,12 @@ def _search() -> Launcher | str:
 
 
 def load_cubin(cache_dir: Path | None = None) -> Any:
-    """The extension.
-
-    Raises:
-        BuildError: There is no C++ compiler, or it does not build.
-    """
+    """The extension; :class:`BuildError` where there is no C++ compiler, or it does not build it."""
     return load_extension("fuseplan_gpu_launcher", _SOURCE, required_compiler(), cache_dir or default_cache_dir())
 
 
 def cuda_driver() -> Driver:
-    """The driver of this machine.
-
-    Raises:
-        BuildError: There is none, or it lacks a function.
-    """
+    """The driver of this machine; :class:`BuildError` where there is none, or it lacks a function."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString", "cuLaunchKernelEx")
@@ -185,11 +176,7 @@ def _stream_query() -> Callable[[int], int]:
 
 
 def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
-    """How to launch a Triton ``CompiledKernel`` that is loaded on the current device.
-
-    Args:
-        compiled: The kernel.
-        parameter_bits: Width of every parameter that will be passed, in order.
+    """How to launch a Triton ``CompiledKernel`` on the current device, with parameters of these widths in order.
 
     Raises:
         BuildError: It needs Triton's launcher; the message says why.

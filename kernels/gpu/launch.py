@@ -46,15 +46,15 @@ class Geometry:
 class GpuKernel(CompiledKernel):
     """A Triton kernel with all configuration folded: its arguments are addresses and the dynamic sizes.
 
-    Binaries are compiled for a variant when a call first needs it, and kept per device. Capturable in a CUDA graph
+    Binaries are compiled for a variant when a call first needs it, and kept per device. A CUDA graph can capture it
     after one warm-up call.
 
     Args:
         compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
         geometry: Programs and index width for given dynamic sizes.
         symbols: Names of the dynamic sizes.
-        arguments: For each argument of the kernel before the dynamic sizes, the buffer and the bytes to add to its
-            address; or None and the value of a compile-time argument (Triton's launcher expects those in their places).
+        arguments: For each argument before the dynamic sizes: a buffer and the bytes to add to its address, or None and
+            the value of a compile-time argument (Triton's launcher expects those in their places).
         num_buffers: Number of tensors in a call.
         resources: Facts of the default variant.
         launcher: Makes calls direct; None to go through Triton's launcher.
@@ -122,8 +122,9 @@ def _never(*_: Any) -> None:
 def allocating(
     run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING
 ) -> Callable[..., Any]:
-    """``call(*inputs, *sizes)`` for a kernel called with every buffer: outputs are made beside the first input, but for
-    those in ``reuse``, which are inputs."""
+    """``call(*inputs, *sizes)`` for a kernel called with every buffer. Outputs are made beside the first input, but for
+    those in ``reuse``, which are inputs.
+    """
     empty = torch.empty_strided
 
     def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -254,12 +255,8 @@ def interpreter_is_on() -> bool:
 class InterpretedKernel(CompiledKernel):
     """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow.
 
-    Args:
-        function: The kernel, an ``InterpretedFunction``.
-        programs: Number of programs for given dynamic sizes.
-        symbols: Names of the dynamic sizes.
-        bind: Turns the buffers of a call into the kernel's arguments before the dynamic sizes.
-        num_buffers: Number of tensors in a call.
+    ``programs`` counts programs for given dynamic sizes; ``bind`` turns the buffers of a call into the arguments before
+    those.
     """
 
     def __init__(

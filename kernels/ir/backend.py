@@ -59,12 +59,9 @@ class Tunable:
 
 
 def misfit(config: Config, parameters: Iterable[Tunable], complete: bool = True) -> str | None:
-    """Why ``config`` is no choice among ``parameters``, or None. The reason repeats nothing of what it holds.
+    """Why ``config`` is no choice among ``parameters`` (with ``complete``: one for each), or None.
 
-    Args:
-        config: From anywhere: a stored one may hold any text and any number.
-        parameters: What it may hold.
-        complete: Every parameter must be there.
+    A stored config may hold any text and any number; the reason repeats nothing of it.
     """
     known = {parameter.name: parameter.choices for parameter in parameters}
     if not known.keys() >= config.keys():
@@ -79,12 +76,9 @@ def misfit(config: Config, parameters: Iterable[Tunable], complete: bool = True)
 
 
 def checked(config: Config, parameters: Iterable[Tunable]) -> Config:
-    """``config``, if it holds nothing but choices of ``parameters``; it may lack some.
+    """``config``, if it holds nothing but choices of ``parameters``, else :class:`BuildError`; it may lack some.
 
     Whatever turns a config into text or into a loop's bound asks here first.
-
-    Raises:
-        BuildError: It holds something else.
     """
     if reason := misfit(config, parameters, complete=False):
         raise BuildError(f"the configuration cannot be used: {reason}")

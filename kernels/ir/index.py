@@ -48,9 +48,7 @@ def evaluate(size: Size, values: Mapping[str, int | float]) -> int:
 
 def number(expression: Any, values: Mapping[str, int | float]) -> int | float:
     """The number that any expression over sizes stands for: an ``int`` where it is an integer, else a ``float``.
-
-    Raises:
-        KeyError: A symbol has no value.
+    KeyError where a symbol has no value.
     """
     result = expression.subs({sym: values[sym.name] for sym in expression.free_symbols})
     if result in (sympy.true, sympy.false):

@@ -47,7 +47,6 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     """Split a segment into passes; dead values are dropped.
 
     Args:
-        segment: The segment.
         stage: Keep values that several passes need in a staging buffer (``reads`` and ``stages``) where that saves
             arithmetic; otherwise every pass evaluates all it needs, from the loads up.
         rescale: Fold :func:`rescaled_sums` in the pass of their maximum.
@@ -100,9 +99,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
 def reduction_depths(segment: Segment, beside: Mapping[int, int] | None = None) -> tuple[int, ...]:
     """For each value, the longest chain of reductions below it: a pass ``k`` can evaluate depths ``<= k``.
 
-    Args:
-        segment: The segment.
-        beside: Reductions that are folded in the pass of another one (``rescaled_sums``).
+    Reductions that are folded ``beside`` another one (``rescaled_sums``) have its depth.
     """
     depths: list[int] = []
     for value, instr in enumerate(segment.body):

@@ -14,13 +14,7 @@ from fuseplan.kernels.native.build import Compiler, build_library
 
 
 def load_extension(name: str, source: Path, compiler: Compiler, cache_dir: Path) -> Any:
-    """The module that ``source`` defines as ``PyInit_<name>``.
-
-    Args:
-        name: The module's name.
-        source: C++; headers beside it that it includes are part of it.
-        compiler: What to compile with.
-        cache_dir: Folder of finished libraries.
+    """The module that ``source``, with the headers beside it, defines as ``PyInit_<name>``.
 
     Raises:
         BuildError: Python's headers are missing, or it does not compile or load; the message says which.

@@ -75,14 +75,7 @@ def as_emitted(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
 
 
 class ValueEmitter(ABC):
-    """Emits the values of one segment, each as a variable ``v<id>``.
-
-    Args:
-        buffers: The kernel's buffers.
-        segment: The segment.
-        config: The kernel's configuration.
-        prefix: Goes before every variable, so that segments can share a function.
-    """
+    """Emits the values of one segment, each as a variable ``v<id>``; a ``prefix`` lets segments share a function."""
 
     def __init__(self, buffers: Sequence[Buffer], segment: Segment, config: Config, prefix: str = "") -> None:
         segment = as_emitted(segment, buffers)

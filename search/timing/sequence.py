@@ -1,8 +1,7 @@
 """Kernels one after another, as a model runs them: what one makes, a later one reads.
 
 A kernel that is timed alone finds all its data in a cache that holds them. In a sequence the others' data are in the
-cache too: on an H200 two kernels that take 8.6 us by themselves took 12.1 us together, and one kernel for both 10.6.
-So what is decided between sequences is decided by running them whole.
+cache too, so what is decided between sequences is decided by running them whole.
 """
 
 from __future__ import annotations
@@ -103,13 +102,12 @@ class SharedOperands:
 def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[str], target: Target) -> Run:
     """One function that runs parts as near to their order as what they need of each other allows.
 
-    Straight-line code, like a compiled model's: a loop over the parts would cost the host as much as some launches.
+    It is straight-line code: a loop over the parts would cost the host as much as some launches.
 
     Args:
         parts: The parts, in the order of the model.
         operands: Is given what they read from outside; the function takes all operands that there are by then.
-        kept: Names of values that are needed afterwards and returned. Others are released after their last use, so
-            that results take no more memory than in a model.
+        kept: Names of values that are returned. Others are released after their last use, as in a model.
         target: The device.
 
     Raises:

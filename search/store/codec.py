@@ -35,19 +35,13 @@ def dumps(record: Any) -> str:
 
 
 def loads(cls: type[T], text: str) -> T:
-    """The ``cls`` that :func:`dumps` wrote.
-
-    Raises:
-        RecordError: ``text`` is not JSON, or as :func:`from_data`.
-    """
+    """The ``cls`` that :func:`dumps` wrote; :class:`RecordError` where ``text`` is no JSON of one."""
     return from_data(cls, parse(text, cls.__name__))
 
 
 def from_data(cls: type[T], data: Any) -> T:
-    """The ``cls`` that the parsed JSON ``data`` describes.
-
-    Raises:
-        RecordError: A field is missing, unknown, of the wrong type or outside its limits (:mod:`.limits`).
+    """The ``cls`` that the parsed JSON ``data`` describes. :class:`RecordError` where a field is missing, unknown, of
+    the wrong type or outside its limits (:mod:`.limits`).
     """
     kind: Any = cls
     try:
@@ -59,14 +53,9 @@ def from_data(cls: type[T], data: Any) -> T:
 
 
 def parse(text: object, what: str) -> Any:
-    """What JSON text holds: no number that JSON has not, no name twice in an object, no half of a character.
+    """What stored JSON text holds: no number that JSON has not, no name twice in an object, no half of a character.
 
-    Args:
-        text: The text, as it was stored.
-        what: Stands before the reason in an error.
-
-    Raises:
-        RecordError: It is not such text.
+    Otherwise a :class:`RecordError` begins with ``what``.
     """
     if not isinstance(text, str):
         raise RecordError(f"{what}: expected text, found {type(text).__name__}")

@@ -76,10 +76,7 @@ class Lookup(Generic[R]):
 def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, since: str = "") -> tuple[str, ...]:
     """Why a record is to be measured again rather than served: in words as in :attr:`Lookup.mismatch`.
 
-    Args:
-        record: The record.
-        versions: Software versions it has to agree with; None accepts any.
-        since: It has to be of this time (ISO 8601) or later.
+    It has to agree with ``versions`` (None: any), and to be of the time ``since`` (ISO 8601) or later.
     """
     found = versions.mismatch(record.evidence.versions) if versions is not None else ()
     undecided = ("undecided",) if record.undecided else ()

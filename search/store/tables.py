@@ -96,9 +96,7 @@ CAPTURES = Table("captures", METADATA, _key("name"), _text("payload"), _text("ch
 def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
     """An engine whose tables exist.
 
-    Args:
-        url: The location.
-        set_aside: A corrupt database of ours is kept beside a fresh one, with a warning that names both files.
+    With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files.
 
     Raises:
         ReadOnlyDatabaseError: The location cannot be written.
@@ -133,10 +131,8 @@ def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
 
 
 def open_for_reading(url: URL) -> Engine | None:
-    """An engine that never writes, or None where there is nothing to read yet.
-
-    Raises:
-        DatabaseError: There is something, and it cannot be used; the caller goes on without it.
+    """An engine that never writes, or None where there is nothing to read yet; :class:`DatabaseError` where there is
+    something that cannot be used.
     """
     file = sqlite_file(url)
     if file is None:
@@ -276,10 +272,8 @@ def _quick_check(engine: Engine) -> None:
 
 
 def check_schema(engine: Engine) -> bool:
-    """True when the tables exist and are ours; False for an empty database.
-
-    Raises:
-        DatabaseError: It cannot be read, is another application's, or has another schema version.
+    """True when the tables exist and are ours; False for an empty database. :class:`DatabaseError` where it cannot be
+    read, is another application's, or has another schema version.
     """
     try:
         with engine.connect() as connection:

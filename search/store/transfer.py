@@ -33,10 +33,7 @@ class Bundle:
 
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
-    """Write every record (of one device, when given) to ``path``, replacing it only when complete.
-
-    Returns:
-        How many lines of data were written.
+    """Write every record (of one device, when given) to ``path``, and return how many lines of data that were.
 
     Raises:
         DatabaseError: The database, or a part of it, cannot be read; ``path`` is as it was.
@@ -89,11 +86,7 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def checked_lines(path: Path) -> list[str]:
-    """The data lines of an export file that is whole; what each holds is not looked at.
-
-    Raises:
-        ImportRefusedError, SchemaVersionError: As :func:`read_bundle`.
-    """
+    """The data lines of an export file that is whole, unread; errors as :func:`read_bundle`."""
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -156,11 +149,8 @@ def _parse(items: list[dict[str, Any]], path: Path) -> Bundle:
 def import_bundle(database: Database, path: Path) -> int:
     """Merge an export file into the database in one transaction; a newer record of the same key wins.
 
-    Returns:
-        How many records, plans and devices were taken over.
-
-    Raises:
-        ImportRefusedError, SchemaVersionError: As :func:`read_bundle`; the database is unchanged.
+    Returns how many records, plans and devices were taken over. Errors as :func:`read_bundle`, and then the database is
+    unchanged.
     """
     bundle = read_bundle(path)
     taken = 0

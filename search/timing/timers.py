@@ -308,11 +308,7 @@ def cold_timer(l2_bytes: int) -> ColdTimer:
 
 
 def timer_for(device_type: str, regime: str) -> Timer:
-    """The timer of a device type and regime.
-
-    Raises:
-        ValueError: The device has no such regime.
-    """
+    """The timer of a device type and regime; ValueError where the device has no such regime."""
     if device_type == "cuda" and regime in ("eager", "graph"):
         return CudaGraphTimer() if regime == "graph" else CudaEagerTimer()
     if device_type == "cpu" and regime == "eager":

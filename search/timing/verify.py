@@ -68,10 +68,8 @@ class Oracle:
 
 
 def make_oracle(subject: Subject, seed: int, device: str) -> Oracle:
-    """Run the reference and the unfused chain on fresh inputs.
-
-    Raises:
-        SubjectError: One of them fails, or gives nothing but NaN: nothing can be checked against it.
+    """Run the reference and the unfused chain on fresh inputs; :class:`SubjectError` where one of them fails, or gives
+    nothing but NaN.
     """
     inputs = tuple(subject.make_inputs(seed, device))
     try:

@@ -36,19 +36,10 @@ def decide_group(
     evidence: Evidence,
     limit_s: float,
 ) -> TuningRecord:
-    """Run the finalists against the unfused chain and write down the answer.
+    """Run the finalists (``choices``, the incumbent first) against the unfused chain and write down the answer.
 
-    A decision that crashes or hangs is repeated with the first choice alone, then with the unfused chain alone.
-
-    Args:
-        executor: Where to measure.
-        bench: How to measure.
-        subject: The fusion group.
-        key: Its record key.
-        choices: Finalists; the incumbent first.
-        verdicts: What the trials showed.
-        evidence: Versions and seed; the rest is filled in here.
-        limit_s: Time limit of the run, in seconds.
+    A run that crashes or takes longer than ``limit_s`` is repeated with the first choice alone, then with the unfused
+    chain alone. ``evidence`` says versions and seed; the rest of it is filled in.
     """
     failed: dict[str, str] = {}
     for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):

@@ -80,11 +80,7 @@ class Strategy(ABC):
 def make_strategy(space: Space, trials: int, seed: int, first: Iterable[int] = ()) -> Strategy:
     """Exhaustive for a space that is small and fits the trials, else guided.
 
-    Args:
-        space: The feasible configurations.
-        trials: How many may be tried.
-        seed: Seed of the sampler.
-        first: Positions worth trying early, best guess first (the default always leads).
+    ``first`` are positions worth trying early, best guess first; the default always leads.
     """
     seeds = list(dict.fromkeys([0, *first]))
     if len(space) <= min(EXHAUSTIVE_LIMIT, trials):

@@ -40,12 +40,8 @@ class _Entry:
 class SubjectRun:
     """One subject's tune.
 
-    Args:
-        resources: What to work with.
-        subject: The fusion group.
-        key: Its record key.
-        neighbours: Records of similar groups.
-        whole: False for the default configurations alone, which need no enumeration.
+    ``neighbours`` are records of similar groups. A run that is not ``whole`` knows the default configurations alone,
+    which need no enumeration.
     """
 
     def __init__(
@@ -122,10 +118,8 @@ class SubjectRun:
         return found
 
     def _require_a_compiler(self) -> None:
-        """Where nothing has compiled yet, the compiler may be at fault, and not these kernels.
-
-        Raises:
-            NothingCompilesError: Nothing has.
+        """Raise :class:`NothingCompilesError` where nothing has compiled yet: the compiler may be at fault, and not
+        these kernels.
         """
         failed = [trial.reason for trial in self._trials.values() if trial.uncompiled]
         if failed and not self._resources.compiles.is_set():

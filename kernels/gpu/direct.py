@@ -82,12 +82,8 @@ class Launcher:
     check_device: bool = False
 
     def bind(
-        self,
-        counts: tuple[int, int, int],
-        arguments: Sequence[tuple[int, int]],
-        slow_run: Callable[..., None],
-        slow_fused: Callable[..., Any],
-        reuse: Mapping[int, int] = _NOTHING,
+        self, counts: tuple[int, int, int], arguments: Sequence[tuple[int, int]], slow_run: Callable[..., None],
+        slow_fused: Callable[..., Any], reuse: Mapping[int, int] = _NOTHING
     ) -> Any | None:
         """A ``Kernel`` of the extension; None when there are more arguments than it holds.
 

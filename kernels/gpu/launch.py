@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -64,14 +64,9 @@ class GpuKernel(CompiledKernel):
     """
 
     def __init__(
-        self,
-        compile_variant: Callable[[Variant], Any],
-        geometry: Callable[[Mapping[str, int]], Geometry],
-        symbols: tuple[str, ...],
-        arguments: tuple[tuple[int | None, int], ...],
-        num_buffers: int,
-        resources: Resources,
-        launcher: Launcher | None = None,
+        self, compile_variant: Callable[[Variant], Any], geometry: Callable[[Mapping[str, int]], Geometry],
+        symbols: tuple[str, ...], arguments: tuple[tuple[int | None, int], ...], num_buffers: int,
+        resources: Resources, launcher: Launcher | None = None
     ) -> None:
         self.resources = resources
         self._loader = _Loader(compile_variant, geometry, symbols, arguments, num_buffers, launcher is not None)
@@ -139,6 +134,7 @@ def allocating(
     return call
 
 
+@dataclass(eq=False)
 class _Loader:
     """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
 
@@ -146,26 +142,19 @@ class _Loader:
     is told.
     """
 
-    def __init__(
-        self,
-        compile_variant: Callable[[Variant], Any],
-        geometry: Callable[[Mapping[str, int]], Geometry],
-        symbols: tuple[str, ...],
-        arguments: tuple[tuple[int | None, int], ...],
-        num_buffers: int,
-        direct: bool,
-    ) -> None:
-        self.symbols, self.arguments, self.num_buffers = symbols, arguments, num_buffers
-        self._direct = direct
-        self._compile_variant = compile_variant
-        self._geometry = geometry
-        self._geometries: dict[tuple[int, ...], Geometry] = {}
-        self._binaries: dict[tuple[int, bool, bool], _Binary] = {}
+    compile_variant: Callable[[Variant], Any]
+    geometry_of: Callable[[Mapping[str, int]], Geometry]
+    symbols: tuple[str, ...]
+    arguments: tuple[tuple[int | None, int], ...]
+    num_buffers: int
+    direct: bool
+    _geometries: dict[tuple[int, ...], Geometry] = field(default_factory=dict)
+    _binaries: dict[tuple[int, bool, bool], _Binary] = field(default_factory=dict)
 
     def geometry(self, sizes: tuple[int, ...]) -> Geometry:
         found = self._geometries.get(sizes)
         if found is None:
-            found = self._geometries[sizes] = self._geometry(dict(zip(self.symbols, sizes, strict=True)))
+            found = self._geometries[sizes] = self.geometry_of(dict(zip(self.symbols, sizes, strict=True)))
         return found
 
     def run(self, direct: Any, *args: Any) -> None:
@@ -202,9 +191,9 @@ class _Loader:
 
     def _load(self, device: int, wide: bool, aligned: bool) -> _Binary:
         with torch.cuda.device(device):
-            compiled = self._compile_variant(Variant(wide, aligned))
+            compiled = self.compile_variant(Variant(wide, aligned))
             launch = triton_launcher(compiled)
-        return _Binary(launch, self._entry(compiled, wide) if self._direct else None)
+        return _Binary(launch, self._entry(compiled, wide) if self.direct else None)
 
     def _entry(self, compiled: Any, wide: bool) -> Entry | None:
         addresses = sum(buffer is not None for buffer, _ in self.arguments)
@@ -260,12 +249,8 @@ class InterpretedKernel(CompiledKernel):
     """
 
     def __init__(
-        self,
-        function: Any,
-        programs: Callable[[Mapping[str, int]], int],
-        symbols: tuple[str, ...],
-        bind: Callable[[tuple[torch.Tensor, ...]], tuple[Any, ...]],
-        num_buffers: int,
+        self, function: Any, programs: Callable[[Mapping[str, int]], int], symbols: tuple[str, ...],
+        bind: Callable[[tuple[torch.Tensor, ...]], tuple[Any, ...]], num_buffers: int
     ) -> None:
         self.resources = Resources()
         self._function, self._programs, self._symbols = function, programs, symbols

@@ -286,11 +286,9 @@ class Index:
         return found
 
     def render(
-        self,
-        coord: Callable[[int], str],
-        size: Callable[[Size], str] = str,
+        self, coord: Callable[[int], str], size: Callable[[Size], str] = str,
         floordiv: Callable[[str, str], str] = lambda a, b: f"({a} / {b})",
-        mod: Callable[[str, str], str] = lambda a, b: f"({a} % {b})",
+        mod: Callable[[str, str], str] = lambda a, b: f"({a} % {b})"
     ) -> str:
         """Source text of the index; the defaults spell C (all operands are non-negative)."""
         parts: list[str] = []

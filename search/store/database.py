@@ -97,10 +97,7 @@ class Database:
     """
 
     def __init__(
-        self,
-        location: str | Path | None = None,
-        mode: Mode = "write",
-        versions: Versions | None = None,
+        self, location: str | Path | None = None, mode: Mode = "write", versions: Versions | None = None
     ) -> None:
         self.mode = mode
         self.versions = versions

@@ -27,14 +27,8 @@ class Verdicts:
 
 
 def decide_group(
-    executor: Executor,
-    bench: jobs.Bench,
-    subject: Subject,
-    key: RecordKey,
-    choices: Sequence[jobs.Entrant],
-    verdicts: Verdicts,
-    evidence: Evidence,
-    limit_s: float,
+    executor: Executor, bench: jobs.Bench, subject: Subject, key: RecordKey, choices: Sequence[jobs.Entrant],
+    verdicts: Verdicts, evidence: Evidence, limit_s: float
 ) -> TuningRecord:
     """Run the finalists (``choices``, the incumbent first) against the unfused chain and write down the answer.
 
@@ -56,14 +50,8 @@ def decide_group(
 
 
 def _record(
-    subject: Subject,
-    key: RecordKey,
-    standing: Sequence[jobs.Entrant],
-    decision: jobs.Decision,
-    failed: Mapping[str, str],
-    verdicts: Verdicts,
-    choices: Sequence[jobs.Entrant],
-    evidence: Evidence,
+    subject: Subject, key: RecordKey, standing: Sequence[jobs.Entrant], decision: jobs.Decision,
+    failed: Mapping[str, str], verdicts: Verdicts, choices: Sequence[jobs.Entrant], evidence: Evidence
 ) -> TuningRecord:
     contest = decision.contest
     by_name = {choice.name: choice for choice in standing}

@@ -72,20 +72,10 @@ class Tuner:
     """
 
     def __init__(
-        self,
-        database: Database,
-        target: Target,
-        backends: Sequence[Backend],
-        device: str,
-        budget: Budget | None = None,
-        seed: int = 0,
-        regime: str = "eager",
-        numerics: str = "fp32",
-        executor: Executor | None = None,
-        timer: Timer | None = None,
-        progress: Callable[[ProgressEvent], None] | None = None,
-        account: TimeAccount | None = None,
-        since: str = "",
+        self, database: Database, target: Target, backends: Sequence[Backend], device: str,
+        budget: Budget | None = None, seed: int = 0, regime: str = "eager", numerics: str = "fp32",
+        executor: Executor | None = None, timer: Timer | None = None,
+        progress: Callable[[ProgressEvent], None] | None = None, account: TimeAccount | None = None, since: str = ""
     ) -> None:
         self.database = database
         self.target = target

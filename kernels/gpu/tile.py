@@ -122,8 +122,7 @@ def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
 
     Without values for its dynamic sizes a kernel counts as small: the launcher asks again with the values.
     """
-    known = symbols is not None or not ir.symbols
-    if not known:
+    if symbols is None and ir.symbols:
         return False
     values = symbols or {}
     for buffer in ir.buffers:

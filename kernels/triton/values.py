@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.tile import tile_of
 from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import (
     Apply,
@@ -312,11 +313,5 @@ def index_extent(segment: Segment, index: Index) -> tuple[bool, bool]:
 
 def value_extents(segment: Segment) -> list[tuple[bool, bool]]:
     """For each value, whether its tensor has the tile's rows, and the tile's columns."""
-    extents: list[tuple[bool, bool]] = []
-    for instr in segment.body:
-        own = index_extent(segment, instr.index) if isinstance(instr, Load | Iota) else (False, False)
-        below = [extents[arg] for arg in operands(instr)]
-        on_rows = own[0] or any(rows for rows, _ in below)
-        on_cols = (own[1] or any(cols for _, cols in below)) and not isinstance(instr, Reduce)
-        extents.append((on_rows, on_cols))
-    return extents
+    column = segment.col_axis
+    return [(not axes <= {column}, column in axes) for axes in value_axes(segment)]

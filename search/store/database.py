@@ -310,11 +310,8 @@ class Database:
             for row in self._run(records_of(table), asked):
                 for record in self._sound(functools.partial(read_record, cls), table, [{**asked, **row}]):
                     if record.key in found:
-                        found[record.key] = self._lookup(record)
+                        found[record.key] = Lookup(record, reservations(record, self.versions))
         return found
-
-    def _lookup(self, record: R) -> Lookup[R]:
-        return Lookup(record, reservations(record, self.versions))
 
     def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
         return self._sound(functools.partial(read_record, cls), table, self._select(table))

@@ -321,20 +321,18 @@ def transaction(engine: Engine) -> Iterator[Connection]:
         yield connection
 
 
-def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: tuple[str, ...] = ()) -> None:
-    """Insert ``row``, or replace the row of the same primary key (columns in ``keep`` stay as they were)."""
+def upsert(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    """Insert ``row``, or replace the row of the same primary key."""
     keys = [column.name for column in table.primary_key]
-    changed = {name: value for name, value in row.items() if name not in keys and name not in keep}
-    if connection.dialect.name == "sqlite":
-        lite = sqlite.insert(table).values(**row)
-        connection.execute(lite.on_conflict_do_update(index_elements=keys, set_=changed))
-    elif connection.dialect.name == "postgresql":
-        post = postgresql.insert(table).values(**row)
-        connection.execute(post.on_conflict_do_update(index_elements=keys, set_=changed))
-    else:
-        same = [table.c[name] == row[name] for name in keys]
-        if connection.execute(table.update().where(*same).values(**changed)).rowcount == 0:
-            connection.execute(table.insert().values(**row))
+    changed = {name: value for name, value in row.items() if name not in keys}
+    dialect = {"sqlite": sqlite, "postgresql": postgresql}.get(connection.dialect.name)
+    if dialect is not None:
+        insert = dialect.insert(table).values(**row)
+        connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=changed))
+        return
+    same = [table.c[name] == row[name] for name in keys]
+    if connection.execute(table.update().where(*same).values(**changed)).rowcount == 0:
+        connection.execute(table.insert().values(**row))
 
 
 def database_error(error: Exception, engine: Engine) -> DatabaseError:

@@ -16,6 +16,7 @@ import torch
 from fuseplan.kernels.ir.backend import CompiledKernel
 from fuseplan.kernels.ir.ir import Cast, KernelIR, operands
 from fuseplan.search.errors import SubjectError
+from fuseplan.search.timing.measure import span_bytes
 from fuseplan.search.timing.subject import Subject
 
 _GUARD_BYTES = 4096
@@ -221,8 +222,7 @@ class _Guarded:
 
     def __init__(self, like: torch.Tensor) -> None:
         size = like.element_size()
-        last = sum((extent - 1) * stride for extent, stride in zip(like.shape, like.stride(), strict=True))
-        self.span = last + 1 if like.numel() else 0
+        self.span = span_bytes(like) // size
         self.guard = _GUARD_BYTES // size
         self.buffer = torch.full(
             ((self.span + 2 * self.guard) * size,), _GUARD_VALUE, dtype=torch.uint8, device=like.device

@@ -233,7 +233,13 @@ class DeviceSpec:
         return self.launch[mode]
 
     def peak(self, unit: str) -> Peak:
-        """Measured peak of a flop unit; :class:`DeviceSpecError` where it was not measured."""
+        """Measured peak of a flop unit, or that of fp32 where matmuls were not measured (older specs).
+
+        Raises:
+            DeviceSpecError: There is neither.
+        """
+        if unit.endswith("_matmul") and unit not in self.peaks:
+            unit = "fp32"
         if unit not in self.peaks:
             raise DeviceSpecError(
                 f"{self.identity.name} has no measured peak for {unit!r}; it has: {', '.join(sorted(self.peaks))}. "

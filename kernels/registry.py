@@ -38,11 +38,7 @@ def malformed_config(backend: str, config: Config) -> str | None:
 
 
 def local_target(device_type: str) -> Target:
-    """What to compile for on this machine.
-
-    Raises:
-        RuntimeError: ``"cuda"`` is asked for and there is no CUDA device.
-    """
+    """What to compile for on this machine; RuntimeError where ``"cuda"`` is asked for and there is no CUDA device."""
     if device_type == "cpu":
         return Target("cpu", "native", torch.get_num_threads())
     if not torch.cuda.is_available():

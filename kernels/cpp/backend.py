@@ -45,7 +45,6 @@ class CppBackend(Backend):
         self._compilers = compilers
 
     def unavailable(self) -> str | None:
-        """Why no kernel can be built here, or None."""
         try:
             self._compiler()
         except BuildError as error:
@@ -53,7 +52,6 @@ class CppBackend(Backend):
         return None
 
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
-        """Why ``ir`` cannot be expressed, or None."""
         if target.device_type != self.device_type:
             return f"the C++ back end compiles for cpu, not {target.device_type}"
         try:
@@ -64,41 +62,24 @@ class CppBackend(Backend):
         return None
 
     def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-        """Threads, rows per task, column tile, unroll, staging, streaming stores; what cannot matter has one choice."""
         return config_space(ir, target)
 
     def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
-        """Why ``config`` cannot pay off, or None."""
         return infeasible(ir, config, target)
 
     def default_config(self, ir: KernelIR, target: Target) -> Config:
-        """Chosen by bytes and rows."""
         return default_settings(ir, target)
 
     def source(self, ir: KernelIR, config: Config) -> str:
-        """The C++ text; only ``unroll``, ``stage`` and ``stream`` change it.
-
-        Raises:
-            BuildError: The config holds what no kernel has, or a size has no C++ spelling.
-        """
+        """The C++ text; only ``unroll``, ``stage`` and ``stream`` change it."""
         config = checked(config, PARAMETERS)
         stage, stream = (bool(int(config.get(name, 0))) for name in ("stage", "stream"))
         return emit_cpp(ir, int(config["unroll"]), stage, stream)
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
-        """Compile into the cache.
-
-        Raises:
-            BuildError: No compiler, or it refuses the source.
-        """
         return self._build(ir, config)[1]
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CppKernel:
-        """Compile or reuse, and load.
-
-        Raises:
-            BuildError: As in :meth:`prepare`.
-        """
         library, resources = self._build(ir, config)
         settings = run_settings(ir, config, target)
         return load_kernel(ir, library, settings, self._compiler(), self._cache_dir, resources)
@@ -106,7 +87,7 @@ class CppBackend(Backend):
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        """``call(*inputs, *sizes)``: allocates the outputs in C and runs; about a microsecond around the kernel."""
+        """Outputs are allocated in C: about a microsecond around the kernel."""
         call: Callable[..., Any] = self.load(ir, config, target).fused
         return call
 

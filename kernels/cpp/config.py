@@ -187,11 +187,7 @@ def _is_static(segments: tuple[Segment, ...]) -> bool:
 
 
 def run_settings(ir: KernelIR, config: Config, target: Target) -> RunSettings:
-    """The part of a configuration that is passed at run time.
-
-    Raises:
-        BuildError: It holds what no kernel has.
-    """
+    """The part of a configuration that is passed at run time; :class:`BuildError` where it holds what no kernel has."""
     config = checked(config, PARAMETERS)
     segments = simplified_segments(ir)
     static = not ir.symbols

@@ -14,9 +14,9 @@ from fuseplan.kernels.cpp.entry import entry_lines, is_tiled, shapes_lines, symb
 from fuseplan.kernels.cpp.text import constant_text, cpp_size, indent
 from fuseplan.kernels.cpp.types import SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, assign_registers
 from fuseplan.kernels.cpp.values import Values, conversion
+from fuseplan.kernels.ir.coalesce import coalesce
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, register_type
 from fuseplan.kernels.ir.ops import REDUCTIONS
-from fuseplan.kernels.ir.rewrite import collapse_axes
 from fuseplan.kernels.ir.schedule import Phase, schedule
 from fuseplan.kernels.ir.split import split_columns
 
@@ -27,10 +27,9 @@ _MOST_LANES = 16
 
 
 def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
-    """Source text of a kernel.
+    """Source text of a kernel, whose sizes may be symbolic.
 
     Args:
-        ir: The kernel; sizes may be symbolic.
         unroll: Vectors per turn of a column loop (and accumulators per reduction).
         stage: Keep values that several passes over a row need in a buffer instead of evaluating them again.
         stream: Write results past the caches.
@@ -56,7 +55,7 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
 @lru_cache(maxsize=64)
 def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
     """The segments as they are emitted: cut where their masks change, with as few axes as possible."""
-    return tuple(collapse_axes(piece) for segment in ir.segments for piece in split_columns(segment))
+    return tuple(coalesce(piece, within_divisions=True) for segment in ir.segments for piece in split_columns(segment))
 
 
 @lru_cache(maxsize=1)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
+from fuseplan.kernels.gpu.build import ModuleStore, read_resources
 from fuseplan.kernels.gpu.direct import Layout
-from fuseplan.kernels.gpu.launch import GpuKernel, Layouts, allocating
-from fuseplan.kernels.gpu.tile import chunk_width, tile_of
-from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Target
+from fuseplan.kernels.gpu.launch import GpuKernel, Layouts, Variant, allocating
+from fuseplan.kernels.gpu.tile import chunk_width, needs_int64, tile_of
+from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target, config_key
 from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
 
@@ -20,13 +23,41 @@ _WARP = 32
 
 
 class GpuBackend(Backend, WritesInPlace):
-    """A back end whose kernels run on CUDA devices."""
+    """A back end whose kernels run on CUDA devices, compiled by Triton.
+
+    In a process that has Triton's interpreter on (``TRITON_INTERPRET=1`` before the first import), :meth:`load` gives
+    kernels that run on CPU tensors. Generated modules are kept in ``cache_dir``, by default the user's cache folder.
+    """
 
     device_type: ClassVar[str] = "cuda"
+    #: What has to be installed.
+    packages: ClassVar[tuple[str, ...]] = ("triton",)
+
+    def __init__(self, cache_dir: Path | str | None = None) -> None:
+        self.store = ModuleStore(self.name, cache_dir)
+
+    def unavailable(self) -> str | None:
+        missing = next((package for package in self.packages if importlib.util.find_spec(package) is None), None)
+        return None if missing is None else f"{missing} is not installed: pip install {missing} (Linux)"
+
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        dtypes = ",".join(buffer.dtype for buffer in ir.buffers)
+        key = f"{self.versions()}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{dtypes}"
+        resources = self.store.resources(key)
+        if resources is None:
+            resources = read_resources(self._compile(ir, config, target, Variant(wide=needs_int64(ir))))
+            self.store.keep_resources(key, resources)
+        return resources
 
     @abstractmethod
-    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
-        """Compile (or reuse the cache) and load."""
+    def versions(self) -> str:
+        """Versions of what a binary depends on beside its source."""
+
+    @abstractmethod
+    def _compile(
+        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
+    ) -> Any:
+        """Triton's ``CompiledKernel``."""
 
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target

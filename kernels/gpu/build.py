@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,11 +58,8 @@ def digest(text: str) -> str:
 
 
 class ModuleStore:
-    """A folder of generated Python modules, each named by the hash of its text.
-
-    Args:
-        kind: Sub-folder, one for each back end.
-        cache_dir: The folder that holds them; by default the user's cache folder.
+    """A folder of generated Python modules in ``cache_dir`` (the user's cache folder), each named by the hash of its
+    text.
     """
 
     def __init__(self, kind: str, cache_dir: Path | str | None = None) -> None:
@@ -70,10 +67,8 @@ class ModuleStore:
 
     @property
     def folder(self) -> Path:
-        """Where modules are kept and loaded from: nobody else may write there.
-
-        Raises:
-            BuildError: It cannot be made.
+        """Where modules are kept and loaded from: nobody else may write there. :class:`BuildError` where it cannot be
+        made.
         """
         try:
             return own_folder(self._wanted)
@@ -99,6 +94,18 @@ class ModuleStore:
     def load(self, source: str) -> ModuleType:
         """The module of ``source``, imported from its file (Triton reads a kernel's text from there)."""
         return load_file(self.write(source))
+
+    def resources(self, key: str) -> Resources | None:
+        """What :meth:`keep_resources` kept, so that a second look imports no compiler; None without it."""
+        with suppress(OSError, ValueError, TypeError):
+            return Resources(**json.loads(self._resources_path(key).read_text(encoding="utf-8")))
+        return None
+
+    def keep_resources(self, key: str, resources: Resources) -> None:
+        self.write_text(self._resources_path(key), json.dumps(asdict(resources)))
+
+    def _resources_path(self, key: str) -> Path:
+        return self.folder / f"resources_{digest(key)}.json"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -133,19 +140,12 @@ class KernelSpec:
 
 
 def compile_kernel(function: Any, spec: KernelSpec, target: Target, known: Resources | None = None) -> Any:
-    """Compile a ``@triton.jit`` function to a cubin, through Triton's own on-disk cache. Needs no GPU.
+    """Compile a ``@triton.jit`` function to Triton's ``CompiledKernel``, through Triton's own on-disk cache. Needs no
+    GPU.
 
-    Left alone, ptxas may spill a few registers of a small kernel for the sake of occupancy; then the kernel is compiled
-    again with an explicit limit, which it fills first.
-
-    Args:
-        function: The kernel.
-        spec: What the compiler needs beside its source.
-        target: The device.
-        known: Facts of this kernel from an earlier compilation, which spare asking the tools once more.
-
-    Returns:
-        Triton's ``CompiledKernel``.
+    Left alone, ptxas may spill a few registers of a small kernel for the sake of occupancy. The kernel is then compiled
+    again with an explicit limit, which ptxas fills first. ``known`` facts of an earlier compilation say which limit it
+    was.
 
     Raises:
         BuildError: Triton or ptxas refused; the message has their first complaint.
@@ -272,28 +272,3 @@ def _cuobjdump() -> str | None:
 
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     return str(tool) if tool.exists() else None
-
-
-class ResourceCache:
-    """Resources of kernels compiled before, so that a second look costs no import of the compiler."""
-
-    def __init__(self, store: ModuleStore) -> None:
-        self.store = store
-
-    def _path(self, key: str) -> Path:
-        return self.store.folder / f"resources_{digest(key)}.json"
-
-    def get(self, key: str) -> Resources | None:
-        """What :meth:`put` stored; None when absent or unreadable."""
-        with suppress(OSError, ValueError, TypeError):
-            return Resources(**json.loads(self._path(key).read_text(encoding="utf-8")))
-        return None
-
-    def put(self, key: str, resources: Resources) -> None:
-        facts = {
-            "registers": resources.registers,
-            "spill_bytes": resources.spill_bytes,
-            "shared_bytes": resources.shared_bytes,
-            "extra": dict(resources.extra),
-        }
-        self.store.write_text(self._path(key), json.dumps(facts))

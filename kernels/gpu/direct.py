@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,12 +21,11 @@ import torch
 
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.native.build import default_cache_dir, required_compiler
-from fuseplan.kernels.native.extension import load_extension, torch_flags
+from fuseplan.kernels.native.extension import load_extension
 
 logger = logging.getLogger("fuseplan")
 
-_SOURCES = Path(__file__).parent.parent / "native"
-_MODULE, _ALLOCATOR = "fuseplan_gpu_launcher", "fuseplan_tensor_allocator"
+_SOURCE = Path(__file__).parent.parent / "native" / "gpu_launcher.cpp"
 _MAX_ARGUMENTS = 256  # of launcher.h
 _WARP = 32
 
@@ -38,8 +37,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Driver:
-    """Addresses of the CUDA driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and
-    ``cuLaunchKernelEx``."""
+    """Addresses of the CUDA driver's functions."""
 
     launch: int
     current_context: int
@@ -66,21 +64,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Native:
-    """What PyTorch does for a call as C functions, by their addresses; 0 where it must be asked in Python.
-
-    Attributes:
-        stream: ``aoti_torch_get_current_cuda_stream``: device index -> handle of its current stream.
-        allocate: ``fuseplan_allocate`` of ``tensor_allocator.cpp``: makes an output.
-        prepare: Layouts of a call's outputs -> the capsule that ``allocate`` reads.
-    """
-
-    stream: int = 0
-    allocate: int = 0
-    prepare: Callable[[tuple[Layout, ...]], object] | None = None
-
-
-@dataclass(frozen=True)
 class Launcher:
     """The extension, and what it calls.
 
@@ -90,7 +73,6 @@ class Launcher:
         allocate: ``(shape, strides, dtype)`` -> tensor on the current device.
         stream: Device index -> handle of its current stream.
         check_device: Whether tensors may be on another device than the current one, which is then looked up.
-        native: The same without Python, as far as this PyTorch has it.
     """
 
     module: Any
@@ -98,15 +80,10 @@ class Launcher:
     allocate: Callable[..., torch.Tensor]
     stream: Callable[[int], int]
     check_device: bool = False
-    native: Native = Native()
 
     def bind(
-        self,
-        counts: tuple[int, int, int],
-        arguments: Sequence[tuple[int, int]],
-        slow_run: Callable[..., None],
-        slow_fused: Callable[..., Any],
-        reuse: Mapping[int, int] = _NOTHING,
+        self, counts: tuple[int, int, int], arguments: Sequence[tuple[int, int]], slow_run: Callable[..., None],
+        slow_fused: Callable[..., Any], reuse: Mapping[int, int] = _NOTHING
     ) -> Any | None:
         """A ``Kernel`` of the extension; None when there are more arguments than it holds.
 
@@ -119,14 +96,14 @@ class Launcher:
         """
         if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
             return None
-        driver, native = self.driver, self.native
+        driver = self.driver
         return self.module.Kernel(
             (driver.launch, driver.current_context, driver.error_text, driver.launch_config),
-            (_data_ptr(), native.stream, native.allocate),
+            _data_ptr(),
             (*counts, self.check_device),
             tuple(arguments),
             tuple(reuse.get(number, -1) for number in range(counts[1])),
-            (self.allocate, native.prepare, self.stream, slow_run, slow_fused),
+            (self.allocate, self.stream, slow_run, slow_fused),
         )
 
     def address_reader(self, positions: Sequence[int], others: Sequence[torch.Tensor]) -> Callable[[Any], bytes]:
@@ -156,64 +133,19 @@ def launcher_problem() -> str | None:
 @lru_cache(maxsize=1)
 def _search() -> Launcher | str:
     try:
-        several = torch.cuda.device_count() > 1
-        return Launcher(load_cubin(), cuda_driver(), _allocator(), _stream_query(), several, find_native("cuda"))
+        return Launcher(load_cubin(), cuda_driver(), _allocator(), _stream_query(), torch.cuda.device_count() > 1)
     except BuildError as error:
         logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", error)
         return str(error)
 
 
 def load_cubin(cache_dir: Path | None = None) -> Any:
-    """The extension.
-
-    Raises:
-        BuildError: There is no C++ compiler, or it does not build.
-    """
-    return load_extension(_MODULE, _SOURCES / "gpu_launcher.cpp", required_compiler(), cache_dir or default_cache_dir())
-
-
-def load_allocator(cache_dir: Path | None = None) -> Any:
-    """The extension that makes outputs without Python, for the PyTorch that is imported.
-
-    Raises:
-        BuildError: There is no C++ compiler, PyTorch's headers are missing, or it does not build.
-    """
-    return load_extension(
-        _ALLOCATOR,
-        _SOURCES / "tensor_allocator.cpp",
-        required_compiler(),
-        cache_dir or default_cache_dir(),
-        torch_flags(_ALLOCATOR),
-        f"torch {torch.__version__} {torch.version.git_version}",
-    )
-
-
-def find_native(device_type: str) -> Native:
-    """What this PyTorch can do for a call on a device without Python; never an error."""
-    stream = _stream_address()
-    try:
-        allocator = load_allocator()
-    except BuildError as error:
-        logger.info("outputs of GPU kernels are allocated through Python, a little slower a call: %s", error)
-        return Native(stream)
-    return Native(stream, allocator.entry(), partial(allocator.prepare, device_type))
-
-
-def _stream_address() -> int:
-    """Address of PyTorch's C function for the current stream, part of its stable interface; 0 where it is not found."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
-        return ctypes.cast(library.aoti_torch_get_current_cuda_stream, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0
+    """The extension; :class:`BuildError` where there is no C++ compiler, or it does not build it."""
+    return load_extension("fuseplan_gpu_launcher", _SOURCE, required_compiler(), cache_dir or default_cache_dir())
 
 
 def cuda_driver() -> Driver:
-    """The driver of this machine.
-
-    Raises:
-        BuildError: There is none, or it lacks a function.
-    """
+    """The driver of this machine; :class:`BuildError` where there is none, or it lacks a function."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString", "cuLaunchKernelEx")
@@ -240,11 +172,7 @@ def _stream_query() -> Callable[[int], int]:
 
 
 def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
-    """How to launch a Triton ``CompiledKernel`` that is loaded on the current device.
-
-    Args:
-        compiled: The kernel.
-        parameter_bits: Width of every parameter that will be passed, in order.
+    """How to launch a Triton ``CompiledKernel`` on the current device, with parameters of these widths in order.
 
     Raises:
         BuildError: It needs Triton's launcher; the message says why.

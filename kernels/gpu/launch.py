@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -46,15 +46,15 @@ class Geometry:
 class GpuKernel(CompiledKernel):
     """A Triton kernel with all configuration folded: its arguments are addresses and the dynamic sizes.
 
-    Binaries are compiled for a variant when a call first needs it, and kept per device. Capturable in a CUDA graph
+    Binaries are compiled for a variant when a call first needs it, and kept per device. A CUDA graph can capture it
     after one warm-up call.
 
     Args:
         compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
         geometry: Programs and index width for given dynamic sizes.
         symbols: Names of the dynamic sizes.
-        arguments: For each argument of the kernel before the dynamic sizes, the buffer and the bytes to add to its
-            address; or None and the value of a compile-time argument (Triton's launcher expects those in their places).
+        arguments: For each argument before the dynamic sizes: a buffer and the bytes to add to its address, or None and
+            the value of a compile-time argument (Triton's launcher expects those in their places).
         num_buffers: Number of tensors in a call.
         resources: Facts of the default variant.
         launcher: Makes calls direct; None to go through Triton's launcher.
@@ -64,14 +64,9 @@ class GpuKernel(CompiledKernel):
     """
 
     def __init__(
-        self,
-        compile_variant: Callable[[Variant], Any],
-        geometry: Callable[[Mapping[str, int]], Geometry],
-        symbols: tuple[str, ...],
-        arguments: tuple[tuple[int | None, int], ...],
-        num_buffers: int,
-        resources: Resources,
-        launcher: Launcher | None = None,
+        self, compile_variant: Callable[[Variant], Any], geometry: Callable[[Mapping[str, int]], Geometry],
+        symbols: tuple[str, ...], arguments: tuple[tuple[int | None, int], ...], num_buffers: int,
+        resources: Resources, launcher: Launcher | None = None
     ) -> None:
         self.resources = resources
         self._loader = _Loader(compile_variant, geometry, symbols, arguments, num_buffers, launcher is not None)
@@ -122,8 +117,9 @@ def _never(*_: Any) -> None:
 def allocating(
     run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING
 ) -> Callable[..., Any]:
-    """``call(*inputs, *sizes)`` for a kernel called with every buffer: outputs are made beside the first input, but for
-    those in ``reuse``, which are inputs."""
+    """``call(*inputs, *sizes)`` for a kernel called with every buffer. Outputs are made beside the first input, but for
+    those in ``reuse``, which are inputs.
+    """
     empty = torch.empty_strided
 
     def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -138,6 +134,7 @@ def allocating(
     return call
 
 
+@dataclass(eq=False)
 class _Loader:
     """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
 
@@ -145,26 +142,19 @@ class _Loader:
     is told.
     """
 
-    def __init__(
-        self,
-        compile_variant: Callable[[Variant], Any],
-        geometry: Callable[[Mapping[str, int]], Geometry],
-        symbols: tuple[str, ...],
-        arguments: tuple[tuple[int | None, int], ...],
-        num_buffers: int,
-        direct: bool,
-    ) -> None:
-        self.symbols, self.arguments, self.num_buffers = symbols, arguments, num_buffers
-        self._direct = direct
-        self._compile_variant = compile_variant
-        self._geometry = geometry
-        self._geometries: dict[tuple[int, ...], Geometry] = {}
-        self._binaries: dict[tuple[int, bool, bool], _Binary] = {}
+    compile_variant: Callable[[Variant], Any]
+    geometry_of: Callable[[Mapping[str, int]], Geometry]
+    symbols: tuple[str, ...]
+    arguments: tuple[tuple[int | None, int], ...]
+    num_buffers: int
+    direct: bool
+    _geometries: dict[tuple[int, ...], Geometry] = field(default_factory=dict)
+    _binaries: dict[tuple[int, bool, bool], _Binary] = field(default_factory=dict)
 
     def geometry(self, sizes: tuple[int, ...]) -> Geometry:
         found = self._geometries.get(sizes)
         if found is None:
-            found = self._geometries[sizes] = self._geometry(dict(zip(self.symbols, sizes, strict=True)))
+            found = self._geometries[sizes] = self.geometry_of(dict(zip(self.symbols, sizes, strict=True)))
         return found
 
     def run(self, direct: Any, *args: Any) -> None:
@@ -201,9 +191,9 @@ class _Loader:
 
     def _load(self, device: int, wide: bool, aligned: bool) -> _Binary:
         with torch.cuda.device(device):
-            compiled = self._compile_variant(Variant(wide, aligned))
+            compiled = self.compile_variant(Variant(wide, aligned))
             launch = triton_launcher(compiled)
-        return _Binary(launch, self._entry(compiled, wide) if self._direct else None)
+        return _Binary(launch, self._entry(compiled, wide) if self.direct else None)
 
     def _entry(self, compiled: Any, wide: bool) -> Entry | None:
         addresses = sum(buffer is not None for buffer, _ in self.arguments)
@@ -254,21 +244,13 @@ def interpreter_is_on() -> bool:
 class InterpretedKernel(CompiledKernel):
     """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow.
 
-    Args:
-        function: The kernel, an ``InterpretedFunction``.
-        programs: Number of programs for given dynamic sizes.
-        symbols: Names of the dynamic sizes.
-        bind: Turns the buffers of a call into the kernel's arguments before the dynamic sizes.
-        num_buffers: Number of tensors in a call.
+    ``programs`` counts programs for given dynamic sizes; ``bind`` turns the buffers of a call into the arguments before
+    those.
     """
 
     def __init__(
-        self,
-        function: Any,
-        programs: Callable[[Mapping[str, int]], int],
-        symbols: tuple[str, ...],
-        bind: Callable[[tuple[torch.Tensor, ...]], tuple[Any, ...]],
-        num_buffers: int,
+        self, function: Any, programs: Callable[[Mapping[str, int]], int], symbols: tuple[str, ...],
+        bind: Callable[[tuple[torch.Tensor, ...]], tuple[Any, ...]], num_buffers: int
     ) -> None:
         self.resources = Resources()
         self._function, self._programs, self._symbols = function, programs, symbols

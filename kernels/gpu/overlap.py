@@ -2,7 +2,7 @@
 
 A kernel launched with the attribute may start before the kernel ahead of it on the stream has ended, once each of that
 kernel's programs has let it (or is done). It saves the launch latency between the two; launched from Python it also
-costs the host less (measured on an H200, in a C loop: 2.5 us for 3.2). What makes it right:
+costs the host less. What makes it right:
 
 * *Every* kernel launched so waits, in *every* program, before its first access to global memory. The wait ends when the
   kernel ahead has completed and its writes can be seen, not when that kernel let others start.
@@ -34,18 +34,12 @@ _WAIT, _LET_NEXT_START = "gdc_wait()", "gdc_launch_dependents()"
 _FIRST_ARCH = 90
 #: Threads and blocks that one multiprocessor holds.
 _MAX_THREADS, _MAX_BLOCKS = 2048, 32
-#: Programs of up to so many elements pay for letting the next kernel start, where they run in several waves: measured
-#: on an H200, 14336 programs of 512 elements took 18 us for 10, half as many of 1024 at least 9.3 for 8.9; but half as
-#: many again of 2048 took 8.4 for 9.1.
+#: Programs of up to so many elements, in more waves than these, run slower when they let the next kernel start.
 _SMALL_TILE, _WAVES = 1024, 2
 
 
 def overlap_of(config: Config) -> str:
-    """``"none"``, ``"wait"``, ``"early"`` or ``"late"``.
-
-    Raises:
-        ValueError: The config says something else.
-    """
+    """``"none"``, ``"wait"``, ``"early"`` or ``"late"``; ValueError where the config says something else."""
     found = str(config.get(OVERLAP, "none"))
     if found not in ("none", *OVERLAP_CHOICES):
         raise ValueError(f"{OVERLAP}={found!r}: expected one of none, {', '.join(OVERLAP_CHOICES)}")
@@ -84,17 +78,11 @@ def plainly(config: Config) -> Config:
 
 
 def pointless_overlap(config: Config, programs: int, elements: int, target: Target) -> str | None:
-    """Why it is not worth trying to let the next kernel start as ``config`` says, or None.
-
-    Args:
-        config: The configuration.
-        programs: Programs of a launch.
-        elements: Elements of the largest tile.
-        target: The device.
+    """Why letting the next kernel start as ``config`` says is not worth a try with so many programs and elements a
+    tile, or None.
     """
     overlap = overlap_of(config)
     if overlap == "late" and programs <= target.cores:
-        # Measured on an H200: early is as fast or faster, by up to a quarter.
         return "overlap=late gains nothing over early where all programs start at once"
     if overlap in ("early", "late") and elements <= _SMALL_TILE and has_waves(config, programs, target):
         return f"overlap={overlap} with {programs} programs of only {elements} elements"
@@ -108,15 +96,13 @@ def has_waves(config: Config, programs: int, target: Target) -> bool:
 
 
 def overlapped(statements: Sequence[str], config: Config, load: str, store: str) -> list[str]:
-    """A program's statements with what ``config`` wants of overlap.
+    """A program's top-level statements with what ``config`` wants of overlap.
 
     The wait comes before the first statement that accesses memory, so that positions are computed while waiting. The
     next kernel may start at the very beginning (``"early"``), or (``"late"``) just ahead of the first statement that
-    stores and that no other load follows: a loop that loads and stores counts as one statement.
+    stores and that no other load follows. A loop that loads and stores counts as one statement.
 
     Args:
-        statements: Top-level statements; each may span lines.
-        config: The configuration.
         load: How a load is spelled, with its parenthesis.
         store: How a store is spelled.
     """

@@ -63,11 +63,9 @@ def tile_of(segment: Segment, config: Config) -> Tile:
 def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
     """Neighbouring columns that each thread takes together where sums are rescaled to a rising maximum.
 
-    One exponential rescales a thread's sum for the whole chunk, which is what it loads in 16 bytes.
-
-    Returns:
-        0 where no sum is rescaled: in a tile of several rows or fewer than two columns a thread, or beside reductions
-        that a chunk would have to fold too.
+    One exponential rescales a thread's sum for the whole chunk, which is what it loads in 16 bytes. It is 0 where no
+    sum is rescaled: in a tile of several rows or fewer than two columns a thread, or beside reductions that a chunk
+    would have to fold too.
     """
     tile = tile_of(segment, config)
     beside = rescaled_sums(segment) if tile.looped and tile.flat else {}
@@ -124,8 +122,7 @@ def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
 
     Without values for its dynamic sizes a kernel counts as small: the launcher asks again with the values.
     """
-    known = symbols is not None or not ir.symbols
-    if not known:
+    if symbols is None and ir.symbols:
         return False
     values = symbols or {}
     for buffer in ir.buffers:

@@ -59,12 +59,9 @@ class Tunable:
 
 
 def misfit(config: Config, parameters: Iterable[Tunable], complete: bool = True) -> str | None:
-    """Why ``config`` is no choice among ``parameters``, or None. The reason repeats nothing of what it holds.
+    """Why ``config`` is no choice among ``parameters`` (with ``complete``: one for each), or None.
 
-    Args:
-        config: From anywhere: a stored one may hold any text and any number.
-        parameters: What it may hold.
-        complete: Every parameter must be there.
+    A stored config may hold any text and any number; the reason repeats nothing of it.
     """
     known = {parameter.name: parameter.choices for parameter in parameters}
     if not known.keys() >= config.keys():
@@ -79,12 +76,9 @@ def misfit(config: Config, parameters: Iterable[Tunable], complete: bool = True)
 
 
 def checked(config: Config, parameters: Iterable[Tunable]) -> Config:
-    """``config``, if it holds nothing but choices of ``parameters``; it may lack some.
+    """``config``, if it holds nothing but choices of ``parameters``, else :class:`BuildError`; it may lack some.
 
     Whatever turns a config into text or into a loop's bound asks here first.
-
-    Raises:
-        BuildError: It holds something else.
     """
     if reason := misfit(config, parameters, complete=False):
         raise BuildError(f"the configuration cannot be used: {reason}")
@@ -119,7 +113,7 @@ class CompiledKernel(ABC):
 
 
 class Backend(ABC):
-    """A way to turn a :class:`KernelIR` into machine code. Stateless."""
+    """A way to turn a :class:`KernelIR` into machine code. What cannot be built raises :class:`BuildError`."""
 
     name: ClassVar[str]
     device_type: ClassVar[str]
@@ -170,33 +164,14 @@ class Backend(ABC):
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         """Compile (or reuse the cache) and load."""
 
+    @abstractmethod
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
         """``call(*inputs, *sizes)``: allocates the outputs as the IR says, runs, and returns the tensor or a tuple.
 
-        A back end overrides this where it has a faster way. Checks nothing, like a :class:`CompiledKernel`.
+        Checks nothing, like a :class:`CompiledKernel`.
         """
-        kernel = self.load(ir, config, target)
-        inputs, symbols = len(ir.inputs), ir.symbols
-        dtypes = [getattr(torch, buffer.dtype) for buffer in ir.outputs]
-
-        def layout(values: Mapping[str, int]) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
-            outputs = ir.bind(values).outputs
-            return [(one.shape, one.strides, dtype) for one, dtype in zip(outputs, dtypes, strict=True)]
-
-        static = None if symbols else layout({})
-
-        def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-            outputs = static if static is not None else layout(dict(zip(symbols, args[inputs:], strict=True)))
-            made = tuple(
-                torch.empty_strided(shape, strides, dtype=dtype, device=target.device_type)
-                for shape, strides, dtype in outputs
-            )
-            kernel(*args[:inputs], *made, *args[inputs:])
-            return made[0] if len(made) == 1 else made
-
-        return call
 
 
 def same_config(one: Config, other: Config) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from fuseplan.kernels.ir.index import evaluate
-from fuseplan.kernels.ir.ir import Apply, Instr, Iota, KernelIR, Load, Reduce, Segment, operands
+from fuseplan.kernels.ir.ir import Apply, Gather, Iota, KernelIR, Load, Reduce, Segment, ancestors, operands
 
 
 def value_axes(segment: Segment) -> list[frozenset[int]]:
@@ -32,80 +31,41 @@ def gathered_elements(ir: KernelIR) -> Mapping[int, int]:
     return {buffer: min(count, evaluate(ir.buffers[buffer].numel, {})) for buffer, count in most.items()}
 
 
-@dataclass(frozen=True)
-class Table:
-    """A buffer that is read through gathers only, along its outermost dimension.
-
-    Attributes:
-        buffer: Its position.
-        rows: Size of that dimension.
-        indices: Positions of the integer buffers whose values pick its rows.
-    """
-
-    buffer: int
-    rows: int
-    indices: frozenset[int]
-
-
-def tables(ir: KernelIR) -> tuple[Table, ...]:
-    """The tables of a static kernel."""
-    indices: dict[int, set[int]] = {}
+def tables(ir: KernelIR) -> dict[int, int]:
+    """Buffers that a static kernel reads through gathers only, along their outermost dimension, with its size."""
+    found: dict[int, int] = {}
     plain: set[int] = set()
-    for segment in ir.segments:
-        for instr in segment.body:
-            if not isinstance(instr, Load):
-                continue
-            buffer = ir.buffers[instr.buffer]
-            if instr.gather is None or (instr.gather.stride, instr.gather.extent) != (
-                buffer.strides[0], buffer.shape[0]
-            ):
-                plain.add(instr.buffer)
-                continue
-            indices.setdefault(instr.buffer, set()).update(_integer_sources(ir, segment, instr.gather.value))
-    return tuple(
-        Table(number, evaluate(ir.buffers[number].shape[0], {}), frozenset(sources))
-        for number, sources in indices.items()
-        if number not in plain
-    )
+    for load in (instr for segment in ir.segments for instr in segment.body if isinstance(instr, Load)):
+        buffer, gather = ir.buffers[load.buffer], load.gather
+        if gather is not None and (gather.stride, gather.extent) == (buffer.strides[0], buffer.shape[0]):
+            found[load.buffer] = evaluate(buffer.shape[0], {})
+        else:
+            plain.add(load.buffer)
+    return {number: rows for number, rows in found.items() if number not in plain}
 
 
 def index_limits(ir: KernelIR) -> Mapping[int, int]:
     """For each integer buffer whose values pick elements by gathers: every value below this is one that exists."""
     limits: dict[int, int] = {}
-    for segment in ir.segments:
-        for instr in segment.body:
-            if isinstance(instr, Load) and instr.gather is not None:
-                extent = evaluate(instr.gather.extent, {})
-                for source in _integer_sources(ir, segment, instr.gather.value):
-                    limits[source] = min(extent, limits.get(source, extent))
+    for segment, gather in _gathers(ir):
+        extent = evaluate(gather.extent, {})
+        for instr in (segment.body[value] for value in ancestors(segment.body, [gather.value])):
+            if isinstance(instr, Load) and not ir.buffers[instr.buffer].dtype.startswith(("float", "bfloat")):
+                limits[instr.buffer] = min(extent, limits.get(instr.buffer, extent))
     return limits
 
 
 def computes_indices(ir: KernelIR) -> bool:
     """Whether a kernel looks up elements by numbers that it computes from its inputs, not only by inputs themselves."""
-    return any(
-        isinstance(instr, Load) and instr.gather is not None and _computed(segment, instr.gather.value)
-        for segment in ir.segments for instr in segment.body
-    )
+    for segment, gather in _gathers(ir):
+        made_of = [segment.body[value] for value in ancestors(segment.body, [gather.value])]
+        if any(isinstance(one, Apply | Reduce) for one in made_of) and any(isinstance(one, Load) for one in made_of):
+            return True
+    return False
 
 
-def _computed(segment: Segment, value: int) -> bool:
-    pending, arithmetic, loaded = [value], False, False
-    while pending:
-        instr: Instr = segment.body[pending.pop()]
-        arithmetic |= isinstance(instr, Apply | Reduce)
-        loaded |= isinstance(instr, Load)
-        pending.extend(operands(instr))
-    return arithmetic and loaded
-
-
-def _integer_sources(ir: KernelIR, segment: Segment, value: int) -> set[int]:
-    """Integer buffers that ``value`` is computed from."""
-    found: set[int] = set()
-    pending = [value]
-    while pending:
-        instr: Instr = segment.body[pending.pop()]
-        if isinstance(instr, Load) and not ir.buffers[instr.buffer].dtype.startswith(("float", "bfloat")):
-            found.add(instr.buffer)
-        pending.extend(operands(instr))
-    return found
+def _gathers(ir: KernelIR) -> Iterator[tuple[Segment, Gather]]:
+    for segment in ir.segments:
+        for instr in segment.body:
+            if isinstance(instr, Load) and instr.gather is not None:
+                yield segment, instr.gather

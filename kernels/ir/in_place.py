@@ -19,9 +19,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import networkx as nx
+
 from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
 from fuseplan.kernels.ir.index import Size, as_size, is_static, product, row_major_strides
-from fuseplan.kernels.ir.ir import Buffer, Instr, KernelIR, Load, Reduce, Segment, Store, operands
+from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Reduce, Segment, Store, ancestors, operands
 from fuseplan.kernels.ir.schedule import Phase, schedule
 
 #: For positions among a kernel's outputs, the position among its inputs whose memory each takes.
@@ -94,22 +96,14 @@ def choose_reuse(options: Mapping[_Name, tuple[_Name, ...]], free: Iterable[_Nam
     >>> choose_reuse({0: (0, 1), 1: (0,)}, [0, 1])
     {0: 1, 1: 0}
     """
-    allowed = set(free)
-    owner: dict[_Name, _Name] = {}
-
-    def place(output: _Name, tried: set[_Name]) -> bool:
-        for source in options[output]:
-            if source in allowed and source not in tried:
-                tried.add(source)
-                if source not in owner or place(owner[source], tried):
-                    owner[source] = output
-                    return True
-        return False
-
-    for output in options:
-        place(output, set())
-    sources = {output: source for source, output in owner.items()}
-    return {output: sources[output] for output in options if output in sources}
+    outputs, inputs = list(options), list(dict.fromkeys(free))
+    # Outputs are numbered from 0 up, inputs from -1 down.
+    graph = nx.Graph(
+        (number, ~inputs.index(source))
+        for number, output in enumerate(outputs) for source in options[output] if source in inputs
+    )
+    found = nx.bipartite.hopcroft_karp_matching(graph, [node for node in graph if node >= 0])
+    return {output: inputs[~found[number]] for number, output in enumerate(outputs) if number in found}
 
 
 def _may_take(ir: KernelIR, executions: Sequence[Execution], target: int, source: int) -> bool:
@@ -183,37 +177,27 @@ def _done_in_one_pass(
     segment: Segment, phases: Sequence[Phase], value: int, runs: Sequence[int], store: Store, stored_in: int
 ) -> bool:
     """A tile in registers is loaded once, by the first phase that needs it at the latest."""
-    return runs[0] <= stored_in and value in _ancestors(segment.body, store.value)
+    return runs[0] <= stored_in and value in ancestors(segment.body, [store.value])
 
 
 def _done_when_looped(
     segment: Segment, phases: Sequence[Phase], value: int, runs: Sequence[int], store: Store, stored_in: int
 ) -> bool:
     """Each phase loads anew: those before the store's must fold what they load into a number that the store needs."""
-    needed = _ancestors(segment.body, store.value)
+    body = segment.body
+
+    def beside(root: int) -> list[int]:
+        return ancestors(body, [root], lambda one: not isinstance(body[one], Reduce))
+
+    needed = ancestors(body, [store.value])
     for number in runs:
         if number > stored_in:
             return False
         if number == stored_in:
-            if value not in _ancestors(segment.body, store.value, across_columns=False):
+            if value not in beside(store.value):
                 return False
         elif not any(
-            fold in needed and value in _ancestors(segment.body, operands(segment.body[fold])[0], across_columns=False)
-            for fold in phases[number].reductions
+            fold in needed and value in beside(operands(body[fold])[0]) for fold in phases[number].reductions
         ):
             return False
     return True
-
-
-def _ancestors(body: Sequence[Instr], value: int, across_columns: bool = True) -> set[int]:
-    """``value`` and what it is computed from; without ``across_columns`` reductions are not looked through."""
-    found: set[int] = set()
-    pending = [value]
-    while pending:
-        current = pending.pop()
-        if current in found:
-            continue
-        found.add(current)
-        if across_columns or not isinstance(body[current], Reduce):
-            pending.extend(operands(body[current]))
-    return found

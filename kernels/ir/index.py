@@ -48,9 +48,7 @@ def evaluate(size: Size, values: Mapping[str, int | float]) -> int:
 
 def number(expression: Any, values: Mapping[str, int | float]) -> int | float:
     """The number that any expression over sizes stands for: an ``int`` where it is an integer, else a ``float``.
-
-    Raises:
-        KeyError: A symbol has no value.
+    KeyError where a symbol has no value.
     """
     result = expression.subs({sym: values[sym.name] for sym in expression.free_symbols})
     if result in (sympy.true, sympy.false):
@@ -288,11 +286,9 @@ class Index:
         return found
 
     def render(
-        self,
-        coord: Callable[[int], str],
-        size: Callable[[Size], str] = str,
+        self, coord: Callable[[int], str], size: Callable[[Size], str] = str,
         floordiv: Callable[[str, str], str] = lambda a, b: f"({a} / {b})",
-        mod: Callable[[str, str], str] = lambda a, b: f"({a} % {b})",
+        mod: Callable[[str, str], str] = lambda a, b: f"({a} % {b})"
     ) -> str:
         """Source text of the index; the defaults spell C (all operands are non-negative)."""
         parts: list[str] = []

@@ -17,7 +17,7 @@ widen and stores round. ``Round`` keeps a value in its register type but rounds 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -79,9 +79,6 @@ class Gather:
     stride: Size
     extent: Size
 
-    def bind(self, symbols: Mapping[str, int]) -> Gather:
-        return Gather(self.value, evaluate(self.stride, symbols), evaluate(self.extent, symbols))
-
 
 @dataclass(frozen=True)
 class Load:
@@ -98,16 +95,6 @@ class Load:
     other: float = 0.0
     gather: Gather | None = None
 
-    def bind(self, symbols: Mapping[str, int]) -> Load:
-        """The same with every dynamic size replaced by a number."""
-        gather = None if self.gather is None else self.gather.bind(symbols)
-        return replace(self, index=self.index.bind(symbols), gather=gather)
-
-    def symbols(self) -> set[str]:
-        """Names of the dynamic sizes in its address."""
-        found = self.index.symbols()
-        return found if self.gather is None else found | symbols_of(self.gather.stride, self.gather.extent)
-
 
 @dataclass(frozen=True)
 class Const:
@@ -121,14 +108,6 @@ class Iota:
 
     dtype: RegisterType
     index: Index
-
-    def bind(self, symbols: Mapping[str, int]) -> Iota:
-        """The same with every dynamic size replaced by a number."""
-        return replace(self, index=self.index.bind(symbols))
-
-    def symbols(self) -> set[str]:
-        """Names of the dynamic sizes in its index."""
-        return self.index.symbols()
 
 
 @dataclass(frozen=True)
@@ -184,6 +163,20 @@ def operands(instr: Instr) -> tuple[int, ...]:
     return ()
 
 
+def ancestors(
+    body: Sequence[Instr], roots: Iterable[int], through: Callable[[int], bool] = lambda value: True
+) -> list[int]:
+    """``roots`` and what they are computed from, in body order; ``through`` says whose operands count."""
+    found: set[int] = set()
+    pending = list(roots)
+    while pending:
+        value = pending.pop()
+        if value not in found:
+            found.add(value)
+            pending.extend(operands(body[value]) if through(value) else ())
+    return sorted(found)
+
+
 @dataclass(frozen=True)
 class Store:
     """``buffers[buffer][index] = value``, rounded to the buffer's type. Per row when neither mentions the column."""
@@ -209,6 +202,17 @@ class Segment:
     @property
     def num_rows(self) -> Size:
         return product(self.rows)
+
+    def indices(self) -> Iterator[Index]:
+        """Every index of its body and stores."""
+        yield from (instr.index for instr in self.body if isinstance(instr, Load | Iota))
+        yield from (store.index for store in self.stores)
+
+    def with_indices(self, change: Callable[[Index], Index]) -> Segment:
+        """The same with each of its :meth:`indices` changed."""
+        body = (replace(one, index=change(one.index)) if isinstance(one, Load | Iota) else one for one in self.body)
+        stores = (replace(store, index=change(store.index)) for store in self.stores)
+        return replace(self, body=tuple(body), stores=tuple(stores))
 
     def has_reduction(self) -> bool:
         return any(isinstance(instr, Reduce) for instr in self.body)
@@ -251,12 +255,9 @@ class KernelIR:
         for buffer in self.buffers:
             found |= symbols_of(*buffer.shape, *buffer.strides)
         for segment in self.segments:
-            found |= symbols_of(*segment.rows, segment.cols)
-            for instr in segment.body:
-                if isinstance(instr, Load | Iota):
-                    found |= instr.symbols()
-            for store in segment.stores:
-                found |= store.index.symbols()
+            found |= symbols_of(*segment.rows, segment.cols).union(*(index.symbols() for index in segment.indices()))
+            gathers = [one.gather for one in segment.body if isinstance(one, Load) and one.gather is not None]
+            found |= symbols_of(*(size for gather in gathers for size in (gather.stride, gather.extent)))
         return tuple(sorted(found))
 
     def bind(self, symbols: Mapping[str, int]) -> KernelIR:
@@ -278,10 +279,15 @@ class KernelIR:
 
 
 def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
-    body = tuple(instr.bind(symbols) if isinstance(instr, Load | Iota) else instr for instr in segment.body)
-    stores = tuple(replace(store, index=store.index.bind(symbols)) for store in segment.stores)
-    rows = tuple(evaluate(extent, symbols) for extent in segment.rows)
-    return Segment(rows, evaluate(segment.cols, symbols), body, stores)
+    def bound(instr: Instr) -> Instr:
+        if not isinstance(instr, Load) or instr.gather is None:
+            return instr
+        stride, extent = (evaluate(size, symbols) for size in (instr.gather.stride, instr.gather.extent))
+        return replace(instr, gather=Gather(instr.gather.value, stride, extent))
+
+    rows, cols = tuple(evaluate(extent, symbols) for extent in segment.rows), evaluate(segment.cols, symbols)
+    indexed = segment.with_indices(lambda index: index.bind(symbols))
+    return replace(indexed, rows=rows, cols=cols, body=tuple(map(bound, indexed.body)))
 
 
 def validate(ir: KernelIR) -> None:

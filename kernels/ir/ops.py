@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -135,8 +135,3 @@ def op_spec(name: str) -> OpSpec:
         return OPS[name]
     except KeyError:
         raise KeyError(f"no scalar op '{name}' in the op table (kernels/ir/ops.py); known: {', '.join(OPS)}") from None
-
-
-def reference_apply(name: str, *args: Any) -> torch.Tensor:
-    """The op's meaning on tensors."""
-    return op_spec(name).reference(*args)

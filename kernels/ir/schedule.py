@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, operands
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, ancestors, operands
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,6 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     """Split a segment into passes; dead values are dropped.
 
     Args:
-        segment: The segment.
         stage: Keep values that several passes need in a staging buffer (``reads`` and ``stages``) where that saves
             arithmetic; otherwise every pass evaluates all it needs, from the loads up.
         rescale: Fold :func:`rescaled_sums` in the pass of their maximum.
@@ -59,7 +58,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     beside = rescaled_sums(segment) if rescale else {}
     depths = reduction_depths(segment, beside)
     per_row = segment.per_row()
-    live = _reachable(segment.body, (store.value for store in segment.stores))
+    live = ancestors(segment.body, (store.value for store in segment.stores))
     reductions = [value for value in live if isinstance(segment.body[value], Reduce)]
     last = max((depths[value] for value in reductions), default=0)
 
@@ -100,9 +99,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
 def reduction_depths(segment: Segment, beside: Mapping[int, int] | None = None) -> tuple[int, ...]:
     """For each value, the longest chain of reductions below it: a pass ``k`` can evaluate depths ``<= k``.
 
-    Args:
-        segment: The segment.
-        beside: Reductions that are folded in the pass of another one (``rescaled_sums``).
+    Reductions that are folded ``beside`` another one (``rescaled_sums``) have its depth.
     """
     depths: list[int] = []
     for value, instr in enumerate(segment.body):
@@ -161,31 +158,12 @@ def _place_stores(
     ]
 
 
-def _reachable(body: Sequence[Instr], roots: Iterable[int]) -> list[int]:
-    found: set[int] = set()
-    pending = list(roots)
-    while pending:
-        value = pending.pop()
-        if value not in found:
-            found.add(value)
-            pending.extend(operands(body[value]))
-    return sorted(found)
-
-
 def _elements(
     body: Sequence[Instr], per_row: Sequence[bool], roots: Iterable[int], kept: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Element-level values that ``roots`` need, going no deeper than row-level values and those in ``kept``."""
-    found: set[int] = set()
-    pending = list(roots)
-    while pending:
-        value = pending.pop()
-        if per_row[value] or value in found:
-            continue
-        found.add(value)
-        if value not in kept:
-            pending.extend(operands(body[value]))
-    return tuple(sorted(found))
+    values = ancestors(body, roots, lambda value: not per_row[value] and value not in kept)
+    return tuple(value for value in values if not per_row[value])
 
 
 def _worth_staging(body: Sequence[Instr], value: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Round, Segment, Store
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Round, Segment
 
 #: More pieces than this cost more than the masks.
 MAX_PIECES = 8
@@ -63,9 +63,7 @@ def _breakpoints(segment: Segment) -> set[int]:
     roots = [-offset // slope for _, (slope, offset) in lines if slope != 0]
     near = {root + step for root in roots for step in (0, 1)}
     changes = {column for column in near if 0 < column < cols and outcomes(column) != outcomes(column - 1)}
-    indices = [instr.index for instr in segment.body if isinstance(instr, Load | Iota)]
-    indices += [store.index for store in segment.stores]
-    return changes.union(*(_steps(index, axis, cols) for index in indices))
+    return changes.union(*(_steps(index, axis, cols) for index in segment.indices()))
 
 
 def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
@@ -94,16 +92,11 @@ def _piece(segment: Segment, low: int, high: int) -> Segment:
     """Columns ``[low, high)`` as a segment of their own, with what is decided there folded."""
     axis = segment.col_axis
     column = {axis: Index.coord(axis, high - low) + low}
-    body = [
-        replace(instr, index=instr.index.substitute(column)) if isinstance(instr, Load | Iota) else instr
-        for instr in segment.body
-    ]
+    moved = segment.with_indices(lambda index: index.substitute(column))
     folded = _Folded(axis, high - low)
-    for instr in body:
+    for instr in moved.body:
         folded.add(instr)
-    stores = tuple(
-        Store(store.buffer, store.index.substitute(column), folded.value(store.value)) for store in segment.stores
-    )
+    stores = tuple(replace(store, value=folded.value(store.value)) for store in moved.stores)
     return Segment(segment.rows, high - low, tuple(folded.body), stores)
 
 

@@ -37,9 +37,6 @@ class Allowance:
         A compiler driver starts the compiler proper: to kill the driver alone would let that run on. They stay in this
         process's group, so that whoever kills the group (a tune's supervisor, a terminal) ends them too.
 
-        Args:
-            command: The program and its arguments.
-
         Raises:
             OSError: It cannot be started.
             subprocess.TimeoutExpired: The allowance is used up.

@@ -57,11 +57,7 @@ def find_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler | None:
 
 
 def required_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler:
-    """The compiler that :func:`find_compiler` finds.
-
-    Raises:
-        BuildError: There is none, or none that works; the message says why.
-    """
+    """The compiler that :func:`find_compiler` finds, or a :class:`BuildError` that says why there is none."""
     found = _search(names)
     if isinstance(found, Compiler):
         return found
@@ -86,13 +82,7 @@ def _search(names: tuple[str, ...]) -> Compiler | str:
 
 
 def _tried_out(path: str) -> Compiler:
-    """A compiler that has built a library.
-
-    Raises:
-        BuildError: It fails; the message is its own.
-        OSError: It cannot be started, or the temporary folder not be written.
-        subprocess.TimeoutExpired: It has used up the allowance.
-    """
+    """A compiler that has built a library; an error of its own, of the system or of the allowance where it has not."""
     allowance = Allowance(_PROBE_LIMIT_S)
 
     def output(*arguments: str) -> str:
@@ -146,16 +136,8 @@ _HUNG: set[Compiler] = set()
 
 
 def build_library(source: str, compiler: Compiler, cache_dir: Path, flags: Sequence[str] = ()) -> Path:
-    """Compile ``source`` into a shared library, or find it in the cache.
-
-    Args:
-        source: C++ text.
-        compiler: What to compile with.
-        cache_dir: Folder of finished libraries; made when missing.
-        flags: More compiler flags.
-
-    Returns:
-        The library. Equal sources, flags, compilers and processors share one.
+    """Compile C++ text into a shared library in ``cache_dir``, or find it there: equal sources, flags, compilers and
+    processors share one.
 
     Raises:
         BuildError: The compiler refuses, is too slow or is gone, or the folder cannot be written.

@@ -6,28 +6,15 @@ import importlib.machinery
 import importlib.util
 import re
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.native.build import Compiler, build_library
 
 
-def load_extension(
-    name: str, source: Path, compiler: Compiler, cache_dir: Path, flags: Sequence[str] = (), key: str = ""
-) -> Any:
-    """The module that ``source`` defines as ``PyInit_<name>``.
-
-    Args:
-        name: The module's name.
-        source: C++; headers beside it that it includes are part of it.
-        compiler: What to compile with.
-        cache_dir: Folder of finished libraries.
-        flags: More compiler flags.
-        key: What else the binary depends on.
+def load_extension(name: str, source: Path, compiler: Compiler, cache_dir: Path) -> Any:
+    """The module that ``source``, with the headers beside it, defines as ``PyInit_<name>``.
 
     Raises:
         BuildError: Python's headers are missing, or it does not compile or load; the message says which.
@@ -35,8 +22,8 @@ def load_extension(
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise BuildError(f"{name}: Python's headers are missing ({include}); install python3-dev or its like")
-    abi = f"// {sysconfig.get_config_var('SOABI')} {key}\n"
-    path = build_library(abi + _whole_text(source), compiler, cache_dir, (f"-I{include}", *flags))
+    abi = f"// {sysconfig.get_config_var('SOABI')}\n"
+    path = build_library(abi + _whole_text(source), compiler, cache_dir, (f"-I{include}",))
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
@@ -56,18 +43,3 @@ def _whole_text(source: Path) -> str:
         return header.read_text(encoding="utf-8") if header.is_file() else line[0]
 
     return re.sub(r'^#include "([^"]+)"$', expand, source.read_text(encoding="utf-8"), flags=re.MULTILINE)
-
-
-def torch_flags(name: str) -> tuple[str, ...]:
-    """Compiler flags of an extension that uses the C++ interface of the PyTorch that is imported.
-
-    Raises:
-        BuildError: Its headers are missing.
-    """
-    folder = Path(torch.__file__).parent
-    if not (folder / "include" / "ATen" / "EmptyTensor.h").is_file():
-        raise BuildError(f"{name}: PyTorch's headers are missing ({folder / 'include'})")
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    # The flags come before the source, so no library is needed yet when the linker reads them.
-    libraries = ("-Wl,--no-as-needed", "-ltorch_python", "-ltorch_cpu", "-lc10")
-    return (f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-isystem{folder / 'include'}", f"-L{folder / 'lib'}", *libraries)

@@ -47,19 +47,10 @@ struct Driver {
   int (*launch_config)(const LaunchConfig* config, void* function, void** parameters, void** extra);
 };
 
-// What PyTorch does for a call, as C functions; each may be null, then it is asked in Python.
-struct Library {
-  DataPtr data_ptr;
-  int (*stream)(int device, void** handle);  // the current one
-  bool (*allocate)(const void* prepared, int position, PyObject** made, char** address);  // see tensor_allocator.cpp
-};
-
 struct Grid {
   unsigned programs;
-  int wide;           // index arithmetic in 64 bits
-  PyObject* outputs;   // tuple of (shape, strides, dtype) of what is allocated, null until `fused` needed it
-  PyObject* prepared;  // the same as a capsule for `allocate`, null without that
-  const void* native;  // what the capsule holds
+  int wide;  // index arithmetic in 64 bits
+  PyObject* outputs;  // tuple of (shape, strides, dtype) of what is allocated, null until `fused` needed it
 };
 
 struct Binary {
@@ -82,7 +73,7 @@ enum { MAX_GRIDS = 64, MAX_BINARIES = 64, TRAILING = 2 };
 struct Kernel {
   PyObject_HEAD
   Driver driver;
-  Library library;
+  DataPtr data_ptr;
   int inputs, outputs, symbols, check_device;
   Argument arguments[MAX_ARGUMENTS];
   int num_arguments;
@@ -93,7 +84,7 @@ struct Kernel {
   int num_grids, last_grid, oldest_grid;
   Binary binaries[MAX_BINARIES];
   int num_binaries;
-  PyObject *allocate, *prepare, *stream, *slow_run, *slow_fused;
+  PyObject *allocate, *stream, *slow_run, *slow_fused;
 };
 
 static PyObject* get_device_name;
@@ -156,7 +147,6 @@ static int launch_overlapped(const Driver* driver, const Binary* binary, unsigne
 }
 
 static bool current_stream(const Kernel* self, const Binary* binary, void** stream) {
-  if (self->library.stream && !self->library.stream(binary->device, stream)) return true;
   PyObject* number = PyObject_CallOneArg(self->stream, binary->device_number);
   if (!number) return false;
   *stream = PyLong_AsVoidPtr(number);
@@ -206,7 +196,7 @@ static PyObject* kernel_run(PyObject* object, PyObject* const* args, Py_ssize_t 
   char* buffers[MAX_ARGUMENTS];
   i64 sizes[MAX_ARGUMENTS];
   const int tensors = self->inputs + self->outputs;
-  if (!read_arguments(self->library.data_ptr, args, given, tensors, self->symbols, buffers, sizes)) return NULL;
+  if (!read_arguments(self->data_ptr, args, given, tensors, self->symbols, buffers, sizes)) return NULL;
   const Grid* grid = find_grid(self, sizes);
   if (grid && !grid->programs) Py_RETURN_NONE;
   bool failed = false;
@@ -219,10 +209,8 @@ static PyObject* kernel_run(PyObject* object, PyObject* const* args, Py_ssize_t 
 }
 
 static bool allocate_output(const Kernel* self, const Grid* grid, int position, PyObject** made, char** address) {
-  // What fails is done again in Python, for its error.
-  if (grid->prepared && self->library.allocate(grid->native, position, made, address)) return true;
   *made = PyObject_Call(self->allocate, PyTuple_GET_ITEM(grid->outputs, position), NULL);
-  if (*made && address_of(self->library.data_ptr, *made, address)) return true;
+  if (*made && address_of(self->data_ptr, *made, address)) return true;
   Py_CLEAR(*made);
   return false;
 }
@@ -247,7 +235,7 @@ static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_
   Kernel* self = (Kernel*)object;
   char* buffers[MAX_ARGUMENTS];
   i64 sizes[MAX_ARGUMENTS];
-  if (!read_arguments(self->library.data_ptr, args, given, self->inputs, self->symbols, buffers, sizes)) return NULL;
+  if (!read_arguments(self->data_ptr, args, given, self->inputs, self->symbols, buffers, sizes)) return NULL;
   const Grid* found = find_grid(self, sizes);
   bool failed = false;
   void* context = found && found->outputs ? usable_context(self, self->inputs ? args[0] : NULL, &failed) : NULL;
@@ -257,10 +245,8 @@ static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_
   PyObject* made[MAX_ARGUMENTS];
   const Grid grid = *found;  // allocating may let another thread replace it
   Py_INCREF(grid.outputs);
-  Py_XINCREF(grid.prepared);
   const bool allocated = make_outputs(self, &grid, args, made, buffers);
   Py_DECREF(grid.outputs);
-  Py_XDECREF(grid.prepared);
   if (!allocated) return NULL;
 
   const int tensors = self->inputs + self->outputs;
@@ -300,16 +286,6 @@ static PyObject* kernel_add_grid(PyObject* object, PyObject* args) {
     sizes[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(given, i));
     if (sizes[i] == -1 && PyErr_Occurred()) return NULL;
   }
-  PyObject* prepared = NULL;
-  const void* native = NULL;
-  if (outputs != Py_None && self->library.allocate) {
-    prepared = PyObject_CallOneArg(self->prepare, outputs);
-    native = prepared ? PyCapsule_GetPointer(prepared, PyCapsule_GetName(prepared)) : NULL;
-    if (!native) {
-      Py_XDECREF(prepared);
-      return NULL;
-    }
-  }
   Grid* grid = (Grid*)find_grid(self, sizes);
   if (!grid) {
     int place = self->num_grids;
@@ -322,15 +298,10 @@ static PyObject* kernel_add_grid(PyObject* object, PyObject* args) {
     memcpy(self->grid_sizes + place * self->symbols, sizes, sizeof(i64) * self->symbols);
     grid = &self->grids[self->last_grid = place];
     Py_CLEAR(grid->outputs);
-    Py_CLEAR(grid->prepared);
   }
   grid->programs = programs;
   grid->wide = wide;
-  if (outputs != Py_None) {
-    grid->native = native;
-    Py_XSETREF(grid->prepared, prepared);
-    Py_XSETREF(grid->outputs, Py_NewRef(outputs));
-  }
+  if (outputs != Py_None) Py_XSETREF(grid->outputs, Py_NewRef(outputs));
   Py_RETURN_NONE;
 }
 
@@ -390,14 +361,10 @@ static PyMethodDef functions[] = {
 
 static void kernel_dealloc(PyObject* object) {
   Kernel* self = (Kernel*)object;
-  for (int i = 0; i < self->num_grids; ++i) {
-    Py_XDECREF(self->grids[i].outputs);
-    Py_XDECREF(self->grids[i].prepared);
-  }
+  for (int i = 0; i < self->num_grids; ++i) Py_XDECREF(self->grids[i].outputs);
   for (int i = 0; i < self->num_binaries; ++i) Py_XDECREF(self->binaries[i].device_number);
   PyMem_Free(self->grid_sizes);
   Py_XDECREF(self->allocate);
-  Py_XDECREF(self->prepare);
   Py_XDECREF(self->stream);
   Py_XDECREF(self->slow_run);
   Py_XDECREF(self->slow_fused);
@@ -431,16 +398,15 @@ static bool read_places(Kernel* self, PyObject* places) {
   return true;
 }
 
-// Kernel(driver, library, counts, arguments, places, (allocate, prepare, stream, slow_run, slow_fused)); the caller is
-// gpu_direct.py.
+// Kernel(driver, data_ptr, counts, arguments, places, (allocate, stream, slow_run, slow_fused)); the caller is
+// gpu/direct.py.
 static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   Kernel* self = (Kernel*)object;
-  u64 launch, current_context, error_text, launch_config, data_ptr, stream_of, allocator;
-  PyObject *arguments, *places, *allocate, *prepare, *stream, *slow_run, *slow_fused;
-  if (!PyArg_ParseTuple(args, "(KKKK)(KKK)(iiip)O!O!(OOOOO)", &launch, &current_context, &error_text, &launch_config,
-                        &data_ptr, &stream_of, &allocator, &self->inputs, &self->outputs, &self->symbols,
-                        &self->check_device, &PyTuple_Type, &arguments, &PyTuple_Type, &places, &allocate, &prepare,
-                        &stream, &slow_run, &slow_fused))
+  u64 launch, current_context, error_text, launch_config, data_ptr;
+  PyObject *arguments, *places, *allocate, *stream, *slow_run, *slow_fused;
+  if (!PyArg_ParseTuple(args, "(KKKK)K(iiip)O!O!(OOOO)", &launch, &current_context, &error_text, &launch_config,
+                        &data_ptr, &self->inputs, &self->outputs, &self->symbols, &self->check_device, &PyTuple_Type,
+                        &arguments, &PyTuple_Type, &places, &allocate, &stream, &slow_run, &slow_fused))
     return -1;
   if (self->inputs + self->outputs + self->symbols > MAX_ARGUMENTS || PyTuple_GET_SIZE(arguments) > MAX_ARGUMENTS) {
     PyErr_SetString(PyExc_ValueError, "too many kernel arguments");
@@ -460,11 +426,8 @@ static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   self->driver.current_context = (decltype(Driver::current_context))current_context;
   self->driver.error_text = (decltype(Driver::error_text))error_text;
   self->driver.launch_config = (decltype(Driver::launch_config))launch_config;
-  self->library.data_ptr = (DataPtr)data_ptr;
-  self->library.stream = (decltype(Library::stream))stream_of;
-  self->library.allocate = (decltype(Library::allocate))allocator;
+  self->data_ptr = (DataPtr)data_ptr;
   self->allocate = Py_NewRef(allocate);
-  self->prepare = Py_NewRef(prepare);
   self->stream = Py_NewRef(stream);
   self->slow_run = Py_NewRef(slow_run);
   self->slow_fused = Py_NewRef(slow_fused);

@@ -21,9 +21,6 @@ def own_folder(wanted: Path) -> Path:
     """``wanted``, made with mode 0700 where it is missing, if nobody else may write there; else a new private folder.
 
     The private folder goes when this process ends, and one warning says so.
-
-    Raises:
-        OSError: It cannot be made.
     """
     wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
     reason = is_exposed(wanted)

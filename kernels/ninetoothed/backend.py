@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
-import importlib.util
 import inspect
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,21 +16,12 @@ from typing import Any, ClassVar
 import torch
 
 from fuseplan.kernels.gpu.backend import GpuBackend
-from fuseplan.kernels.gpu.build import (
-    POINTER_TYPES,
-    KernelSpec,
-    ModuleStore,
-    ResourceCache,
-    compile_kernel,
-    digest,
-    load_file,
-    read_resources,
-)
+from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, ModuleStore, compile_kernel, digest, load_file
 from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped, plainly
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
-from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
+from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.native.own_folder import is_exposed
 from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, emit_ninetoothed
@@ -44,27 +34,11 @@ _LANGUAGE = "triton.language"
 
 
 class NinetoothedBackend(GpuBackend):
-    """Generated ninetoothed kernels for CUDA devices: arrangement and application, compiled by Triton.
-
-    Like :class:`~fuseplan.kernels.triton.backend.TritonBackend`, it runs on CPU tensors in a process that has Triton's
-    interpreter on.
-
-    Args:
-        cache_dir: Folder for generated modules; by default the user's cache folder.
-    """
+    """Generated ninetoothed kernels: arrangement and application, compiled by Triton."""
 
     name: ClassVar[str] = "ninetoothed"
+    packages: ClassVar[tuple[str, ...]] = ("triton", "ninetoothed")
     parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
-
-    def __init__(self, cache_dir: Path | str | None = None) -> None:
-        self.store = ModuleStore("ninetoothed", cache_dir)
-        self.resource_cache = ResourceCache(self.store)
-
-    def unavailable(self) -> str | None:
-        for package in ("triton", "ninetoothed"):
-            if importlib.util.find_spec(package) is None:
-                return f"{package} is not installed: pip install {package} (Linux)"
-        return None
 
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if target.device_type != "cuda":
@@ -107,16 +81,10 @@ class NinetoothedBackend(GpuBackend):
     def source(self, ir: KernelIR, config: Config) -> str:
         return emit_ninetoothed(ir, config)
 
-    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+    def versions(self) -> str:
         import triton
 
-        versions = f"{triton.__version__}|{_version()}"
-        key = f"{versions}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{_element_types(ir)}"
-        resources = self.resource_cache.get(key)
-        if resources is None:
-            resources = read_resources(self._compile(ir, config, target, Variant()))
-            self.resource_cache.put(key, resources)
-        return resources
+        return f"{triton.__version__}|{_version()}"
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         views = Views(ir).all
@@ -153,10 +121,6 @@ class NinetoothedBackend(GpuBackend):
 def _programs(ir: KernelIR, config: Config) -> int:
     """Segments share programs, so the longest decides."""
     return max(segment_programs(segment, config, {}) for segment in ir.segments)
-
-
-def _element_types(ir: KernelIR) -> str:
-    return ",".join(buffer.dtype for buffer in ir.buffers)
 
 
 def _byte_offset(ir: KernelIR, view: View) -> int:

@@ -25,12 +25,8 @@ _INDENT = "    "
 def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
     """Source of a module whose ``premake()`` returns ``(arrangement, application, tensors)`` for ``ninetoothed.make``.
 
-    Args:
-        ir: The kernel, with static sizes and rows that fit one block where they are reduced.
-        config: ``block_rows``, ``block_cols`` and ``loads``.
-
-    Raises:
-        BuildError: The config holds what no kernel has.
+    The kernel has static sizes, and rows that fit one block where they are reduced. :class:`BuildError` where the
+    config holds what no kernel has.
     """
     config = checked(config, PARAMETERS)
     ir = KernelIR(ir.buffers, tuple(as_emitted(segment, ir.buffers) for segment in ir.segments))

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from fuseplan.kernels.gpu.backend import GpuBackend
-from fuseplan.kernels.gpu.build import (
-    POINTER_TYPES,
-    KernelSpec,
-    ModuleStore,
-    ResourceCache,
-    compile_kernel,
-    read_resources,
-)
+from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, compile_kernel
 from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
 from fuseplan.kernels.gpu.overlap import is_overlapped, plainly
 from fuseplan.kernels.gpu.tile import needs_int64, programs
-from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable, config_key
+from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.config import PARAMETERS, default_config, infeasible, tunables
 from fuseplan.kernels.triton.emitter import KERNEL_NAME, buffer_names, emit_triton
@@ -32,26 +23,10 @@ from fuseplan.kernels.triton.suggestions import suggestions
 
 
 class TritonBackend(GpuBackend):
-    """Generated Triton kernels for CUDA devices.
-
-    In a process that has Triton's interpreter on (``TRITON_INTERPRET=1`` before the first import), :meth:`load` gives
-    kernels that run on CPU tensors.
-
-    Args:
-        cache_dir: Folder for generated modules; by default the user's cache folder.
-    """
+    """Generated Triton kernels."""
 
     name: ClassVar[str] = "triton"
     parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
-
-    def __init__(self, cache_dir: Path | str | None = None) -> None:
-        self.store = ModuleStore("triton", cache_dir)
-        self.resource_cache = ResourceCache(self.store)
-
-    def unavailable(self) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed: pip install triton (Linux)"
-        return None
 
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if target.device_type != "cuda":
@@ -77,16 +52,10 @@ class TritonBackend(GpuBackend):
     def source(self, ir: KernelIR, config: Config) -> str:
         return emit_triton(ir, config, needs_int64(ir))
 
-    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+    def versions(self) -> str:
         import triton
 
-        variant = Variant(wide=needs_int64(ir))
-        key = f"{triton.__version__}|{target.arch}|{config_key(config)}|{emit_triton(ir, config, variant.wide)}"
-        resources = self.resource_cache.get(key)
-        if resources is None:
-            resources = read_resources(self._compile(ir, config, target, variant))
-            self.resource_cache.put(key, resources)
-        return resources
+        return str(triton.__version__)
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         if interpreter_is_on():

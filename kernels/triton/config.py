@@ -211,9 +211,8 @@ def _moved_bytes(ir: KernelIR, segment: Segment) -> int:
 def _width(main: Segment, most: int) -> int:
     """Columns of a default tile of ``most`` elements.
 
-    Where tiles are larger than usual, since elements are narrow, several rows share what they load once for all, and a
-    thread holds so few columns that its loads of wider types stay close to its neighbours': a boolean mask over 64-bit
-    positions took 36.8 us on an H200 with 1024 columns and one row, 22.4 with 512, and 10.3 against 4.9 with two rows.
+    Tiles are larger than usual where elements are narrow. Several rows then share what they load once for all, and a
+    thread holds so few columns that its loads of wider types stay close to its neighbours'.
     """
     if most > _POINTWISE_TILE:
         most = max(_NARROW_COLS, most // max(1, _static(main.num_rows)))  # a result may have no rows at all
@@ -264,12 +263,11 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     rows = 1
     while not looped and rows * cols < 1024 and num_rows // (2 * rows) >= 2 * target.cores:
         rows *= 2
-    # Measured on an H200: few warps, each with all its loads in flight, fold a row fastest; but with a few rows for
-    # each multiprocessor, more and smaller warps overlap better.
+    # Few warps, each with all its loads in flight, fold a row fastest. With a few rows for each multiprocessor, more
+    # warps with less to do overlap better.
     few_rows_each = target.cores < num_rows <= 8 * target.cores
     per_thread = 8 if looped else 16 if few_rows_each else 32
-    # As many rows at once as the cache keeps for their second pass: where a pass holds little, many small programs
-    # would fit (4096x32768 softmax: 129 us with 32 warps, 180 with 16).
+    # A second pass finds its row in the cache only if few programs run at once: large ones, where a pass holds little.
     warps = min(32 if rescales else 16, max(1, rows * cols // (32 * per_thread)))
     words = max(live_words(segment) for segment in ir.segments)
     while warps < 32 and rows * cols // (32 * warps) * words > 128:

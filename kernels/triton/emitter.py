@@ -31,7 +31,6 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
     """Source of a Triton module whose function ``fused(*buffers, *dynamic sizes)`` computes ``ir``.
 
     Args:
-        ir: The kernel.
         config: ``block_rows``, ``block_cols``, for reductions ``loads`` and ``num_stages``, in a graph ``overlap``.
         wide: Do index arithmetic in 64 bits.
 

@@ -140,71 +140,39 @@ def _pow(base, exponent):
 
 # Polynomials: Cephes sinf and cosf (Moshier); the parts of pi / 2: fdlibm. CUDA's own would inline a slow path with a
 # local array for every element, which takes seconds to compile. Above 2^20 the products count on fused multiply-adds.
-_SIN = '''
+_TURN = '''
 @triton.jit
-def _sin(x):
-    """Sine of an angle below 2^50, which is reduced in double precision by a quarter turn in three parts."""
+def _{function}(x):
+    """{title} of an angle below 2^50, which is reduced in double precision by a quarter turn in three parts."""
     if x.dtype == tl.float64:
-        result = tl.sin(x)
+        result = tl.{function}(x)
     else:
         wide = x.to(tl.float64)
         turns = tl.floor(wide * 0.6366197723675814 + 0.5)
         rest = (wide - turns * 1.5707963267341256) - turns * 6.077100506303966e-11
         rest = (rest - turns * 2.0222662487959506e-21).to(tl.float32)
-        quarter = (turns - 4.0 * tl.floor(turns * 0.25)).to(tl.float32)
+{shift}        quarter = (turns - 4.0 * tl.floor(turns * 0.25)).to(tl.float32)
         z = rest * rest
         odd = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * rest + rest
         even = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
         value = tl.where((quarter == 1.0) | (quarter == 3.0), even, odd)
-        result = tl.where(x == 0.0, x, tl.where(quarter >= 2.0, -value, value))
+        result = {result}
     return result
 '''
+_SIGNED = "tl.where(quarter >= 2.0, -value, value)"
+_SIN = _TURN.format(function="sin", title="Sine", shift="", result=f"tl.where(x == 0.0, x, {_SIGNED})")
+_COS = _TURN.format(function="cos", title="Cosine", shift=" " * 8 + "turns = turns + 1.0\n", result=_SIGNED)
 
-_COS = '''
+_PAIR = '''
 @triton.jit
-def _cos(x):
-    """Cosine of an angle below 2^50, which is reduced in double precision by a quarter turn in three parts."""
-    if x.dtype == tl.float64:
-        result = tl.cos(x)
-    else:
-        wide = x.to(tl.float64)
-        turns = tl.floor(wide * 0.6366197723675814 + 0.5)
-        rest = (wide - turns * 1.5707963267341256) - turns * 6.077100506303966e-11
-        rest = (rest - turns * 2.0222662487959506e-21).to(tl.float32)
-        turns = turns + 1.0
-        quarter = (turns - 4.0 * tl.floor(turns * 0.25)).to(tl.float32)
-        z = rest * rest
-        odd = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * rest + rest
-        even = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
-        value = tl.where((quarter == 1.0) | (quarter == 3.0), even, odd)
-        result = tl.where(quarter >= 2.0, -value, value)
-    return result
+def {name}(a, b):
+    return tl.{function}(a, b, propagate_nan=tl.PropagateNan.ALL)
 '''
-
-_MAX = '''
+_FOLD = '''
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-'''
-
-_ROW_MAX = '''
-@triton.jit
-def _row_max(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
-    """Maximum along ``axis``; NaN wins."""
-    return tl.reduce(x, axis, _larger, keep_dims=keep_dims)
-'''
-
-_MIN = '''
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-'''
-
-_ROW_MIN = '''
-@triton.jit
-def _row_min(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
-    """Minimum along ``axis``; NaN wins."""
-    return tl.reduce(x, axis, _smaller, keep_dims=keep_dims)
+def {name}(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
+    """{title} along ``axis``; NaN wins."""
+    return tl.reduce(x, axis, {pair}, keep_dims=keep_dims)
 '''
 
 #: Helper -> its source, each after what it calls.
@@ -221,25 +189,18 @@ _HELPERS = {
     "_pow": _POW,
     "_sin": _SIN,
     "_cos": _COS,
-    "_larger": _MAX,
-    "_row_max": _ROW_MAX,
-    "_smaller": _MIN,
-    "_row_min": _ROW_MIN,
+    "_larger": _PAIR.format(name="_larger", function="maximum"),
+    "_row_max": _FOLD.format(name="_row_max", title="Maximum", pair="_larger"),
+    "_smaller": _PAIR.format(name="_smaller", function="minimum"),
+    "_row_min": _FOLD.format(name="_row_min", title="Minimum", pair="_smaller"),
 }
 
 
-_PLAIN_ROW_MAX = '''
-def _row_max(x, axis, keep_dims):
+_PLAIN_FOLD = '''
+def _row_{function}(x, axis, keep_dims):
     has_nan = ntl.max(ntl.where(x != x, 1, 0), axis, keep_dims=keep_dims)
-    top = ntl.max(x, axis, keep_dims=keep_dims)
-    return ntl.where(has_nan > 0, float("nan"), top)
-'''
-
-_PLAIN_ROW_MIN = '''
-def _row_min(x, axis, keep_dims):
-    has_nan = ntl.max(ntl.where(x != x, 1, 0), axis, keep_dims=keep_dims)
-    bottom = ntl.min(x, axis, keep_dims=keep_dims)
-    return ntl.where(has_nan > 0, float("nan"), bottom)
+    found = ntl.{function}(x, axis, keep_dims=keep_dims)
+    return ntl.where(has_nan > 0, float("nan"), found)
 '''
 
 
@@ -252,7 +213,8 @@ def plain_helper_sources(code: str) -> list[str]:
     sources: list[str] = []
     for name in _HELPERS:
         if re.search(rf"(?<![\w.]){name}\b", code):
-            plain = {"_row_max": _PLAIN_ROW_MAX, "_row_min": _PLAIN_ROW_MIN}.get(name, _HELPERS[name])
+            fold = name.startswith("_row_")
+            plain = _PLAIN_FOLD.format(function=name[-3:]) if fold else _HELPERS[name]
             plain = plain.replace("@triton.jit\n", "")
             plain = re.sub(r'    """.*?"""\n', "", plain, flags=re.DOTALL)
             sources.append(re.sub(r"\btl\.", "ntl.", plain).strip())

@@ -17,11 +17,7 @@ def symbol_argument(name: str) -> str:
 
 
 def triton_size(size: Size) -> str:
-    """Source text of a size, an integer polynomial in the dynamic sizes.
-
-    Raises:
-        ValueError: The size is not such a polynomial.
-    """
+    """Source text of a size, an integer polynomial in the dynamic sizes; ValueError where it is none."""
     if isinstance(size, int):
         return str(size)
     if isinstance(size, Blocks):

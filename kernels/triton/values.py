@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.tile import tile_of
 from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import (
     Apply,
@@ -25,6 +26,7 @@ from fuseplan.kernels.ir.ir import (
     Round,
     Segment,
     Store,
+    ancestors,
     operands,
 )
 from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
@@ -74,14 +76,7 @@ def as_emitted(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
 
 
 class ValueEmitter(ABC):
-    """Emits the values of one segment, each as a variable ``v<id>``.
-
-    Args:
-        buffers: The kernel's buffers.
-        segment: The segment.
-        config: The kernel's configuration.
-        prefix: Goes before every variable, so that segments can share a function.
-    """
+    """Emits the values of one segment, each as a variable ``v<id>``; a ``prefix`` lets segments share a function."""
 
     def __init__(self, buffers: Sequence[Buffer], segment: Segment, config: Config, prefix: str = "") -> None:
         segment = as_emitted(segment, buffers)
@@ -276,7 +271,7 @@ class ValueEmitter(ABC):
         for value, instr in enumerate(self.segment.body):
             if isinstance(instr, Load) and self.depths[value] == 0 and value not in self.loaded:
                 for operand in operands(instr):
-                    lines += self.values(_ancestors(self.segment.body, operand))
+                    lines += self.values(ancestors(self.segment.body, [operand]))
                 lines.append(self.early_load(value, instr))
         return lines
 
@@ -310,17 +305,6 @@ def _between(text: str, dtype: str, stored: str) -> str:
     return f"{text}.to(tl.float32)" if (dtype, stored) == ("float64", "float8_e4m3fn") else text
 
 
-def _ancestors(body: Sequence[Instr], value: int) -> list[int]:
-    """``value`` and all it is computed from, in body order."""
-    found, pending = set[int](), [value]
-    while pending:
-        current = pending.pop()
-        if current not in found:
-            found.add(current)
-            pending.extend(operands(body[current]))
-    return sorted(found)
-
-
 def index_extent(segment: Segment, index: Index) -> tuple[bool, bool]:
     """Whether an index mentions a row coordinate, and the column."""
     axes = index.axes()
@@ -329,11 +313,5 @@ def index_extent(segment: Segment, index: Index) -> tuple[bool, bool]:
 
 def value_extents(segment: Segment) -> list[tuple[bool, bool]]:
     """For each value, whether its tensor has the tile's rows, and the tile's columns."""
-    extents: list[tuple[bool, bool]] = []
-    for instr in segment.body:
-        own = index_extent(segment, instr.index) if isinstance(instr, Load | Iota) else (False, False)
-        below = [extents[arg] for arg in operands(instr)]
-        on_rows = own[0] or any(rows for rows, _ in below)
-        on_cols = (own[1] or any(cols for _, cols in below)) and not isinstance(instr, Reduce)
-        extents.append((on_rows, on_cols))
-    return extents
+    column = segment.col_axis
+    return [(not axes <= {column}, column in axes) for axes in value_axes(segment)]

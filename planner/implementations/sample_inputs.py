@@ -54,7 +54,7 @@ def sample_inputs(
     positive = needs_positive_inputs(nodes)
     divisors, packed = _flowing_into(nodes, _DIVISORS), _flowing_into(nodes, _PACKED)
     limits = {number: min(limit, MOST_TABLE_ROWS) for number, limit in index_limits(ir).items()}
-    short = {table.buffer for table in tables(ir) if table.rows > MOST_TABLE_ROWS}
+    short = {buffer for buffer, rows in tables(ir).items() if rows > MOST_TABLE_ROWS}
     made = []
     for number, name in enumerate(names):
         spec = specs[name]

@@ -35,19 +35,13 @@ def dumps(record: Any) -> str:
 
 
 def loads(cls: type[T], text: str) -> T:
-    """The ``cls`` that :func:`dumps` wrote.
-
-    Raises:
-        RecordError: ``text`` is not JSON, or as :func:`from_data`.
-    """
+    """The ``cls`` that :func:`dumps` wrote; :class:`RecordError` where ``text`` is no JSON of one."""
     return from_data(cls, parse(text, cls.__name__))
 
 
 def from_data(cls: type[T], data: Any) -> T:
-    """The ``cls`` that the parsed JSON ``data`` describes.
-
-    Raises:
-        RecordError: A field is missing, unknown, of the wrong type or outside its limits (:mod:`.limits`).
+    """The ``cls`` that the parsed JSON ``data`` describes. :class:`RecordError` where a field is missing, unknown, of
+    the wrong type or outside its limits (:mod:`.limits`).
     """
     kind: Any = cls
     try:
@@ -59,14 +53,9 @@ def from_data(cls: type[T], data: Any) -> T:
 
 
 def parse(text: object, what: str) -> Any:
-    """What JSON text holds: no number that JSON has not, no name twice in an object, no half of a character.
+    """What stored JSON text holds: no number that JSON has not, no name twice in an object, no half of a character.
 
-    Args:
-        text: The text, as it was stored.
-        what: Stands before the reason in an error.
-
-    Raises:
-        RecordError: It is not such text.
+    Otherwise a :class:`RecordError` begins with ``what``.
     """
     if not isinstance(text, str):
         raise RecordError(f"{what}: expected text, found {type(text).__name__}")
@@ -123,7 +112,7 @@ def _decoder(kind: Any) -> Decoder:
     if origin in (Union, types.UnionType):
         return _union_decoder(args)
     if origin is tuple:
-        return _sequence_decoder(args[0]) if len(args) == 2 and args[1] is Ellipsis else _tuple_decoder(args)
+        return _tuple_decoder(args)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping_decoder(*args)
     if origin is Literal:
@@ -216,22 +205,17 @@ def _union_decoder(choices: tuple[Any, ...]) -> Decoder:
     return decode
 
 
-def _sequence_decoder(kind: Any) -> Decoder:
-    decode_item = _decoder(kind)
-
-    def decode(data: Any) -> tuple[Any, ...]:
-        return _decode_items(itertools.repeat(decode_item), _list(data))
-
-    return decode
-
-
 def _tuple_decoder(kinds: tuple[Any, ...]) -> Decoder:
-    decoders = [_decoder(kind) for kind in kinds]
+    """Reads a list, of one kind where the second is an ellipsis, else of one item of each kind."""
+    repeated = len(kinds) == 2 and kinds[1] is Ellipsis
+    decoders = [_decoder(kind) for kind in kinds[: 1 if repeated else None]]
 
     def decode(data: Any) -> tuple[Any, ...]:
-        if len(_list(data)) != len(decoders):
+        if not isinstance(data, list):
+            raise _misfit(f"expected a list, found {type(data).__name__}")
+        if not repeated and len(data) != len(decoders):
             raise _misfit(f"expected {len(decoders)} items, found {len(data)}")
-        return _decode_items(decoders, data)
+        return _decode_items(itertools.repeat(decoders[0]) if repeated else decoders, data)
 
     return decode
 
@@ -244,12 +228,6 @@ def _decode_items(decoders: Iterable[Decoder], data: list[Any]) -> tuple[Any, ..
     except _Misfit as misfit:
         raise misfit.inside(f"[{len(values)}]") from None
     return tuple(values)
-
-
-def _list(data: Any) -> list[Any]:
-    if not isinstance(data, list):
-        raise _misfit(f"expected a list, found {type(data).__name__}")
-    return data
 
 
 def _literal_decoder(allowed: tuple[Any, ...]) -> Decoder:

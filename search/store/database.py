@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, and_, select
 
@@ -45,7 +45,6 @@ Mode = Literal["write", "inspect", "read"]
 _SILENT: dict[URL, float] = {}
 _SILENT_S = 60.0
 _D = TypeVar("_D")
-_JsonReader: TypeAlias = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,7 @@ class Lookup(Generic[R]):
 def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, since: str = "") -> tuple[str, ...]:
     """Why a record is to be measured again rather than served: in words as in :attr:`Lookup.mismatch`.
 
-    Args:
-        record: The record.
-        versions: Software versions it has to agree with; None accepts any.
-        since: It has to be of this time (ISO 8601) or later.
+    It has to agree with ``versions`` (None: any), and to be of the time ``since`` (ISO 8601) or later.
     """
     found = versions.mismatch(record.evidence.versions) if versions is not None else ()
     undecided = ("undecided",) if record.undecided else ()
@@ -101,10 +97,7 @@ class Database:
     """
 
     def __init__(
-        self,
-        location: str | Path | None = None,
-        mode: Mode = "write",
-        versions: Versions | None = None,
+        self, location: str | Path | None = None, mode: Mode = "write", versions: Versions | None = None
     ) -> None:
         self.mode = mode
         self.versions = versions
@@ -186,7 +179,8 @@ class Database:
 
     def get_device(self, device: str) -> dict[str, Any] | None:
         """The stored device spec, as the JSON object it was stored from."""
-        return self._get_json(read_device, tables.DEVICES, tables.DEVICES.c.device == device)
+        rows = self._select(tables.DEVICES, tables.DEVICES.c.device == device)
+        return dict(self._sound(read_device, tables.DEVICES, rows)).get(device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
         """Store a device spec (as JSON) under the device's identity."""
@@ -195,10 +189,6 @@ class Database:
     def devices(self) -> dict[str, dict[str, Any]]:
         """Every readable device spec by identity, as the JSON object it was stored from."""
         return dict(self._sound(read_device, tables.DEVICES, self._select(tables.DEVICES)))
-
-    def get_capture(self, name: str) -> dict[str, Any] | None:
-        """A cached capture, or None."""
-        return self._get_json(read_json, tables.CAPTURES, tables.CAPTURES.c.name == name)
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Readable captures whose names start with ``prefix``, oldest first."""
@@ -320,11 +310,8 @@ class Database:
             for row in self._run(records_of(table), asked):
                 for record in self._sound(functools.partial(read_record, cls), table, [{**asked, **row}]):
                     if record.key in found:
-                        found[record.key] = self._lookup(record)
+                        found[record.key] = Lookup(record, reservations(record, self.versions))
         return found
-
-    def _lookup(self, record: R) -> Lookup[R]:
-        return Lookup(record, reservations(record, self.versions))
 
     def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
         return self._sound(functools.partial(read_record, cls), table, self._select(table))
@@ -339,10 +326,6 @@ class Database:
             except RecordError as error:
                 name = plain(str(row.get("label", row[next(iter(table.primary_key)).name])))
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
-
-    def _get_json(self, read: _JsonReader, table: Table, where: ColumnElement[bool]) -> dict[str, Any] | None:
-        found = dict(self._sound(read, table, self._select(table, where)))
-        return next(iter(found.values()), None) or None
 
     def _put_json(self, table: Table, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
         row = json_row(key, value)

@@ -35,11 +35,7 @@ def identity(file: Path) -> FileIdentity | None:
 
 
 def file_size(file: Path) -> int:
-    """Size in bytes, 0 where nothing lies there.
-
-    Raises:
-        DatabaseError: It is no regular file, or cannot be looked at.
-    """
+    """Size in bytes, 0 where nothing lies there; :class:`DatabaseError` where it is no regular file."""
     try:
         found = file.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -76,18 +72,13 @@ def _check_ours(file: Path, opened: BinaryIO, why: str) -> None:
 
 
 def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:
-    """Rename a database of ours (and SQLite's companions) beside itself, unless another file has taken its place.
+    """Rename a database of ours that SQLite finds corrupt (``why``) beside itself, with SQLite's companions.
 
-    Whoever renames it holds a lock on the file itself, so of many processes that find it corrupt one does, and the
-    database that it starts afresh is no longer the file that the others found.
-
-    Args:
-        file: Its path.
-        found: What was found to be corrupt.
-        why: What SQLite said.
+    Whoever renames it holds a lock on the file itself. Of many processes that find it corrupt one renames it, and what
+    it starts afresh is no longer the file that the others ``found``.
 
     Returns:
-        The new name of the main file; None when it was not ``found`` any more.
+        The new name of the main file; None when another file had taken its place.
 
     Raises:
         ForeignDatabaseError: It was no database of ours.

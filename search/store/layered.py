@@ -24,10 +24,8 @@ FOLDER = Path(__file__).parent / "records"
 
 
 def shipped_files(device: str = "") -> tuple[Path, ...]:
-    """Export files in the installed package (``search/records/<device key>-<regime>.jsonl``), in name order.
-
-    Args:
-        device: Only those of the device with this identity key.
+    """Export files in the installed package (``search/records/<device key>-<regime>.jsonl``), in name order; of one
+    device, if given.
     """
     found = FOLDER.glob("*.jsonl") if FOLDER.is_dir() else ()
     return tuple(sorted(path for path in found if path.name.startswith(device)))
@@ -40,8 +38,8 @@ class LayeredDatabase:
 
     Args:
         user: The user's database.
-        shipped: Export files; None for those of the package. An unreadable one is skipped with a warning. They are
-            read when a look-up first needs them, once per process.
+        shipped: Export files; None for those of the package. They are read when a look-up first needs them, once per
+            process; an unreadable one is skipped with a warning.
         versions: Software versions of this process.
         since: What was stored before this time (ISO 8601) is stale; "" for nothing.
     """

@@ -31,11 +31,8 @@ def default_path() -> Path:
 
 
 def resolve_url(location: str | Path | None) -> URL:
-    """A SQLAlchemy URL from a URL, a file path, or None for the default file.
-
-    Raises:
-        DatabaseError: It is no URL, or a URL that lacks ``://``. The message does not repeat it: it may
-            hold a password.
+    """A SQLAlchemy URL from a URL, a file path, or None for the default file. The :class:`DatabaseError` for what is
+    none of them does not repeat it: it may hold a password.
     """
     if location is None:
         location = default_path()
@@ -83,11 +80,7 @@ def without_secrets(text: str, url: URL) -> str:
 
 
 def server_limits(url: URL) -> dict[str, Any]:
-    """What the driver of a server is told, so that one that does not answer holds nobody up; the URL's options win.
-
-    Raises:
-        sqlalchemy.exc.SQLAlchemyError: There is no such dialect or driver.
-    """
+    """What the driver of a server is told, so that one that does not answer holds nobody up; the URL's options win."""
     driver = url.get_driver_name()
     limits: dict[str, Any] = {}
     if driver in ("psycopg", "psycopg2"):  # https://www.postgresql.org/docs/current/libpq-connect.html

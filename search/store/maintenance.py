@@ -139,12 +139,8 @@ def _name(table: Table, row: Mapping[str, Any]) -> str:
 
 
 def prune_database(
-    database: Database,
-    keep_versions: Versions | None = None,
-    device: str | None = None,
-    trials: bool = True,
-    misses: bool = False,
-    damaged: bool = True,
+    database: Database, keep_versions: Versions | None = None, device: str | None = None, trials: bool = True,
+    misses: bool = False, damaged: bool = True
 ) -> dict[str, int]:
     """Delete what is no longer of use and return how many rows went, by table.
 

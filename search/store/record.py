@@ -124,7 +124,6 @@ class Evidence:
 
     Attributes:
         created: ISO 8601 UTC time.
-        versions: Software versions.
         seed: Seed of the search and of the inputs.
         elapsed_s: Wall time spent, in seconds.
         clocks_mhz: Clocks seen after measuring, by name; empty where they cannot be read.
@@ -205,11 +204,8 @@ class TuningRecord:
     """The answer for one fusion group.
 
     Attributes:
-        key: Identity.
-        label: Short name for people.
         fuse: True when the best kernel beats the unfused chain by more than the threshold.
         backend: Back end of the best kernel; empty when no kernel works.
-        config: Its configuration.
         fused: Its time; None when no kernel works.
         unfused: The unfused chain's time in the same interleaved run.
         gain: Median paired gain of the best kernel over the unfused chain (0 when there is no kernel).
@@ -217,14 +213,12 @@ class TuningRecord:
         threshold: What a gain had to exceed: max(1 %, A/A noise), and less where noise is large.
         error: Normwise relative error of the best kernel against float64.
         eager_error: The same for the unfused chain.
-        finalists: Everyone in the decisive run.
         rejected: Configurations that failed, with reasons.
         refusals: Back ends that could not take part, with reasons.
         enumerated: Feasible configurations, over all back ends.
         compiled: Configurations compiled in this tune and the runs it resumes.
         measured: Configurations timed in this tune and the runs it resumes.
         resources: Compiled facts of the best kernel (registers, spill and shared bytes); absent where unknown.
-        evidence: How it came about.
         work: Bytes and flops of the fused kernel, for rooflines; empty where unknown.
         undecided: Noise hid the answer: it is measured again by the next tune, and no look-up serves it.
     """
@@ -272,7 +266,6 @@ class GroupChoice:
         ops: Canonical positions in the region.
         implementation: What runs the group: ``"aten"``, a kernel back end, or a library call.
         workload: Workload key of the group's tuning record; empty where there is nothing to search.
-        label: Short name for people.
         config: Kernel configuration; empty where there is nothing to search.
         predicted_us: What the cost model said.
         lower_bound_us: What no kernel can beat.
@@ -313,7 +306,6 @@ class Alternative:
 
     Attributes:
         ops: Canonical positions in the region.
-        label: Short name for people.
         reason: Why the partition does without it.
         predicted_us: What the cost model said.
         measured_us: What was measured; None when it was not.
@@ -338,7 +330,6 @@ class PlanRecord:
 
     Attributes:
         key: Identity; ``workload`` is the region's canonical hash.
-        label: Short name for people.
         groups: The cover, every op exactly once unless a recompute was chosen.
         planned_us: Time of the plan: measured end to end, or the sum of its groups' times.
         unfused_us: Time of the unfused alternative, measured in the same run.
@@ -350,7 +341,6 @@ class PlanRecord:
         gap: Relative optimality gap over the candidate set; 0 is proven optimal.
         peak_bytes: Largest live intermediate memory of the plan.
         unfused_peak_bytes: The same for the unfused alternative.
-        evidence: How it came about.
         undecided: Noise hid an answer it rests on: the next tune measures it again, and no look-up serves it.
     """
 

@@ -99,10 +99,8 @@ def json_row(key: Mapping[str, str], value: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_record(cls: type[R], row: Mapping[str, Any]) -> R:
-    """The record in a row with its key columns.
-
-    Raises:
-        RecordError: The row is damaged, or holds what cannot have been written here.
+    """The record in a row with its key columns; :class:`RecordError` where the row is damaged, or holds what cannot
+    have been written here.
     """
     record = codec.loads(cls, _payload(row))
     _check_key(row, record.key)

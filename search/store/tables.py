@@ -96,9 +96,7 @@ CAPTURES = Table("captures", METADATA, _key("name"), _text("payload"), _text("ch
 def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
     """An engine whose tables exist.
 
-    Args:
-        url: The location.
-        set_aside: A corrupt database of ours is kept beside a fresh one, with a warning that names both files.
+    With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files.
 
     Raises:
         ReadOnlyDatabaseError: The location cannot be written.
@@ -133,10 +131,8 @@ def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
 
 
 def open_for_reading(url: URL) -> Engine | None:
-    """An engine that never writes, or None where there is nothing to read yet.
-
-    Raises:
-        DatabaseError: There is something, and it cannot be used; the caller goes on without it.
+    """An engine that never writes, or None where there is nothing to read yet; :class:`DatabaseError` where there is
+    something that cannot be used.
     """
     file = sqlite_file(url)
     if file is None:
@@ -276,10 +272,8 @@ def _quick_check(engine: Engine) -> None:
 
 
 def check_schema(engine: Engine) -> bool:
-    """True when the tables exist and are ours; False for an empty database.
-
-    Raises:
-        DatabaseError: It cannot be read, is another application's, or has another schema version.
+    """True when the tables exist and are ours; False for an empty database. :class:`DatabaseError` where it cannot be
+    read, is another application's, or has another schema version.
     """
     try:
         with engine.connect() as connection:
@@ -327,20 +321,18 @@ def transaction(engine: Engine) -> Iterator[Connection]:
         yield connection
 
 
-def upsert(connection: Connection, table: Table, row: Mapping[str, Any], keep: tuple[str, ...] = ()) -> None:
-    """Insert ``row``, or replace the row of the same primary key (columns in ``keep`` stay as they were)."""
+def upsert(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    """Insert ``row``, or replace the row of the same primary key."""
     keys = [column.name for column in table.primary_key]
-    changed = {name: value for name, value in row.items() if name not in keys and name not in keep}
-    if connection.dialect.name == "sqlite":
-        lite = sqlite.insert(table).values(**row)
-        connection.execute(lite.on_conflict_do_update(index_elements=keys, set_=changed))
-    elif connection.dialect.name == "postgresql":
-        post = postgresql.insert(table).values(**row)
-        connection.execute(post.on_conflict_do_update(index_elements=keys, set_=changed))
-    else:
-        same = [table.c[name] == row[name] for name in keys]
-        if connection.execute(table.update().where(*same).values(**changed)).rowcount == 0:
-            connection.execute(table.insert().values(**row))
+    changed = {name: value for name, value in row.items() if name not in keys}
+    dialect = {"sqlite": sqlite, "postgresql": postgresql}.get(connection.dialect.name)
+    if dialect is not None:
+        insert = dialect.insert(table).values(**row)
+        connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=changed))
+        return
+    same = [table.c[name] == row[name] for name in keys]
+    if connection.execute(table.update().where(*same).values(**changed)).rowcount == 0:
+        connection.execute(table.insert().values(**row))
 
 
 def database_error(error: Exception, engine: Engine) -> DatabaseError:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Table
+
 from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError
 from fuseplan.search.store import codec, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.plain import brief
-from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
+from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, RecordKey, TuningRecord, now
 from fuseplan.search.store.rows import device_spec, json_row, record_row
 
 _FORMAT = "fuseplan-records"
@@ -29,15 +31,9 @@ class Bundle:
     records: tuple[TuningRecord, ...]
     plans: tuple[PlanRecord, ...]
 
-    def __len__(self) -> int:
-        return len(self.devices) + len(self.records) + len(self.plans)
-
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
-    """Write every record (of one device, when given) to ``path``, replacing it only when complete.
-
-    Returns:
-        How many lines of data were written.
+    """Write every record (of one device, when given) to ``path``, and return how many lines of data that were.
 
     Raises:
         DatabaseError: The database, or a part of it, cannot be read; ``path`` is as it was.
@@ -90,11 +86,7 @@ def read_bundle(path: Path) -> Bundle:
 
 
 def checked_lines(path: Path) -> list[str]:
-    """The data lines of an export file that is whole; what each holds is not looked at.
-
-    Raises:
-        ImportRefusedError, SchemaVersionError: As :func:`read_bundle`.
-    """
+    """The data lines of an export file that is whole, unread; errors as :func:`read_bundle`."""
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -157,25 +149,21 @@ def _parse(items: list[dict[str, Any]], path: Path) -> Bundle:
 def import_bundle(database: Database, path: Path) -> int:
     """Merge an export file into the database in one transaction; a newer record of the same key wins.
 
-    Returns:
-        How many records, plans and devices were taken over.
-
-    Raises:
-        ImportRefusedError, SchemaVersionError: As :func:`read_bundle`; the database is unchanged.
+    Returns how many records, plans and devices were taken over. Errors as :func:`read_bundle`, and then the database is
+    unchanged.
     """
     bundle = read_bundle(path)
     taken = 0
-    newest = {("t", r.key): r.evidence.created for r in database.records()}
-    newest |= {("p", p.key): p.evidence.created for p in database.plans()}
     known = database.devices()
+    newest: dict[tuple[Table, RecordKey], str] = {}
+    newest |= {(tables.TUNINGS, record.key): record.evidence.created for record in database.records()}
+    newest |= {(tables.PLANS, plan.key): plan.evidence.created for plan in database.plans()}
     with database.writing() as connection:
-        for record in bundle.records:
-            if newest.get(("t", record.key), "") <= record.evidence.created:
-                tables.upsert(connection, tables.TUNINGS, record_row(record))
-                taken += 1
-        for plan in bundle.plans:
-            if newest.get(("p", plan.key), "") <= plan.evidence.created:
-                tables.upsert(connection, tables.PLANS, record_row(plan))
+        stored: list[TuningRecord | PlanRecord] = [*bundle.records, *bundle.plans]
+        for record in stored:
+            table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
+            if newest.get((table, record.key), "") <= record.evidence.created:
+                tables.upsert(connection, table, record_row(record))
                 taken += 1
         for device, spec in bundle.devices.items():
             if device not in known:

@@ -42,13 +42,10 @@ def cache_bytes(target_bytes: int) -> int:
 def rotating_operands(
     inputs: Sequence[torch.Tensor], hot: Sequence[bool], llc_bytes: int, limit_bytes: int
 ) -> Operands:
-    """Operand sets to call a kernel with in turn: hot inputs are shared, cold ones copied until no cache holds them.
+    """Operand sets to call a kernel with in turn.
 
-    Args:
-        inputs: One tensor per input.
-        hot: Per input, whether it was just produced (and may be cached).
-        llc_bytes: Last-level cache size.
-        limit_bytes: Memory the copies may take; the rotation is shorter where it does not suffice.
+    Inputs that were just produced (``hot``) are shared; the others are copied until a last-level cache of ``llc_bytes``
+    cannot hold them. The rotation is shorter where ``limit_bytes`` do not suffice.
     """
     cold_bytes = sum(span_bytes(tensor) for tensor, is_hot in zip(inputs, hot, strict=True) if not is_hot)
     if cold_bytes == 0:

@@ -59,10 +59,8 @@ class Timer(ABC):
         return None
 
     def from_memory(self, l2_bytes: int) -> Timer | None:
-        """What times calls that find nothing in the cache; None where configurations are not compared that way.
-
-        Args:
-            l2_bytes: Last-level cache.
+        """What times calls that find nothing in a last-level cache of this size; None where configurations are not
+        compared that way.
         """
         return None
 
@@ -236,8 +234,7 @@ def _result_bytes(result: object) -> int:
 def _mean_within(times_us: Sequence[float]) -> float:
     """Mean of at least three times without the least and the largest.
 
-    Cold calls of one kernel often fall into two clusters, a few percent apart (an H200: 38.6 and 40.2 us): the median
-    of a few jumps from one to the other, where the mean of two such kernels agrees within half a percent.
+    Cold calls of one kernel often fall into two clusters. The median of a few jumps between them; their mean does not.
     """
     return statistics.fmean(sorted(times_us)[1:-1])
 
@@ -245,14 +242,12 @@ def _mean_within(times_us: Sequence[float]) -> float:
 class ColdTimer(Timer):
     """Device time of single calls, each after a buffer larger than the last-level cache was written.
 
-    Where a result lies in memory is worth several percent (an H200: the same kernel took 11.95 to 12.75 us for 14
-    output blocks, and the same for each again), and contestants that allocate differently are given different blocks.
-    So the results of a sample are held until it ends: its calls write to several blocks, much the same for everybody.
-    Once there is no memory for that, none are held any more.
+    Where a result lies in memory is worth several percent, and contestants that allocate differently are given
+    different blocks. So the results of a sample are held until it ends: everybody's calls then write to much the same
+    blocks. Once there is no memory for that, none are held any more.
 
-    The time between two events around the call, with nothing subtracted: what the events themselves add is the same
-    for every contestant. Writing the buffer takes the device longer than the host needs to launch what is timed, so
-    the host is not in the time.
+    The time lies between two events around the call; what the events add is the same for every contestant. Writing the
+    buffer takes the device longer than launching takes the host, so no host time is in it.
 
     Args:
         l2_bytes: Last-level cache.
@@ -313,11 +308,7 @@ def cold_timer(l2_bytes: int) -> ColdTimer:
 
 
 def timer_for(device_type: str, regime: str) -> Timer:
-    """The timer of a device type and regime.
-
-    Raises:
-        ValueError: The device has no such regime.
-    """
+    """The timer of a device type and regime; ValueError where the device has no such regime."""
     if device_type == "cuda" and regime in ("eager", "graph"):
         return CudaGraphTimer() if regime == "graph" else CudaEagerTimer()
     if device_type == "cpu" and regime == "eager":

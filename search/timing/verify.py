@@ -16,6 +16,7 @@ import torch
 from fuseplan.kernels.ir.backend import CompiledKernel
 from fuseplan.kernels.ir.ir import Cast, KernelIR, operands
 from fuseplan.search.errors import SubjectError
+from fuseplan.search.timing.measure import span_bytes
 from fuseplan.search.timing.subject import Subject
 
 _GUARD_BYTES = 4096
@@ -68,10 +69,8 @@ class Oracle:
 
 
 def make_oracle(subject: Subject, seed: int, device: str) -> Oracle:
-    """Run the reference and the unfused chain on fresh inputs.
-
-    Raises:
-        SubjectError: One of them fails, or gives nothing but NaN: nothing can be checked against it.
+    """Run the reference and the unfused chain on fresh inputs; :class:`SubjectError` where one of them fails, or gives
+    nothing but NaN.
     """
     inputs = tuple(subject.make_inputs(seed, device))
     try:
@@ -246,8 +245,7 @@ class _Guarded:
 
     def __init__(self, like: torch.Tensor) -> None:
         size = like.element_size()
-        last = sum((extent - 1) * stride for extent, stride in zip(like.shape, like.stride(), strict=True))
-        self.span = last + 1 if like.numel() else 0
+        self.span = span_bytes(like) // size
         self.guard = _GUARD_BYTES // size
         self.buffer = torch.full(
             ((self.span + 2 * self.guard) * size,), _GUARD_VALUE, dtype=torch.uint8, device=like.device

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.kernels.ir.backend import Backend, Config, config_key
+from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.store.record import (
-    Evidence,
-    Finalist,
-    RecordKey,
-    Rejection,
-    Trial,
-    TuningRecord,
-    now,
-)
+from fuseplan.search.store.record import Evidence, Finalist, RecordKey, Rejection, Trial, TuningRecord, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.workers import jobs
@@ -23,15 +15,6 @@ from fuseplan.search.workers.worker import Executor
 
 #: Reasons kept in a record; the trial log has all of them.
 _MAX_REJECTIONS = 16
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A kernel that reached the decision. Choices are listed in the order that breaks ties."""
-
-    name: str
-    backend: Backend
-    config: Config
 
 
 @dataclass(frozen=True)
@@ -44,35 +27,19 @@ class Verdicts:
 
 
 def decide_group(
-    executor: Executor,
-    bench: jobs.Bench,
-    subject: Subject,
-    key: RecordKey,
-    choices: Sequence[Contender],
-    verdicts: Verdicts,
-    evidence: Evidence,
-    limit_s: float,
+    executor: Executor, bench: jobs.Bench, subject: Subject, key: RecordKey, choices: Sequence[jobs.Entrant],
+    verdicts: Verdicts, evidence: Evidence, limit_s: float
 ) -> TuningRecord:
-    """Run the finalists against the unfused chain and write down the answer.
+    """Run the finalists (``choices``, the incumbent first) against the unfused chain and write down the answer.
 
-    A decision that crashes or hangs is repeated with the first choice alone, then with the unfused chain alone.
-
-    Args:
-        executor: Where to measure.
-        bench: How to measure.
-        subject: The fusion group.
-        key: Its record key.
-        choices: Finalists; the incumbent first.
-        verdicts: What the trials showed.
-        evidence: Versions and seed; the rest is filled in here.
-        limit_s: Time limit of the run, in seconds.
+    A run that crashes or takes longer than ``limit_s`` is repeated with the first choice alone, then with the unfused
+    chain alone. ``evidence`` says versions and seed; the rest of it is filled in.
     """
     failed: dict[str, str] = {}
     for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):
         attempt = tuple(choices[:size])
-        entrants = tuple(jobs.Entrant(choice.name, choice.backend, choice.config) for choice in attempt)
         twice = attempt[0].name if attempt else jobs.UNFUSED
-        outcome = executor.call(jobs.decide_finalists, bench, subject, entrants, twice, limit_s=limit_s).checked()
+        outcome = executor.call(jobs.decide_finalists, bench, subject, attempt, twice, limit_s=limit_s).checked()
         if outcome.ok:
             decision: jobs.Decision = outcome.value
             standing = [choice for choice in attempt if choice.name in decision.contest.samples]
@@ -83,14 +50,8 @@ def decide_group(
 
 
 def _record(
-    subject: Subject,
-    key: RecordKey,
-    standing: Sequence[Contender],
-    decision: jobs.Decision,
-    failed: Mapping[str, str],
-    verdicts: Verdicts,
-    choices: Sequence[Contender],
-    evidence: Evidence,
+    subject: Subject, key: RecordKey, standing: Sequence[jobs.Entrant], decision: jobs.Decision,
+    failed: Mapping[str, str], verdicts: Verdicts, choices: Sequence[jobs.Entrant], evidence: Evidence
 ) -> TuningRecord:
     contest = decision.contest
     by_name = {choice.name: choice for choice in standing}
@@ -135,7 +96,7 @@ def _record(
     )
 
 
-def _finalists(standing: Sequence[Contender], contest: Contest) -> list[Finalist]:
+def _finalists(standing: Sequence[jobs.Entrant], contest: Contest) -> list[Finalist]:
     listed = [Finalist(jobs.UNFUSED, "", {}, contest.time(jobs.UNFUSED), 0.0)]
     for choice in standing:
         gain = contest.gain(choice.name, jobs.UNFUSED)
@@ -143,7 +104,7 @@ def _finalists(standing: Sequence[Contender], contest: Contest) -> list[Finalist
     return listed
 
 
-def _trial_of(best: Contender | None, trials: Sequence[Trial]) -> Trial | None:
+def _trial_of(best: jobs.Entrant | None, trials: Sequence[Trial]) -> Trial | None:
     if best is None:
         return None
     wanted = (best.backend.name, config_key(best.config))
@@ -154,7 +115,7 @@ def _no_verdict(gain: float, contest: Contest) -> str:
     return f"no verdict: a gain of {gain:.1%} over the unfused chain, measured with a noise of {contest.noise:.0%}"
 
 
-def _reason(best: Contender | None, fuse: bool, gain: float, threshold: float, verdicts: Verdicts) -> str:
+def _reason(best: jobs.Entrant | None, fuse: bool, gain: float, threshold: float, verdicts: Verdicts) -> str:
     if best is None:
         reasons = [f"{name}: {reason}" for name, reason in verdicts.refusals.items()]
         reasons += [trial.reason for trial in verdicts.trials if trial.reason]

@@ -140,20 +140,12 @@ class TuningResources:
         return next((backend for backend in self.backends if self.refusal(backend, subject) is None), None)
 
     def call(self, what: str, function: Callable[..., object], *args: object) -> Outcome:
-        """Run a job in the measuring process; its time is booked as ``what``.
-
-        Raises:
-            MachineFailureError: The machine fails it.
-        """
+        """Run a job in the measuring process; its time is booked as ``what``. Raises :class:`MachineFailureError`."""
         with self.account.spend(what):
             return self.executor.call(function, *args, limit_s=self.budget.job_limit_s).checked()
 
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
-        """Compile beside each other, and wait.
-
-        Raises:
-            MachineFailureError: The machine fails one of them.
-        """
+        """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""
         with self.account.spend(COMPILING):
             outcomes = self.executor.map(jobs.prepare, arguments, limit_s=self.budget.job_limit_s)
         if any(outcome.checked().ok for outcome in outcomes):

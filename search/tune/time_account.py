@@ -25,12 +25,8 @@ class Spent:
 class TimeAccount:
     """Books the time of the thread that made it; other threads may use it too, and nothing is booked.
 
-    Categories nest: while an inner one is open, the outer one's time stands still, so that all of them add up to the
-    time since the account was opened.
-
-    Args:
-        before_s: Seconds that had passed already, booked as ``"starting"``.
-        clock: Seconds.
+    Categories nest: while an inner one is open, the outer one's time stands still. So all of them add up to the time
+    since the account was opened, and ``before_s`` seconds that are booked as ``"starting"``.
     """
 
     def __init__(self, before_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:

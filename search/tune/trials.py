@@ -11,7 +11,7 @@ from fuseplan.kernels.ir.backend import Backend, Config, config_key
 from fuseplan.search.errors import NothingCompilesError, SubjectError
 from fuseplan.search.store.record import DOES_NOT_COMPILE, Evidence, RecordKey, Trial, TuningRecord, now
 from fuseplan.search.timing.subject import Subject
-from fuseplan.search.tune.decision import Contender, Verdicts, decide_group
+from fuseplan.search.tune.decision import Verdicts, decide_group
 from fuseplan.search.tune.resources import (
     DECIDING,
     OPENING,
@@ -40,12 +40,8 @@ class _Entry:
 class SubjectRun:
     """One subject's tune.
 
-    Args:
-        resources: What to work with.
-        subject: The fusion group.
-        key: Its record key.
-        neighbours: Records of similar groups.
-        whole: False for the default configurations alone, which need no enumeration.
+    ``neighbours`` are records of similar groups. A run that is not ``whole`` knows the default configurations alone,
+    which need no enumeration.
     """
 
     def __init__(
@@ -122,10 +118,8 @@ class SubjectRun:
         return found
 
     def _require_a_compiler(self) -> None:
-        """Where nothing has compiled yet, the compiler may be at fault, and not these kernels.
-
-        Raises:
-            NothingCompilesError: Nothing has.
+        """Raise :class:`NothingCompilesError` where nothing has compiled yet: the compiler may be at fault, and not
+        these kernels.
         """
         failed = [trial.reason for trial in self._trials.values() if trial.uncompiled]
         if failed and not self._resources.compiles.is_set():
@@ -234,7 +228,7 @@ class SubjectRun:
         if trial.median_us is not None:
             self._best_us = min(self._best_us, trial.median_us)
 
-    def _choices(self) -> list[Contender]:
+    def _choices(self) -> list[jobs.Entrant]:
         """The default of the first back end that has one which works, then the fastest others, in space order."""
         timed = [
             (entry, position, entry.strategy.times[position])
@@ -248,7 +242,7 @@ class SubjectRun:
         others.sort(key=lambda item: (item[0].order, item[1]))
         listed = [("default", *default)] if default is not None else []
         listed += [(f"challenger {number}", e, p) for number, (e, p) in enumerate(others, 1)]
-        return [Contender(name, entry.backend, entry.space.configs[position]) for name, entry, position in listed]
+        return [jobs.Entrant(name, entry.backend, entry.space.configs[position]) for name, entry, position in listed]
 
     def _is_copy(self, entry: _Entry, position: int) -> bool:
         return bool(self._trials[entry.backend.name, config_key(entry.space.configs[position])].duplicate_of)

@@ -72,20 +72,10 @@ class Tuner:
     """
 
     def __init__(
-        self,
-        database: Database,
-        target: Target,
-        backends: Sequence[Backend],
-        device: str,
-        budget: Budget | None = None,
-        seed: int = 0,
-        regime: str = "eager",
-        numerics: str = "fp32",
-        executor: Executor | None = None,
-        timer: Timer | None = None,
-        progress: Callable[[ProgressEvent], None] | None = None,
-        account: TimeAccount | None = None,
-        since: str = "",
+        self, database: Database, target: Target, backends: Sequence[Backend], device: str,
+        budget: Budget | None = None, seed: int = 0, regime: str = "eager", numerics: str = "fp32",
+        executor: Executor | None = None, timer: Timer | None = None,
+        progress: Callable[[ProgressEvent], None] | None = None, account: TimeAccount | None = None, since: str = ""
     ) -> None:
         self.database = database
         self.target = target
@@ -164,9 +154,7 @@ class Tuner:
 
     def time_unfused(self, subject: Subject) -> Measurement:
         """Time of the unfused chain alone; kept as a trial without a back end, so it is measured once.
-
-        Raises:
-            SubjectError: The chain fails.
+        :class:`SubjectError` where the chain fails.
         """
         key = self.key(subject)
         stored = self._current(key)
@@ -202,9 +190,8 @@ class Tuner:
     def screen(self, subject: Subject) -> Trial:
         """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
 
-        Returns:
-            The trial of the first back end whose default works, else the last failed one. A stored trial is not
-            repeated; a later :meth:`tune` starts from it.
+        The trial is that of the first back end whose default works, else the last failed one. A stored trial is not
+        repeated; a later :meth:`tune` starts from it.
 
         Raises:
             SubjectError: The unfused chain or its reference fails, or no back end takes part.
@@ -212,10 +199,8 @@ class Tuner:
         return self._released(SubjectRun(self._resources, subject, self.key(subject), (), whole=False).screen_defaults)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
-        """The kernels of records, compiled beside each other, checked and timed shortly; nothing of it is stored.
-
-        Returns:
-            A trial each; one that failed has the reason.
+        """The kernels of records, compiled beside each other, checked and timed shortly: a trial each, with the reason
+        of one that failed. Nothing is stored.
         """
         backends = {backend.name: backend for backend in self.backends}
         refusals = [self._refuse_record(subject, record) for subject, record in kernels]
@@ -235,12 +220,10 @@ class Tuner:
     def play_off(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
     ) -> Contest | None:
-        """Whole sequences of kernels against each other in one interleaved run; None when that run fails.
+        """Whole sequences of tuned kernels against each other in one interleaved run; None when that run fails.
 
-        Args:
-            parts: Kernels that have been tuned, by name.
-            sides: Names of the parts that each side runs; the incumbent first.
-            kept: Names of values that are needed after the sequence.
+        ``sides`` name the parts that each side runs, the incumbent first; ``kept`` are the values needed after the
+        sequence.
         """
         outcome = self._resources.call(
             PLAYING_OFF, jobs.decide_sides, self._resources.bench, dict(parts), dict(sides), frozenset(kept)

@@ -71,7 +71,7 @@ class Screened:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A kernel in the decisive run."""
+    """A kernel in the decisive run; those of one run are listed in the order that breaks ties."""
 
     name: str
     backend: Backend
@@ -183,13 +183,8 @@ def screen_config(
 
 
 def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
-    """Check every entrant once more on fresh inputs, then time them and the unfused chain in interleaved rounds.
-
-    Args:
-        bench: How to time.
-        subject: The fusion group.
-        entrants: Kernels.
-        twice: The contestant whose second copy shows the noise.
+    """Check every entrant once more on fresh inputs, then time them and the unfused chain in interleaved rounds. A
+    second copy of ``twice`` shows the noise.
     """
     with torch.no_grad():
         desk = _desk(bench, subject)
@@ -236,14 +231,7 @@ def _between_kernels(
 def decide_sides(
     bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
 ) -> Contest:
-    """Time whole sequences of kernels against each other.
-
-    Args:
-        bench: How to time.
-        parts: The kernels by name.
-        sides: The parts that each side runs; the incumbent first.
-        kept: Names of values that are needed after the sequence.
-    """
+    """Time whole sequences of kernels against each other; as :meth:`~fuseplan.search.tune.tuner.Tuner.play_off`."""
     with torch.no_grad():
         device = bench.target.device_type
         shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, device))

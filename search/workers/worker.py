@@ -51,10 +51,8 @@ class Outcome:
         return not self.failure
 
     def checked(self) -> Outcome:
-        """This outcome, where it says something about the job.
-
-        Raises:
-            MachineFailureError: It only says that the machine fails.
+        """This outcome, where it says something about the job; :class:`MachineFailureError` where it says that the
+        machine fails.
         """
         if self.of_machine:
             again = "nothing was decided by that; mend it, and the same command goes on"

@@ -155,11 +155,6 @@ def test_a_launcher_is_found_once(backend: TritonBackend) -> None:
     assert isinstance(kernel, GpuKernel)
 
 
-def test_streams_and_outputs_come_without_python(backend: TritonBackend) -> None:
-    launcher = find_launcher()
-    assert launcher is not None and launcher.native.stream and launcher.native.allocate
-
-
 def test_outputs_come_from_the_allocator_of_pytorch(backend: TritonBackend) -> None:
     sample = samples.swiglu(4096, 4096)
     call, args = fused(backend, sample), inputs(sample)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,13 +14,12 @@ import torch
 
 from fuseplan.kernels.gpu import direct as gpu_direct
 from fuseplan.kernels.gpu import launch
-from fuseplan.kernels.gpu.direct import Driver, Launcher, Native
+from fuseplan.kernels.gpu.direct import Driver, Launcher
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.ir.backend import Resources
 from fuseplan.kernels.native.build import find_compiler
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-both_ways = pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
 
 _HANDLE = ctypes.c_void_p
 _LAUNCH = ctypes.CFUNCTYPE(
@@ -52,7 +50,6 @@ class _Config(ctypes.Structure):
 _LAUNCH_CONFIG = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.POINTER(_Config), _HANDLE, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
 )
-_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 _TEXT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
 
 
@@ -82,7 +79,6 @@ class Machine:
         context: Which driver context is current (0: none).
         error: What the driver answers to a launch.
         direct: Launches through the driver: (function, grid, block, shared, stream, parameters).
-        native: Whether streams and outputs come without Python.
         attributes: Of each launch with a configuration: (number, value).
         slow: Launches through Triton's launcher: (variant, programs, arguments).
     """
@@ -93,8 +89,6 @@ class Machine:
     error: int = 0
     stream: int = 7
     check_device: bool = False
-    native: bool = False
-    stream_error: int = 0
     direct: list[tuple[Any, ...]] = field(default_factory=list)
     slow: list[tuple[Any, ...]] = field(default_factory=list)
     attributes: list[list[tuple[int, int]]] = field(default_factory=list)
@@ -105,10 +99,8 @@ class Machine:
             _CONTEXT(self._current),
             _TEXT(self._text),
             _LAUNCH_CONFIG(self._launch_config),
-            _STREAM(self._stream),
         )
-        *driver, stream = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions)
-        self.driver, self._stream_address = Driver(*driver), stream
+        self.driver = Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions))
 
     def bits(self, wide: bool) -> list[int]:
         return [64] * self.addresses + [64 if wide else 32] * self.sizes + [64, 64]
@@ -132,25 +124,16 @@ class Machine:
         context[0] = self.context
         return 0
 
-    def _stream(self, device: int, handle: Any) -> int:
-        assert device == -1
-        handle[0] = self.stream
-        return self.stream_error
-
     def _text(self, error: int, text: Any) -> int:
         text[0] = b"an illegal memory access was encountered"
         return 0
 
     def launcher(self, allocate: Callable[..., torch.Tensor] | None = None) -> Launcher:
         make = allocate or torch._C._dynamo.guards._empty_strided_cpu
-        native = Native()
-        if self.native:
-            native = dataclasses.replace(gpu_direct.find_native("cpu"), stream=self._stream_address)
-            assert native.allocate and native.prepare is not None
-        return Launcher(gpu_direct.load_cubin(), self.driver, make, self._ask_stream, self.check_device, native)
+        return Launcher(gpu_direct.load_cubin(), self.driver, make, self._ask_stream, self.check_device)
 
     def _ask_stream(self, device: int) -> int:
-        assert not self.native or self.stream_error
+        assert device == -1
         return self.stream
 
     def kernel(

@@ -9,7 +9,7 @@ import torch
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod, evaluate
 from fuseplan.kernels.ir.ir import LARGEST, Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Round, Segment
-from fuseplan.kernels.ir.ops import REDUCTIONS, reference_apply
+from fuseplan.kernels.ir.ops import OPS, REDUCTIONS
 
 
 def run_reference(
@@ -118,7 +118,7 @@ def _evaluate(
         full = values[instr.arg].expand(space)
         return REDUCTIONS[instr.kind].reference(full).to(register(instr.dtype))
     if isinstance(instr, Apply):
-        return reference_apply(instr.op, *(values[arg] for arg in instr.args)).to(register(instr.dtype))
+        return OPS[instr.op].reference(*(values[arg] for arg in instr.args)).to(register(instr.dtype))
     assert isinstance(instr, Load)
     index = _index_value(instr.index, grids)
     if instr.gather is not None:

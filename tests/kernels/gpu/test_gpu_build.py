@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fuseplan.kernels.gpu import build, launch
-from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, ResourceCache, compile_kernel, vector_bytes
+from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel, vector_bytes
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.ir.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
@@ -43,12 +43,12 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_damaged_resource_record_is_forgotten(tmp_path: Path) -> None:
-    cache = ResourceCache(ModuleStore("triton", tmp_path))
-    assert cache.get("key") is None
-    cache.put("key", Resources(32, 0, 16, {"ptx_vector_bytes": 16}))
-    assert cache.get("key") == Resources(32, 0, 16, {"ptx_vector_bytes": 16})
-    next(cache.store.folder.glob("resources_*")).write_text("[1, 2")
-    assert cache.get("key") is None
+    cache = ModuleStore("triton", tmp_path)
+    assert cache.resources("key") is None
+    cache.keep_resources("key", Resources(32, 0, 16, {"ptx_vector_bytes": 16}))
+    assert cache.resources("key") == Resources(32, 0, 16, {"ptx_vector_bytes": 16})
+    next(cache.folder.glob("resources_*")).write_text("[1, 2")
+    assert cache.resources("key") is None
 
 
 def test_vector_width_is_the_narrowest_vector_access() -> None:

@@ -1,20 +1,16 @@
-"""Outputs of direct launches: their layouts, inputs whose place they take, what is made without Python."""
+"""Outputs of direct launches: their layouts, and inputs whose place they take."""
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_driver import Machine, aligned, both_ways, needs_compiler, pretend_cuda
+from fake_driver import Machine, aligned, needs_compiler, pretend_cuda
 
 from fuseplan.kernels.gpu import direct as gpu_direct
-from fuseplan.kernels.gpu.direct import Native
 from fuseplan.kernels.gpu.launch import Geometry
-from fuseplan.kernels.native import extension
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +19,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-@both_ways
 @pytest.mark.parametrize("count", [1, 2])
-def test_fused_allocates_what_the_layout_says(count: int, native: bool) -> None:
-    machine = Machine(addresses=1 + count, sizes=1, native=native)
+def test_fused_allocates_what_the_layout_says(count: int) -> None:
+    machine = Machine(addresses=1 + count, sizes=1)
     kernel = machine.kernel(tuple((n, 0) for n in range(1 + count)), 1 + count)
     asked: list[tuple[int, ...]] = []
 
@@ -46,10 +41,9 @@ def test_fused_allocates_what_the_layout_says(count: int, native: bool) -> None:
 
 
 @needs_compiler
-@both_ways
 @pytest.mark.parametrize("reuse", [{0: 1}, {1: 0}, {2: 2, 0: 0}, {0: 0, 1: 2, 2: 1}], ids=str)
-def test_fused_returns_the_inputs_whose_place_outputs_take(reuse: dict[int, int], native: bool) -> None:
-    machine = Machine(addresses=6, sizes=1, native=native)
+def test_fused_returns_the_inputs_whose_place_outputs_take(reuse: dict[int, int]) -> None:
+    machine = Machine(addresses=6, sizes=1)
     kernel = machine.kernel(tuple((n, 0) for n in range(6)), 6)
     rest = [number for number in range(3) if number not in reuse]
     call = kernel.fused(3, lambda sizes: tuple(((*sizes, 1 + n), (1, 1), torch.int16) for n in rest), reuse)
@@ -79,9 +73,8 @@ def test_places_that_are_none_are_errors() -> None:
 
 
 @needs_compiler
-@both_ways
-def test_fused_with_a_new_alignment_keeps_its_outputs(native: bool) -> None:
-    machine = Machine(addresses=2, native=native)
+def test_fused_with_a_new_alignment_keeps_its_outputs() -> None:
+    machine = Machine(addresses=2)
     call = machine.kernel(((0, 0), (1, 0)), 2).fused(1, lambda _: (((4,), (1,), torch.float32),))
     even, odd = aligned(8), aligned(8, shift=1)
     results = [call(x) for x in (even, odd, odd)]
@@ -91,9 +84,8 @@ def test_fused_with_a_new_alignment_keeps_its_outputs(native: bool) -> None:
 
 
 @needs_compiler
-@both_ways
-def test_empty_outputs_are_made_and_nothing_is_launched(native: bool) -> None:
-    machine = Machine(addresses=2, native=native)
+def test_empty_outputs_are_made_and_nothing_is_launched() -> None:
+    machine = Machine(addresses=2)
     kernel = machine.kernel(((0, 0), (1, 0)), 2, lambda _: Geometry(0, False))
     call = kernel.fused(1, lambda _: (((0, 4), (4, 1), torch.float32),))
     for _ in range(3):
@@ -128,102 +120,3 @@ def test_mistakes_are_errors_and_lose_no_memory() -> None:
         with pytest.raises((TypeError, AttributeError)):
             call("a string")
     assert sys.getrefcount(x) == held
-
-
-# -- outputs made without Python --------------------------------------------------------------------------
-
-
-def _native_kernel(machine: Machine, *layouts: gpu_direct.Layout, allocate: Any = None) -> Callable[..., Any]:
-    """A call whose outputs have the layouts, known to its direct path already."""
-    count = len(layouts)
-    kernel = machine.kernel(tuple((n, 0) for n in range(1 + count)), 1 + count, allocate=allocate)
-    call = kernel.fused(1, lambda _: layouts)
-    call(aligned(4))
-    return call
-
-
-def _refuse(*_: Any) -> Any:
-    raise MemoryError("asked in Python")
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    ("shape", "strides"),
-    [((), ()), ((1,), (1,)), ((3, 127), (127, 1)), ((4097,), (2,)), ((2, 3, 5), (1, 2, 6)), ((0, 4), (4, 1)),
-     ((3, 4), (0, 1))],
-)  # fmt: skip
-def test_native_outputs_are_what_empty_strided_makes(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    machine = Machine(addresses=2, native=True)
-    call = _native_kernel(machine, (shape, strides, dtype), allocate=_refuse)
-    made, expected = call(aligned(4)), torch.empty_strided(shape, strides, dtype=dtype)
-    assert type(made) is torch.Tensor and not made.requires_grad and made.device == expected.device
-    assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), dtype)
-    assert made.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
-    assert made.is_contiguous() == expected.is_contiguous()
-    made.zero_()
-    assert machine.direct[-1][5][1] == made.data_ptr()
-    with torch.inference_mode():
-        assert call(aligned(4)).is_inference()
-
-
-@needs_compiler
-def test_native_outputs_are_freed() -> None:
-    layout: gpu_direct.Layout = ((2**18,), (1,), torch.float32)
-    call, x = _native_kernel(Machine(addresses=3, native=True), layout, layout), aligned(4)
-    held = sys.getrefcount(x)
-    for _ in range(3):
-        first, second = call(x)
-        gone = [weakref.ref(first), weakref.ref(second)]
-        del first, second
-        assert [one() for one in gone] == [None, None]
-    assert sys.getrefcount(x) == held
-
-
-@needs_compiler
-def test_what_native_allocation_cannot_make_is_asked_in_python() -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def allocate(*layout: Any) -> torch.Tensor:
-        asked.append(layout)
-        if len(asked) > 1:
-            raise MemoryError("asked in Python")
-        return torch.empty(4)
-
-    machine = Machine(addresses=3, native=True)
-    small: gpu_direct.Layout = ((4,), (1,), torch.float32)
-    vast: gpu_direct.Layout = ((2**60,), (1,), torch.float32)
-    kernel = machine.kernel(((0, 0), (1, 0), (2, 0)), 3, allocate=allocate)
-    layouts = [(small, small), (small, vast)]
-    call, x = kernel.fused(1, lambda _: layouts.pop(0)), aligned(4)
-    call(x)  # through Triton's launcher, with outputs that can be made
-    held = sys.getrefcount(x)
-    assert [one.numel() for one in call(x)] == [4, 4] and asked == [vast]
-    for _ in range(20):
-        with pytest.raises(MemoryError, match="asked in Python"):
-            call(x)
-    assert sys.getrefcount(x) == held
-
-
-@needs_compiler
-def test_layouts_that_are_none_are_errors() -> None:
-    prepare = gpu_direct.find_native("cpu").prepare
-    assert prepare is not None
-    wrong: Any
-    for wrong in ((((4,), (1,), "float32"),), (([4], (1,), torch.float32),), ((("4",), (1,), torch.float32),), None):
-        with pytest.raises(TypeError):
-            prepare(wrong)
-    with pytest.raises(ValueError, match="no allocator for 'tpu'"):
-        gpu_direct.load_allocator().prepare("tpu", ())
-
-
-@needs_compiler
-def test_without_pytorch_headers_outputs_are_made_in_python(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="fuseplan")
-    monkeypatch.setattr(extension.torch, "__file__", "/nowhere/torch/__init__.py")
-    assert gpu_direct.find_native("cpu") == Native()
-    assert "PyTorch's headers are missing (/nowhere/torch/include)" in caplog.messages[0]

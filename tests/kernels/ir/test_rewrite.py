@@ -9,9 +9,10 @@ import pytest
 import torch
 from kernel_reference import run_reference
 
+from fuseplan.kernels.ir.coalesce import coalesce
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment, validate
-from fuseplan.kernels.ir.rewrite import cheaper_arithmetic, collapse_axes, without_repeated_clamps
+from fuseplan.kernels.ir.rewrite import cheaper_arithmetic, without_repeated_clamps
 from fuseplan.kernels.ir.split import split_columns
 
 SAMPLES = [
@@ -55,7 +56,7 @@ def assert_same(sample: samples.Sample, segments: tuple[Segment, ...]) -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_collapsing_keeps_the_meaning(sample: samples.Sample) -> None:
-    assert_same(sample, tuple(collapse_axes(segment) for segment in sample.ir.segments))
+    assert_same(sample, tuple(coalesce(segment, within_divisions=True) for segment in sample.ir.segments))
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
@@ -64,17 +65,17 @@ def test_splitting_keeps_the_meaning(sample: samples.Sample) -> None:
 
 
 def test_a_contiguous_pointwise_kernel_becomes_one_row() -> None:
-    collapsed = collapse_axes(samples.geglu(5, 33).ir.segments[0])
+    collapsed = coalesce(samples.geglu(5, 33).ir.segments[0], within_divisions=True)
     assert (collapsed.rows, collapsed.cols) == ((), 165)
 
 
 def test_a_broadcast_column_keeps_the_rows_apart() -> None:
-    assert collapse_axes(samples.broadcast_add(5, 33).ir.segments[0]).rows == (5,)
+    assert coalesce(samples.broadcast_add(5, 33).ir.segments[0], within_divisions=True).rows == (5,)
 
 
 def test_rows_of_a_reduction_never_join_the_columns() -> None:
     segment = samples.softmax(6, 8).ir.segments[0]
-    assert collapse_axes(segment) == segment
+    assert coalesce(segment, within_divisions=True) == segment
 
 
 def test_row_axes_merge_above_a_reduction() -> None:
@@ -82,7 +83,7 @@ def test_row_axes_merge_above_a_reduction() -> None:
     b = samples.Body(buffers, (2, 3), 4)
     b.store("y", b.at[:2], b.reduce("sum", b.load("x", b.at)))
     sample = samples.Sample("row_sums", KernelIR(tuple(buffers), (b.segment(),)))
-    collapsed = collapse_axes(sample.ir.segments[0])
+    collapsed = coalesce(sample.ir.segments[0], within_divisions=True)
     assert collapsed.rows == (6,)
     assert_same(sample, (collapsed,))
 
@@ -92,7 +93,7 @@ def test_symbolic_rows_merge_when_strides_agree_for_every_size() -> None:
     buffers = [samples.contiguous("x", "float32", (n, 3, 8)), samples.contiguous("y", "float32", (n, 3, 8), True)]
     b = samples.Body(buffers, (n, 3), 8)
     b.store("y", b.at, b("neg", b.load("x", b.at)))
-    collapsed = collapse_axes(b.segment())
+    collapsed = coalesce(b.segment(), within_divisions=True)
     assert (collapsed.rows, collapsed.cols) == ((), 24 * n)
 
 

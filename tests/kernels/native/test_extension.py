@@ -42,15 +42,6 @@ def test_a_header_beside_the_source_is_part_of_it(compiler: Compiler, tmp_path: 
     assert len(list(cache.glob("*.so"))) == 2
 
 
-def test_flags_and_key_are_part_of_the_cache_key(compiler: Compiler, tmp_path: Path) -> None:
-    source, cache = tmp_path / "sample.cpp", tmp_path / "cache"
-    source.write_text(_MODULE.replace('#include "answer.h"', ""))
-    for answer, key in ((5, ""), (6, ""), (6, "torch 1"), (6, "")):
-        module = load_extension("fuseplan_sample", source, compiler, cache, (f"-DANSWER={answer}",), key)
-        assert module.answer == answer
-    assert len(list(cache.glob("*.so"))) == 3
-
-
 def test_what_does_not_build_or_load_is_a_reason(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,8 +84,8 @@ def test_devices_and_captures(db: Database) -> None:
     assert db.get_device("a") == SPEC
     assert db.devices() == {"a": SPEC}
     db.put_capture("llama", {"nodes": [1, 2]})
-    assert db.get_capture("llama") == {"nodes": [1, 2]}
-    assert db.get_capture("gpt2") is None
+    assert db.captures("llama") == {"llama": {"nodes": [1, 2]}}
+    assert db.captures("gpt2") == {}
     with pytest.raises(RecordError, match="cannot be stored as JSON"):
         db.put_device("b", {"what": object()})
 

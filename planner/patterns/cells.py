@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.models.size_text import read_size
-from fuseplan.planner.patterns.table import PATTERNS, parse_shape, pattern
+from fuseplan.planner.patterns.table import PATTERNS, inputs_of
 
 #: Rows of every sweep: decode of one sequence to a long prefill.
 ROWS = (1, 8, 32, 128, 512, 4096, 16384)
@@ -154,11 +154,7 @@ def cell(name: str, shape: str, dtype: str | None = None) -> Cell:
         UnknownPatternError: No pattern has that name.
         ShapeError: The shape or dtype does not fit it.
     """
-    if name not in PATTERNS:
-        raise UnknownPatternError(name, PATTERNS)
-    dtype = dtype or PATTERNS[name].dtype
-    sizes = parse_shape(shape, PATTERNS[name].example)
-    pattern(name, sizes, dtype)
+    sizes, dtype, _ = inputs_of(name, shape, dtype)
     return Cell(name, sizes, dtype)
 
 

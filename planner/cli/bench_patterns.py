@@ -154,8 +154,7 @@ def _fill(
     session: Session, wanted: Wanted, bench: PatternBench, cells: Sequence[Cell], log: RowLog, said: list[str]
 ) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
-    from fuseplan.planner.peers.compile_ahead import InductorPool
-    from fuseplan.planner.peers.libraries import LibraryBuilds
+    from fuseplan.planner.peers.compile_ahead import CompilePool
     from fuseplan.search.workers.worker import usable_cores
 
     deadline = time.monotonic() + 60 * wanted.minutes if wanted.minutes is not None else math.inf
@@ -167,17 +166,14 @@ def _fill(
     done = 0
     with (
         tuner as tuning,
-        InductorPool(kind, bench.peers, processes) as pool,
-        LibraryBuilds(kind, bench.peers, processes) as libraries,
+        CompilePool(kind, bench.peers, processes) as pool,
         console(stderr=True).status("measuring") as status,
     ):
         for batch in batches:
             if time.monotonic() >= deadline:
                 break
             status.update(f"{batch[0].pattern}: compiling what it is compared with in {processes} processes")
-            libraries.start(batch)
             said += [f"compiling beforehand failed: {failure}" for failure in pool.compile(batch)]
-            libraries.wait(batch[0].pattern)
             if tuning is not None:
                 tuning.look_ahead(batch)
             for cell in batch:

@@ -10,36 +10,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fuseplan.planner.cli.common import (
-    DbOption,
-    Device,
-    DeviceOption,
-    console,
-    decimal,
-    device_type,
-    print_frame,
-    print_text,
-    whole,
-)
+from fuseplan.planner.cli import common
+from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.device import warn_of_problems
-from fuseplan.planner.cli.source import (
-    ConfigOption,
-    DecodeOption,
-    DtypeOption,
-    KvLenOption,
-    LayersOption,
-    ModelOption,
-    ModuleOption,
-    Numerics,
-    NumericsOption,
-    PatternOption,
-    PrefillOption,
-    Regime,
-    RegimeOption,
-    ShapeOption,
-    named_graphs,
-    regime_name,
-)
 from fuseplan.search.store.plain import plain
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
@@ -55,16 +28,16 @@ T = TypeVar("T")
 
 
 def tune(
-    model: ModelOption = None,
-    config: ConfigOption = None,
-    module: ModuleOption = None,
-    pattern: PatternOption = None,
-    shape: ShapeOption = None,
-    decode: DecodeOption = None,
-    kv_len: KvLenOption = None,
-    prefill: PrefillOption = None,
-    dtype: DtypeOption = None,
-    layers: LayersOption = None,
+    model: opt.ModelOption = None,
+    config: opt.ConfigOption = None,
+    module: opt.ModuleOption = None,
+    pattern: opt.PatternOption = None,
+    shape: opt.ShapeOption = None,
+    decode: opt.DecodeOption = None,
+    kv_len: opt.KvLenOption = None,
+    prefill: opt.PrefillOption = None,
+    dtype: opt.DtypeOption = None,
+    layers: opt.LayersOption = None,
     calls: Annotated[
         bool,
         typer.Option(
@@ -72,19 +45,19 @@ def tune(
             help="Also plan what a call with an attention mask, and Hugging Face's generate(), make of these sizes.",
         ),
     ] = True,
-    numerics: NumericsOption = Numerics.FP32,
+    numerics: opt.NumericsOption = opt.Numerics.FP32,
     trials: Annotated[
         int | None,
         typer.Option(
-            parser=whole(1), metavar="N",
+            parser=common.whole(1), metavar="N",
             help="Configurations tried per group, over all back ends. Default: 12 on CPUs, 8 on CUDA.",
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(parser=decimal(0.1), metavar="S", help="Search time per group, in seconds.")
+        float, typer.Option(parser=common.decimal(0.1), metavar="S", help="Search time per group, in seconds.")
     ] = 6.0,
     seed: Annotated[
-        int, typer.Option(parser=whole(0, 2**32 - 1), metavar="N", help="Seed of the search and of the inputs.")
+        int, typer.Option(parser=common.whole(0, 2**32 - 1), metavar="N", help="Seed of the search and of the inputs.")
     ] = 0,
     shipped: Annotated[
         bool,
@@ -93,9 +66,9 @@ def tune(
     again: Annotated[
         bool, typer.Option("--again", help="Measure anew what is stored or shipped; the new answers replace it.")
     ] = False,
-    regime: RegimeOption = Regime.EAGER,
-    device: DeviceOption = Device.AUTO,
-    db: DbOption = None,
+    regime: opt.RegimeOption = opt.Regime.EAGER,
+    device: common.DeviceOption = common.Device.AUTO,
+    db: common.DbOption = None,
 ) -> None:
     """Plan a model's fusion, tune it on this device, and store the result.
 
@@ -110,11 +83,11 @@ def tune(
         from fuseplan.search.store.record import now
         from fuseplan.search.tune.tuner import Budget, make_pool
 
-        kind = device_type(device)
-    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
+        kind = common.device_type(device)
+    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
 
     def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:
-        return named_graphs(
+        return opt.named_graphs(
             kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls
         )
 
@@ -156,7 +129,7 @@ def ready(session: Session, account: TimeAccount | None = None) -> Session:
     if session.spec is not None:
         return session
     account = account if account is not None else TimeAccount()
-    with account.spend("probing"), console(stderr=True).status("probing") as status:
+    with account.spend("probing"), common.console(stderr=True).status("probing") as status:
         return session.probed(
             progress=lambda fraction, step: status.update(f"probing this device once: {step}, {fraction:.0%}")
         )
@@ -196,14 +169,14 @@ def say(result: TuneResult, name: str) -> None:
     shown = groups[groups["key"].isin(sources)]
     shown = shown.assign(source=shown["key"].map(sources))
     spare = ("config", "ops", "backend", "workload", "source")
-    print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
+    common.print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
     typer.echo(frames.headline(groups))
-    print_text(outcome(result))
+    common.print_text(outcome(result))
     noise = [record.unfused.noise for record in data.records.values() if sources.get(record.key.workload) == "measured"]
     if noise:
         typer.echo(f"noise of what was measured: {median(noise):.1%} in the median, {max(noise):.1%} at most")
     if result.rechecked:
-        print_text(recheck.recheck_verdict(result.rechecked))
+        common.print_text(recheck.recheck_verdict(result.rechecked))
     typer.echo(f"stored in {session.database.where}")
 
 

@@ -1,8 +1,8 @@
 """What peers compile for many cells, compiled beforehand in parallel processes into their own caches on disk.
 
-TorchInductor compiles each cell, with max-autotune for seconds, of which the device is busy for few. FlashInfer compiles
-each op once, with ``nvcc`` for up to a minute. Processes compile beside each other, and take turns on the device:
-whoever times a configuration holds a lock.
+TorchInductor compiles each cell, with max-autotune for seconds, of which the device is busy for few. FlashInfer
+compiles each op once, with ``nvcc`` for up to a minute. Processes compile beside each other, and take turns on the
+device: whoever times a configuration holds a lock.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ def headlines(session: Session, wanted: Wanted) -> None:
 def launch(session: Session, wanted: Wanted) -> None:
     """Host time of one call, and of the look-up at compile."""
     from fuseplan.planner.bench import launch as bench
+    from fuseplan.planner.bench.rows import bench_frame
     from fuseplan.planner.patterns.cells import cell
 
     named = bool(wanted.patterns or wanted.shapes)
@@ -121,7 +122,7 @@ def launch(session: Session, wanted: Wanted) -> None:
         status.update("timing look-ups and launches")
         lookups = [bench.bench_lookup(session, one) for one in cells]
         calls = bench.bench_launch(session, cells, wanted.seconds)
-    frames = {"calls": bench.launch_frame(calls), "lookups": bench.lookup_frame(lookups)}
+    frames = {"calls": bench_frame(calls), "lookups": bench_frame(lookups)}
     for part, frame in frames.items():
         print_frame(frame, title=f"launch, {part}: us", spare=("note",))
     said += bench.launch_verdict(frames["calls"], frames["lookups"])

@@ -114,13 +114,9 @@ def console(stderr: bool = False) -> Console:
 
 
 def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = ()) -> None:
-    """Print a frame as a table: text to the left, numbers to the right.
+    """Print a frame as a table: text to the left, numbers to the right, floats with ``digits`` decimals.
 
-    Args:
-        frame: What to print.
-        title: Stands above it.
-        digits: Decimals of floats.
-        spare: Columns to leave out, in this order, until the table fits the terminal.
+    The columns ``spare`` are left out, in this order, until the table fits the terminal.
     """
     import pandas as pd
     from rich import box

@@ -40,9 +40,8 @@ def explain(
     from fuseplan.planner.tuning.session import open_session
 
     kind = device_type(device)
-    _, graphs = opt.named_graphs(
-        kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers
-    )
+    models, workloads = (model, config, module), (decode, kv_len, prefill)
+    _, graphs = opt.named_graphs(kind, models, (pattern, shape), workloads, dtype, layers)
     settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
     session = open_session(kind, db, settings, mode="inspect")
     chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]

@@ -145,9 +145,7 @@ def run(
     from fuseplan.planner.tuning import tune as offline
 
     with TuneProgress(regions_to_tune(session, graphs)) as progress:
-        result = offline.tune(
-            session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor
-        )
+        result = offline.tune(session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor)
     for (workload, graph), planned in zip(graphs, result.plans, strict=True):
         pairs = [(one.region, one.record) for one in planned.plan.regions]
         if pairs:
@@ -183,9 +181,7 @@ def say(result: TuneResult, name: str) -> None:
 def complain(result: TuneResult, load: MachineLoad) -> bool:
     """Name what was not decided, or doubtfully; True when that is more than a region or some noise.
 
-    Args:
-        result: What the tune did.
-        load: How busy the machine was when it began.
+    ``load`` is how busy the machine was when it began.
     """
     from fuseplan.search.errors import NothingCompilesError
 

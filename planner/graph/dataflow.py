@@ -125,11 +125,9 @@ class DataflowGraph:
                 if value not in self.specs:
                     raise ValueError(f"op {name} ({node.op}) reads {value}, which nothing produces")
                 continue
-            carried: tuple[str, ...] = ()
-            if self.graph.has_edge(producer, name):
-                carried = self.graph.edges[producer, name]["values"]
-            nbytes = sum(self.specs[v].nbytes(self.symbols) for v in (*carried, value))
-            self.graph.add_edge(producer, name, values=(*carried, value), nbytes=nbytes)
+            carried = (*self.graph.get_edge_data(producer, name, {"values": ()})["values"], value)
+            nbytes = sum(self.specs[one].nbytes(self.symbols) for one in carried)
+            self.graph.add_edge(producer, name, values=carried, nbytes=nbytes)
 
     def __len__(self) -> int:
         return self.graph.number_of_nodes()

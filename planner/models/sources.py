@@ -28,11 +28,10 @@ class ModelSource:
     """Where a model comes from. Build one with :func:`find_source`.
 
     Attributes:
-        kind: A preset, a config file, or a factory in the user's code.
         name: Preset name, file path, or ``package.module:factory``.
         config_json: The Hugging Face config as canonical JSON text; empty for a factory.
         dtype: Of the weights; None leaves a factory's module as it is.
-        layers: Number of layers instead of the config's own; None keeps that.
+        layers: Number of layers instead of the config's own.
     """
 
     kind: Literal["preset", "config", "module"]

@@ -71,7 +71,7 @@ def _bars(groups: pd.DataFrame) -> list[dict[str, Any]]:
     longest = timed[["unfused_us", "fused_us"]].max(axis=1)
     shares = {name: 100 * timed[f"{name}_us"] / longest for name in ("fused", "unfused")}
     bars = timed.assign(fused_share=shares["fused"], unfused_share=shares["unfused"]).astype(object)
-    return bars.where(bars.notna(), None).to_dict("records")
+    return [dict(zip(map(str, bars), row, strict=True)) for row in bars.where(bars.notna(), None).to_numpy()]
 
 
 def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:

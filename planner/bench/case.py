@@ -17,7 +17,7 @@ from fuseplan.planner.implementations.subject import reference_results
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.patterns.table import activations
-from fuseplan.planner.peers.contestant import Case, group_kernel
+from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.timing.measure import CACHE_MULTIPLE, rotating_operands, span_bytes
@@ -62,9 +62,7 @@ def plan_case(
 def plan_facts(case: Case, seen: CompileStats, spec: DeviceSpec | None = None, regime: str = "eager") -> PlanFacts:
     """Bytes, launches, price in a regime (by ``spec``) and compiled facts of a case's plan."""
     graph = case.traced.graph
-    kernels = [
-        PlannedKernel(group_kernel(case, group.ops), group.backend.name, group.config) for group in case.groups
-    ]
+    kernels = [PlannedKernel(case.kernel(group.ops), group.backend.name, group.config) for group in case.groups]
     computes = [node.name for node in graph if kind_of(node, graph.specs) != "view"]
     fused_ops = {op for group in case.groups for op in group.ops}
     unfused = [name for name in computes if name not in fused_ops]

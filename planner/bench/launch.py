@@ -21,7 +21,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.implementations.subject import random_tensor
 from fuseplan.planner.patterns.cells import Cell
-from fuseplan.planner.peers.contestant import Case, group_kernel
+from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
@@ -140,13 +140,10 @@ def _row(name: Name, samples: Sequence[float], statements: int) -> LaunchRow:
     return LaunchRow(*name, statistics.median(samples), low, high, statements)
 
 
-# -- what is called ---------------------------------------------------------------------------------------
-
-
 def _callables(case: Case) -> Iterator[tuple[tuple[str, str], Callable[[], Call]]]:
     """Name of each kind of call, and what makes it."""
     group = max(case.groups, key=lambda one: len(one.ops))
-    lowered = group_kernel(case, group.ops)
+    lowered = case.kernel(group.ops)
     device = case.target.device_type
     inputs = _group_inputs(case, lowered.inputs)
     kernel = (lowered.ir, group.config, case.target)
@@ -189,9 +186,6 @@ def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, inputs: Sequenc
     options = {"num_warps": int(config["num_warps"]), "num_stages": int(config.get("num_stages", 1))}
     grid = (programs(ir, config, {}),)
     return lambda: kernel[grid](*arguments, **options)
-
-
-# -- timing -----------------------------------------------------------------------------------------------
 
 
 def _host_times(

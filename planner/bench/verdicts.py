@@ -135,9 +135,6 @@ def notes(frame: pd.DataFrame) -> list[str]:
     return lines
 
 
-# -- headlines --------------------------------------------------------------------------------------------
-
-
 def headline_table(frame: pd.DataFrame, claims: Mapping[str, str]) -> pd.DataFrame:
     """One line per cell and mode: how many times faster than eager ours and TorchInductor are.
 

@@ -145,9 +145,6 @@ def _named_cells(wanted: Wanted) -> list[Cell]:
     ]
 
 
-# -- measuring --------------------------------------------------------------------------------------------
-
-
 def _measure(
     session: Session, wanted: Wanted, cells: Sequence[Cell], name: str, words: Sequence[str],
     claims: Mapping[str, str] | None = None,

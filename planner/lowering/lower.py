@@ -112,9 +112,7 @@ class _Plan:
 class _Lowering:
     """One attempt at a group; ``storing`` is the output that it was asking for when it stopped."""
 
-    def __init__(
-        self, graph: DataflowGraph, members: frozenset[str], numerics: str, row_wise: frozenset[str]
-    ) -> None:
+    def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str, row_wise: frozenset[str]) -> None:
         self.graph = graph
         self.members = members
         self.row_wise = row_wise
@@ -230,9 +228,7 @@ class _Lowering:
                 continue
             seen.add(value)
             producer = self.graph.producer(value)
-            inside = producer is not None and (
-                producer in self.members or self.group.looks_through(producer)
-            )
+            inside = producer is not None and (producer in self.members or self.group.looks_through(producer))
             if producer is not None and inside:
                 stack.extend(self.graph.op(producer).inputs)
             else:

@@ -19,8 +19,7 @@ from fuseplan.planner.lowering.recipes_rearrange import rearranging_recipes
 from fuseplan.planner.lowering.recipes_reduce import reducing_recipes
 from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map, same_size
 
-__all__ = ["RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "kind_of", "mutates", "why_extern",
-           "why_refused"]
+__all__ = ["RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "kind_of", "mutates", "why_extern", "why_refused"]
 
 OpKind: TypeAlias = Literal["view", "compute", "extern"]
 

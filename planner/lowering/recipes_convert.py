@@ -49,9 +49,6 @@ def _overflowing(p: BodyBuilder, node: OpNode, value: int) -> int:
     return p.apply("where", over, p.const(float("nan"), p.dtype_of(value)), value)
 
 
-# -- bits -------------------------------------------------------------------------------------------------
-
-
 def _bitwise(on_bools: str, on_integers: str) -> Recipe:
     def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = result_type(p, node)

@@ -50,9 +50,6 @@ def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return _affine(p, node, position, p.apply("mul", x, scale), ("weight",))
 
 
-# -- channels, which are dimension 1 ----------------------------------------------------------------------
-
-
 def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
     """Rows of a group_norm: samples and groups of channels; a row has all positions of its group's channels."""
     samples, channels, *rest = specs[node.inputs[0]].shape
@@ -84,9 +81,7 @@ def _batch_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """(x - mean) / sqrt(variance + eps) * weight + bias with the stored mean and variance of each channel."""
     dtype = float_type(p, node)
     names = [name for name in ("weight", "bias", "running_mean", "running_var") if name not in node.attrs]
-    of_channel = {
-        name: p.operand(node, number, position[1:2], dtype) for number, name in enumerate(names, 1)
-    }
+    of_channel = {name: p.operand(node, number, position[1:2], dtype) for number, name in enumerate(names, 1)}
     scale = p.apply("rsqrt", p.apply("add", of_channel["running_var"], p.const(node.attrs.get("eps", 1e-5), dtype)))
     if "weight" in of_channel:
         scale = p.apply("mul", scale, of_channel["weight"])

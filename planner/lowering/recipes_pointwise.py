@@ -157,8 +157,7 @@ def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
 def pointwise_recipes() -> dict[str, Recipe]:
     """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
-    for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
-                 "reciprocal"):
+    for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal"):
         rows[f"aten.{name}.default"] = _unary(name)
     for name in ("neg", "abs"):
         rows[f"aten.{name}.default"] = _unary(name)

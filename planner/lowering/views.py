@@ -104,6 +104,10 @@ def _t(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     return position[::-1]
 
 
+def _swap_last(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    return (*position[:-2], position[-1], position[-2])
+
+
 def _unsqueeze(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     dim = normalise_dim(node.attrs["dim"], len(position))
     return position[:dim] + position[dim + 1 :]
@@ -160,36 +164,25 @@ def _unbind(node: OpNode, value: str, position: Position, specs: Specs) -> Posit
 
 #: Ops whose result is a rearrangement of their first operand.
 VIEW_MAPS: dict[str, ViewMap] = {
-    "aten.view.default": _reshape,
-    "aten.reshape.default": _reshape,
-    "aten._unsafe_view.default": _reshape,
-    "aten.flatten.using_ints": _reshape,
-    "aten.unflatten.int": _reshape,
-    "aten.view_as.default": _reshape,
-    "aten.reshape_as.default": _reshape,
-    "aten.expand.default": _expand,
-    "aten.expand_as.default": _expand,
-    "aten.broadcast_to.default": _expand,
-    "aten.permute.default": _permute,
-    "aten.transpose.int": _transpose,
-    "aten.t.default": _t,
-    "aten.numpy_T.default": _t,
-    "aten.mT.default": lambda n, v, p, s: (*p[:-2], p[-1], p[-2]),
-    "aten.unsqueeze.default": _unsqueeze,
-    "aten.squeeze.default": _squeeze,
-    "aten.squeeze.dim": _squeeze,
-    "aten.squeeze.dims": _squeeze,
-    "aten.slice.Tensor": _slice,
-    "aten.narrow.default": _narrow,
-    "aten.select.int": _select,
-    "aten.split.Tensor": _split,
-    "aten.split.sizes": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.unsafe_split.Tensor": _split,
-    "aten.chunk.default": _split,
-    "aten.unbind.int": _unbind,
-    "aten.alias.default": _identity,
-    "aten.detach.default": _identity,
+    f"aten.{name}": view_map
+    for view_map, names in (
+        (_reshape, ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
+                    "view_as.default", "reshape_as.default")),
+        (_expand, ("expand.default", "expand_as.default", "broadcast_to.default")),
+        (_permute, ("permute.default",)),
+        (_transpose, ("transpose.int",)),
+        (_t, ("t.default", "numpy_T.default")),
+        (_swap_last, ("mT.default",)),
+        (_unsqueeze, ("unsqueeze.default",)),
+        (_squeeze, ("squeeze.default", "squeeze.dim", "squeeze.dims")),
+        (_slice, ("slice.Tensor",)),
+        (_narrow, ("narrow.default",)),
+        (_select, ("select.int",)),
+        (_split, ("split.Tensor", "split.sizes", "split_with_sizes.default", "unsafe_split.Tensor", "chunk.default")),
+        (_unbind, ("unbind.int",)),
+        (_identity, ("alias.default", "detach.default")),
+    )
+    for name in names
 }
 #: Of those, ops that copy when strides cannot express the result.
 MAY_COPY = frozenset({

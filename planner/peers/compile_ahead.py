@@ -77,9 +77,7 @@ def compile_cell(cell: Cell, device_type: str, name: str, lock: str) -> None:
     traced, specs = trace_cell(cell, device_type)
     inputs = make_inputs(traced, specs, device_type)
     with torch.no_grad():
-        case = Case(
-            cell.pattern, cell.shape, cell.dtype, traced, tuple(specs), inputs, (), local_target(device_type)
-        )
+        case = Case(cell.pattern, cell.shape, cell.dtype, traced, tuple(specs), inputs, (), local_target(device_type))
         contestant = PEERS[name].build(case)
         contestant.run(*contestant.operands(inputs))
     if device_type == "cuda":

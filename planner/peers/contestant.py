@@ -21,10 +21,6 @@ OURS, EAGER, INDUCTOR, MAX_AUTOTUNE = "fuseplan", "eager", "inductor", "inductor
 STANDARD_PEERS = (EAGER, INDUCTOR, MAX_AUTOTUNE)
 
 
-#: What the patterns have.
-RMS_EPSILON, LAYER_NORM_EPSILON = 1e-6, 1e-5
-
-
 class PeerError(Exception):
     """A peer cannot take part in a cell; the message says why."""
 
@@ -61,12 +57,11 @@ class Case:
     backends: tuple[Backend, ...] = ()
     numerics: str = "fp32"
 
-
-def group_kernel(case: Case, ops: Sequence[str]) -> Lowered:
-    """The kernel of one of the case's groups."""
-    flow = compute_graph_of(case.traced.graph)
-    outputs = flow.needed_outside(flow.position[op] for op in ops)
-    return lower(case.traced.graph, ops, case.numerics, outputs)
+    def kernel(self, ops: Sequence[str]) -> Lowered:
+        """The kernel of one of the plan's groups."""
+        flow = compute_graph_of(self.traced.graph)
+        outputs = flow.needed_outside(flow.position[op] for op in ops)
+        return lower(self.traced.graph, ops, self.numerics, outputs)
 
 
 def tensors_of(result: Any, operands: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:

@@ -12,15 +12,10 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.peers.contestant import (
-    LAYER_NORM_EPSILON,
-    RMS_EPSILON,
-    Case,
-    Contestant,
-    LibraryOp,
-    PeerError,
-    library_function,
-)
+from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, PeerError, library_function
+
+#: What the patterns have.
+_RMS_EPSILON, _LAYER_NORM_EPSILON = 1e-6, 1e-5
 
 Builder = Callable[[Case], Contestant]
 _op = partial(library_function, "flashinfer")
@@ -52,7 +47,7 @@ def _rms_norm(name: str) -> Builder:
         _check_half(case)
         norm = _op("norm", name)
         return Contestant(
-            lambda x, weight: norm(x, weight, RMS_EPSILON), lambda x, weight: (_flat(x), weight),
+            lambda x, weight: norm(x, weight, _RMS_EPSILON), lambda x, weight: (_flat(x), weight),
             lambda result, operands: [result.view(case.inputs[0].shape)],
         )
 
@@ -69,7 +64,7 @@ def _add_rms_norm(name: str) -> Builder:
             return [residual, x]
 
         return Contestant(
-            lambda x, residual, weight: norm(x, residual, weight, RMS_EPSILON),
+            lambda x, residual, weight: norm(x, residual, weight, _RMS_EPSILON),
             lambda residual, x, weight: (_flat(x).clone(), _flat(residual).clone(), weight), outputs,
             "writes x and residual in place", in_place=True,
         )
@@ -82,7 +77,7 @@ def _layer_norm(case: Case) -> Contestant:
         raise PeerError(f"flashinfer's layernorm takes bfloat16, not {case.dtype}")
     norm = _op("norm", "layernorm")
     return Contestant(
-        lambda x, weight, bias: norm(x, weight, bias, LAYER_NORM_EPSILON),
+        lambda x, weight, bias: norm(x, weight, bias, _LAYER_NORM_EPSILON),
         lambda x, weight, bias: (_flat(x), weight.float(), bias.float()),
         lambda result, operands: [result.view(case.inputs[0].shape)],
         "reads weight and bias in float32",

@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.peers.contestant import (
-    LAYER_NORM_EPSILON,
-    RMS_EPSILON,
-    Case,
-    Contestant,
-    LibraryOp,
-    library_function,
-)
+from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, library_function
+
+#: What the patterns have.
+_RMS_EPSILON, _LAYER_NORM_EPSILON = 1e-6, 1e-5
 
 Builder = Callable[[Case], Contestant]
 
@@ -45,7 +41,7 @@ def _gated(module: str, name: str) -> Builder:
 def _rms_norm(offset: float, casting_mode: str) -> Builder:
     return lambda case: Contestant(
         _forward(
-            "rms_norm", "rms_norm_forward", eps=RMS_EPSILON, offset=offset, casting_mode=casting_mode, row_mode=None
+            "rms_norm", "rms_norm_forward", eps=_RMS_EPSILON, offset=offset, casting_mode=casting_mode, row_mode=None
         ),
         outputs=_picked(0),
     )
@@ -54,7 +50,7 @@ def _rms_norm(offset: float, casting_mode: str) -> Builder:
 def _add_rms_norm(offset: float, casting_mode: str) -> Builder:
     def build(case: Case) -> Contestant:
         forward = _forward(
-            "fused_add_rms_norm", "fused_add_rms_norm_forward", eps=RMS_EPSILON, offset=offset,
+            "fused_add_rms_norm", "fused_add_rms_norm_forward", eps=_RMS_EPSILON, offset=offset,
             casting_mode=casting_mode,
         )
         return Contestant(lambda residual, x, weight: forward(x, residual, weight), outputs=_picked(1, 0))
@@ -63,7 +59,7 @@ def _add_rms_norm(offset: float, casting_mode: str) -> Builder:
 
 
 def _layer_norm(case: Case) -> Contestant:
-    return Contestant(_forward("layer_norm", "layer_norm_forward", eps=LAYER_NORM_EPSILON), outputs=_picked(0))
+    return Contestant(_forward("layer_norm", "layer_norm_forward", eps=_LAYER_NORM_EPSILON), outputs=_picked(0))
 
 
 def _softmax(case: Case) -> Contestant:

@@ -21,16 +21,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import ConfigError, nearest
 from fuseplan.planner.patterns.table import activations
 from fuseplan.planner.peers import flashinfer, liger
-from fuseplan.planner.peers.contestant import (
-    EAGER,
-    INDUCTOR,
-    MAX_AUTOTUNE,
-    Case,
-    Contestant,
-    LibraryOp,
-    PeerError,
-    group_kernel,
-)
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, LibraryOp, PeerError
 from fuseplan.planner.peers.inductor import inductor_callable
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import GroupPlan
@@ -46,9 +37,6 @@ class Peer:
     summary: str
     build: Callable[[Case], Contestant]
     devices: tuple[str, ...] = ("cpu", "cuda")
-
-
-# -- ours and the ATen ops --------------------------------------------------------------------------------
 
 
 def fused(case: Case, groups: Sequence[GroupPlan], in_place: bool = False) -> Contestant:
@@ -105,15 +93,12 @@ def _default(case: Case, name: str) -> Contestant:
         raise PeerError("the plan fuses nothing")
     groups = []
     for group in case.groups:
-        ir = group_kernel(case, group.ops).ir
+        ir = case.kernel(group.ops).ir
         if refusal := backend.refuse(ir, case.target):
             raise PeerError(refusal)
         config = plainly(backend.default_config(ir, case.target))  # overlapped with nothing
         groups.append(GroupPlan(group.ops, backend, config, group.source, group.label))
     return fused(case, groups)
-
-
-# -- libraries --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

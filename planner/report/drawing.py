@@ -32,9 +32,7 @@ class _Box(NamedTuple):
 def templates() -> Environment:
     """The report's templates; what they are given is escaped."""
     loader = PackageLoader("fuseplan.planner.report")
-    return Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
 def group_name(number: int) -> str:

@@ -237,13 +237,10 @@ def launch_verdict(calls: pd.DataFrame, lookups: pd.DataFrame) -> list[str]:
         ]
         lines.append("; ".join([f"{subject}: host time of a call: {said}", *bars]))
         lines.append(f"{subject}: {int(part['statements'].sum())} database statements in all these calls")
-    lines += [
-        f"{row['subject']}: look-up at compile {row['database_us']:.0f} us a region in the database, "
-        f"{row['planning_us']:.0f} us with finding and hashing it"
-        for row in lookups.to_dict("records")
+    return [
+        *lines,
+        *(f"{row['subject']}: look-up at compile {row['database_us']:.0f} us a region in the database, "
+          f"{row['planning_us']:.0f} us with finding and hashing it" for row in lookups.to_dict("records")),
+        *(f"{row['what']} ({row['outputs']} outputs), {row['subject']}: {row['note']}"
+          for row in calls[calls["note"].astype(bool)].to_dict("records")),
     ]
-    lines += [
-        f"{row['what']} ({row['outputs']} outputs), {row['subject']}: {row['note']}"
-        for row in calls[calls["note"].astype(bool)].to_dict("records")
-    ]
-    return lines

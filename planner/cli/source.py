@@ -92,13 +92,9 @@ def regime_name(kind: Literal["cpu", "cuda"], regime: Regime) -> str:
 
 
 def named_graphs(
-    kind: Literal["cpu", "cuda"],
-    source: tuple[str | None, Path | None, str | None],
-    pattern: tuple[str | None, str | None],
-    workloads: tuple[str | None, int | None, str | None],
-    dtype: str | None,
-    layers: int | None,
-    calls: bool = False,
+    kind: Literal["cpu", "cuda"], source: tuple[str | None, Path | None, str | None],
+    pattern: tuple[str | None, str | None], workloads: tuple[str | None, int | None, str | None], dtype: str | None,
+    layers: int | None, calls: bool = False,
 ) -> tuple[str, list[tuple[str, DataflowGraph]]]:
     """Name of what the options mean, and its graphs by workload name.
 

@@ -85,13 +85,8 @@ class DataflowGraph:
     fresh: frozenset[str] = frozenset()
 
     def __init__(
-        self,
-        nodes: Iterable[OpNode],
-        specs: Mapping[str, TensorSpec],
-        inputs: Iterable[str],
-        outputs: Iterable[str],
-        symbols: Mapping[str, int | float] | None = None,
-        order: Iterable[tuple[str, str]] = (),
+        self, nodes: Iterable[OpNode], specs: Mapping[str, TensorSpec], inputs: Iterable[str], outputs: Iterable[str],
+        symbols: Mapping[str, int | float] | None = None, order: Iterable[tuple[str, str]] = (),
         derived: Mapping[str, Any] | None = None,
     ) -> None:
         self.graph: nx.DiGraph[str] = nx.DiGraph()

@@ -44,9 +44,7 @@ def _known_ops(namespace: str, packet: str) -> list[str]:
 
 
 def bind_call(
-    node: OpNode,
-    values: Sequence[Any],
-    symbols: Mapping[str, int | float] | None = None,
+    node: OpNode, values: Sequence[Any], symbols: Mapping[str, int | float] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments of the ATen call ``node`` stands for.
@@ -157,9 +155,7 @@ def _argument_value(name: str, value: Any, values: Sequence[Any], symbols: Mappi
 
 
 def run_node(
-    node: OpNode,
-    inputs: Sequence[torch.Tensor],
-    device: torch.device | str | None = None,
+    node: OpNode, inputs: Sequence[torch.Tensor], device: torch.device | str | None = None,
     symbols: Mapping[str, int | float] | None = None,
 ) -> list[torch.Tensor]:
     """Execute one op eagerly: one tensor per ``node.outputs``; that of an in-place op is the tensor it wrote to.

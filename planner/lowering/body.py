@@ -32,9 +32,7 @@ class Group:
     """The group being lowered, and what pulling values from it has found so far.
 
     Attributes:
-        graph: The dataflow graph.
         members: Names of the group's compute ops.
-        numerics: ``"fp32"`` or ``"eager"``.
         inputs: Values from outside, in buffer order.
         boundaries: Columns at which a ``cat`` changes operand, in the space being filled.
     """

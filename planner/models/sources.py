@@ -50,12 +50,8 @@ class ModelSource:
 
 
 def find_source(
-    model: str | None = None,
-    config: str | Path | None = None,
-    module: str | None = None,
-    device_type: str = "cpu",
-    dtype: str | None = None,
-    layers: int | None = None,
+    model: str | None = None, config: str | Path | None = None, module: str | None = None, device_type: str = "cpu",
+    dtype: str | None = None, layers: int | None = None,
 ) -> ModelSource:
     """The source that the command line's flags name; ``--model llama`` without any.
 
@@ -115,11 +111,7 @@ _SIZES = (
 
 
 def _check_numbers(entries: Mapping[str, Any], name: str) -> None:
-    """Refuse numbers that no model has, before libraries count up to them.
-
-    Raises:
-        ConfigError: The message names the entry.
-    """
+    """Refuse numbers that no model has, before libraries count up to them."""
     for key, value in entries.items():
         most = _MOST_LAYERS if re.search(r"layers?$", key) else LARGEST
         if isinstance(value, int) and value > most:
@@ -129,11 +121,7 @@ def _check_numbers(entries: Mapping[str, Any], name: str) -> None:
 
 
 def _check_sizes(config: Any, name: str) -> None:
-    """Refuse sizes that are no positive numbers; models with stages (Swin) have a list of one for each.
-
-    Raises:
-        ConfigError: The message names the entry.
-    """
+    """Refuse sizes that are no positive numbers; models with stages (Swin) have a list of one for each."""
     for key in _SIZES:
         value = getattr(config, key, None)
         stages = value if isinstance(value, list | tuple) and value else [value]
@@ -236,12 +224,8 @@ def _usually_generates(entries: Mapping[str, Any]) -> bool:
 
 
 def workloads_for(
-    source: ModelSource,
-    device_type: str,
-    decode_batches: str | None = None,
-    kv_len: int | None = None,
-    prefills: str | None = None,
-    calls: bool = False,
+    source: ModelSource, device_type: str, decode_batches: str | None = None, kv_len: int | None = None,
+    prefills: str | None = None, calls: bool = False,
 ) -> tuple[Workload, ...]:
     """The workloads to plan for this model, from flags or defaults (see :func:`parse_workloads`).
 

@@ -99,10 +99,9 @@ def sweep_cells(
 
 
 def _named(names: Sequence[str], notes: list[str]) -> list[tuple[str, Sweep]]:
+    if unknown := [name for name in names if name not in PATTERNS]:
+        raise UnknownPatternError(unknown[0], PATTERNS)
     if names:
-        for name in names:
-            if name not in PATTERNS:
-                raise UnknownPatternError(name, PATTERNS)
         return [(name, _sweep_of(name)) for name in dict.fromkeys(names)]
     found: dict[str, Sweep] = {}
     for wanted, sweep in SWEEPS.items():
@@ -114,11 +113,8 @@ def _named(names: Sequence[str], notes: list[str]) -> list[tuple[str, Sweep]]:
 
 
 def _sweep_of(name: str) -> Sweep:
-    for wanted, sweep in SWEEPS.items():
-        if fnmatchcase(name, wanted):
-            return sweep
-    ranks = PATTERNS[name].ranks
-    return _NORMS if 2 in ranks else _HEADS
+    usual = _NORMS if 2 in PATTERNS[name].ranks else _HEADS
+    return next((sweep for wanted, sweep in SWEEPS.items() if fnmatchcase(name, wanted)), usual)
 
 
 def _fitting(

@@ -30,11 +30,16 @@ def _affine(p: BodyBuilder, node: OpNode, position: Position, value: int, names:
 
 
 def _layer_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    return _standard(p, node, position, row_of(p, node, position), position)
+
+
+def _standard(p: BodyBuilder, node: OpNode, position: Position, row: Position, affine: Position) -> int:
+    """The element at ``position``, its row brought to mean 0 and variance 1, then weight and bias at ``affine``."""
     dtype = float_type(p, node)
-    mean, variance = moments(p, node, row_of(p, node, position))
+    mean, variance = moments(p, node, row)
     scale = p.apply("rsqrt", p.apply("add", variance, p.const(node.attrs.get("eps", 1e-5), dtype)))
     x = p.cast(p.pull(node.inputs[0], position), dtype)
-    return _affine(p, node, position, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
+    return _affine(p, node, affine, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
 
 
 def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -68,13 +73,9 @@ def _group_refuse(node: OpNode, specs: Specs) -> str | None:
 
 def _group_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """Each group of channels of a sample to mean 0 and variance 1 (Wu & He, arXiv:1803.08494)."""
-    dtype = float_type(p, node)
     per_group = divides(node.attrs["num_groups"], p.specs[node.inputs[0]].shape[1])
     row = p.row_position(node, (position[0], position[1] // per_group))
-    mean, variance = moments(p, node, row)
-    scale = p.apply("rsqrt", p.apply("add", variance, p.const(node.attrs.get("eps", 1e-5), dtype)))
-    x = p.cast(p.pull(node.inputs[0], position), dtype)
-    return _affine(p, node, position[1:2], p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
+    return _standard(p, node, position, row, position[1:2])
 
 
 def _batch_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:

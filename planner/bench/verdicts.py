@@ -48,9 +48,9 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
 def _standing(times: dict[str, float], in_place: set[str], moved_bytes: float) -> dict[str, Any]:
     known = {name: value for name, value in times.items() if pd.notna(value) and value}
     ours, copy = known.get(OURS), known.get(COPY)
-    rivals = {name: value for name, value in known.items() if name not in (OURS, OURS_IN_PLACE, COPY)}
-    overwriting = _best({name: value for name, value in rivals.items() if name in in_place})
-    others = _best({name: value for name, value in rivals.items() if name not in in_place})
+    rivals = sorted((name for name in known if name not in (OURS, OURS_IN_PLACE, COPY)), key=lambda name: known[name])
+    overwriting = next((name for name in rivals if name in in_place), None)
+    others = next((name for name in rivals if name not in in_place), None)
     ratios = {
         name: _ratio(known.get(name), own) for name, own in
         ((overwriting, known.get(OURS_IN_PLACE, ours)), (others, ours)) if name is not None
@@ -65,10 +65,6 @@ def _standing(times: dict[str, float], in_place: set[str], moved_bytes: float) -
         "gbps": moved_bytes / ours / 1e3 if ours else None,
         "copy_share": _ratio(copy, ours),
     }
-
-
-def _best(times: dict[str, float]) -> str | None:
-    return min(times, key=lambda name: times[name]) if times else None
 
 
 def pattern_verdict(frame: pd.DataFrame) -> list[str]:

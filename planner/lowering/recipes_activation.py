@@ -104,7 +104,6 @@ def _log_sigmoid(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
 
 
 def activation_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     smooth: dict[str, Activation] = {
         "silu": lambda p, x, attrs: p.apply("mul", x, p.apply("sigmoid", x)),
         "gelu": _gelu,

@@ -77,7 +77,6 @@ def _shift(op: str) -> Recipe:
 
 
 def bitwise_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {"aten.bitwise_not.default": Recipe(_bitwise_not)}
     for name, on_bools in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
         for packet in (f"bitwise_{name}", f"__{name}__"):

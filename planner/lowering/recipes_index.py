@@ -80,7 +80,6 @@ def _index_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def indexing_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     return {
         "aten.embedding.default": Recipe(_embedding),
         "aten.index_select.default": Recipe(_index_select, refuse=_ranks_refuse),

@@ -99,7 +99,6 @@ def _batch_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def normalising_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     return {
         "aten.layer_norm.default": Recipe(_layer_norm, _normalised_dims, float_result),
         "aten.rms_norm.default": Recipe(_rms_norm, _normalised_dims, float_result),

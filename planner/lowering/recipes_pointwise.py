@@ -137,7 +137,6 @@ def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def pointwise_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
     for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal",
                  "neg", "abs"):

@@ -202,7 +202,6 @@ def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def rearranging_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
     for name in ("full.default", "full_like.default", "zeros.default", "zeros_like.default", "new_zeros.default",
                  "new_full.default"):

@@ -190,7 +190,6 @@ def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def reducing_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
     rows["aten.sum.dim_IntList"] = Recipe(_sum, _summed_dims)
     rows["aten.amax.default"], rows["aten.amin.default"] = _plain_fold("max"), _plain_fold("min")

@@ -68,7 +68,6 @@ NORMED, ADDED = rows("x", weights=("weight",)), rows("residual", "x", weights=("
 
 
 def norm_patterns() -> dict[str, Pattern]:
-    """Rows of the pattern table."""
     both = ("hidden", "out")
     return {
         "rms_norm": Pattern(rms_norm, NORMED, *OVER_ROWS, "x / sqrt(mean(x^2) + eps) * weight"),

@@ -27,7 +27,6 @@ def _pointwise_chain(x: Tensor) -> Tensor:
 
 
 def pointwise_patterns() -> dict[str, Pattern]:
-    """Rows of the pattern table."""
     chain = ("any", "1024x1024", (1, 2, 3))
     return {
         "swiglu": Pattern(swiglu, GATED, *OVER_ROWS, "silu(gate) * up"),

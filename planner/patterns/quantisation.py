@@ -83,7 +83,6 @@ def _awq_inputs(shape: Shape, dtype: str) -> Specs:
 
 
 def quantisation_patterns() -> dict[str, Pattern]:
-    """Rows of the pattern table."""
     found = {}
     for name, head, inputs, results in (
         ("rms_norm", rms_norm, NORMED, ()), ("add_rms_norm", add_rms_norm, ADDED, ("hidden",)),

@@ -64,7 +64,6 @@ def _normed_inputs(shape: Shape, dtype: str) -> Specs:
 
 
 def rope_patterns() -> dict[str, Pattern]:
-    """Rows of the pattern table."""
     layout = ("batch x heads x tokens x head dimension", "1x32x128x64", (4,))
     results = ("q_out", "k_out")
     found = {

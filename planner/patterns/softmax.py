@@ -58,7 +58,6 @@ def _moe_sigmoid(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def softmax_patterns() -> dict[str, Pattern]:
-    """Rows of the pattern table."""
     routing, routed = ("tokens x experts", "32x128", (2,)), ("weights", "experts")
     scores = ("... x queries x keys", "1x32x128x128", (2, 3, 4))
     return {

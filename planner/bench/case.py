@@ -12,10 +12,8 @@ from fuseplan.kernels.ir.backend import config_key
 from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import CompileStats, Tally
-from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.implementations.subject import reference_results
-from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.patterns.table import activations
@@ -35,8 +33,6 @@ class PlanFacts:
 
     Attributes:
         bytes: What has to be moved: the plan's, where all of it is one kernel, else every input and output once.
-        kernels: Launches.
-        config: Back end and configuration of each fused group, in words.
         registers: Registers of a thread of each fused group; empty where the back end does not know.
         note: Misses and fallbacks, so that they cannot pass for a result of the plan.
         predicted_us: The cost model's time of the plan in the session's regime; None on a device that was not probed.
@@ -63,14 +59,10 @@ def plan_case(
     return case, plan_facts(case, tally.snapshot(), session.spec, session.settings.regime)
 
 
-def plan_facts(
-    case: Case, seen: CompileStats, spec: DeviceSpec | None = None, regime: str = "eager"
-) -> PlanFacts:
+def plan_facts(case: Case, seen: CompileStats, spec: DeviceSpec | None = None, regime: str = "eager") -> PlanFacts:
     """Bytes, launches, price in a regime (by ``spec``) and compiled facts of a case's plan."""
     graph = case.traced.graph
-    kernels = [
-        PlannedKernel(_group_kernel(case, group.ops), group.backend.name, group.config) for group in case.groups
-    ]
+    kernels = [PlannedKernel(case.kernel(group.ops), group.backend.name, group.config) for group in case.groups]
     computes = [node.name for node in graph if kind_of(node, graph.specs) != "view"]
     fused_ops = {op for group in case.groups for op in group.ops}
     unfused = [name for name in computes if name not in fused_ops]
@@ -80,24 +72,15 @@ def plan_facts(
     ]
     whole = len(kernels) == 1 and not unfused
     return PlanFacts(
-        bytes=kernel_work(kernels[0].lowered.ir).dram_bytes if whole else _compulsory_bytes(case),
+        bytes=kernel_work(kernels[0].lowered.ir).dram_bytes if whole else float(
+            sum(graph.specs[name].nbytes() for name in {*graph.inputs, *graph.outputs})
+        ),
         kernels=len(kernels) + len(unfused),
         config="; ".join(f"{group.backend.name} {config_key(group.config)}" for group in case.groups),
         registers="; ".join(str(count) for count in registers if count is not None),
         note=_plan_note(seen, bool(kernels)),
         predicted_us=predicted_us(graph, kernels, unfused, spec, regime, case.numerics),
     )
-
-
-def _group_kernel(case: Case, ops: Sequence[str]) -> Lowered:
-    flow = compute_graph_of(case.traced.graph)
-    outputs = flow.needed_outside(flow.position[op] for op in ops)
-    return lower(case.traced.graph, ops, case.numerics, outputs)
-
-
-def _compulsory_bytes(case: Case) -> float:
-    graph = case.traced.graph
-    return float(sum(graph.specs[name].nbytes() for name in dict.fromkeys((*graph.inputs, *graph.outputs))))
 
 
 def _plan_note(seen: CompileStats, fuses: bool) -> str:
@@ -113,14 +96,8 @@ def reference_outputs(case: Case) -> list[torch.Tensor]:
     return reference_results(tuple(graph), graph.inputs, graph.outputs, case.inputs, case.target.device_type)
 
 
-# -- operand sets -----------------------------------------------------------------------------------------
-
-
 def operand_sets(case: Case, llc_bytes: int, limit_bytes: int) -> Operands:
-    """Operand sets to use in turn, so that activations are where their producer left them and weights are not.
-
-    Weights are what does not grow with the first size of the pattern's shape.
-    """
+    """Operand sets to use in turn, so that activations are where their producer left them and weights are not."""
     fresh = activations(case.pattern, case.shape, case.dtype)
     hot = [name in fresh for name in case.names]
     cold_bytes = sum(span_bytes(tensor) for tensor, is_hot in zip(case.inputs, hot, strict=True) if not is_hot)

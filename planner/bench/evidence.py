@@ -30,7 +30,11 @@ def environment(session: Session, model: str, command: Sequence[str] | None = No
     identity = asdict(spec.identity) if spec is not None else {"key": session.device}
     return {
         "created": now(),
-        "command": [_without_folder(word) for word in list(sys.argv if command is None else command)[1:]],
+        # Published evidence names files, not where they lie on one machine.
+        "command": [
+            Path(word).name if Path(word).is_absolute() else word
+            for word in (sys.argv if command is None else command)[1:]
+        ],
         "model": model,
         "device": identity,
         "device_key": session.device,
@@ -45,11 +49,6 @@ def environment(session: Session, model: str, command: Sequence[str] | None = No
     }
 
 
-def _without_folder(word: str) -> str:
-    """Published evidence names files, not where they lie on one machine."""
-    return Path(word).name if Path(word).is_absolute() else word
-
-
 def quietness(facts: Mapping[str, Any]) -> list[str]:
     """A sentence when other programs kept the processor busy, for then CPU times say little."""
     load, cores = facts["load_average"], os.cpu_count() or 1
@@ -59,9 +58,7 @@ def quietness(facts: Mapping[str, Any]) -> list[str]:
     return [f"the machine was busy (load average {load} on {cores} cores): times on the CPU are not to be trusted"]
 
 
-_PACKAGES = (
-    "fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python",
-)
+_PACKAGES = ("fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python")
 
 
 def versions(device_type: str) -> dict[str, str]:
@@ -98,13 +95,8 @@ def write_results(
 ) -> list[Path]:
     """Write ``<name>-<part>.csv`` for every frame; ``<name>-<parts>.md`` with all tables, and its ``.json`` of facts.
 
-    Args:
-        folder: Made when missing.
-        name: Start of the file names.
-        frames: Raw rows by part (``model``, ``groups``, ``planner``).
-        facts: What the numbers depend on.
-        words: Sentences to stand above the tables.
-        tables: What the Markdown shows of a part; by default its raw rows, or its contestants side by side.
+    ``words`` stand above the tables. The Markdown shows of a part what ``tables`` has of it, else its contestants side
+    by side, or its raw rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -119,9 +111,7 @@ def write_results(
     return written
 
 
-def _markdown(
-    name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str]
-) -> str:
+def _markdown(name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str]) -> str:
     device = facts.get("device", {})
     lines = [f"# {name}", ""]
     lines += [f"{device.get('name', facts.get('device_key', ''))}, {facts['created']}, commit {facts['commit'] or '-'}"]

@@ -13,7 +13,7 @@ from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
-from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
+from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
 from fuseplan.planner.peers.inductor import inductor_callable
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
@@ -33,9 +33,7 @@ class BenchGroup:
     subject: GroupSubject
 
 
-def fused_groups(
-    session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]
-) -> list[BenchGroup]:
+def fused_groups(session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> list[BenchGroup]:
     """The distinct fused groups of the plans; ``workload`` is the first one that has the group."""
     found: dict[str, BenchGroup] = {}
     for workload, graph, plan in planned:
@@ -56,10 +54,7 @@ def fused_groups(
 def bench_group(
     session: Session, group: BenchGroup, peers: Sequence[str], modes: Sequence[str], seconds: float, seed: int = 0
 ) -> Iterator[BenchRow]:
-    """Rows of one group in every mode. A contestant that fails gets a row that says why.
-
-    Inductor's kernels are called directly, without Dynamo's guards, as ours are.
-    """
+    """Rows of one group in every mode. A contestant that fails gets a row that says why."""
     device, subject = session.target.device_type, group.subject
     common: dict[str, Any] = {"workload": group.workload, "subject": group.choice.label, "key": group.choice.workload}
     with torch.no_grad():
@@ -79,7 +74,9 @@ def bench_group(
                 yield from (BenchRow(contestant=name, mode=mode, note=note, **common) for mode in modes)
                 continue
             runs[name] = run
-            facts[name] = {"compile_s": time.perf_counter() - start, "error": _error(outputs, references)}
+            compile_s, own = time.perf_counter() - start, tensors_of(outputs)
+            worst = max(errors(one.cpu(), exact.cpu())[0] for one, exact in zip(own, references, strict=True))
+            facts[name] = {"compile_s": compile_s, "error": worst}
         for mode in modes:
             yield from mode_rows(timer_for(device, mode), runs, operands, seconds, facts, **common)
 
@@ -91,10 +88,4 @@ def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence
         return backend.fused_callable(subject.ir, group.choice.config, session.target)
     if name == EAGER:
         return subject.eager
-    return inductor_callable(subject.chain, inputs, {INDUCTOR: False, MAX_AUTOTUNE: True}[name])
-
-
-def _error(outputs: Any, references: Sequence[torch.Tensor]) -> float:
-    """Largest normwise relative error over the outputs."""
-    tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    return max(errors(own.cpu(), reference.cpu())[0] for own, reference in zip(tensors, references, strict=True))
+    return inductor_callable(subject.chain, inputs, name == MAX_AUTOTUNE)

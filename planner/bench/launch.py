@@ -6,7 +6,8 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -18,9 +19,7 @@ from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.subject import random_tensor
-from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.peers.inputs import make_inputs, trace_cell
@@ -53,13 +52,10 @@ class LaunchRow:
 
     Attributes:
         subject: Pattern, shape and dtype.
-        what: What is called.
         outputs: ``"allocated"`` in the call, or ``"given"``.
         host_us: Median microseconds until the call returns; None when it failed. The device is not waited for.
-        p20_us: 20th percentile.
-        p80_us: 80th percentile.
         statements: Database statements during all its calls.
-        note: What was special, or why it failed.
+        note: Why it failed.
     """
 
     subject: str
@@ -77,8 +73,6 @@ class LookupRow:
     """Look-ups while one graph is compiled.
 
     Attributes:
-        subject: Pattern, shape and dtype.
-        regions: Its regions.
         database_us: Microseconds per region in the database.
         planning_us: Microseconds per region with everything else that finding a plan takes: regions, hashes, groups.
     """
@@ -87,16 +81,6 @@ class LookupRow:
     regions: int
     database_us: float
     planning_us: float
-
-
-def launch_frame(rows: Sequence[LaunchRow]) -> pd.DataFrame:
-    """One row per kind of call."""
-    return pd.DataFrame([asdict(row) for row in rows], columns=list(LaunchRow.__dataclass_fields__))
-
-
-def lookup_frame(rows: Sequence[LookupRow]) -> pd.DataFrame:
-    """One row per graph."""
-    return pd.DataFrame([asdict(row) for row in rows], columns=list(LookupRow.__dataclass_fields__))
 
 
 def bench_lookup(session: Session, cell: Cell) -> LookupRow:
@@ -120,10 +104,7 @@ def bench_lookup(session: Session, cell: Cell) -> LookupRow:
 def bench_launch(session: Session, cells: Sequence[Cell], seconds: float) -> list[LaunchRow]:
     """Time the calls of each cell's largest fused group and of what it is compared with, all in interleaved rounds.
 
-    Args:
-        session: Plans and compiles; nothing else should be running, since what runs beside a call slows it.
-        cells: What to call.
-        seconds: Time to spend on rounds, for each cell.
+    Nothing else should be running, since what runs beside a call slows it. ``seconds`` are for each cell.
 
     Raises:
         PlanError: A cell's plan fuses nothing.
@@ -159,36 +140,22 @@ def _row(name: Name, samples: Sequence[float], statements: int) -> LaunchRow:
     return LaunchRow(*name, statistics.median(samples), low, high, statements)
 
 
-# -- what is called ---------------------------------------------------------------------------------------
-
-
 def _callables(case: Case) -> Iterator[tuple[tuple[str, str], Callable[[], Call]]]:
     """Name of each kind of call, and what makes it."""
     group = max(case.groups, key=lambda one: len(one.ops))
-    flow = compute_graph_of(case.traced.graph)
-    lowered = lower(
-        case.traced.graph, group.ops, case.numerics, flow.needed_outside(flow.position[op] for op in group.ops)
-    )
+    lowered = case.kernel(group.ops)
     device = case.target.device_type
     inputs = _group_inputs(case, lowered.inputs)
-    yield (GROUP, "allocated"), lambda: _bound(
-        group.backend.fused_callable(lowered.ir, group.config, case.target), inputs
-    )
-    yield (GROUP, "given"), lambda: _bound(
-        group.backend.load(lowered.ir, group.config, case.target), [*inputs, *_outputs(lowered.ir, device)]
-    )
-    yield (PLAN, "allocated"), lambda: _bound(fused(case, case.groups).run, case.inputs)
+    kernel = (lowered.ir, group.config, case.target)
+    outputs = _outputs(lowered.ir, device)
+    yield (GROUP, "allocated"), lambda: partial(group.backend.fused_callable(*kernel), *inputs)
+    yield (GROUP, "given"), lambda: partial(group.backend.load(*kernel), *inputs, *outputs)
+    yield (PLAN, "allocated"), lambda: partial(fused(case, case.groups).run, *case.inputs)
     if device == "cuda":
         yield (TRITON, "given"), lambda: _triton_launcher(case, group, lowered.ir, inputs)
-    dtype = getattr(torch, case.dtype)
-    x = torch.zeros(8, dtype=dtype, device=device)
+    x, y = torch.zeros(2, 8, dtype=getattr(torch, case.dtype), device=device)
     yield (ADD, "allocated"), lambda: lambda: torch.add(x, x)
-    y = torch.zeros(8, dtype=dtype, device=device)
     yield (ADD, "given"), lambda: lambda: torch.add(x, x, out=y)
-
-
-def _bound(call: Callable[..., object], operands: Sequence[torch.Tensor]) -> Call:
-    return lambda: call(*operands)
 
 
 def _group_inputs(case: Case, names: Sequence[str]) -> list[torch.Tensor]:
@@ -219,9 +186,6 @@ def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, inputs: Sequenc
     options = {"num_warps": int(config["num_warps"]), "num_stages": int(config.get("num_stages", 1))}
     grid = (programs(ir, config, {}),)
     return lambda: kernel[grid](*arguments, **options)
-
-
-# -- timing -----------------------------------------------------------------------------------------------
 
 
 def _host_times(
@@ -273,13 +237,10 @@ def launch_verdict(calls: pd.DataFrame, lookups: pd.DataFrame) -> list[str]:
         ]
         lines.append("; ".join([f"{subject}: host time of a call: {said}", *bars]))
         lines.append(f"{subject}: {int(part['statements'].sum())} database statements in all these calls")
-    lines += [
-        f"{row['subject']}: look-up at compile {row['database_us']:.0f} us a region in the database, "
-        f"{row['planning_us']:.0f} us with finding and hashing it"
-        for row in lookups.to_dict("records")
+    return [
+        *lines,
+        *(f"{row['subject']}: look-up at compile {row['database_us']:.0f} us a region in the database, "
+          f"{row['planning_us']:.0f} us with finding and hashing it" for row in lookups.to_dict("records")),
+        *(f"{row['what']} ({row['outputs']} outputs), {row['subject']}: {row['note']}"
+          for row in calls[calls["note"].astype(bool)].to_dict("records")),
     ]
-    lines += [
-        f"{row['what']} ({row['outputs']} outputs), {row['subject']}: {row['note']}"
-        for row in calls[calls["note"].astype(bool)].to_dict("records")
-    ]
-    return lines

@@ -30,14 +30,7 @@ _MAX_CALLS = 200
 
 @dataclass
 class Forward:
-    """One contestant: the model's call on fixed arguments, with a KV cache that can be put back.
-
-    Attributes:
-        call: The (compiled) module.
-        args: Positional arguments.
-        kwargs: Keyword arguments; the cache in them belongs to this contestant.
-        workload: The sizes, which say how many calls the cache has room for.
-    """
+    """One contestant: the (compiled) model's call on fixed arguments, with a KV cache of its own to put back."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -144,7 +137,9 @@ def bench_model(
         args, kwargs = model.example(workload)
         for name in (EAGER, OURS, *(peer for peer in peers if peer != EAGER)):
             start = time.perf_counter()
-            own = _with_own_cache(model, workload, kwargs)
+            own = dict(kwargs)
+            if "past_key_values" in own:
+                own["past_key_values"] = model.example(workload)[1]["past_key_values"]
             reset_stats()
             try:
                 forward = Forward(_compiled(session, model, name), args, own, workload)
@@ -164,13 +159,6 @@ def bench_model(
         for mode in modes:
             timer = ForwardGraphTimer() if mode == "graph" else ForwardTimer(session.target.device_type)
             yield from mode_rows(timer, runs, [()], seconds, facts, **common)
-
-
-def _with_own_cache(model: Model, workload: Workload, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    if "past_key_values" not in kwargs:
-        return dict(kwargs)
-    _, fresh = model.example(workload)
-    return {**kwargs, "past_key_values": fresh["past_key_values"]}
 
 
 def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:
@@ -194,10 +182,8 @@ def first_tensor(output: Any) -> torch.Tensor:
     Raises:
         ValueError: There is none.
     """
-    for leaf in torch.utils._pytree.tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            return leaf
-    for leaf in output.values() if hasattr(output, "values") else ():
+    leaves = torch.utils._pytree.tree_leaves(output)
+    for leaf in (*leaves, *(output.values() if isinstance(output, Mapping) else ())):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf
     raise ValueError("the model returns no floating-point tensor, so its output cannot be compared")

@@ -19,7 +19,7 @@ from fuseplan.planner.peers.peers import PEERS, fused
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now
 from fuseplan.search.timing.measure import cache_bytes
-from fuseplan.search.timing.timers import ColdTimer, Operands, Run, Timer, timer_for
+from fuseplan.search.timing.timers import ColdTimer, Run, Timer, timer_for
 from fuseplan.search.timing.verify import errors
 from fuseplan.search.workers.jobs import free_bytes
 
@@ -43,11 +43,10 @@ class PatternRow(BenchRow):
     ``subject`` is the pattern, ``workload`` its shape; ``bytes`` and what follows are of our plan for the cell.
 
     Attributes:
-        dtype: Dtype of the cell.
         bytes: What has to be moved.
-        kernels: Launches of our plan.
-        config: Its back ends and configurations.
-        registers: Registers of a thread of its kernels.
+        kernels: Launches.
+        config: Back ends and configurations.
+        registers: Registers of a thread of each kernel.
         measured_at: When, UTC.
         in_place: The contestant writes results over operands.
         predicted_us: Of ours, in the mode that its plans are made for: what the cost model says of the plan.
@@ -65,15 +64,7 @@ class PatternRow(BenchRow):
 
 @dataclass(frozen=True)
 class PatternBench:
-    """Times cells.
-
-    Args:
-        session: The device and its plans.
-        peers: Names of the peers.
-        modes: ``"eager"``, ``"graph"``, ``"cold"``.
-        seconds: Seconds of interleaved rounds for each mode of a cell.
-        seed: Seed of the inputs.
-    """
+    """Times cells in ``modes`` (``"eager"``, ``"graph"``, ``"cold"``), ``seconds`` of interleaved rounds in each."""
 
     session: Session
     peers: Sequence[str]
@@ -114,7 +105,8 @@ class PatternBench:
                     yield PatternRow(contestant=name, mode=mode, note=note, **common, **own)
             if not entered.runs:
                 return
-            sets = self._operands(case)
+            target = case.target
+            sets = operand_sets(case, cache_bytes(target.l2_bytes), free_bytes(target.device_type) // 4)
             operands = {
                 name: [contestant.operands(one) for one in sets]
                 for name, contestant in entered.contestants.items() if contestant.prepare is not None
@@ -167,10 +159,6 @@ class PatternBench:
         if case.target.device_type not in PEERS[name].devices:
             raise PeerError(f"{name} does not run on {case.target.device_type}")
         return PEERS[name].build(case)
-
-    def _operands(self, case: Case) -> Operands:
-        limit = free_bytes(case.target.device_type) // 4
-        return operand_sets(case, cache_bytes(case.target.l2_bytes), limit)
 
     def _timer(self, mode: str) -> Timer:
         """The mode's timer, made once: the cold one has a large buffer."""

@@ -41,15 +41,8 @@ def predicted_us(
 ) -> float | None:
     """Microseconds that the model predicts for a plan, launch after launch, with what kernels cost each other.
 
-    None where the device was not probed.
-
-    Args:
-        graph: A static graph.
-        kernels: The plan's fused groups.
-        unfused: Names of the compute ops outside them.
-        spec: The device as probed and calibrated.
-        regime: ``"eager"`` or ``"graph"``.
-        numerics: What the plan is made for, ``"fp32"`` or ``"eager"``.
+    None where the device was not probed (``spec``). The graph is static; ``unfused`` are the compute ops outside the
+    plan's fused groups ``kernels``.
     """
     if spec is None:
         return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import pandas as pd
@@ -22,19 +22,15 @@ class BenchRow:
     Attributes:
         workload: Sizes (``decode 1 @ 256``).
         subject: What was timed: ``model``, or a group's label.
-        contestant: Who.
         mode: ``"eager"``: launched from Python. ``"graph"``: replayed from a CUDA graph. ``"cold"``: device time of
             single calls, the last-level cache overwritten before each.
-        median_us: Median of the samples; None when it failed.
-        p20_us: 20th percentile.
-        p80_us: 80th percentile.
+        median_us: Median of the samples; None when it failed. 20th and 80th percentile stand beside it.
         rounds: Samples, each the mean of two interleaved rounds: one in either order of the contestants.
         noise: Relative A/A noise of the run.
         gain: Median paired gain of ours over this contestant, relative to it; positive when ours is faster.
         error: Normwise relative error: of a group against float64, of a model against eager. None where unknown.
         compile_s: Seconds until the first call had returned.
         note: What was special, or why it failed.
-        key: Workload key of a group.
     """
 
     workload: str
@@ -68,17 +64,9 @@ def fair_contest(
     timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float,
     own: Mapping[str, Operands] | None = None,
 ) -> tuple[Contest | None, dict[str, str]]:
-    """Time all contestants in interleaved rounds, without those that fail.
+    """Time all contestants in interleaved rounds: the samples (None when nobody is left), and why the others failed.
 
-    Args:
-        timer: How to time.
-        runs: Contestants.
-        operands: Operand sets.
-        seconds: Time to spend on rounds.
-        own: Operand sets of contestants that want the same values in a layout of their own.
-
-    Returns:
-        The samples (None when nobody is left), and why each of the others failed.
+    ``own`` has the operand sets of contestants that want the same values in a layout of their own.
     """
     samplers: dict[int, Sampler] = {}
     failed: dict[str, str] = {}
@@ -105,16 +93,9 @@ def mode_rows(
     timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, facts: Mapping[str, Mapping[str, Any]],
     own: Mapping[str, Operands] | None = None, **common: Any,
 ) -> list[BenchRow]:
-    """Time ``runs`` in one mode: a row for every contestant, whatever happens to it.
+    """Time ``runs`` as in :func:`fair_contest`: a row for every contestant, whatever happens to it.
 
-    Args:
-        timer: How to time; its regime is the mode.
-        runs: Contestants.
-        operands: Operand sets.
-        seconds: Time to spend on rounds.
-        facts: Fields that each contestant brings along.
-        own: Operand sets of contestants with a layout of their own.
-        common: Fields that all rows share.
+    The timer's regime is the mode. ``facts`` are fields of each contestant, ``common`` those that all rows share.
     """
     result, failed = fair_contest(timer, runs, operands, seconds, own)
     rows = rows_of(result.both_ways(), **common) if result is not None else {}
@@ -128,7 +109,8 @@ def rows_of(result: Contest, **common: Any) -> dict[str, BenchRow]:
     """A row for every contestant of an interleaved run; ``common`` fills the fields that all share."""
     found: dict[str, BenchRow] = {}
     for name, samples in result.samples.items():
-        low, high = _percentile(samples, 0.2), _percentile(samples, 0.8)
+        ordered = sorted(samples)
+        low, high = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.2, 0.8))
         gain = result.gain(OURS, name) if OURS in result.samples and name != OURS else None
         found[name] = BenchRow(
             contestant=name, mode=result.regime, median_us=statistics.median(samples), p20_us=low, p80_us=high,
@@ -137,14 +119,16 @@ def rows_of(result: Contest, **common: Any) -> dict[str, BenchRow]:
     return found
 
 
-def _percentile(samples: Sequence[float], share: float) -> float:
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def bench_frame(rows: Sequence[Any], kind: type = BenchRow) -> pd.DataFrame:
+    """One line per row, a dataclass (``kind`` where there are no rows); numbers that are missing are NaN."""
+    kind = type(rows[0]) if rows else kind
+    frame = pd.DataFrame([asdict(row) for row in rows], columns=[one.name for one in fields(kind)])
+    return frame.astype(dict.fromkeys(columns_of(kind, "float | None"), "float64"))
 
 
-def bench_frame(rows: Iterable[BenchRow]) -> pd.DataFrame:
-    """One row per measurement."""
-    return pd.DataFrame([asdict(row) for row in rows], columns=list(BenchRow.__dataclass_fields__))
+def columns_of(kind: type, annotation: str) -> list[str]:
+    """Columns of a frame whose fields are annotated so."""
+    return [one.name for one in fields(kind) if one.type == annotation]
 
 
 def comparison(frame: pd.DataFrame) -> pd.DataFrame:

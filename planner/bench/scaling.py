@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
 from fuseplan.planner.bench.synthetic import transformer_graph
@@ -22,35 +23,28 @@ _LAUNCH_S = 2e-6
 _BYTES_PER_S = 1e12
 
 
-def plan_scaling(
-    sizes: Sequence[int] = (1_000, 10_000, 100_000), legal: Legal | None = None
-) -> pd.DataFrame:
-    """Build, hash and plan synthetic decoders of the given sizes, timing each step.
-
-    Args:
-        sizes: Numbers of ops.
-        legal: Legality of a group; by default whether it lowers.
+def plan_scaling(sizes: Sequence[int] = (1_000, 10_000, 100_000), legal: Legal | None = None) -> pd.DataFrame:
+    """Build, hash and plan synthetic decoders of these numbers of ops; ``legal`` is by default whether a group lowers.
 
     Returns:
-        One row a size: what was found (``regions``, ``unique_regions``, ``candidates``, ``groups``), the seconds of
-        each step, their total, and ``us_per_op``.
+        One row a size: what was found, the seconds of each step, their total, and ``us_per_op``.
     """
     return pd.DataFrame([_plan_once(size, legal) for size in sizes])
 
 
 def _plan_once(size: int, legal: Legal | None) -> dict[str, float | int]:
-    clock = _Clock()
+    laps = [time.perf_counter()]
     graph = transformer_graph(size)
-    build_s = clock.lap()
+    laps.append(time.perf_counter())
     regions = find_regions(graph)
     unique = unique_regions(regions)
-    regions_s = clock.lap()
+    laps.append(time.perf_counter())
     limits = CandidateLimits()
     parts = {key: region_parts(graph, found[0]) for key, found in unique.items()}
     enumerations = {
         part: enumerate_candidates(graph, part, limits, legal) for of_one in parts.values() for part in of_one
     }
-    enumerate_s = clock.lap()
+    laps.append(time.perf_counter())
     groups: list[Candidate] = []
     ways = Implementations(AtenOp(), GeneratedKernel())
     for key, found in unique.items():
@@ -60,18 +54,16 @@ def _plan_once(size: int, legal: Legal | None) -> dict[str, float | int]:
             fused = [priced.choice.group for priced in result.chosen if priced.choice.implementation.searches]
             groups += [transfer(graph, group, found[0], region) for region in found for group in fused]
     kept, _ = break_cycles(graph, groups)
-    cover_s = clock.lap()
-    total_s = build_s + regions_s + enumerate_s + cover_s
+    laps.append(time.perf_counter())
+    steps = dict(zip(("build_s", "regions_s", "enumerate_s", "cover_s"), np.diff(laps).tolist(), strict=True))
+    total_s = sum(steps.values())
     return {
         "ops": len(graph),
         "regions": len(regions),
         "unique_regions": len(unique),
         "candidates": sum(len(found.candidates) for found in enumerations.values()),
         "groups": len(kept),
-        "build_s": build_s,
-        "regions_s": regions_s,
-        "enumerate_s": enumerate_s,
-        "cover_s": cover_s,
+        **steps,
         "total_s": total_s,
         "us_per_op": total_s / len(graph) * 1e6,
     }
@@ -81,13 +73,3 @@ def traffic_s(graph: DataflowGraph, choice: Choice) -> float:
     """One launch plus the bytes of a group's inputs and outputs, on the nominal device."""
     values = (*choice.group.inputs, *choice.group.outputs)
     return _LAUNCH_S + sum(graph.specs[value].nbytes(graph.symbols) for value in values) / _BYTES_PER_S
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self.last = self.last, time.perf_counter()
-        return self.last - before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
@@ -37,10 +38,10 @@ class _Decoder:
         hidden = self._input((_BATCH, 1, _HIDDEN))
         angles = self._input((_BATCH, 1, _HEAD_DIM))
         cos, sin = (self._op(f"aten.{name}.default", (angles,), (_BATCH, 1, _HEAD_DIM)) for name in ("cos", "sin"))
-        layer = 0
-        while len(self.nodes) < self.size:
+        for layer in count():
+            if len(self.nodes) >= self.size:
+                break
             hidden = self._layer(layer, hidden, cos, sin)
-            layer += 1
         nodes = self.nodes[: self.size]
         names = {node.name for node in nodes}
         used = {value for node in nodes for value in node.inputs}
@@ -78,21 +79,17 @@ class _Decoder:
         q, k = self._rope(q, cos, sin), self._rope(k, cos, sin)
         caches, writes = [], []
         for new in (k, v):
-            cache = self._input((_BATCH, _HEADS, _KV_LENGTH, _HEAD_DIM))
-            position = self._input((1,), "int64")
-            write = self._op("aten.index_copy_.default", (cache, position, new), self.specs[cache].shape, dim=2)
-            caches.append(cache)
-            writes.append(write)
+            caches.append(self._input((_BATCH, _HEADS, _KV_LENGTH, _HEAD_DIM)))
+            operands = (caches[-1], self._input((1,), "int64"), new)
+            writes.append(self._op("aten.index_copy_.default", operands, dim=2))
         attended = self._op("aten.scaled_dot_product_attention.default", (q, *caches), heads)
         self.order += [(write, attended) for write in writes]
-        moved = self._view("aten.transpose.int", attended, (1, 2), dim0=1, dim1=2)
         flat = (_BATCH, 1, _HIDDEN)
-        return self._linear(self._op("aten.view.default", (moved,), flat, size=flat), _HIDDEN)
+        return self._linear(self._op("aten.view.default", (self._swapped(attended),), flat, size=flat), _HIDDEN)
 
     def _heads(self, projected: str) -> str:
         split = (_BATCH, 1, _HEADS, _HEAD_DIM)
-        return self._view("aten.transpose.int", self._op("aten.view.default", (projected,), split, size=split), (1, 2),
-                          dim0=1, dim1=2)
+        return self._swapped(self._op("aten.view.default", (projected,), split, size=split))
 
     def _rope(self, x: str, cos: str, sin: str) -> str:
         half = _HEAD_DIM // 2
@@ -116,13 +113,11 @@ class _Decoder:
         self.specs[name] = TensorSpec.contiguous(shape, dtype)
         return name
 
-    def _view(self, op: str, value: str, swap: tuple[int, int], **attrs: Any) -> str:
-        """A transposition of the dimensions ``swap``."""
+    def _swapped(self, value: str) -> str:
+        """Dimensions 1 and 2 transposed."""
         spec = self.specs[value]
-        order = list(range(len(spec.shape)))
-        order[swap[0]], order[swap[1]] = swap[1], swap[0]
-        moved = TensorSpec(tuple(spec.shape[d] for d in order), spec.dtype, tuple(spec.strides[d] for d in order))
-        return self._emit(op, (value,), moved, **attrs)
+        shape, strides = (tuple(sizes[dim] for dim in (0, 2, 1, 3)) for sizes in (spec.shape, spec.strides))
+        return self._emit("aten.transpose.int", (value,), TensorSpec(shape, spec.dtype, strides), dim0=1, dim1=2)
 
     def _op(self, op: str, inputs: tuple[str, ...], shape: tuple[int, ...] | None = None, **attrs: Any) -> str:
         """An op with a contiguous result (of the first operand's shape unless given)."""

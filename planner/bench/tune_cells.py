@@ -21,10 +21,7 @@ from fuseplan.search.tune.tuner import Budget, Tuner
 class CellTuner:
     """Plans and tunes what is not stored; a context manager. No process is started before something is missing.
 
-    Args:
-        session: Open for writing, its device probed.
-        budget: What one fusion group may cost.
-        seed: Seed of the search.
+    The session is open for writing, and its device probed.
 
     Attributes:
         failures: Regions that could not be planned; their workload is the cell's key.

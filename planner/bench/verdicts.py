@@ -38,23 +38,19 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
             times[COPY] = copies[subject, workload, key]
         row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode}
         row |= {f"{name}_us": times.get(name) for name in names}
-        row["predicted_us"] = _predicted(part)
+        predicted = part.loc[part["contestant"] == OURS, "predicted_us"].dropna()
+        row["predicted_us"] = None if predicted.empty else float(predicted.iloc[0])
         in_place = set(part.loc[part["in_place"].eq(True), "contestant"])
         rows.append(row | _standing(times, in_place, float(part["bytes"].max())))
     return pd.DataFrame(rows)
 
 
-def _predicted(part: pd.DataFrame) -> float | None:
-    known = part.loc[part["contestant"] == OURS, "predicted_us"].dropna()
-    return None if known.empty else float(known.iloc[0])
-
-
 def _standing(times: dict[str, float], in_place: set[str], moved_bytes: float) -> dict[str, Any]:
     known = {name: value for name, value in times.items() if pd.notna(value) and value}
     ours, copy = known.get(OURS), known.get(COPY)
-    rivals = {name: value for name, value in known.items() if name not in (OURS, OURS_IN_PLACE, COPY)}
-    overwriting = _best({name: value for name, value in rivals.items() if name in in_place})
-    others = _best({name: value for name, value in rivals.items() if name not in in_place})
+    rivals = sorted((name for name in known if name not in (OURS, OURS_IN_PLACE, COPY)), key=lambda name: known[name])
+    overwriting = next((name for name in rivals if name in in_place), None)
+    others = next((name for name in rivals if name not in in_place), None)
     ratios = {
         name: _ratio(known.get(name), own) for name, own in
         ((overwriting, known.get(OURS_IN_PLACE, ours)), (others, ours)) if name is not None
@@ -69,10 +65,6 @@ def _standing(times: dict[str, float], in_place: set[str], moved_bytes: float) -
         "gbps": moved_bytes / ours / 1e3 if ours else None,
         "copy_share": _ratio(copy, ours),
     }
-
-
-def _best(times: dict[str, float]) -> str | None:
-    return min(times, key=lambda name: times[name]) if times else None
 
 
 def pattern_verdict(frame: pd.DataFrame) -> list[str]:
@@ -90,26 +82,16 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
             f"{mode}: {geometric_mean(judged['vs_best']):.3f}x the best peer (geometric mean of {len(judged)} cells), "
             f"worst {judged['vs_best'].min():.2f}x; {len(lost)} under {LOST:.2f}x"
         )
-        lines += [_pattern_line(str(mode), str(name), one) for name, one in judged.groupby("pattern", sort=False)]
-        lines += _large(str(mode), judged)
+        for name, one in judged.groupby("pattern", sort=False):
+            mean, worst = geometric_mean(one["vs_best"]), one["vs_best"].min()
+            lines.append(f"{mode}, {name}: {mean:.3f}x ({len(one)} cells), worst {worst:.2f}x")
+        share = judged.loc[judged["mb"] >= LARGE_BYTES / 1e6, "copy_share"].dropna()
+        if len(share):
+            lines.append(
+                f"{mode}: {len(share)} cells move {LARGE_BYTES / 1e6:.0f} MB or more, at {share.min():.1%} to "
+                f"{share.max():.1%} of a copy's bandwidth; {(share < _COPY_SHARE).sum()} under {_COPY_SHARE:.0%}"
+            )
     return lines + prediction_verdict(frame) + _losses(frame, table)
-
-
-def _pattern_line(mode: str, name: str, part: pd.DataFrame) -> str:
-    mean, worst = geometric_mean(part["vs_best"]), part["vs_best"].min()
-    return f"{mode}, {name}: {mean:.3f}x ({len(part)} cells), worst {worst:.2f}x"
-
-
-def _large(mode: str, part: pd.DataFrame) -> list[str]:
-    large = part[(part["mb"] >= LARGE_BYTES / 1e6) & part["copy_share"].notna()]
-    if large.empty:
-        return []
-    share = large["copy_share"]
-    low = int((share < _COPY_SHARE).sum())
-    return [
-        f"{mode}: {len(large)} cells move {LARGE_BYTES / 1e6:.0f} MB or more, "
-        f"at {share.min():.1%} to {share.max():.1%} of a copy's bandwidth; {low} under {_COPY_SHARE:.0%}"
-    ]
 
 
 def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
@@ -149,15 +131,10 @@ def notes(frame: pd.DataFrame) -> list[str]:
     return lines
 
 
-# -- headlines --------------------------------------------------------------------------------------------
-
-
 def headline_table(frame: pd.DataFrame, claims: Mapping[str, str]) -> pd.DataFrame:
     """One line per cell and mode: how many times faster than eager ours and TorchInductor are.
 
-    Args:
-        frame: Rows of a pattern bench.
-        claims: By cell key, what is claimed or aimed at, in words.
+    ``claims`` are by cell key, in words.
     """
     rivals = [name for name in (INDUCTOR, MAX_AUTOTUNE) if name in set(frame["contestant"])]
     rows = []

@@ -9,38 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fuseplan.planner.cli.bench_options import (
-    ColsOption,
-    MinutesOption,
-    ModesOption,
-    PatternsOption,
-    PeersOption,
-    ProcessesOption,
-    ResumeOption,
-    RowsOption,
-    ShapesOption,
-    TrialsOption,
-    TuneOption,
-    TuneSecondsOption,
-    Wanted,
-    write,
-)
-from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, console, decimal, device_type, print_frame
-from fuseplan.planner.cli.source import (
-    ConfigOption,
-    DecodeOption,
-    DtypeOption,
-    KvLenOption,
-    LayersOption,
-    ModelOption,
-    ModuleOption,
-    Numerics,
-    NumericsOption,
-    PrefillOption,
-    Regime,
-    capture_all,
-    regime_name,
-)
+from fuseplan.planner.cli import bench_patterns, common
+from fuseplan.planner.cli import source as opt
 from fuseplan.search.store.plain import plain
 
 if TYPE_CHECKING:
@@ -68,7 +38,14 @@ class BenchTopic(StrEnum):
 
 
 #: Topics about named patterns.
-_OF_PATTERNS = (BenchTopic.PATTERNS, BenchTopic.HEADLINES, BenchTopic.LAUNCH)
+_OF_PATTERNS = {
+    BenchTopic.PATTERNS: bench_patterns.patterns, BenchTopic.HEADLINES: bench_patterns.headlines,
+    BenchTopic.LAUNCH: bench_patterns.launch,
+}
+#: Of those, the ones whose plans are made for CUDA graphs where there are any.
+_IN_GRAPHS = (BenchTopic.PATTERNS, BenchTopic.HEADLINES)
+#: Seconds of rounds for one comparison, where it is not one.
+_SECONDS = {BenchTopic.PATTERNS: 0.3, BenchTopic.HEADLINES: 0.5, BenchTopic.LAUNCH: 0.5}
 
 
 def bench(
@@ -80,23 +57,23 @@ def bench(
             "planner: how planning scales to 100k ops."
         ),
     ] = BenchTopic.ALL,
-    model: ModelOption = None,
-    config: ConfigOption = None,
-    module: ModuleOption = None,
-    decode: DecodeOption = None,
-    kv_len: KvLenOption = None,
-    prefill: PrefillOption = None,
-    dtype: DtypeOption = None,
-    layers: LayersOption = None,
-    numerics: NumericsOption = Numerics.FP32,
+    model: opt.ModelOption = None,
+    config: opt.ConfigOption = None,
+    module: opt.ModuleOption = None,
+    decode: opt.DecodeOption = None,
+    kv_len: opt.KvLenOption = None,
+    prefill: opt.PrefillOption = None,
+    dtype: opt.DtypeOption = None,
+    layers: opt.LayersOption = None,
+    numerics: opt.NumericsOption = opt.Numerics.FP32,
     regime: Annotated[
-        Regime | None,
+        opt.Regime | None,
         typer.Option("--regime", help="Plans tuned for launches from Python, or for CUDA graphs. Default: eager; "
                      "graph for patterns and headlines on CUDA, where device time decides."),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(parser=decimal(0.01), metavar="S",
+        typer.Option(parser=common.decimal(0.01), metavar="S",
                      help="Seconds of interleaved rounds per comparison. Default: 1; 0.3 for patterns, 0.5 "
                      "for headlines and launch."),
     ] = None,
@@ -104,24 +81,63 @@ def bench(
         bool, typer.Option("--max-autotune/--no-max-autotune", help="Also time TorchInductor with max-autotune (slow).")
     ] = True,
     inductor: Annotated[bool, typer.Option("--inductor/--no-inductor", help="Time TorchInductor at all.")] = True,
-    pattern: PatternsOption = None,
-    shape: ShapesOption = None,
-    rows: RowsOption = None,
-    cols: ColsOption = None,
-    rivals: PeersOption = None,
-    modes: ModesOption = None,
-    tune: TuneOption = True,
-    trials: TrialsOption = 12,
-    tune_seconds: TuneSecondsOption = 6.0,
-    compile_processes: ProcessesOption = None,
-    resume: ResumeOption = False,
-    minutes: MinutesOption = None,
+    pattern: Annotated[
+        list[str] | None,
+        typer.Option("--pattern", metavar="NAME", help="patterns, launch: this pattern; repeatable. Default: a set."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="32x4096", help="patterns, launch: this shape of each --pattern; repeatable."),
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="1,32", help="patterns: rows to sweep, instead of 1 to 16384.")
+    ] = None,
+    cols: Annotated[
+        str | None, typer.Option(metavar="4096,8192", help="patterns: widths to sweep, instead of the pattern's.")
+    ] = None,
+    rivals: Annotated[
+        str | None,
+        typer.Option("--peers", metavar="A,B",
+                     help="patterns: eager, inductor, inductor-max-autotune, liger, flashinfer, triton-default, "
+                     "ninetoothed-default, cpp-default. Default: all that the device has."),
+    ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(metavar="eager,graph,cold",
+                     help="patterns: launched from Python, replayed from a CUDA graph, one call after the cache was "
+                     "overwritten. Default: all three, on CPUs eager."),
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune/--no-tune", help="patterns, launch: tune what is not stored before measuring it.")
+    ] = True,
+    trials: Annotated[
+        int,
+        typer.Option(parser=common.whole(1), metavar="N", help="patterns: configurations tried per group when tuning."),
+    ] = 12,
+    tune_seconds: Annotated[
+        float,
+        typer.Option(parser=common.decimal(0.1), metavar="S", help="patterns: search time per group when tuning."),
+    ] = 6.0,
+    compile_processes: Annotated[
+        int | None,
+        typer.Option(parser=common.whole(0, 1024), metavar="N",
+                     help="patterns: processes that compile the peers' kernels beforehand. Default: the cores, on CPUs "
+                     "none."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="patterns: keep the cells that the result file has, measure the others.")
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(parser=common.decimal(0.0), metavar="M",
+                     help="patterns: start no new cell after this long; see --resume."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where to write CSV, Markdown and JSON. "
                                   "Default: results/<device>.")
     ] = None,
-    device: DeviceOption = Device.AUTO,
-    db: DbOption = None,
+    device: common.DeviceOption = common.Device.AUTO,
+    db: common.DbOption = None,
 ) -> None:
     """Measure our plan beside its peers, on the same inputs in one run.
 
@@ -129,41 +145,36 @@ def bench(
     everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
     interrupted bench keeps what it has measured.
     """
-    from fuseplan.planner.cli.source import full_dtype_name
     from fuseplan.planner.tuning.planner import PlanSettings
     from fuseplan.planner.tuning.session import open_session
 
-    kind = device_type(device)
-    of_patterns = topic in _OF_PATTERNS
+    kind = common.device_type(device)
     if regime is None:
-        regime = Regime.GRAPH if topic in _OF_PATTERNS[:2] and kind == "cuda" else Regime.EAGER
-    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
+        regime = opt.Regime.GRAPH if topic in _IN_GRAPHS and kind == "cuda" else opt.Regime.EAGER
+    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
     _check_options(topic, (model, config, module, decode, kv_len, prefill, layers), (pattern, shape, rows, cols, rivals,
                    modes, compile_processes, minutes))
-    peers = _peers(inductor, max_autotune)
-    if of_patterns:
-        from fuseplan.planner.cli.bench_patterns import check
-
-        wanted = Wanted(
-            patterns=pattern or (), shapes=shape or (), rows=rows, cols=cols, peers=rivals, modes=modes,
-            dtype=full_dtype_name(dtype), without=_left_out(peers), seconds=seconds or _SECONDS[topic], tune=tune,
-            trials=trials, tune_seconds=tune_seconds, processes=compile_processes, resume=resume, minutes=minutes,
-            out=out,
+    without, spend = _left_out(inductor, max_autotune), seconds or _SECONDS.get(topic, 1.0)
+    if topic in _OF_PATTERNS:
+        wanted = bench_patterns.Wanted(
+            pattern or (), shape or (), rows, cols, rivals, modes, opt.full_dtype_name(dtype), without, spend,
+            tune, trials, tune_seconds, compile_processes, resume, minutes, out,
         )
-        check(wanted, kind)
-        _of_patterns(topic, open_session(kind, db, settings, mode="write" if tune else "inspect"), wanted)
+        bench_patterns.check(wanted, kind)
+        _OF_PATTERNS[topic](open_session(kind, db, settings, mode="write" if tune else "inspect"), wanted)
         return
     session = open_session(kind, db, settings, mode="inspect")
     if topic is BenchTopic.PLANNER:
         _planner(session, out)
         return
     from fuseplan.planner.models.sources import find_source, workloads_for
+    from fuseplan.planner.peers.contestant import STANDARD_PEERS
 
+    peers = [name for name in STANDARD_PEERS if name not in without]
     source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))
     workloads = workloads_for(source, kind, decode, kv_len, prefill)
     launches = ("eager", "graph") if kind == "cuda" else ("eager",)
     parts: dict[str, list[BenchRow]] = {}
-    spend = seconds or _SECONDS[topic]
     try:
         if topic in (BenchTopic.ALL, BenchTopic.GROUPS):
             parts["groups"] = []
@@ -177,13 +188,6 @@ def bench(
             _publish(session, source.label, measured, out)
 
 
-#: Seconds of rounds for one comparison.
-_SECONDS = {
-    BenchTopic.ALL: 1.0, BenchTopic.MODEL: 1.0, BenchTopic.GROUPS: 1.0, BenchTopic.PATTERNS: 0.3,
-    BenchTopic.HEADLINES: 0.5, BenchTopic.LAUNCH: 0.5,
-}
-
-
 def _check_options(topic: BenchTopic, of_model: Sequence[object], of_patterns: Sequence[object]) -> None:
     """An option that a topic does not take is a mistake, not something to pass over."""
     from fuseplan.planner.errors import ConfigError
@@ -194,26 +198,11 @@ def _check_options(topic: BenchTopic, of_model: Sequence[object], of_patterns: S
         raise ConfigError(f"`plan bench {topic}` takes no pattern's options; try `plan bench patterns`")
 
 
-def _of_patterns(topic: BenchTopic, session: Session, wanted: Wanted) -> None:
-    from fuseplan.planner.cli import bench_patterns as runs
-
-    topics = {
-        BenchTopic.PATTERNS: runs.patterns, BenchTopic.HEADLINES: runs.headlines, BenchTopic.LAUNCH: runs.launch,
-    }
-    topics[topic](session, wanted)
-
-
-def _left_out(peers: Sequence[str]) -> tuple[str, ...]:
+def _left_out(inductor: bool, max_autotune: bool) -> tuple[str, ...]:
     """What ``--no-inductor`` and ``--no-max-autotune`` rule out."""
-    from fuseplan.planner.peers.contestant import STANDARD_PEERS
+    from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
 
-    return tuple(name for name in STANDARD_PEERS if name not in peers)
-
-
-def _peers(inductor: bool, max_autotune: bool) -> tuple[str, ...]:
-    from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE
-
-    return (EAGER, *([INDUCTOR] if inductor else []), *([MAX_AUTOTUNE] if inductor and max_autotune else []))
+    return tuple(name for name, kept in ((INDUCTOR, inductor), (MAX_AUTOTUNE, inductor and max_autotune)) if not kept)
 
 
 def _groups(
@@ -224,7 +213,7 @@ def _groups(
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.tuning.tune import RegionFailure, noting
 
-    graphs = capture_all(source, workloads, session.target.device_type)
+    graphs = opt.capture_all(source, workloads, session.target.device_type)
     failures: list[RegionFailure] = []
     planned = [
         (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))
@@ -239,7 +228,7 @@ def _groups(
     groups = fused_groups(session, planned)
     if not groups:
         raise PlanError("the plan fuses nothing, so there is no group to measure; run `plan tune` first")
-    with console(stderr=True).status("measuring") as status:
+    with common.console(stderr=True).status("measuring") as status:
         for number, group in enumerate(groups, 1):
             status.update(f"group {number} of {len(groups)}: {group.choice.label}")
             yield from bench_group(session, group, peers, modes, seconds)
@@ -252,7 +241,7 @@ def _models(
     from fuseplan.planner.bench.model import bench_model
     from fuseplan.planner.models.build import build_model
 
-    with console(stderr=True).status(f"building {source.label}") as status:
+    with common.console(stderr=True).status(f"building {source.label}") as status:
         model = build_model(source, session.target.device_type)
         for workload in workloads:
             status.update(f"{source.label}, {workload.label}: compiling and measuring every contestant")
@@ -265,20 +254,20 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
     frames: dict[str, pd.DataFrame] = {part: results.bench_frame(rows) for part, rows in parts.items()}
     words: list[str] = []
     for part, frame in frames.items():
-        print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
+        common.print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
-    write(session, name, frames, words, out)
+    bench_patterns.write(session, name, frames, words, out)
 
 
 def _planner(session: Session, out: Path | None) -> None:
     from fuseplan.planner.bench.scaling import plan_scaling
 
-    with console(stderr=True).status("planning synthetic graphs of 1k, 10k and 100k ops"):
+    with common.console(stderr=True).status("planning synthetic graphs of 1k, 10k and 100k ops"):
         frame = plan_scaling()
-    print_frame(frame, title="Planning time by graph size")
+    common.print_frame(frame, title="Planning time by graph size")
     words = [
         f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"
         for row in frame.to_dict("records")
     ]
-    write(session, "planner", {"planner": frame}, words, out)
+    bench_patterns.write(session, "planner", {"planner": frame}, words, out)

@@ -6,14 +6,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import typer
 
-from fuseplan.planner.cli.bench_options import Wanted
 from fuseplan.planner.cli.common import console, print_frame
 
 if TYPE_CHECKING:
@@ -34,6 +34,30 @@ _HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
 })
 #: Groups whose launch is timed unless patterns are named: one without and one with a reduction, both tiny.
 _LAUNCHES = (("swiglu", "1x4096"), ("add_rms_norm", "1x4096"))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the options ask for; lists as text, and None, stand for the defaults."""
+
+    patterns: Sequence[str] = ()
+    shapes: Sequence[str] = ()
+    rows: str | None = None
+    cols: str | None = None
+    peers: str | None = None
+    modes: str | None = None
+    dtype: str | None = None
+    #: Peers that other options rule out.
+    without: tuple[str, ...] = ()
+    #: Seconds of rounds for each mode of a cell.
+    seconds: float = 0.3
+    tune: bool = True
+    trials: int = 12
+    tune_seconds: float = 6.0
+    processes: int | None = None
+    resume: bool = False
+    minutes: float | None = None
+    out: Path | None = None
 
 
 def check(wanted: Wanted, kind: str) -> None:
@@ -81,7 +105,7 @@ def headlines(session: Session, wanted: Wanted) -> None:
 def launch(session: Session, wanted: Wanted) -> None:
     """Host time of one call, and of the look-up at compile."""
     from fuseplan.planner.bench import launch as bench
-    from fuseplan.planner.cli.bench_options import write
+    from fuseplan.planner.bench.rows import bench_frame
     from fuseplan.planner.patterns.cells import cell
 
     named = bool(wanted.patterns or wanted.shapes)
@@ -98,7 +122,7 @@ def launch(session: Session, wanted: Wanted) -> None:
         status.update("timing look-ups and launches")
         lookups = [bench.bench_lookup(session, one) for one in cells]
         calls = bench.bench_launch(session, cells, wanted.seconds)
-    frames = {"calls": bench.launch_frame(calls), "lookups": bench.lookup_frame(lookups)}
+    frames = {"calls": bench_frame(calls), "lookups": bench_frame(lookups)}
     for part, frame in frames.items():
         print_frame(frame, title=f"launch, {part}: us", spare=("note",))
     said += bench.launch_verdict(frames["calls"], frames["lookups"])
@@ -121,9 +145,6 @@ def _named_cells(wanted: Wanted) -> list[Cell]:
     ]
 
 
-# -- measuring --------------------------------------------------------------------------------------------
-
-
 def _measure(
     session: Session, wanted: Wanted, cells: Sequence[Cell], name: str, words: Sequence[str],
     claims: Mapping[str, str] | None = None,
@@ -131,7 +152,6 @@ def _measure(
     """Tune and time the cells, writing rows as they come, and publish what there is whatever happens."""
     from fuseplan.planner.bench.log import RowLog
     from fuseplan.planner.bench.patterns import PatternBench
-    from fuseplan.planner.cli.bench_options import results_folder
     from fuseplan.planner.peers.peers import peer_names
 
     kind = session.target.device_type
@@ -154,8 +174,7 @@ def _fill(
     session: Session, wanted: Wanted, bench: PatternBench, cells: Sequence[Cell], log: RowLog, said: list[str]
 ) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
-    from fuseplan.planner.peers.compile_ahead import InductorPool
-    from fuseplan.planner.peers.libraries import LibraryBuilds
+    from fuseplan.planner.peers.compile_ahead import CompilePool
     from fuseplan.search.workers.worker import usable_cores
 
     deadline = time.monotonic() + 60 * wanted.minutes if wanted.minutes is not None else math.inf
@@ -167,17 +186,14 @@ def _fill(
     done = 0
     with (
         tuner as tuning,
-        InductorPool(kind, bench.peers, processes) as pool,
-        LibraryBuilds(kind, bench.peers, processes) as libraries,
+        CompilePool(kind, bench.peers, processes) as pool,
         console(stderr=True).status("measuring") as status,
     ):
         for batch in batches:
             if time.monotonic() >= deadline:
                 break
             status.update(f"{batch[0].pattern}: compiling what it is compared with in {processes} processes")
-            libraries.start(batch)
             said += [f"compiling beforehand failed: {failure}" for failure in pool.compile(batch)]
-            libraries.wait(batch[0].pattern)
             if tuning is not None:
                 tuning.look_ahead(batch)
             for cell in batch:
@@ -243,9 +259,31 @@ def _publish(
     claims: Mapping[str, str] | None,
 ) -> None:
     from fuseplan.planner.bench import verdicts
-    from fuseplan.planner.cli.bench_options import write
 
     table = verdicts.pattern_table(frame) if claims is None else verdicts.headline_table(frame, claims)
     print_frame(table, title=f"{name}: median us", spare=("gbps", "mb"))
     said = [*words, *verdicts.pattern_verdict(frame), *verdicts.notes(frame)]
     write(session, name, {"cells": frame}, said, wanted.out, {"cells": table})
+
+
+def results_folder(session: Session, out: Path | None) -> Path:
+    """Where results go: ``out``, else the device's folder."""
+    from fuseplan.planner.bench.evidence import folder_name
+
+    return (out if out is not None else Path("results") / folder_name(session.device)).expanduser()
+
+
+def write(
+    session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
+    tables: dict[str, pd.DataFrame] | None = None,
+) -> None:
+    """Say ``words``, and publish them with the frames and what the numbers depend on."""
+    from fuseplan.planner.bench import evidence as results
+
+    facts = results.environment(session, name)
+    words = [*results.quietness(facts), *words]
+    for line in words:
+        typer.echo(line)
+    folder = results_folder(session, out)
+    for path in results.write_results(folder, results.file_name(name), frames, facts, words, tables):
+        typer.echo(f"written: {path}")

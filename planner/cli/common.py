@@ -40,35 +40,29 @@ DeviceOption = Annotated[
 ]
 
 
+N = TypeVar("N", int, float)
+
+
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str | int], int]:
     """What reads an option's whole number: plain digits, from ``least`` to ``most``."""
-
-    def read(given: str | int) -> int:
-        if not re.fullmatch(r"-?[0-9]{1,19}", str(given)):
-            raise typer.BadParameter(f"{_shown(given)} is not a whole number, from {least} to {most}")
-        return _within(int(given), least, most)
-
-    return read
+    return _reader(int, r"-?[0-9]{1,19}", "a whole number", least, most)
 
 
 def decimal(least: float, most: float = 1e6) -> Callable[[str | float], float]:
     """What reads an option's number: plain digits, with a point or an exponent, from ``least`` to ``most``."""
+    return _reader(float, r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", "a number", least, most)
 
-    def read(given: str | float) -> float:
-        if not re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", str(given)):
-            raise typer.BadParameter(f"{_shown(given)} is not a number, from {least} to {most}")
-        return _within(float(given), least, most)
+
+def _reader(kind: type[N], form: str, what: str, least: N, most: N) -> Callable[[object], N]:
+    def read(given: object) -> N:
+        if not re.fullmatch(form, str(given)):
+            raise typer.BadParameter(f"{_shown(given)} is not {what}, from {least} to {most}")
+        number = kind(str(given))
+        if not least <= number <= most:
+            raise typer.BadParameter(f"{number} is not in the range from {least} to {most}")
+        return number
 
     return read
-
-
-N = TypeVar("N", int, float)
-
-
-def _within(number: N, least: N, most: N) -> N:
-    if not least <= number <= most:
-        raise typer.BadParameter(f"{number} is not in the range from {least} to {most}")
-    return number
 
 
 def _shown(given: object) -> str:
@@ -114,13 +108,9 @@ def console(stderr: bool = False) -> Console:
 
 
 def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = ()) -> None:
-    """Print a frame as a table: text to the left, numbers to the right.
+    """Print a frame as a table: text to the left, numbers to the right, floats with ``digits`` decimals.
 
-    Args:
-        frame: What to print.
-        title: Stands above it.
-        digits: Decimals of floats.
-        spare: Columns to leave out, in this order, until the table fits the terminal.
+    The columns ``spare`` are left out, in this order, until the table fits the terminal.
     """
     import pandas as pd
     from rich import box

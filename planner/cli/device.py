@@ -29,10 +29,15 @@ def probe(
     """
     from fuseplan.costmodel.device_report import bandwidth_figure, spec_table
     from fuseplan.costmodel.probe.load import losses
+    from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.tuning.session import open_session
 
     if plot is not None:
-        _check_plot(plot)
+        # Before the device is measured.
+        if plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise ConfigError(f"--plot {plot}: its ending says the format; give a .png, .pdf or .svg file")
+        plot = plot.expanduser()
+        plot.parent.mkdir(parents=True, exist_ok=True)
     session = open_session(device_type(device), db)
     with console(stderr=True).status("probing") as status:
         found = session.measure_device(
@@ -41,7 +46,7 @@ def probe(
     print_frame(spec_table(found), title=f"{found.identity.name} ({session.device})")
     warn_of_problems(found)
     if plot is not None:
-        bandwidth_figure(found).savefig(plot.expanduser(), dpi=150)
+        bandwidth_figure(found).savefig(plot, dpi=150)
         typer.echo(f"plot written to {plot}")
     known = session.spec
     lost = losses(found, known) if known is not None and not force else []
@@ -59,21 +64,6 @@ def warn_of_problems(spec: DeviceSpec) -> None:
     """Say what makes a probe's numbers doubtful."""
     for problem in spec.problems:
         typer.echo(f"plan: warning: this probe is doubtful: {problem}; run `plan probe` when it is idle", err=True)
-
-
-def _check_plot(path: Path) -> None:
-    """Refuse a plot that could not be written, before the device is measured; makes its folder.
-
-    Raises:
-        ConfigError: No plot has that ending.
-        OSError: Its folder cannot be made.
-    """
-    from fuseplan.planner.errors import ConfigError
-
-    path = path.expanduser()
-    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"--plot {path}: its ending says the format; give a .png, .pdf or .svg file")
-    path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def backends() -> None:

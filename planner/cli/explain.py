@@ -6,45 +6,27 @@ from typing import Annotated
 
 import typer
 
+from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_text
-from fuseplan.planner.cli.source import (
-    ConfigOption,
-    DecodeOption,
-    DtypeOption,
-    KvLenOption,
-    LayersOption,
-    ModelOption,
-    ModuleOption,
-    Numerics,
-    NumericsOption,
-    PackWeightsOption,
-    PatternOption,
-    PrefillOption,
-    Regime,
-    RegimeOption,
-    ShapeOption,
-    named_graphs,
-    regime_name,
-)
 
 
 def explain(
-    model: ModelOption = None,
-    config: ConfigOption = None,
-    module: ModuleOption = None,
-    pattern: PatternOption = None,
-    shape: ShapeOption = None,
+    model: opt.ModelOption = None,
+    config: opt.ConfigOption = None,
+    module: opt.ModuleOption = None,
+    pattern: opt.PatternOption = None,
+    shape: opt.ShapeOption = None,
     workload: Annotated[
         str | None, typer.Option("--workload", metavar="TEXT", help="Only workloads whose name contains this.")
     ] = None,
-    decode: DecodeOption = None,
-    kv_len: KvLenOption = None,
-    prefill: PrefillOption = None,
-    dtype: DtypeOption = None,
-    layers: LayersOption = None,
-    pack_weights: PackWeightsOption = False,
-    numerics: NumericsOption = Numerics.FP32,
-    regime: RegimeOption = Regime.EAGER,
+    decode: opt.DecodeOption = None,
+    kv_len: opt.KvLenOption = None,
+    prefill: opt.PrefillOption = None,
+    dtype: opt.DtypeOption = None,
+    layers: opt.LayersOption = None,
+    pack_weights: opt.PackWeightsOption = False,
+    numerics: opt.NumericsOption = opt.Numerics.FP32,
+    regime: opt.RegimeOption = opt.Regime.EAGER,
     source: Annotated[bool, typer.Option("--source", help="Also print the generated code of each group.")] = False,
     device: DeviceOption = Device.AUTO,
     db: DbOption = None,
@@ -59,11 +41,9 @@ def explain(
     from fuseplan.planner.tuning.session import open_session
 
     kind = device_type(device)
-    _, graphs = named_graphs(
-        kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers,
-        pack_weights=pack_weights,
-    )
-    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
+    models, workloads = (model, config, module), (decode, kv_len, prefill)
+    _, graphs = opt.named_graphs(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights)
+    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
     session = open_session(kind, db, settings, mode="inspect")
     chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
     if not chosen:

@@ -15,6 +15,8 @@ from typing import Annotated, TextIO
 import typer
 
 from fuseplan.planner.cli import bench, database, device, explain, patterns, report, tune
+from fuseplan.planner.errors import FuseplanError
+from fuseplan.search.errors import MachineFailureError, NothingCompilesError, SearchError
 from fuseplan.search.store.plain import plain
 
 #: Exit statuses after Ctrl-C and after SIGTERM, as shells have them.
@@ -95,7 +97,8 @@ def describe(error: BaseException) -> tuple[str, int]:
         message: str = getattr(error, "format_message", error.__str__)()
         return _one_line(message), 2
     if isinstance(error, _user_errors()):
-        return _one_line(str(error)), 1 if isinstance(error, _machine_errors()) else 2
+        # No mistake in the command: the machine fails it.
+        return _one_line(str(error)), 1 if isinstance(error, (MachineFailureError, NothingCompilesError)) else 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     return f"{type(error).__name__}: {_one_line(str(error))} (add --debug for the traceback)", 1
@@ -103,9 +106,6 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 def _user_errors() -> tuple[type[Exception], ...]:
     """Every package's error family; the packages stay apart, so only here do they meet."""
-    from fuseplan.planner.errors import FuseplanError
-    from fuseplan.search.errors import SearchError
-
     known: list[type[Exception]] = [FuseplanError, SearchError]
     # These two import torch; an error of theirs means that it is loaded already.
     if "torch" in sys.modules:
@@ -114,13 +114,6 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
         known += [DeviceSpecError, BuildError]
     return tuple(known)
-
-
-def _machine_errors() -> tuple[type[Exception], ...]:
-    """No mistake in the command: the machine fails it."""
-    from fuseplan.search.errors import MachineFailureError, NothingCompilesError
-
-    return MachineFailureError, NothingCompilesError
 
 
 def _one_line(text: str) -> str:
@@ -132,14 +125,10 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Our own warnings as one line; what the libraries warn about is not for this command's user."""
-    if issubclass(category, UserWarning) and _ours(filename):
-        typer.echo(f"plan: warning: {_one_line(str(message))}", err=True)
-
-
-def _ours(filename: str) -> bool:
-    """True for a file of our four packages, which lie side by side."""
     root, path = Path(__file__).resolve().parents[2], Path(filename).resolve()
-    return any(path.is_relative_to(root / package) for package in ("costmodel", "kernels", "planner", "search"))
+    ours = any(path.is_relative_to(root / package) for package in ("costmodel", "kernels", "planner", "search"))
+    if issubclass(category, UserWarning) and ours:
+        typer.echo(f"plan: warning: {_one_line(str(message))}", err=True)
 
 
 def main() -> None:

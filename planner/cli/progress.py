@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -44,11 +43,7 @@ class _Bar(Progress):
 
 
 class TuneProgress:
-    """A progress bar over the regions that have to be tuned; a context manager.
-
-    Args:
-        pending: From :func:`regions_to_tune`.
-    """
+    """A progress bar over the regions that have to be tuned (:func:`regions_to_tune`); a context manager."""
 
     def __init__(self, pending: Sequence[Sequence[bool]]) -> None:
         self._pending = [flag for regions in pending for flag in regions]
@@ -64,9 +59,7 @@ class TuneProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._bar.stop()
 
     def on_region(self, workload: str, label: str, number: int, total: int) -> None:

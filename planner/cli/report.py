@@ -82,6 +82,7 @@ def load(
     """The stored and the shipped data of this machine's device, or of the one that ``device_key`` names."""
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.errors import PlanError
+    from fuseplan.planner.models.presets import ALIASES
     from fuseplan.planner.report.frames import load_report
     from fuseplan.planner.tuning.session import stored_spec
     from fuseplan.search.store.database import Database
@@ -95,16 +96,9 @@ def load(
     database = LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(key))
     if regime not in (None, "eager", "graph"):
         raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
-    return load_report(database, key, stored_spec(database, key), model_name(model, device), regime)
-
-
-def model_name(model: str | None, device: Device) -> str:
-    """The name a model's records are stored under (``llama`` stands for a preset of the device's size)."""
-    from fuseplan.planner.models.presets import ALIASES
-
-    if model is None:
-        return ""
-    return ALIASES.get(model, {}).get(device_type(device), model)
+    # llama stands for a preset of the device's size.
+    name = ALIASES.get(model, {}).get(kind, model) if model is not None else ""
+    return load_report(database, key, stored_spec(database, key), name, regime)
 
 
 def _print(data: ReportData, topic: ReportTopic) -> None:

@@ -99,26 +99,14 @@ def regime_name(kind: Literal["cpu", "cuda"], regime: Regime) -> str:
 
 
 def named_graphs(
-    kind: Literal["cpu", "cuda"],
-    source: tuple[str | None, Path | None, str | None],
-    pattern: tuple[str | None, str | None],
-    workloads: tuple[str | None, int | None, str | None],
-    dtype: str | None,
-    layers: int | None,
-    calls: bool = False,
-    pack_weights: bool = False,
+    kind: Literal["cpu", "cuda"], source: tuple[str | None, Path | None, str | None],
+    pattern: tuple[str | None, str | None], workloads: tuple[str | None, int | None, str | None], dtype: str | None,
+    layers: int | None, calls: bool = False, pack_weights: bool = False,
 ) -> tuple[str, list[tuple[str, DataflowGraph]]]:
     """Name of what the options mean, and its graphs by workload name.
 
-    Args:
-        kind: Device type.
-        source: ``--model``, ``--config``, ``--module``.
-        pattern: ``--pattern``, ``--shape``.
-        workloads: ``--decode``, ``--kv-len``, ``--prefill``.
-        dtype: ``--dtype``.
-        layers: ``--layers``.
-        calls: ``--calls``.
-        pack_weights: ``--pack-weights``.
+    ``source`` is (``--model``, ``--config``, ``--module``), ``pattern`` (``--pattern``, ``--shape``), and ``workloads``
+    (``--decode``, ``--kv-len``, ``--prefill``).
 
     Raises:
         FuseplanError: The options contradict each other, or name nothing that exists.
@@ -149,7 +137,7 @@ def memory_bytes(kind: str) -> int:
 def full_dtype_name(text: str | None) -> str | None:
     """A dtype as PyTorch names it; None stays None.
 
-    >>> dtype_name("bf16")
+    >>> full_dtype_name("bf16")
     'bfloat16'
     """
     return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text) if text is not None else None
@@ -157,14 +145,14 @@ def full_dtype_name(text: str | None) -> str | None:
 
 def _pattern(name: str, shape: str | None, dtype: str | None, kind: str) -> tuple[str, list[tuple[str, DataflowGraph]]]:
     from fuseplan.planner.errors import ShapeError, UnknownPatternError
-    from fuseplan.planner.patterns.table import PATTERNS, pattern, pattern_graph
+    from fuseplan.planner.patterns.table import PATTERNS, inputs_of, pattern_graph
 
     if name not in PATTERNS:
         raise UnknownPatternError(name, PATTERNS)
     if shape is None:
         found = PATTERNS[name]
         raise ShapeError(f"--pattern {name} needs --shape ({found.dims}), such as --shape {found.example}")
-    needed = sum(spec.nbytes() for spec in pattern(name, shape, full_dtype_name(dtype))[1].values())
+    needed = sum(spec.nbytes() for spec in inputs_of(name, shape, full_dtype_name(dtype))[2].values())
     if needed > (there := memory_bytes(kind)):
         raise ShapeError(
             f"--shape {shape}: the inputs of {name} take {needed / 2**30:,.0f} GiB, and this device has "

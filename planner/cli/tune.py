@@ -10,37 +10,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from fuseplan.planner.cli.common import (
-    DbOption,
-    Device,
-    DeviceOption,
-    console,
-    decimal,
-    device_type,
-    print_frame,
-    print_text,
-    whole,
-)
+from fuseplan.planner.cli import common
+from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.device import warn_of_problems
-from fuseplan.planner.cli.source import (
-    ConfigOption,
-    DecodeOption,
-    DtypeOption,
-    KvLenOption,
-    LayersOption,
-    ModelOption,
-    ModuleOption,
-    Numerics,
-    NumericsOption,
-    PackWeightsOption,
-    PatternOption,
-    PrefillOption,
-    Regime,
-    RegimeOption,
-    ShapeOption,
-    named_graphs,
-    regime_name,
-)
 from fuseplan.search.store.plain import plain
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
@@ -56,16 +28,16 @@ T = TypeVar("T")
 
 
 def tune(
-    model: ModelOption = None,
-    config: ConfigOption = None,
-    module: ModuleOption = None,
-    pattern: PatternOption = None,
-    shape: ShapeOption = None,
-    decode: DecodeOption = None,
-    kv_len: KvLenOption = None,
-    prefill: PrefillOption = None,
-    dtype: DtypeOption = None,
-    layers: LayersOption = None,
+    model: opt.ModelOption = None,
+    config: opt.ConfigOption = None,
+    module: opt.ModuleOption = None,
+    pattern: opt.PatternOption = None,
+    shape: opt.ShapeOption = None,
+    decode: opt.DecodeOption = None,
+    kv_len: opt.KvLenOption = None,
+    prefill: opt.PrefillOption = None,
+    dtype: opt.DtypeOption = None,
+    layers: opt.LayersOption = None,
     calls: Annotated[
         bool,
         typer.Option(
@@ -73,20 +45,20 @@ def tune(
             help="Also plan what a call with an attention mask, and Hugging Face's generate(), make of these sizes.",
         ),
     ] = True,
-    pack_weights: PackWeightsOption = False,
-    numerics: NumericsOption = Numerics.FP32,
+    pack_weights: opt.PackWeightsOption = False,
+    numerics: opt.NumericsOption = opt.Numerics.FP32,
     trials: Annotated[
         int | None,
         typer.Option(
-            parser=whole(1), metavar="N",
+            parser=common.whole(1), metavar="N",
             help="Configurations tried per group, over all back ends. Default: 12 on CPUs, 8 on CUDA.",
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(parser=decimal(0.1), metavar="S", help="Search time per group, in seconds.")
+        float, typer.Option(parser=common.decimal(0.1), metavar="S", help="Search time per group, in seconds.")
     ] = 6.0,
     seed: Annotated[
-        int, typer.Option(parser=whole(0, 2**32 - 1), metavar="N", help="Seed of the search and of the inputs.")
+        int, typer.Option(parser=common.whole(0, 2**32 - 1), metavar="N", help="Seed of the search and of the inputs.")
     ] = 0,
     shipped: Annotated[
         bool,
@@ -95,9 +67,9 @@ def tune(
     again: Annotated[
         bool, typer.Option("--again", help="Measure anew what is stored or shipped; the new answers replace it.")
     ] = False,
-    regime: RegimeOption = Regime.EAGER,
-    device: DeviceOption = Device.AUTO,
-    db: DbOption = None,
+    regime: opt.RegimeOption = opt.Regime.EAGER,
+    device: common.DeviceOption = common.Device.AUTO,
+    db: common.DbOption = None,
 ) -> None:
     """Plan a model's fusion, tune it on this device, and store the result.
 
@@ -112,11 +84,11 @@ def tune(
         from fuseplan.search.store.record import now
         from fuseplan.search.tune.tuner import Budget, make_pool
 
-        kind = device_type(device)
-    settings = PlanSettings(numerics=numerics.value, regime=regime_name(kind, regime))
+        kind = common.device_type(device)
+    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
 
     def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:
-        return named_graphs(
+        return opt.named_graphs(
             kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls,
             pack_weights,
         )
@@ -159,7 +131,7 @@ def ready(session: Session, account: TimeAccount | None = None) -> Session:
     if session.spec is not None:
         return session
     account = account if account is not None else TimeAccount()
-    with account.spend("probing"), console(stderr=True).status("probing") as status:
+    with account.spend("probing"), common.console(stderr=True).status("probing") as status:
         return session.probed(
             progress=lambda fraction, step: status.update(f"probing this device once: {step}, {fraction:.0%}")
         )
@@ -175,9 +147,7 @@ def run(
     from fuseplan.planner.tuning import tune as offline
 
     with TuneProgress(regions_to_tune(session, graphs)) as progress:
-        result = offline.tune(
-            session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor
-        )
+        result = offline.tune(session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor)
     for (workload, graph), planned in zip(graphs, result.plans, strict=True):
         pairs = [(one.region, one.record) for one in planned.plan.regions]
         if pairs:
@@ -199,23 +169,21 @@ def say(result: TuneResult, name: str) -> None:
     shown = groups[groups["key"].isin(sources)]
     shown = shown.assign(source=shown["key"].map(sources))
     spare = ("config", "ops", "backend", "workload", "source")
-    print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
+    common.print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
     typer.echo(frames.headline(groups))
-    print_text(outcome(result))
+    common.print_text(outcome(result))
     noise = [record.unfused.noise for record in data.records.values() if sources.get(record.key.workload) == "measured"]
     if noise:
         typer.echo(f"noise of what was measured: {median(noise):.1%} in the median, {max(noise):.1%} at most")
     if result.rechecked:
-        print_text(recheck.recheck_verdict(result.rechecked))
+        common.print_text(recheck.recheck_verdict(result.rechecked))
     typer.echo(f"stored in {session.database.where}")
 
 
 def complain(result: TuneResult, load: MachineLoad) -> bool:
     """Name what was not decided, or doubtfully; True when that is more than a region or some noise.
 
-    Args:
-        result: What the tune did.
-        load: How busy the machine was when it began.
+    ``load`` is how busy the machine was when it began.
     """
     from fuseplan.search.errors import NothingCompilesError
 

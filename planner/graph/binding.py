@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
 
 from fuseplan.kernels.ir.index import evaluate, number
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, TensorSpec
 
 
 def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> DataflowGraph:
@@ -20,11 +21,9 @@ def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> 
         return graph
     values = graph.completed({**graph.symbols, **(sizes or {})})
     specs = {name: bind_spec(spec, values) for name, spec in graph.specs.items()}
-    def bound(node: OpNode) -> OpNode:
-        attrs = {name: bind_value(value, values) for name, value in node.attrs.items()}
-        return OpNode(node.op, node.inputs, node.outputs, attrs)
-
-    nodes = [bound(node) for node in graph]
+    nodes = [
+        replace(node, attrs={name: bind_value(value, values) for name, value in node.attrs.items()}) for node in graph
+    ]
     order = [(a, b) for a, b, data in graph.graph.edges(data=True) if not data["values"]]
     made = DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=order)
     made.fresh = graph.fresh
@@ -34,11 +33,8 @@ def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> 
 def bind_spec(spec: TensorSpec, values: Mapping[str, int | float]) -> TensorSpec:
     if spec.is_static:
         return spec
-    return TensorSpec(
-        tuple(evaluate(extent, values) for extent in spec.shape),
-        spec.dtype,
-        tuple(evaluate(stride, values) for stride in spec.strides),
-    )
+    shape, strides = (tuple(evaluate(size, values) for size in sizes) for sizes in (spec.shape, spec.strides))
+    return TensorSpec(shape, spec.dtype, strides)
 
 
 def bind_value(value: Any, values: Mapping[str, int | float]) -> Any:

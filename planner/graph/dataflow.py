@@ -85,13 +85,8 @@ class DataflowGraph:
     fresh: frozenset[str] = frozenset()
 
     def __init__(
-        self,
-        nodes: Iterable[OpNode],
-        specs: Mapping[str, TensorSpec],
-        inputs: Iterable[str],
-        outputs: Iterable[str],
-        symbols: Mapping[str, int | float] | None = None,
-        order: Iterable[tuple[str, str]] = (),
+        self, nodes: Iterable[OpNode], specs: Mapping[str, TensorSpec], inputs: Iterable[str], outputs: Iterable[str],
+        symbols: Mapping[str, int | float] | None = None, order: Iterable[tuple[str, str]] = (),
         derived: Mapping[str, Any] | None = None,
     ) -> None:
         self.graph: nx.DiGraph[str] = nx.DiGraph()
@@ -125,11 +120,9 @@ class DataflowGraph:
                 if value not in self.specs:
                     raise ValueError(f"op {name} ({node.op}) reads {value}, which nothing produces")
                 continue
-            carried: tuple[str, ...] = ()
-            if self.graph.has_edge(producer, name):
-                carried = self.graph.edges[producer, name]["values"]
-            nbytes = sum(self.specs[v].nbytes(self.symbols) for v in (*carried, value))
-            self.graph.add_edge(producer, name, values=(*carried, value), nbytes=nbytes)
+            carried = (*self.graph.get_edge_data(producer, name, {"values": ()})["values"], value)
+            nbytes = sum(self.specs[one].nbytes(self.symbols) for one in carried)
+            self.graph.add_edge(producer, name, values=carried, nbytes=nbytes)
 
     def __len__(self) -> int:
         return self.graph.number_of_nodes()

@@ -16,8 +16,8 @@ from fuseplan.kernels.ir.index import number
 from fuseplan.planner.errors import ShapeError, UnknownOpError
 from fuseplan.planner.graph.dataflow import OpNode, Ref
 
-#: Schema arguments whose values are torch objects, spelled as strings in ``OpNode.attrs``.
-_DTYPE_ARGUMENTS = ("dtype", "out_dtype")
+#: Schema arguments whose values are attributes of ``torch``, spelled as strings in ``OpNode.attrs``.
+_TORCH_ARGUMENTS = ("dtype", "out_dtype", "layout", "memory_format")
 
 
 def resolve_op(name: str) -> torch._ops.OpOverload:
@@ -45,15 +45,12 @@ def _known_ops(namespace: str, packet: str) -> list[str]:
 
 
 def bind_call(
-    node: OpNode,
-    values: Sequence[Any],
-    symbols: Mapping[str, int | float] | None = None,
+    node: OpNode, values: Sequence[Any], symbols: Mapping[str, int | float] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments of the ATen call ``node`` stands for.
 
     Args:
-        node: The op.
         values: What stands for ``node.inputs``, in order: tensors, or proxies such as ``fx.Node``.
         symbols: Values of the dynamic sizes in ``node.attrs``.
         device: Given to ops that create a tensor from nothing (``arange``); the attribute ``device`` wins.
@@ -153,30 +150,18 @@ def _argument_value(name: str, value: Any, values: Sequence[Any], symbols: Mappi
         return [_argument_value(name, item, values, symbols) for item in value]
     if isinstance(value, sympy.Expr):
         return number(value, symbols)
-    if isinstance(value, str):
-        if name in _DTYPE_ARGUMENTS or name == "layout":
-            return getattr(torch, value)
-        if name == "device":
-            return torch.device(value)
-        if name == "memory_format":
-            return getattr(torch, value)
-    return value
+    if isinstance(value, str) and name in _TORCH_ARGUMENTS:
+        return getattr(torch, value)
+    return torch.device(value) if isinstance(value, str) and name == "device" else value
 
 
 def run_node(
-    node: OpNode,
-    inputs: Sequence[torch.Tensor],
-    device: torch.device | str | None = None,
+    node: OpNode, inputs: Sequence[torch.Tensor], device: torch.device | str | None = None,
     symbols: Mapping[str, int | float] | None = None,
 ) -> list[torch.Tensor]:
-    """Execute one op eagerly.
+    """Execute one op eagerly: one tensor per ``node.outputs``; that of an in-place op is the tensor it wrote to.
 
-    Args:
-        inputs: One tensor per ``node.inputs``.
-        device: Where ops without operands create their result; the first operand's device by default.
-
-    Returns:
-        One tensor per ``node.outputs``. The result of an in-place op is the tensor it wrote to.
+    ``device`` is where ops without operands create their result, by default that of the first operand.
     """
     if device is None and inputs:
         device = inputs[0].device

@@ -23,10 +23,8 @@ def same_layout(one: Layout, other: Layout) -> bool:
 
 def layout_of(buffer: Buffer, symbols: Mapping[str, int | float]) -> Layout:
     """Shape and strides of a buffer for these sizes."""
-    return (
-        tuple(evaluate(extent, symbols) for extent in buffer.shape),
-        tuple(evaluate(stride, symbols) for stride in buffer.strides),
-    )
+    shape, strides = (tuple(evaluate(size, symbols) for size in sizes) for sizes in (buffer.shape, buffer.strides))
+    return shape, strides
 
 
 def laid_out(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -22,12 +23,8 @@ def graph_to_json(graph: DataflowGraph) -> dict[str, Any]:
     """
     return {
         "nodes": [
-            {
-                "op": node.op,
-                "inputs": list(node.inputs),
-                "outputs": list(node.outputs),
-                "attrs": {name: _to_json(value) for name, value in node.attrs.items()},
-            }
+            {"op": node.op, "inputs": list(node.inputs), "outputs": list(node.outputs),
+             "attrs": {name: _to_json(value) for name, value in node.attrs.items()}}
             for node in graph
         ],
         "specs": {
@@ -47,12 +44,8 @@ def graph_from_json(data: Mapping[str, Any]) -> DataflowGraph:
         ValueError, KeyError, TypeError: The data has another form.
     """
     nodes = [
-        OpNode(
-            node["op"],
-            tuple(node["inputs"]),
-            tuple(node["outputs"]),
-            {name: _from_json(value) for name, value in node["attrs"].items()},
-        )
+        OpNode(node["op"], tuple(node["inputs"]), tuple(node["outputs"]),
+               {name: _from_json(value) for name, value in node["attrs"].items()})
         for node in data["nodes"]
     ]
     specs = {
@@ -106,6 +99,11 @@ def parse_size(text: str) -> Size:
         raise ValueError(f"{text!r} is no size") from None
 
 
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: FloorDiv, ast.Pow: operator.pow,
+}
+
+
 def _size_of(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
@@ -114,17 +112,9 @@ def _size_of(node: ast.expr) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_size_of(node.operand)
     if isinstance(node, ast.BinOp):
-        left, right = _size_of(node.left), _size_of(node.right)
-        if isinstance(node.op, ast.Add):
-            return left + right
-        if isinstance(node.op, ast.Sub):
-            return left - right
-        if isinstance(node.op, ast.Mult):
-            return left * right
-        if isinstance(node.op, ast.FloorDiv):
-            return FloorDiv(left, right)
-        if isinstance(node.op, ast.Pow):
-            return left**right
+        combine = _BINARY.get(type(node.op))
+        if combine is not None:
+            return combine(_size_of(node.left), _size_of(node.right))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Mod" and len(node.args) == 2:
         return Mod(*(sympy.sympify(_size_of(argument)) for argument in node.args))
     raise ValueError(f"{ast.unparse(node)!r} is no size")

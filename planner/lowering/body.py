@@ -6,24 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Self
 
 import sympy
 
+from fuseplan.kernels.ir import ir
 from fuseplan.kernels.ir.index import Coord, Index, Size, as_size, flatten, known_less_equal
-from fuseplan.kernels.ir.ir import (
-    Apply,
-    Cast,
-    Const,
-    Gather,
-    Instr,
-    Iota,
-    Load,
-    Reduce,
-    RegisterType,
-    Store,
-    register_type,
-)
+from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, RegisterType, Store, register_type
 from fuseplan.kernels.ir.ops import OPS
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
@@ -42,9 +32,7 @@ class Group:
     """The group being lowered, and what pulling values from it has found so far.
 
     Attributes:
-        graph: The dataflow graph.
         members: Names of the group's compute ops.
-        numerics: ``"fp32"`` or ``"eager"``.
         inputs: Values from outside, in buffer order.
         boundaries: Columns at which a ``cat`` changes operand, in the space being filled.
     """
@@ -137,7 +125,7 @@ class BodyBuilder(ABC):
     def known_range(self, value: int) -> tuple[float, float]:
         """Least and greatest number an integer value can be, infinite where that is not known."""
         instr = self._space.body[value]
-        if isinstance(instr, Cast):
+        if isinstance(instr, ir.Cast):
             return self.known_range(instr.arg)
         if isinstance(instr, Const):
             return float(instr.value), float(instr.value)
@@ -167,13 +155,8 @@ class BodyBuilder(ABC):
         """A number that is the same everywhere: a Python number, or an expression in what changes between calls."""
         if isinstance(number, sympy.Expr):
             return self._scalar(number, dtype)
-        if dtype.startswith("float"):
-            number = float(number)
-        elif dtype == "bool":
-            number = bool(number)
-        else:
-            number = int(number)
-        return self._space.emit(Const(dtype, number))
+        kind = float if dtype.startswith("float") else bool if dtype == "bool" else int
+        return self._space.emit(Const(dtype, kind(number)))
 
     def _scalar(self, number: sympy.Expr, dtype: RegisterType) -> int:
         value = self.iota(Index(number))
@@ -195,13 +178,13 @@ class BodyBuilder(ABC):
         source = self._space.body[value]
         if isinstance(source, Const):
             return self.const(source.value, dtype)
-        return self._space.emit(Cast(dtype, value))
+        return self._space.emit(ir.Cast(dtype, value))
 
     def apply(self, op: str, *args: int) -> int:
         """A scalar op of the op table; operands must already share a register type."""
         spec = OPS[op]
         dtype = self.dtype_of(args[-1]) if spec.result == "same" else spec.result
-        return self._space.emit(Apply(dtype, op, args))
+        return self._space.emit(ir.Apply(dtype, op, args))
 
     def masked(self, mask: int) -> Self:
         """The same space, with every load guarded by ``mask`` (and by any mask already in force)."""
@@ -223,7 +206,7 @@ class BodyBuilder(ABC):
         total = element(column(space, 0))
         for piece in range(1, space.pieces):
             total = self.apply(combine, total, element(column(space, piece)))
-        return space.emit(Reduce(self.dtype_of(total), kind, total))
+        return space.emit(ir.Reduce(self.dtype_of(total), kind, total))
 
     def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
         """``value`` at ``position``, where the coordinates along the dimensions ``picked`` are data: value ids.
@@ -243,7 +226,7 @@ class BodyBuilder(ABC):
         )
         while (producer := graph.producer(value)) is not None and is_address_map(graph.op(producer), graph.specs):
             view = graph.op(producer)
-            value, position = VIEW_MAPS[view.op](view, value, position, graph.specs)
+            value, position = view.inputs[0], VIEW_MAPS[view.op](view, value, position, graph.specs)
         if producer in self._group.members:
             raise NotLowerable(f"{node.op} looks up {value}, which the group computes")
         spec = self.specs[value]
@@ -261,7 +244,7 @@ class BodyBuilder(ABC):
         strides = {dim: index.coefficient(axis) for dim, axis in axes.items()}
         gather = self._gather(ids, strides, extents)
         rest = index.substitute({axis: Index(0) for axis in axes.values()})
-        return self._space.emit(Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
+        return self._space.emit(ir.Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
 
     def _gather(self, ids: Mapping[int, int], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
         """One term of an address for all coordinates that are data: their distance from the first element."""
@@ -269,9 +252,7 @@ class BodyBuilder(ABC):
         if not others:
             return Gather(at, strides[first], extents[first])
         parts = [self.apply("mul", at, self.iota(Index(strides[dim]))) for dim, at in ids.items()]
-        total = parts[0]
-        for part in parts[1:]:
-            total = self.apply("add", total, part)
+        total = reduce(lambda one, other: self.apply("add", one, other), parts)
         known = [extent for extent in extents.values() if isinstance(extent, int)]
         return Gather(total, 1, min(known) if known else extents[first])
 

@@ -44,7 +44,6 @@ def lower(
     """Lower the group of compute ops ``ops`` to one kernel.
 
     Args:
-        graph: The dataflow graph.
         ops: Names of the compute ops; view ops among or before them are followed as address maps.
         numerics: ``"fp32"`` keeps intermediates in fp32; ``"eager"`` rounds after every op as ATen would.
         outputs: Values to store; by default those used outside the group.
@@ -67,10 +66,9 @@ def _lowered(
     try:
         return lowering.run(wanted)
     except AcrossColumns:
-        value = lowering.storing
-        if value in row_wise:
+        if lowering.storing in row_wise:
             raise
-        return _lowered(graph, members, numerics, wanted, row_wise | {value})
+        return _lowered(graph, members, numerics, wanted, row_wise | {lowering.storing})
 
 
 def group_outputs(graph: DataflowGraph, members: frozenset[str]) -> tuple[str, ...]:
@@ -112,9 +110,7 @@ class _Plan:
 class _Lowering:
     """One attempt at a group; ``storing`` is the output that it was asking for when it stopped."""
 
-    def __init__(
-        self, graph: DataflowGraph, members: frozenset[str], numerics: str, row_wise: frozenset[str]
-    ) -> None:
+    def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str, row_wise: frozenset[str]) -> None:
         self.graph = graph
         self.members = members
         self.row_wise = row_wise
@@ -129,7 +125,7 @@ class _Lowering:
         for value, plan in planned:
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
         segments = [self._segment(rows, cols, members) for (rows, cols), members in spaces.items()]
-        for value in self._leaves(wanted):
+        for value in sorted(value for value, producer in self._behind(wanted).items() if producer is None):
             self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
         buffers = self._buffers()
         segments = [self._renumber(segment) for segment in segments]
@@ -201,43 +197,28 @@ class _Lowering:
 
     def _folds(self, value: str) -> list[tuple[OpNode, tuple[Size, ...]]]:
         """The group's ops that fold rows on the way to ``value``, each with its operand's shape as it walks it."""
-        found: list[tuple[OpNode, tuple[Size, ...]]] = []
-        seen: set[str] = set()
-        stack = [value]
-        while stack:
-            current = stack.pop()
-            producer = self.graph.producer(current)
-            if current in seen or producer is None:
-                continue
-            seen.add(current)
+        found = []
+        for producer in filter(None, self._behind([value]).values()):
             node = self.graph.op(producer)
-            if producer not in self.members and not self.group.looks_through(producer):
-                continue
             recipe = find_recipe(node.op) if producer in self.members else None
             if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
                 found.append((node, recipe.row_shape(node, self.graph.specs)))
-            stack.extend(node.inputs)
         return found
 
-    def _leaves(self, wanted: tuple[str, ...]) -> list[str]:
-        """Values from outside that the ops name as operands, views looked through."""
-        found: dict[str, None] = {}
-        seen: set[str] = set()
+    def _behind(self, wanted: Sequence[str]) -> dict[str, str | None]:
+        """Values on the way to ``wanted``, each with its op in the group or looked through; None: from outside."""
+        found: dict[str, str | None] = {}
         stack = list(wanted)
         while stack:
             value = stack.pop()
-            if value in seen:
+            if value in found:
                 continue
-            seen.add(value)
-            producer = self.graph.producer(value)
-            inside = producer is not None and (
-                producer in self.members or self.group.looks_through(producer)
-            )
-            if producer is not None and inside:
+            found[value] = producer = self.graph.producer(value)
+            if producer is not None and (producer in self.members or self.group.looks_through(producer)):
                 stack.extend(self.graph.op(producer).inputs)
             else:
                 found[value] = None
-        return sorted(found)
+        return found
 
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
         self.group.boundaries = set()

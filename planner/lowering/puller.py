@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from fuseplan.kernels.ir.index import Size, flatten
-from fuseplan.kernels.ir.ir import (
-    NARROW,
-    Apply,
-    Load,
-    Round,
-    register_type,
-)
+from fuseplan.kernels.ir.ir import NARROW, Apply, Load, Round, register_type
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
@@ -46,8 +40,7 @@ class Puller(BodyBuilder):
         producer = graph.producer(value)
         if producer is not None and self._group.looks_through(producer):
             view = graph.op(producer)
-            source, moved = VIEW_MAPS[view.op](view, value, position, graph.specs)
-            return self.pull(source, moved)
+            return self.pull(view.inputs[0], VIEW_MAPS[view.op](view, value, position, graph.specs))
         spec = self.specs[value]
         index = flatten(position, spec.strides)
         return self._space.emit(Load(register_type(spec.dtype), self._group.input_buffer(value), index, self._mask))

@@ -74,6 +74,21 @@ def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Pos
     return p.operand(node, number, position, dtype)
 
 
+def of_two(
+    compute: Callable[[BodyBuilder, OpNode, int, int], int],
+    meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type,
+    refuse: Callable[[OpNode, Specs], str | None] | None = None,
+) -> Recipe:
+    """A recipe of two operands, either of which may be a number, in the type in which they ``meet``."""
+
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+        dtype = meet(p, node)
+        a = argument(p, node, "self", 0, position, dtype)
+        return compute(p, node, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
+
+    return Recipe(build, refuse=refuse)
+
+
 def float_result(node: OpNode, specs: Specs) -> str | None:
     """Refuses integer results."""
     if specs[node.outputs[0]].dtype not in FLOATS:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,20 +14,24 @@ from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, float_result, result_type
 from fuseplan.planner.lowering.views import Position, Specs
 
-
-def _silu(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    x = p.operand(node, 0, position, result_type(p, node))
-    return p.apply("mul", x, p.apply("sigmoid", x))
+#: Of a builder, the operand's value in the type of the result, and the op's attributes.
+Activation: TypeAlias = Callable[[BodyBuilder, int, Mapping[str, Any]], int]
 
 
-def _gelu(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _recipe(activation: Activation, refuse: Callable[[OpNode, Specs], str | None] | None = float_result) -> Recipe:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+        return activation(p, p.operand(node, 0, position, result_type(p, node)), node.attrs)
+
+    return Recipe(build, refuse=refuse)
+
+
+def _gelu(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
     """0.5 x (1 + erf(x / sqrt 2)), or the tanh approximation (Hendrycks & Gimpel, arXiv:1606.08415).
 
     The latter is 0.5 x (1 + tanh u), which is x sigmoid(2u): one exponential, and nothing cancels where it is small.
     """
-    dtype = result_type(p, node)
-    x = p.operand(node, 0, position, dtype)
-    if node.attrs.get("approximate", "none") == "tanh":
+    dtype = p.dtype_of(x)
+    if attrs.get("approximate", "none") == "tanh":
         double = 2.0 * math.sqrt(2.0 / math.pi)
         curve = p.apply("mul", p.apply("mul", x, x), p.const(0.044715 * double, dtype))
         inner = p.apply("mul", x, p.apply("add", curve, p.const(double, dtype)))
@@ -35,18 +41,14 @@ def _gelu(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("mul", half, p.apply("add", curve, p.const(1.0, dtype)))
 
 
-def _relu(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    return p.apply("maximum", p.operand(node, 0, position, dtype), p.const(0, dtype))
+def _clamp(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
+    return _bounded(p, x, attrs.get("min", attrs.get("min_val")), attrs.get("max", attrs.get("max_val")))
 
 
-def _clamp(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    x = p.operand(node, 0, position, dtype)
-    low = node.attrs.get("min", node.attrs.get("min_val"))
-    high = node.attrs.get("max", node.attrs.get("max_val"))
-    if low is not None:
-        x = p.apply("maximum", x, p.const(low, dtype))
+def _bounded(p: BodyBuilder, x: int, low: Any, high: Any = None) -> int:
+    """``x`` from ``low`` to ``high``; None is no bound."""
+    dtype = p.dtype_of(x)
+    x = x if low is None else p.apply("maximum", x, p.const(low, dtype))
     return x if high is None else p.apply("minimum", x, p.const(high, dtype))
 
 
@@ -62,15 +64,6 @@ def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"{node.op}: ATen wraps the bound {outside[0]} around to {dtype}" if outside else None
 
 
-def _bounded(p: BodyBuilder, x: int, low: float, high: float) -> int:
-    dtype = p.dtype_of(x)
-    return p.apply("minimum", p.apply("maximum", x, p.const(low, dtype)), p.const(high, dtype))
-
-
-def _relu6(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return _bounded(p, p.operand(node, 0, position, result_type(p, node)), 0.0, 6.0)
-
-
 def _hard_sigmoid(p: BodyBuilder, x: int) -> int:
     """min(max(x + 3, 0), 6) / 6 (Howard et al., arXiv:1905.02244)."""
     dtype = p.dtype_of(x)
@@ -78,19 +71,9 @@ def _hard_sigmoid(p: BodyBuilder, x: int) -> int:
     return p.apply("div", bounded, p.const(6.0, dtype))
 
 
-def _hardsigmoid(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return _hard_sigmoid(p, p.operand(node, 0, position, result_type(p, node)))
-
-
-def _hardswish(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    x = p.operand(node, 0, position, result_type(p, node))
-    return p.apply("mul", x, _hard_sigmoid(p, x))
-
-
-def _leaky_relu(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    x = p.operand(node, 0, position, dtype)
-    small = p.apply("mul", x, p.const(node.attrs.get("negative_slope", 0.01), dtype))
+def _leaky_relu(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
+    dtype = p.dtype_of(x)
+    small = p.apply("mul", x, p.const(attrs.get("negative_slope", 0.01), dtype))
     return p.apply("where", p.apply("gt", x, p.const(0.0, dtype)), x, small)
 
 
@@ -98,40 +81,43 @@ def _log_of_one_plus_exp(p: BodyBuilder, x: int) -> int:
     return p.apply("log1p", p.apply("exp", x))
 
 
-def _softplus(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _softplus(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
     """log(1 + exp(beta x)) / beta, and x where beta x is above the threshold."""
-    dtype = result_type(p, node)
-    x = p.operand(node, 0, position, dtype)
-    beta = node.attrs.get("beta", 1)
+    dtype, beta = p.dtype_of(x), attrs.get("beta", 1)
     scaled = x if beta == 1 else p.apply("mul", x, p.const(beta, dtype))
     smooth = _log_of_one_plus_exp(p, scaled)
     if beta != 1:
         smooth = p.apply("div", smooth, p.const(beta, dtype))
-    straight = p.apply("gt", scaled, p.const(node.attrs.get("threshold", 20), dtype))
+    straight = p.apply("gt", scaled, p.const(attrs.get("threshold", 20), dtype))
     return p.apply("where", straight, x, smooth)
 
 
-def _mish(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _mish(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
     """x tanh(log(1 + exp(x))) (Misra, arXiv:1908.08681)."""
-    x = p.operand(node, 0, position, result_type(p, node))
     return p.apply("mul", x, p.apply("tanh", _log_of_one_plus_exp(p, x)))
 
 
-def _log_sigmoid(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _log_sigmoid(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
     """min(x, 0) - log(1 + exp(-|x|)): no exponential overflows."""
-    dtype = result_type(p, node)
-    x = p.operand(node, 0, position, dtype)
     smooth = _log_of_one_plus_exp(p, p.apply("neg", p.apply("abs", x)))
-    return p.apply("sub", p.apply("minimum", x, p.const(0.0, dtype)), smooth)
+    return p.apply("sub", p.apply("minimum", x, p.const(0.0, p.dtype_of(x))), smooth)
 
 
 def activation_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
-    rows: dict[str, Recipe] = {"aten.relu.default": Recipe(_relu), "aten.relu6.default": Recipe(_relu6)}
-    for name, build in (("silu", _silu), ("gelu", _gelu), ("hardsigmoid", _hardsigmoid), ("hardswish", _hardswish),
-                        ("leaky_relu", _leaky_relu), ("softplus", _softplus), ("mish", _mish),
-                        ("log_sigmoid", _log_sigmoid)):
-        rows[f"aten.{name}.default"] = Recipe(build, refuse=float_result)
-    for name in ("clamp.default", "clamp_min.default", "clamp_max.default", "hardtanh.default"):
-        rows[f"aten.{name}"] = Recipe(_clamp, refuse=_clamp_refuse)
-    return rows
+    smooth: dict[str, Activation] = {
+        "silu": lambda p, x, attrs: p.apply("mul", x, p.apply("sigmoid", x)),
+        "gelu": _gelu,
+        "hardsigmoid": lambda p, x, attrs: _hard_sigmoid(p, x),
+        "hardswish": lambda p, x, attrs: p.apply("mul", x, _hard_sigmoid(p, x)),
+        "leaky_relu": _leaky_relu,
+        "softplus": _softplus,
+        "mish": _mish,
+        "log_sigmoid": _log_sigmoid,
+    }
+    return {
+        "aten.relu.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0), None),
+        "aten.relu6.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0.0, 6.0), None),
+        **{f"aten.{name}.default": _recipe(activation) for name, activation in smooth.items()},
+        **{f"aten.{name}.default": _recipe(_clamp, _clamp_refuse)
+           for name in ("clamp", "clamp_min", "clamp_max", "hardtanh")},
+    }

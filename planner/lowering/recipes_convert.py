@@ -9,7 +9,7 @@ import torch
 from fuseplan.kernels.ir.ir import ITEMSIZE, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Recipe, argument, result_type
+from fuseplan.planner.lowering.recipe import Recipe, of_two, result_type
 from fuseplan.planner.lowering.views import Position
 
 _FLOAT8_LARGEST = 448.0
@@ -49,17 +49,8 @@ def _overflowing(p: BodyBuilder, node: OpNode, value: int) -> int:
     return p.apply("where", over, p.const(float("nan"), p.dtype_of(value)), value)
 
 
-# -- bits -------------------------------------------------------------------------------------------------
-
-
 def _bitwise(on_bools: str, on_integers: str) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = result_type(p, node)
-        a = argument(p, node, "self", 0, position, dtype)
-        b = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
-        return p.apply(on_bools if dtype == "bool" else on_integers, a, b)
-
-    return Recipe(build)
+    return of_two(lambda p, node, a, b: p.apply(on_bools if p.dtype_of(a) == "bool" else on_integers, a, b))
 
 
 def _bitwise_not(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -71,11 +62,8 @@ def _bitwise_not(p: BodyBuilder, node: OpNode, position: Position) -> int:
 def _shift(op: str) -> Recipe:
     """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
 
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = result_type(p, node)
-        last = ITEMSIZE[p.specs[node.outputs[0]].dtype] * 8 - 1
-        a = argument(p, node, "self", 0, position, dtype)
-        by = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
+    def compute(p: BodyBuilder, node: OpNode, a: int, by: int) -> int:
+        dtype, last = result_type(p, node), ITEMSIZE[p.specs[node.outputs[0]].dtype] * 8 - 1
         least, most = p.known_range(by)
         if least >= 0 and most <= last:
             return p.apply(op, a, by)
@@ -85,11 +73,10 @@ def _shift(op: str) -> Recipe:
             return p.apply(op, a, p.apply("where", defined, by, high))
         return p.apply("where", defined, p.apply(op, a, p.apply("where", defined, by, low)), low)
 
-    return Recipe(build)
+    return of_two(compute)
 
 
 def bitwise_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {"aten.bitwise_not.default": Recipe(_bitwise_not)}
     for name, on_bools in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
         for packet in (f"bitwise_{name}", f"__{name}__"):

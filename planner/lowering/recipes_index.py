@@ -35,9 +35,6 @@ def _ranks_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if ranks[0] == ranks[1] != 0 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
 
 
-# -- x[:, rows, columns] ----------------------------------------------------------------------------------
-
-
 def _indexed_dims(node: OpNode) -> dict[int, int]:
     """For each dimension of the operand that a tensor indexes, the number of that tensor among the op's operands."""
     given = enumerate(node.attrs["indices"])
@@ -83,7 +80,6 @@ def _index_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def indexing_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     return {
         "aten.embedding.default": Recipe(_embedding),
         "aten.index_select.default": Recipe(_index_select, refuse=_ranks_refuse),

@@ -30,11 +30,16 @@ def _affine(p: BodyBuilder, node: OpNode, position: Position, value: int, names:
 
 
 def _layer_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    return _standard(p, node, position, row_of(p, node, position), position)
+
+
+def _standard(p: BodyBuilder, node: OpNode, position: Position, row: Position, affine: Position) -> int:
+    """The element at ``position``, its row brought to mean 0 and variance 1, then weight and bias at ``affine``."""
     dtype = float_type(p, node)
-    mean, variance = moments(p, node, row_of(p, node, position))
+    mean, variance = moments(p, node, row)
     scale = p.apply("rsqrt", p.apply("add", variance, p.const(node.attrs.get("eps", 1e-5), dtype)))
     x = p.cast(p.pull(node.inputs[0], position), dtype)
-    return _affine(p, node, position, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
+    return _affine(p, node, affine, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
 
 
 def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -48,9 +53,6 @@ def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     scale = p.apply("rsqrt", p.apply("add", mean, p.const(eps, dtype)))
     x = p.cast(p.pull(node.inputs[0], position), dtype)
     return _affine(p, node, position, p.apply("mul", x, scale), ("weight",))
-
-
-# -- channels, which are dimension 1 ----------------------------------------------------------------------
 
 
 def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
@@ -71,22 +73,16 @@ def _group_refuse(node: OpNode, specs: Specs) -> str | None:
 
 def _group_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """Each group of channels of a sample to mean 0 and variance 1 (Wu & He, arXiv:1803.08494)."""
-    dtype = float_type(p, node)
     per_group = divides(node.attrs["num_groups"], p.specs[node.inputs[0]].shape[1])
     row = p.row_position(node, (position[0], position[1] // per_group))
-    mean, variance = moments(p, node, row)
-    scale = p.apply("rsqrt", p.apply("add", variance, p.const(node.attrs.get("eps", 1e-5), dtype)))
-    x = p.cast(p.pull(node.inputs[0], position), dtype)
-    return _affine(p, node, position[1:2], p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
+    return _standard(p, node, position, row, position[1:2])
 
 
 def _batch_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """(x - mean) / sqrt(variance + eps) * weight + bias with the stored mean and variance of each channel."""
     dtype = float_type(p, node)
     names = [name for name in ("weight", "bias", "running_mean", "running_var") if name not in node.attrs]
-    of_channel = {
-        name: p.operand(node, number, position[1:2], dtype) for number, name in enumerate(names, 1)
-    }
+    of_channel = {name: p.operand(node, number, position[1:2], dtype) for number, name in enumerate(names, 1)}
     scale = p.apply("rsqrt", p.apply("add", of_channel["running_var"], p.const(node.attrs.get("eps", 1e-5), dtype)))
     if "weight" in of_channel:
         scale = p.apply("mul", scale, of_channel["weight"])
@@ -103,7 +99,6 @@ def _batch_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def normalising_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     return {
         "aten.layer_norm.default": Recipe(_layer_norm, _normalised_dims, float_result),
         "aten.rms_norm.default": Recipe(_rms_norm, _normalised_dims, float_result),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, argument, float_result, is_float, result_type
+from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, argument, float_result, is_float, of_two, result_type
 from fuseplan.planner.lowering.recipes_convert import bitwise_recipes, convert
 from fuseplan.planner.lowering.views import Position, Specs
 
@@ -40,33 +42,19 @@ def _rounding(op: str) -> Recipe:
 
 
 def _binary(op: str) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = result_type(p, node)
-        a = argument(p, node, "self", 0, position, dtype)
-        b = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
+    def compute(p: BodyBuilder, node: OpNode, a: int, b: int) -> int:
         alpha = node.attrs.get("alpha", 1)
-        if alpha != 1:
-            b = p.apply("mul", b, p.const(alpha, dtype))
-        return p.apply(op, a, b)
+        return p.apply(op, a, b if alpha == 1 else p.apply("mul", b, p.const(alpha, p.dtype_of(b))))
 
-    return Recipe(build)
+    return of_two(compute)
 
 
-def _comparison(op: str) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = _promoted(p, node)
-        a = argument(p, node, "self", 0, position, dtype)
-        return p.apply(op, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
-
-    return Recipe(build)
+def _applied(op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type) -> Recipe:
+    return of_two(lambda p, node, a, b: p.apply(op, a, b), meet)
 
 
-def _logical(op: str) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        a = p.operand(node, 0, position, "bool")
-        return p.apply(op, a, p.operand(node, len(node.inputs) - 1, position, "bool"))
-
-    return Recipe(build)
+def _bool(p: BodyBuilder, node: OpNode) -> RegisterType:
+    return "bool"
 
 
 def _div(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -125,12 +113,6 @@ def _pow_scalar(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return power(p, p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"])
 
 
-def _pow_tensor(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    base = argument(p, node, "self", 0, position, dtype)
-    return p.apply("pow", base, p.operand(node, len(node.inputs) - 1, position, dtype))
-
-
 def _where(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     condition = p.operand(node, 0, position, "bool")
@@ -155,12 +137,9 @@ def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def pointwise_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
-    for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf",
-                 "reciprocal"):
-        rows[f"aten.{name}.default"] = _unary(name)
-    for name in ("neg", "abs"):
+    for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal",
+                 "neg", "abs"):
         rows[f"aten.{name}.default"] = _unary(name)
     for name in ("floor", "ceil", "round"):
         rows[f"aten.{name}.default"] = _rounding(name)
@@ -174,13 +153,13 @@ def pointwise_recipes() -> dict[str, Recipe]:
         rows[f"aten.{name}"] = Recipe(_floor_divide, refuse=_floor_divide_refuse)
     rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub)
     rows["aten.pow.Tensor_Scalar"] = Recipe(_pow_scalar, refuse=float_result)
-    rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = Recipe(_pow_tensor, refuse=float_result)
+    rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = replace(_applied("pow"), refuse=float_result)
     rows["aten.square.default"] = Recipe(
         lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), 2))
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _comparison(name)
+        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _applied(name, _promoted)
     for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
-        rows[f"aten.logical_{name}.default"] = _logical(op)
+        rows[f"aten.logical_{name}.default"] = _applied(op, _bool)
     rows["aten.logical_not.default"] = Recipe(_logical_not)
     rows.update(bitwise_recipes())
     for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):

@@ -189,8 +189,7 @@ def _stack(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def _copy_reshape(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    source, moved = VIEW_MAPS[node.op](node, node.outputs[0], position, p.specs)
-    return p.pull(source, moved)
+    return p.pull(node.inputs[0], VIEW_MAPS[node.op](node, node.outputs[0], position, p.specs))
 
 
 def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -203,7 +202,6 @@ def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def rearranging_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
     for name in ("full.default", "full_like.default", "zeros.default", "zeros_like.default", "new_zeros.default",
                  "new_full.default"):

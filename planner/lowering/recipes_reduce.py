@@ -120,9 +120,6 @@ def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
     return float_result(node, specs) if whole else f"{node.op}: to another size than 1 x 1"
 
 
-# -- where the largest or smallest element is -------------------------------------------------------------
-
-
 def _position_of(kind: str) -> Build:
     """The first position of a row's extreme; NaN counts as the most extreme of all, as in ATen."""
 
@@ -193,7 +190,6 @@ def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def reducing_recipes() -> dict[str, Recipe]:
-    """Rows of the recipe table, by ATen op."""
     rows: dict[str, Recipe] = {}
     rows["aten.sum.dim_IntList"] = Recipe(_sum, _summed_dims)
     rows["aten.amax.default"], rows["aten.amin.default"] = _plain_fold("max"), _plain_fold("min")

@@ -15,8 +15,8 @@ from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 
 Position: TypeAlias = tuple[Index, ...]
 Specs: TypeAlias = Mapping[str, TensorSpec]
-#: ``map(node, output value, position, specs) -> (source value, position in it)``.
-ViewMap: TypeAlias = Callable[[OpNode, str, Position, Specs], tuple[str, Position]]
+#: ``map(node, output value, position, specs)``: the position in the node's first operand.
+ViewMap: TypeAlias = Callable[[OpNode, str, Position, Specs], Position]
 
 
 def normalise_dim(dim: Any, rank: int) -> int:
@@ -70,155 +70,124 @@ def _unflatten(linear: Index, dims: Sequence[Size]) -> list[Index]:
     return position
 
 
-def _identity(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
-    return node.inputs[0], position
+def _identity(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    return position
 
 
-def _reshape(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
-    source = node.inputs[0]
-    return source, reshape_position(position, specs[value].shape, specs[source].shape)
+def _reshape(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    return reshape_position(position, specs[value].shape, specs[node.inputs[0]].shape)
 
 
-def _expand(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
-    source = node.inputs[0]
-    shape = specs[source].shape
+def _expand(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    shape = specs[node.inputs[0]].shape
     aligned = position[len(position) - len(shape) :] if shape else ()
-    return source, tuple(
-        Index(0) if same_size(extent, 1) else index for index, extent in zip(aligned, shape, strict=True)
-    )
+    return tuple(Index(0) if same_size(extent, 1) else index for index, extent in zip(aligned, shape, strict=True))
 
 
-def _permute(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
+def _permute(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     rank = len(position)
     moved: list[Index] = [Index(0)] * rank
     for out_dim, in_dim in enumerate(node.attrs["dims"]):
         moved[normalise_dim(in_dim, rank)] = position[out_dim]
-    return node.inputs[0], tuple(moved)
+    return tuple(moved)
 
 
-def _transpose(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
+def _transpose(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     rank = len(position)
     a, b = normalise_dim(node.attrs["dim0"], rank), normalise_dim(node.attrs["dim1"], rank)
     moved = list(position)
     moved[a], moved[b] = moved[b], moved[a]
-    return node.inputs[0], tuple(moved)
+    return tuple(moved)
 
 
-def _t(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
-    return node.inputs[0], tuple(reversed(position))
+def _t(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    return position[::-1]
 
 
-def _unsqueeze(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
+def _swap_last(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    return (*position[:-2], position[-1], position[-2])
+
+
+def _unsqueeze(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     dim = normalise_dim(node.attrs["dim"], len(position))
-    return node.inputs[0], position[:dim] + position[dim + 1 :]
+    return position[:dim] + position[dim + 1 :]
 
 
-def _squeeze(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
-    source = node.inputs[0]
-    shape = specs[source].shape
-    rank = len(shape)
-    dims = node.attrs.get("dim")
-    if dims is None:
-        named = set(range(rank))
-    else:
-        named = {normalise_dim(dim, rank) for dim in (dims if isinstance(dims, tuple | list) else (dims,))}
+def _squeeze(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    shape, dims = specs[node.inputs[0]].shape, node.attrs.get("dim")
+    named = range(len(shape)) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+    one = {normalise_dim(dim, len(shape)) for dim in named}
     kept = iter(position)
-    return source, tuple(
-        Index(0) if dim in named and same_size(shape[dim], 1) else next(kept) for dim in range(rank)
-    )
+    return tuple(Index(0) if dim in one and same_size(size, 1) else next(kept) for dim, size in enumerate(shape))
 
 
-def _slice(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
-    source = node.inputs[0]
-    rank = len(position)
-    dim = normalise_dim(node.attrs.get("dim", 0), rank)
-    extent = specs[source].shape[dim]
+def _slice(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     start = node.attrs.get("start") or 0
     if isinstance(start, int) and start < 0:
-        start = as_size(extent + start)
+        start = as_size(specs[node.inputs[0]].shape[dim] + start)
         if isinstance(start, int):
             start = max(start, 0)
-    moved = list(position)
-    moved[dim] = position[dim] * (node.attrs.get("step") or 1) + start
-    return source, tuple(moved)
+    return _along(position, dim, position[dim] * (node.attrs.get("step") or 1) + start)
 
 
-def _narrow(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
+def _along(position: Position, dim: int, index: Index) -> Position:
+    """``position`` with ``index`` along ``dim``."""
+    return (*position[:dim], index, *position[dim + 1 :])
+
+
+def _narrow(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     dim = normalise_dim(node.attrs["dim"], len(position))
-    moved = list(position)
-    moved[dim] = position[dim] + node.attrs["start"]
-    return node.inputs[0], tuple(moved)
+    return _along(position, dim, position[dim] + node.attrs["start"])
 
 
-def _select(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
-    source = node.inputs[0]
-    shape = specs[source].shape
+def _select(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    shape = specs[node.inputs[0]].shape
     dim = normalise_dim(node.attrs["dim"], len(shape))
     number = node.attrs["index"]
     if isinstance(number, int) and number < 0:
         number = as_size(shape[dim] + number)
-    return source, (*position[:dim], Index(number), *position[dim:])
+    return (*position[:dim], Index(number), *position[dim:])
 
 
-def _split(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
+def _split(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     """split, split_with_sizes, chunk, unsafe_split: output number k starts where the earlier outputs end."""
-    source = node.inputs[0]
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
-    number = node.outputs.index(value)
-    start: Size = 0
-    for earlier in node.outputs[:number]:
-        start = as_size(start + specs[earlier].shape[dim])
-    moved = list(position)
-    moved[dim] = position[dim] + start
-    return source, tuple(moved)
+    earlier = node.outputs[: node.outputs.index(value)]
+    return _along(position, dim, position[dim] + as_size(sum(specs[output].shape[dim] for output in earlier)))
 
 
-def _unbind(node: OpNode, value: str, position: Position, specs: Specs) -> tuple[str, Position]:
-    source = node.inputs[0]
-    dim = normalise_dim(node.attrs.get("dim", 0), len(specs[source].shape))
-    return source, (*position[:dim], Index(node.outputs.index(value)), *position[dim:])
+def _unbind(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    dim = normalise_dim(node.attrs.get("dim", 0), len(specs[node.inputs[0]].shape))
+    return (*position[:dim], Index(node.outputs.index(value)), *position[dim:])
 
 
 #: Ops whose result is a rearrangement of their first operand.
 VIEW_MAPS: dict[str, ViewMap] = {
-    "aten.view.default": _reshape,
-    "aten.reshape.default": _reshape,
-    "aten._unsafe_view.default": _reshape,
-    "aten.flatten.using_ints": _reshape,
-    "aten.unflatten.int": _reshape,
-    "aten.view_as.default": _reshape,
-    "aten.reshape_as.default": _reshape,
-    "aten.expand.default": _expand,
-    "aten.expand_as.default": _expand,
-    "aten.broadcast_to.default": _expand,
-    "aten.permute.default": _permute,
-    "aten.transpose.int": _transpose,
-    "aten.t.default": _t,
-    "aten.numpy_T.default": _t,
-    "aten.mT.default": lambda n, v, p, s: (n.inputs[0], (*p[:-2], p[-1], p[-2])),
-    "aten.unsqueeze.default": _unsqueeze,
-    "aten.squeeze.default": _squeeze,
-    "aten.squeeze.dim": _squeeze,
-    "aten.squeeze.dims": _squeeze,
-    "aten.slice.Tensor": _slice,
-    "aten.narrow.default": _narrow,
-    "aten.select.int": _select,
-    "aten.split.Tensor": _split,
-    "aten.split.sizes": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.unsafe_split.Tensor": _split,
-    "aten.chunk.default": _split,
-    "aten.unbind.int": _unbind,
-    "aten.alias.default": _identity,
-    "aten.detach.default": _identity,
-    "aten.view.dtype": _identity,
+    f"aten.{name}": view_map
+    for view_map, names in (
+        (_reshape, ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
+                    "view_as.default", "reshape_as.default")),
+        (_expand, ("expand.default", "expand_as.default", "broadcast_to.default")),
+        (_permute, ("permute.default",)),
+        (_transpose, ("transpose.int",)),
+        (_t, ("t.default", "numpy_T.default")),
+        (_swap_last, ("mT.default",)),
+        (_unsqueeze, ("unsqueeze.default",)),
+        (_squeeze, ("squeeze.default", "squeeze.dim", "squeeze.dims")),
+        (_slice, ("slice.Tensor",)),
+        (_narrow, ("narrow.default",)),
+        (_select, ("select.int",)),
+        (_split, ("split.Tensor", "split.sizes", "split_with_sizes.default", "unsafe_split.Tensor", "chunk.default")),
+        (_unbind, ("unbind.int",)),
+        (_identity, ("alias.default", "detach.default")),
+    )
+    for name in names
 }
 #: Of those, ops that copy when strides cannot express the result.
 MAY_COPY = frozenset({
     "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints", "aten.reshape_as.default",
 })
-#: Reinterprets bits: an address map only when the dtype stays the same.
-del VIEW_MAPS["aten.view.dtype"]
 
 
 def is_address_map(node: OpNode, specs: Specs) -> bool:

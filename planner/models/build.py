@@ -28,8 +28,6 @@ class Model:
     """A module in evaluation mode.
 
     Attributes:
-        module: The module.
-        device: Where its parameters are.
         config: Its Hugging Face config; None for the user's own module.
         generates: True for a decoder, False for an encoder and for both in one.
         inputs: The example arguments of the user's own module: positional, then by keyword.
@@ -129,8 +127,7 @@ def _fill(module: nn.Module, std: float = 0.02, seed: int = 0) -> None:
     blocks = {dtype: block.to(dtype) for dtype in {parameter.dtype for parameter in module.parameters()}}
     for name, parameter in module.named_parameters():
         noise, flat = blocks[parameter.dtype], parameter.view(-1)
-        for start in range(0, flat.numel(), noise.numel()):
-            piece = flat[start : start + noise.numel()]
+        for piece in flat.split(noise.numel()):
             piece.copy_(noise[: piece.numel()])
         if parameter.dim() < 2 and not name.endswith("bias"):
             parameter.add_(1.0)
@@ -138,11 +135,7 @@ def _fill(module: nn.Module, std: float = 0.02, seed: int = 0) -> None:
 
 @contextmanager
 def foreign_code(what: str) -> Iterator[None]:
-    """Around a user's own code: whatever it raises, also to leave the process, is one :class:`ConfigError`.
-
-    Args:
-        what: What failed then.
-    """
+    """Around a user's own code: whatever it raises, also to leave the process, is one :class:`ConfigError`."""
     try:
         yield
     except (KeyboardInterrupt, FuseplanError):

@@ -22,12 +22,7 @@ def example_call(
 ) -> dict[str, Any]:
     """Keyword arguments of a prefill or of a decode call, whose static cache is half full.
 
-    Args:
-        module: The model; a decode runs it once on a token, so that it makes its cache as it needs it.
-        config: Its Hugging Face config.
-        workload: The sizes.
-        device: Where the arguments are made.
-        generates: True for a decoder.
+    A decode runs the model once on a token, so that it makes its cache as it needs it.
 
     Raises:
         ConfigError: The model takes something else, or keeps no cache.
@@ -64,9 +59,7 @@ def _inputs(
 _IMAGE = 224
 
 
-def _input(
-    name: str, module: nn.Module, config: Any, workload: Workload, device: torch.device
-) -> torch.Tensor:
+def _input(name: str, module: nn.Module, config: Any, workload: Workload, device: torch.device) -> torch.Tensor:
     dtype = next(module.parameters()).dtype
     if name in ("input_ids", "decoder_input_ids"):
         words = config.get_text_config(decoder=True).vocab_size

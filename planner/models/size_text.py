@@ -13,13 +13,8 @@ LARGEST = 2**31 - 1
 def read_size(text: str, where: str, example: str) -> int:
     """A size from 1 to :data:`LARGEST`; int() would also take signs, underscores and digits of other scripts.
 
-    Args:
-        text: The digits.
-        where: What it is given for, as errors name it.
-        example: How to write it.
-
     Raises:
-        ShapeError: The text is no such size.
+        ShapeError: The text is no such size; the message names ``where`` it is given, and an ``example``.
 
     >>> read_size("128", "--prefill", "--prefill 512")
     128

@@ -28,11 +28,10 @@ class ModelSource:
     """Where a model comes from. Build one with :func:`find_source`.
 
     Attributes:
-        kind: A preset, a config file, or a factory in the user's code.
         name: Preset name, file path, or ``package.module:factory``.
         config_json: The Hugging Face config as canonical JSON text; empty for a factory.
         dtype: Of the weights; None leaves a factory's module as it is.
-        layers: Number of layers instead of the config's own; None keeps that.
+        layers: Number of layers instead of the config's own.
     """
 
     kind: Literal["preset", "config", "module"]
@@ -51,12 +50,8 @@ class ModelSource:
 
 
 def find_source(
-    model: str | None = None,
-    config: str | Path | None = None,
-    module: str | None = None,
-    device_type: str = "cpu",
-    dtype: str | None = None,
-    layers: int | None = None,
+    model: str | None = None, config: str | Path | None = None, module: str | None = None, device_type: str = "cpu",
+    dtype: str | None = None, layers: int | None = None,
 ) -> ModelSource:
     """The source that the command line's flags name; ``--model llama`` without any.
 
@@ -116,11 +111,7 @@ _SIZES = (
 
 
 def _check_numbers(entries: Mapping[str, Any], name: str) -> None:
-    """Refuse numbers that no model has, before libraries count up to them.
-
-    Raises:
-        ConfigError: The message names the entry.
-    """
+    """Refuse numbers that no model has, before libraries count up to them."""
     for key, value in entries.items():
         most = _MOST_LAYERS if re.search(r"layers?$", key) else LARGEST
         if isinstance(value, int) and value > most:
@@ -130,11 +121,7 @@ def _check_numbers(entries: Mapping[str, Any], name: str) -> None:
 
 
 def _check_sizes(config: Any, name: str) -> None:
-    """Refuse sizes that are no positive numbers; models with stages (Swin) have a list of one for each.
-
-    Raises:
-        ConfigError: The message names the entry.
-    """
+    """Refuse sizes that are no positive numbers; models with stages (Swin) have a list of one for each."""
     for key in _SIZES:
         value = getattr(config, key, None)
         stages = value if isinstance(value, list | tuple) and value else [value]
@@ -237,12 +224,8 @@ def _usually_generates(entries: Mapping[str, Any]) -> bool:
 
 
 def workloads_for(
-    source: ModelSource,
-    device_type: str,
-    decode_batches: str | None = None,
-    kv_len: int | None = None,
-    prefills: str | None = None,
-    calls: bool = False,
+    source: ModelSource, device_type: str, decode_batches: str | None = None, kv_len: int | None = None,
+    prefills: str | None = None, calls: bool = False,
 ) -> tuple[Workload, ...]:
     """The workloads to plan for this model, from flags or defaults (see :func:`parse_workloads`).
 

@@ -20,7 +20,6 @@ class Workload:
     """One set of sizes to plan for.
 
     Attributes:
-        regime: Which kind of call.
         batch: Sequences.
         seq: New tokens per sequence (1 in decode); of ``generate``, tokens of the prompt.
         kv_len: Length of the static KV cache; 0 without one (``generate`` then has one that grows).
@@ -92,15 +91,9 @@ _DEFAULTS = {"cpu": ("1,8", 256, "1x128"), "cuda": ("1,8,16,64", 1024, "512,2048
 def parse_workloads(
     device_type: str, decode_batches: str | None = None, kv_len: int | None = None, prefills: str | None = None
 ) -> tuple[Workload, ...]:
-    """Workloads from flags, decode first.
+    """Workloads from flags, decode first: batch sizes (``"1,8"``), and lengths or batch x length (``"512,4x2048"``).
 
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``: whose defaults stand in for absent flags.
-        decode_batches: Batch sizes such as ``"1,8,32"``; an empty string means no decode.
-        kv_len: Length of the static KV cache.
-        prefills: Sequence lengths, or batch x length, such as ``"512,4x2048"``; an empty string means no prefill.
-
-    Once either list is given, an absent other list means none of it.
+    The device's defaults stand in for absent flags. Once either list is given, an absent other list means none of it.
 
     Raises:
         ShapeError: A size is not a positive number, or nothing is left to plan.

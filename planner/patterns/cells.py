@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from types import MappingProxyType
 
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.models.size_text import read_size
-from fuseplan.planner.patterns.table import PATTERNS, parse_shape, pattern
+from fuseplan.planner.patterns.table import PATTERNS, inputs_of
 
 #: Rows of every sweep: decode of one sequence to a long prefill.
 ROWS = (1, 8, 32, 128, 512, 4096, 16384)
@@ -72,16 +73,10 @@ SWEEPS: Mapping[str, Sweep] = MappingProxyType({
 def sweep_cells(
     names: Sequence[str] = (), rows: Sequence[int] = (), cols: Sequence[int] = (), dtype: str | None = None
 ) -> tuple[list[Cell], list[str]]:
-    """The cells of the sweeps.
+    """The cells of the sweeps, and a sentence for everything that was left out.
 
-    Args:
-        names: Patterns; all sweeps when empty. A pattern without a sweep of its own is swept over rows and ``cols``.
-        rows: Instead of :data:`ROWS`.
-        cols: Instead of a sweep's widths.
-        dtype: Instead of each pattern's own.
-
-    Returns:
-        The cells, and a sentence for everything that was left out.
+    What is empty stands for all sweeps, :data:`ROWS`, a sweep's own widths and each pattern's own dtype. A pattern
+    without a sweep of its own is swept over rows and widths.
 
     Raises:
         UnknownPatternError: A name is no pattern.
@@ -104,10 +99,9 @@ def sweep_cells(
 
 
 def _named(names: Sequence[str], notes: list[str]) -> list[tuple[str, Sweep]]:
+    if unknown := [name for name in names if name not in PATTERNS]:
+        raise UnknownPatternError(unknown[0], PATTERNS)
     if names:
-        for name in names:
-            if name not in PATTERNS:
-                raise UnknownPatternError(name, PATTERNS)
         return [(name, _sweep_of(name)) for name in dict.fromkeys(names)]
     found: dict[str, Sweep] = {}
     for wanted, sweep in SWEEPS.items():
@@ -119,11 +113,8 @@ def _named(names: Sequence[str], notes: list[str]) -> list[tuple[str, Sweep]]:
 
 
 def _sweep_of(name: str) -> Sweep:
-    for wanted, sweep in SWEEPS.items():
-        if fnmatchcase(name, wanted):
-            return sweep
-    ranks = PATTERNS[name].ranks
-    return _NORMS if 2 in ranks else _HEADS
+    usual = _NORMS if 2 in PATTERNS[name].ranks else _HEADS
+    return next((sweep for wanted, sweep in SWEEPS.items() if fnmatchcase(name, wanted)), usual)
 
 
 def _fitting(
@@ -136,29 +127,17 @@ def _fitting(
         return [], ShapeError(f"pattern {name} takes {found.dims}; give --shape, such as --shape {found.example}")
     cells: list[Cell] = []
     problem: ShapeError | None = None
-    for width in cols:
-        for count in rows:
-            if count > sweep.most_rows:
-                continue
-            try:
-                cells.append(cell(name, text.format(rows=count, cols=width), dtype))
-            except ShapeError as error:
-                problem = error
+    for width, count in product(cols, (count for count in rows if count <= sweep.most_rows)):
+        try:
+            cells.append(cell(name, text.format(rows=count, cols=width), dtype))
+        except ShapeError as error:
+            problem = error
     return cells, problem
 
 
 def cell(name: str, shape: str, dtype: str | None = None) -> Cell:
-    """A pattern at one shape.
-
-    Raises:
-        UnknownPatternError: No pattern has that name.
-        ShapeError: The shape or dtype does not fit it.
-    """
-    if name not in PATTERNS:
-        raise UnknownPatternError(name, PATTERNS)
-    dtype = dtype or PATTERNS[name].dtype
-    sizes = parse_shape(shape, PATTERNS[name].example)
-    pattern(name, sizes, dtype)
+    """A pattern at one shape; raises what :func:`inputs_of` does."""
+    sizes, dtype, _ = inputs_of(name, shape, dtype)
     return Cell(name, sizes, dtype)
 
 

@@ -1,7 +1,7 @@
 """Named patterns: small graphs that inference engines fuse by hand, for tests and as tuning shortcuts.
 
 A pattern is spelled as Hugging Face models spell it, so its plan serves those models too. The planner has no special
-case for any of them. They live in one module for each family (``patterns_norm``, ``patterns_rope``, ...).
+case for any of them. Each family has a module of its own.
 
 >>> graph, specs = pattern("swiglu", "32x4096", "bfloat16")
 >>> graph.input_names, graph.output_names
@@ -14,14 +14,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
-from fuseplan.planner.capture.subgraph import SubGraph
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
-from fuseplan.planner.graph.dataflow import DataflowGraph, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.size_text import read_size
 from fuseplan.planner.patterns.norm import norm_patterns
-from fuseplan.planner.patterns.pattern import Pattern, Shape
+from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs
 from fuseplan.planner.patterns.pointwise import pointwise_patterns
 from fuseplan.planner.patterns.quantisation import quantisation_patterns
 from fuseplan.planner.patterns.rope import rope_patterns
@@ -57,13 +65,8 @@ def parse_shape(text: str, example: str = "32x4096") -> Shape:
     return tuple(read_size(number, f"shape {text[:60]!r}", example) for number in numbers)
 
 
-def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, dict[str, TensorSpec]]:
-    """A named pattern at one shape: the graph, and the layout of each of its inputs.
-
-    Args:
-        name: A key of :data:`PATTERNS`.
-        shape: Sizes, or their text.
-        dtype: Of its activations; by default the pattern's own.
+def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[Shape, str, Specs]:
+    """The shape and dtype that a pattern is built in, and the layout of each of its inputs.
 
     Raises:
         UnknownPatternError: No pattern has that name.
@@ -81,21 +84,39 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
     dtype = found.dtype if dtype is None else dtype
     if dtype not in _DTYPES:
         raise ShapeError(f"pattern {name} cannot be built in dtype {dtype!r}; use bfloat16, float16 or float32")
-    nodes, specs, outputs = found.build(sizes, dtype)
-    return SubGraph(tuple(nodes), tuple(specs), outputs), specs
+    return sizes, dtype, found.inputs(sizes, dtype)
+
+
+def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, Specs]:
+    """A named pattern at one shape: the graph, and the layout of each of its inputs.
+
+    Args:
+        name: A key of :data:`PATTERNS`.
+        shape: Sizes, or their text.
+        dtype: Of its activations; by default the pattern's own.
+
+    Raises:
+        UnknownPatternError, ShapeError: As :func:`inputs_of`.
+    """
+    _, dtype, specs = inputs_of(name, shape, dtype)
+    found = PATTERNS[name]
+    compute = partial(found.compute, dtype=torch_dtype(dtype)) if found.typed else found.compute
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty(one.shape, dtype=torch_dtype(one.dtype)) for one in specs.values()]
+    with mode:
+        traced = normalise(make_fx(lambda *tensors: compute(*tensors), pre_dispatch=True)(*fakes)).graph
+    names = {**dict(zip(traced.inputs, specs, strict=True)), **dict(zip(traced.outputs, found.outputs, strict=True))}
+    nodes = (
+        replace(node, inputs=tuple(names.get(one, one) for one in node.inputs),
+                outputs=tuple(names.get(one, one) for one in node.outputs))
+        for node in traced
+    )
+    return SubGraph(tuple(nodes), tuple(specs), found.outputs), specs
 
 
 def pattern_graph(name: str, shape: str | Sequence[int], dtype: str | None = None) -> DataflowGraph:
-    """The normalised graph of a pattern, as ``plan tune --pattern`` plans it.
-
-    Raises:
-        UnknownPatternError: No pattern has that name.
-        ShapeError: The shape or dtype does not fit.
-    """
-    from fuseplan.planner.capture.subgraph import trace_subgraph
-
-    graph, specs = pattern(name, shape, dtype)
-    traced = trace_subgraph(graph, specs).graph
+    """The normalised graph of a pattern, as ``plan tune --pattern`` plans it; raises what :func:`inputs_of` does."""
+    traced = trace_subgraph(*pattern(name, shape, dtype)).graph
     traced.fresh = fresh_inputs(traced, name, shape, dtype)
     return traced
 
@@ -104,8 +125,8 @@ def fresh_inputs(
     traced: DataflowGraph, name: str, shape: str | Sequence[int], dtype: str | None = None
 ) -> frozenset[str]:
     """The inputs of a traced pattern that are activations, by the names that the trace gave them."""
-    given = pattern(name, shape, dtype)[0].input_names
     fresh = activations(name, shape, dtype)
+    given = inputs_of(name, shape, dtype)[2]
     return frozenset(value for value, own in zip(traced.inputs, given, strict=True) if own in fresh)
 
 
@@ -114,10 +135,9 @@ def activations(name: str, shape: str | Sequence[int], dtype: str | None = None)
 
     The others are weights, which come cold from memory. A pattern that takes no larger first size has no weights.
     """
-    first, *rest = parse_shape(shape) if isinstance(shape, str) else tuple(shape)
-    specs = pattern(name, (first, *rest), dtype)[1]
+    (first, *rest), dtype, specs = inputs_of(name, shape, dtype)
     try:
-        grown = pattern(name, (2 * first, *rest), dtype)[1]
+        grown = PATTERNS[name].inputs((2 * first, *rest), dtype)
     except ShapeError:
         return frozenset(specs)
     return frozenset(given for given in specs if grown[given].shape != specs[given].shape)

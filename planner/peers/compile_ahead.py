@@ -1,7 +1,8 @@
-"""TorchInductor's programs for many cells, compiled beforehand in parallel processes into its own cache.
+"""What peers compile for many cells, compiled beforehand in parallel processes into their own caches on disk.
 
-Compiling one cell with max-autotune takes seconds, of which the device is busy for few. So the processes compile beside
-each other, and take turns on the device: whoever times a configuration holds a lock.
+TorchInductor compiles each cell, with max-autotune for seconds, of which the device is busy for few. FlashInfer
+compiles each op once, with ``nvcc`` for up to a minute. Processes compile beside each other, and take turns on the
+device: whoever times a configuration holds a lock.
 """
 
 from __future__ import annotations
@@ -14,66 +15,73 @@ from typing import Any
 
 import torch
 
+from fuseplan.kernels.registry import local_target
 from fuseplan.planner.patterns.cells import Cell
-from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
-from fuseplan.planner.peers.inductor import inductor_callable
+from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE, Case
 from fuseplan.planner.peers.inputs import make_inputs, trace_cell
+from fuseplan.planner.peers.peers import FLASHINFER, PEERS
 from fuseplan.search.workers.worker import WorkerPool
 
 #: Longer than the slowest program takes, max-autotune and a queue for the device included.
 _LIMIT_S = 300.0
 
 
-class InductorPool:
+class CompilePool:
     """Processes that compile; a context manager. Without any, each cell is compiled when its turn comes.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
-        peers: Names of the peers in the bench; those that are not TorchInductor play no part.
+        peers: Names of the peers in the bench; those that compile nothing play no part.
         processes: How many.
     """
 
     def __init__(self, device_type: str, peers: Sequence[str], processes: int) -> None:
         self._device_type = device_type
-        self._wanted = [name == MAX_AUTOTUNE for name in peers if name in (INDUCTOR, MAX_AUTOTUNE)]
-        self._processes = processes if self._wanted else 0
-        self._pool: WorkerPool | None = None
+        self._names = [
+            name for name in (FLASHINFER, INDUCTOR, MAX_AUTOTUNE)
+            if name in peers and processes and device_type in PEERS[name].devices
+        ]
+        self._pool = WorkerPool(max(1, processes))
+        self._built: set[str] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="fuseplan-bench-")
-        self._lock = Path(self._folder.name) / "device.lock"
 
-    def __enter__(self) -> InductorPool:
+    def __enter__(self) -> CompilePool:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
         self._folder.cleanup()
 
     def compile(self, cells: Sequence[Cell]) -> list[str]:
-        """Fill TorchInductor's cache for ``cells``; returns what failed (the bench will meet it again)."""
-        if not self._processes or not cells:
-            return []
-        if self._pool is None:
-            self._pool = WorkerPool(self._processes)
-        jobs = [(cell, self._device_type, slow, str(self._lock)) for cell in cells for slow in self._wanted]
-        outcomes = self._pool.map(compile_cell, jobs, _LIMIT_S)
+        """Fill the caches for ``cells``; returns where TorchInductor failed (the bench meets every failure again)."""
+        jobs = []
+        for name in self._names:
+            for cell in cells:
+                if name != FLASHINFER or cell.pattern not in self._built:
+                    jobs.append((cell, self._device_type, name, str(Path(self._folder.name) / "device.lock")))
+                    self._built.add(cell.pattern)
+        outcomes = self._pool.map(compile_cell, jobs, _LIMIT_S) if jobs else []
         return [
-            f"{job[0].key}: {outcome.failure}"
-            for job, outcome in zip(jobs, outcomes, strict=True) if not outcome.ok
+            f"{cell.key}: {outcome.failure}"
+            for (cell, _, name, _), outcome in zip(jobs, outcomes, strict=True) if name != FLASHINFER and not outcome.ok
         ]
 
 
-def compile_cell(cell: Cell, device_type: str, max_autotune: bool, lock: str) -> None:
-    """Compile one cell's program and let TorchInductor choose its configurations (runs in a worker)."""
+def compile_cell(cell: Cell, device_type: str, name: str, lock: str) -> None:
+    """Have a peer compile what it needs for one cell, and choose its configurations (runs in a worker)."""
     from torch._inductor import config
 
     config.compile_threads = 1  # the pool's processes are the parallelism
     if device_type == "cuda":
         _take_turns(lock)
     traced, specs = trace_cell(cell, device_type)
+    inputs = make_inputs(traced, specs, device_type)
     with torch.no_grad():
-        inductor_callable(traced.module, make_inputs(traced, specs, device_type), max_autotune)
+        case = Case(cell.pattern, cell.shape, cell.dtype, traced, tuple(specs), inputs, (), local_target(device_type))
+        contestant = PEERS[name].build(case)
+        contestant.run(*contestant.operands(inputs))
     if device_type == "cuda":
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the process stays, its memory is needed elsewhere
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.search.timing.timers import Run
 
@@ -22,27 +25,31 @@ class PeerError(Exception):
     """A peer cannot take part in a cell; the message says why."""
 
 
+def library_function(library: str, module: str, name: str) -> Callable[..., Any]:
+    """A function of a library that may not be installed.
+
+    Raises:
+        PeerError: The library, or the function, is not there.
+    """
+    package = library.partition(".")[0]
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(f"{library}.{module}"), name)
+    except ImportError as error:
+        raise PeerError(f"{package} cannot be imported: {error}") from error
+    except AttributeError:
+        raise PeerError(f"this version of {package} has no {module}.{name}") from None
+    return found
+
+
 @dataclass(frozen=True)
 class Case:
-    """One pattern at one shape, as contestants are given it.
-
-    Attributes:
-        pattern: Name of the pattern.
-        shape: Its shape.
-        dtype: Its dtype.
-        traced: The pattern's graph, as eager runs it.
-        names: Names of its inputs.
-        inputs: Its inputs, in that order.
-        groups: The fused groups of our plan for it.
-        target: The device.
-        backends: Kernel back ends of the device.
-        numerics: How our kernels round.
-    """
+    """One pattern at one shape, as contestants are given it: its graph as eager runs it, and the groups of our plan."""
 
     pattern: str
     shape: tuple[int, ...]
     dtype: str
     traced: Traced
+    #: Names of the inputs, and the inputs.
     names: tuple[str, ...]
     inputs: tuple[torch.Tensor, ...]
     groups: tuple[GroupPlan, ...]
@@ -50,8 +57,14 @@ class Case:
     backends: tuple[Backend, ...] = ()
     numerics: str = "fp32"
 
+    def kernel(self, ops: Sequence[str]) -> Lowered:
+        """The kernel of one of the plan's groups."""
+        flow = compute_graph_of(self.traced.graph)
+        outputs = flow.needed_outside(flow.position[op] for op in ops)
+        return lower(self.traced.graph, ops, self.numerics, outputs)
 
-def tensors_of(result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+
+def tensors_of(result: Any, operands: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
     """The tensors that a call returned."""
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
@@ -82,12 +95,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class LibraryOp:
-    """How one op of a library computes a pattern.
-
-    Attributes:
-        inputs: Names of the pattern's inputs, in the order that ``build``'s contestant takes them.
-        build: Makes the contestant.
-    """
+    """How one op of a library computes a pattern; ``build``'s contestant takes ``inputs`` in this order."""
 
     inputs: tuple[str, ...]
     build: Callable[[Case], Contestant]

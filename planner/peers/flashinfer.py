@@ -5,35 +5,20 @@ FlashInfer compiles its kernels when they are first called. Without a CUDA compi
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, PeerError
+from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, PeerError, library_function
 
 #: What the patterns have.
-_RMS_EPSILON = 1e-6
-_LAYER_NORM_EPSILON = 1e-5
+_RMS_EPSILON, _LAYER_NORM_EPSILON = 1e-6, 1e-5
 
 Builder = Callable[[Case], Contestant]
-
-
-def _op(module: str, name: str) -> Callable[..., Any]:
-    """An op of the library.
-
-    Raises:
-        PeerError: The library, or the op, is not there.
-    """
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(f"flashinfer.{module}"), name)
-    except ImportError as error:
-        raise PeerError(f"flashinfer cannot be imported: {error}") from error
-    except AttributeError:
-        raise PeerError(f"this version of flashinfer has no {module}.{name}") from None
-    return found
+_op = partial(library_function, "flashinfer")
 
 
 def _check_half(case: Case) -> None:
@@ -74,17 +59,13 @@ def _add_rms_norm(name: str) -> Builder:
         _check_half(case)
         norm = _op("norm", name)
 
-        def prepare(
-            residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return _flat(x).clone(), _flat(residual).clone(), weight
-
         def outputs(result: None, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             x, residual = (tensor.view(case.inputs[0].shape) for tensor in operands[:2])
             return [residual, x]
 
         return Contestant(
-            lambda x, residual, weight: norm(x, residual, weight, _RMS_EPSILON), prepare, outputs,
+            lambda x, residual, weight: norm(x, residual, weight, _RMS_EPSILON),
+            lambda residual, x, weight: (_flat(x).clone(), _flat(residual).clone(), weight), outputs,
             "writes x and residual in place", in_place=True,
         )
 
@@ -124,9 +105,7 @@ def _rope(is_neox: bool) -> Builder:
         dim, width = case.inputs[0].shape[-1], case.inputs[2].shape[-1]
         angles = width // 2 if is_neox else width
 
-        def prepare(
-            q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-        ) -> tuple[torch.Tensor, ...]:
+        def prepare(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
             """Rows are tokens; the table is float32, and has each angle once."""
             tokens = q.shape[0] * q.shape[1]
             tables = [_flat(table)[:, :angles].float() for table in (cos, sin)]

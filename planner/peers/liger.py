@@ -6,7 +6,6 @@ engine need not. https://github.com/linkedin/Liger-Kernel
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,27 +13,17 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, PeerError
+from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, library_function
 
 #: What the patterns have.
-_RMS_EPSILON = 1e-6
-_LAYER_NORM_EPSILON = 1e-5
+_RMS_EPSILON, _LAYER_NORM_EPSILON = 1e-6, 1e-5
 
 Builder = Callable[[Case], Contestant]
 
 
 def _forward(module: str, name: str, **fixed: Any) -> Callable[..., Any]:
-    """A forward function with those of the ``fixed`` arguments that this version of the library knows.
-
-    Raises:
-        PeerError: The library, or the function, is not there.
-    """
-    try:
-        found = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
-    except ImportError as error:
-        raise PeerError(f"liger_kernel cannot be imported: {error}") from error
-    except AttributeError:
-        raise PeerError(f"this version of liger_kernel has no {module}.{name}") from None
+    """A forward function with those of the ``fixed`` arguments that this version of the library knows."""
+    found = library_function("liger_kernel.ops", module, name)
     known = inspect.signature(found).parameters
     arguments = {key: value for key, value in fixed.items() if key in known}
     return lambda *tensors: found(*tensors, **arguments)
@@ -50,13 +39,12 @@ def _gated(module: str, name: str) -> Builder:
 
 
 def _rms_norm(offset: float, casting_mode: str) -> Builder:
-    def build(case: Case) -> Contestant:
-        forward = _forward(
+    return lambda case: Contestant(
+        _forward(
             "rms_norm", "rms_norm_forward", eps=_RMS_EPSILON, offset=offset, casting_mode=casting_mode, row_mode=None
-        )
-        return Contestant(forward, outputs=_picked(0))
-
-    return build
+        ),
+        outputs=_picked(0),
+    )
 
 
 def _add_rms_norm(offset: float, casting_mode: str) -> Builder:

@@ -19,9 +19,8 @@ import torch
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import ConfigError, nearest
-from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.patterns.table import activations
+from fuseplan.planner.peers import flashinfer, liger
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, LibraryOp, PeerError
 from fuseplan.planner.peers.inductor import inductor_callable
 from fuseplan.planner.runtime.executor import executable
@@ -32,14 +31,7 @@ LIGER, FLASHINFER = "liger", "flashinfer"
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody to measure against.
-
-    Attributes:
-        name: As tables name it.
-        summary: What it is.
-        build: Makes its contestant for a case; may raise anything, :class:`PeerError` with a reason at best.
-        devices: Where it can run.
-    """
+    """Somebody to measure against; ``build`` may raise anything, :class:`PeerError` with a reason at best."""
 
     name: str
     summary: str
@@ -47,16 +39,10 @@ class Peer:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-# -- ours and the ATen ops --------------------------------------------------------------------------------
-
-
 def fused(case: Case, groups: Sequence[GroupPlan], in_place: bool = False) -> Contestant:
     """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
 
-    Args:
-        case: The pattern.
-        groups: Its fused groups.
-        in_place: Its activations are given away, as intermediates are that die in a group: results may lie in them.
+    With ``in_place`` its activations are given away, as intermediates are that die in a group: results may lie in them.
 
     Raises:
         PeerError: A group cannot be built or placed; or no result can lie in an activation.
@@ -105,11 +91,9 @@ def _default(case: Case, name: str) -> Contestant:
         raise PeerError(reason)
     if not case.groups:
         raise PeerError("the plan fuses nothing")
-    flow = compute_graph_of(case.traced.graph)
     groups = []
     for group in case.groups:
-        outputs = flow.needed_outside(flow.position[op] for op in group.ops)
-        ir = lower(case.traced.graph, group.ops, case.numerics, outputs).ir
+        ir = case.kernel(group.ops).ir
         if refusal := backend.refuse(ir, case.target):
             raise PeerError(refusal)
         config = plainly(backend.default_config(ir, case.target))  # overlapped with nothing
@@ -117,35 +101,20 @@ def _default(case: Case, name: str) -> Contestant:
     return fused(case, groups)
 
 
-# -- libraries --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Library:
-    """A library of hand-written kernels, called through ``ops`` by pattern."""
+    """A library of hand-written kernels, called through its ``ops`` by pattern."""
 
     name: str
-    ops: Callable[[], Mapping[str, LibraryOp]] = field(repr=False)
+    ops: Mapping[str, LibraryOp] = field(repr=False)
 
     def __call__(self, case: Case) -> Contestant:
-        found = self.ops().get(case.pattern)
+        found = self.ops.get(case.pattern)
         if found is None:
             raise PeerError(f"{self.name} has no op for {case.pattern}")
         if case.names != found.inputs:
             raise PeerError(f"{self.name}'s op takes {', '.join(found.inputs)}, the pattern {', '.join(case.names)}")
         return found.build(case)
-
-
-def _liger() -> Mapping[str, LibraryOp]:
-    from fuseplan.planner.peers.liger import OPS
-
-    return OPS
-
-
-def _flashinfer() -> Mapping[str, LibraryOp]:
-    from fuseplan.planner.peers.flashinfer import OPS
-
-    return OPS
 
 
 # -- all of them ------------------------------------------------------------------------------------------
@@ -157,8 +126,8 @@ PEERS: Mapping[str, Peer] = MappingProxyType({peer.name: peer for peer in (
     Peer(EAGER, "the ATen ops, one by one", _eager),
     Peer(INDUCTOR, "TorchInductor as it comes", partial(_inductor, max_autotune=False)),
     Peer(MAX_AUTOTUNE, "TorchInductor, max-autotune with coordinate descent", partial(_inductor, max_autotune=True)),
-    Peer(LIGER, "Liger-Kernel's forward kernels", Library(LIGER, _liger), _GPU),
-    Peer(FLASHINFER, "FlashInfer's kernels", Library(FLASHINFER, _flashinfer), _GPU),
+    Peer(LIGER, "Liger-Kernel's forward kernels", Library(LIGER, liger.OPS), _GPU),
+    Peer(FLASHINFER, "FlashInfer's kernels", Library(FLASHINFER, flashinfer.OPS), _GPU),
     Peer("triton default", "our groups as Triton kernels, untuned", partial(_default, name="triton"), _GPU),
     Peer(
         "ninetoothed default", "our groups as ninetoothed kernels, untuned", partial(_default, name="ninetoothed"), _GPU
@@ -170,10 +139,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType({peer.name: peer for peer in (
 def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of the peers that ``text`` lists, in the order of the tables; all that the device has when it is None.
 
-    Args:
-        text: Names joined by commas; a dash stands for a space.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        without: Names to leave out.
+    Commas join the names, and a dash stands for a space; those in ``without`` are left out.
 
     Raises:
         ConfigError: A name is unknown.

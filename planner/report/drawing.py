@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from html import escape
-from itertools import pairwise
+from functools import cache
+from typing import NamedTuple
+
+import networkx as nx
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import PlanRecord
 
 #: How many cluster colours the page defines (CSS classes ``group0`` to ``group7``).
 COLOURS = 8
-_CHIP_W, _CHIP_H, _GAP, _PAD, _HEAD, _SPACE = 84, 24, 14, 10, 20, 34
-_CHIPS_A_ROW, _CLUSTERS_A_ROW = 4, 4
+_CHIP_W, _CHIP_H, _GAP, _PAD, _HEAD, _SPACE, _MARGIN = 84, 24, 14, 10, 20, 34, 4
+#: Chips and clusters side by side.
+_A_ROW = 4
 #: Width that a letter of a cluster's heading is given.
 _LETTER = 6.4
 
-#: An op drawn in a cluster: an op that is computed twice has two chips.
-_Chip = tuple[int, int]
 
-
-@dataclass(frozen=True)
-class _Box:
+class _Box(NamedTuple):
     x: float
     y: float
     width: float
     height: float
 
-    def moved(self, dx: float, dy: float) -> _Box:
-        return _Box(self.x + dx, self.y + dy, self.width, self.height)
+
+@cache
+def templates() -> Environment:
+    """The report's templates; what they are given is escaped."""
+    loader = PackageLoader("fuseplan.planner.report")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
 def group_name(number: int) -> str:
@@ -49,125 +51,78 @@ def group_class(plan: PlanRecord, number: int) -> str:
 
 
 def partition_svg(region: RegionSummary, plan: PlanRecord) -> str:
-    """An ``<svg>`` element that shows which op runs in which group."""
-    return _Drawing(region, plan).svg()
+    """An ``<svg>`` element that shows which op runs in which group; an op that is computed twice has two chips."""
+    members = _members(region, [group.ops for group in plan.groups])
+    edges: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    for before, after in region.edges:
+        makers = [number for number, ops in enumerate(members) if before in ops]
+        for reader in (number for number, ops in enumerate(members) if after in ops):
+            # A value that is computed in the reader's own cluster comes from there.
+            edges += [((maker, before), (reader, after)) for maker in ([reader] if reader in makers else makers[:1])]
+    inside = []
+    for number, ops in enumerate(members):
+        own = {(a[1], b[1]) for a, b in edges if a[0] == b[0] == number}
+        inside.append(_placed(dict.fromkeys(ops, (_CHIP_W, _CHIP_H)), own, _GAP))
+    sizes = {}
+    for number, chips in enumerate(inside):
+        width, height = _extent(chips.values())
+        sizes[number] = (max(width, _CHIP_W) + 2 * _PAD, height + _HEAD + 2 * _PAD)
+    outer = _placed(sizes, {(a[0], b[0]) for a, b in edges if a[0] != b[0]}, _SPACE, _MARGIN)
+    placed = {
+        (number, op): box._replace(x=box.x + outer[number].x + _PAD, y=box.y + outer[number].y + _PAD + _HEAD)
+        for number, chips in enumerate(inside) for op, box in chips.items()
+    }
+    names = [op.split(".")[0] for op in region.ops]
+    parts = [
+        f"{group_name(number)} ({group.implementation}): {', '.join(names[op] for op in group.ops)}"
+        for number, group in enumerate(plan.groups)
+    ]
+    width, height = _extent(outer.values())
+    return templates().get_template("partition.svg.j2").render(
+        width=width + _MARGIN, height=height + _MARGIN, pad=_PAD,
+        words=f"Partition of {plan.label} into {len(parts)} groups. " + "; ".join(parts),
+        clusters=[(box, group_class(plan, number), *_heading(plan, number, box)) for number, box in outer.items()],
+        edges=[(placed[a], placed[b], a[0] != b[0]) for a, b in edges],
+        chips=[(box, names[op], region.kinds[op], region.ops[op], region.shapes[op])
+               for (_, op), box in placed.items()],
+    )
 
 
-class _Drawing:
-    def __init__(self, region: RegionSummary, plan: PlanRecord) -> None:
-        self.region = region
-        self.plan = plan
-        self.members = _members(region, [group.ops for group in plan.groups])
-
-    @cached_property
-    def edges(self) -> list[tuple[_Chip, _Chip]]:
-        """Data flow between chips; a value that is computed in the reader's own cluster comes from there."""
-        found = []
-        for before, after in self.region.edges:
-            makers = [cluster for cluster, ops in enumerate(self.members) if before in ops]
-            for reader in (cluster for cluster, ops in enumerate(self.members) if after in ops):
-                near = [reader] if reader in makers else makers[:1]
-                found += [((maker, before), (reader, after)) for maker in near]
-        return found
-
-    @cached_property
-    def chips(self) -> dict[_Chip, _Box]:
-        """Chips by place inside their cluster's box."""
-        placed: dict[_Chip, _Box] = {}
-        for cluster, ops in enumerate(self.members):
-            inner = [(a[1], b[1]) for a, b in self.edges if a[0] == b[0] == cluster]
-            y = _PAD + _HEAD
-            for row in _rows(_ranks(ops, inner), _CHIPS_A_ROW):
-                for column, op in enumerate(row):
-                    placed[cluster, op] = _Box(_PAD + column * (_CHIP_W + _GAP), y, _CHIP_W, _CHIP_H)
-                y += _CHIP_H + _GAP
-        return placed
-
-    @cached_property
-    def clusters(self) -> list[_Box]:
-        """Boxes of the clusters on the page."""
-        sizes = []
-        for cluster in range(len(self.members)):
-            boxes = [box for (owner, _), box in self.chips.items() if owner == cluster]
-            right = max((box.x + box.width for box in boxes), default=_CHIP_W)
-            bottom = max((box.y + box.height for box in boxes), default=_HEAD)
-            sizes.append((right + _PAD, bottom + _PAD))
-        outer = {(a[0], b[0]) for a, b in self.edges if a[0] != b[0]}
-        placed = [_Box(0, 0, 0, 0)] * len(sizes)
-        y = 4.0
-        for row in _rows(_ranks(range(len(sizes)), sorted(outer)), _CLUSTERS_A_ROW):
-            x = 4.0
-            for cluster in row:
-                placed[cluster] = _Box(x, y, *sizes[cluster])
-                x += sizes[cluster][0] + _GAP
-            y += max(sizes[cluster][1] for cluster in row) + _SPACE
-        return placed
-
-    def place(self, chip: _Chip) -> _Box:
-        cluster = self.clusters[chip[0]]
-        return self.chips[chip].moved(cluster.x, cluster.y)
-
-    def svg(self) -> str:
-        width = max((box.x + box.width for box in self.clusters), default=0) + 4
-        height = max((box.y + box.height for box in self.clusters), default=0) + 4
-        words = escape(self._words())
-        return (
-            f'<svg class="partition" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
-            f'role="img" aria-label="{words}"><title>{words}</title>'
-            + "".join(self._cluster(number) for number in range(len(self.members)))
-            + "".join(self._edge(before, after) for before, after in self.edges)
-            + "".join(self._chip(chip) for chip in self.chips)
-            + "</svg>"
-        )
-
-    def _words(self) -> str:
-        parts = [
-            f"{group_name(number)} ({group.implementation}): "
-            + ", ".join(_short(self.region.ops[op]) for op in group.ops)
-            for number, group in enumerate(self.plan.groups)
-        ]
-        return f"Partition of {self.plan.label} into {len(parts)} groups. " + "; ".join(parts)
-
-    def _cluster(self, number: int) -> str:
-        box, group = self.clusters[number], self.plan.groups[number]
-        time_us = group.measured_us if group.measured_us is not None else group.predicted_us
-        time = f"{time_us:,.0f} us" if time_us >= 100 else f"{time_us:.3g} us"
-        text = f"{group_name(number)} · {group.implementation} · {time}"
-        room = box.width - 2 * _PAD
-        if _LETTER * len(text) > room:
-            text = f"{group_name(number)} · {time}"
-        width = min(room, _LETTER * len(text))
-        return (
-            f'<g class="{group_class(self.plan, number)}"><rect class="cluster" x="{box.x:.1f}" y="{box.y:.1f}" '
-            f'width="{box.width:.1f}" height="{box.height:.1f}" rx="8"/>'
-            f'<text class="head" x="{box.x + _PAD:.1f}" y="{box.y + 19:.1f}" '
-            f'textLength="{width:.0f}" lengthAdjust="spacingAndGlyphs">{escape(text)}</text></g>'
-        )
-
-    def _chip(self, chip: _Chip) -> str:
-        box, op = self.place(chip), chip[1]
-        name = _short(self.region.ops[op])
-        shown = escape(name if len(name) <= 12 else name[:11] + "…")
-        words = escape(f"{self.region.ops[op]} {self.region.shapes[op]}")
-        return (
-            f'<g class="{self.region.kinds[op]}"><title>{words}</title><rect class="op" x="{box.x:.1f}" '
-            f'y="{box.y:.1f}" width="{box.width}" height="{box.height}" rx="5"/><text x="{box.x + box.width / 2:.1f}" '
-            f'y="{box.y + 16:.1f}" text-anchor="middle">{shown}</text></g>'
-        )
-
-    def _edge(self, before: _Chip, after: _Chip) -> str:
-        a, b = self.place(before), self.place(after)
-        x0, y0, x1, y1 = a.x + a.width / 2, a.y + a.height, b.x + b.width / 2, b.y
-        bend = max(12.0, min(60.0, abs(y1 - y0) / 2))
-        across = " across" if before[0] != after[0] else ""
-        return (
-            f'<path class="edge{across}" d="M{x0:.1f} {y0:.1f}C{x0:.1f} {y0 + bend:.1f} {x1:.1f} {y1 - bend:.1f} '
-            f'{x1:.1f} {y1:.1f}"/>'
-        )
+def _placed(
+    sizes: Mapping[int, tuple[float, float]], edges: Iterable[tuple[int, int]], space: float, start: float = 0.0
+) -> dict[int, _Box]:
+    """Boxes of these widths and heights below those that they read, ``space`` apart; the first at ``start``."""
+    graph = nx.DiGraph(edges)
+    graph.add_nodes_from(sizes)
+    # Clusters may read each other, where an op in them is computed twice: such are side by side.
+    circles = nx.condensation(graph)
+    found, y = {}, start
+    for generation in nx.topological_generations(circles):
+        level = sorted(item for number in generation for item in circles.nodes[number]["members"])
+        for first in range(0, len(level), _A_ROW):
+            row, x = level[first : first + _A_ROW], start
+            for item in row:
+                found[item] = _Box(x, y, *sizes[item])
+                x += sizes[item][0] + _GAP
+            y += max(sizes[item][1] for item in row) + space
+    return found
 
 
-def _short(op: str) -> str:
-    return op.split(".")[0]
+def _extent(boxes: Iterable[_Box]) -> tuple[float, float]:
+    """Right and bottom end of all boxes."""
+    ends = [(box.x + box.width, box.y + box.height) for box in boxes]
+    return max((x for x, _ in ends), default=0), max((y for _, y in ends), default=0)
+
+
+def _heading(plan: PlanRecord, number: int, box: _Box) -> tuple[str, float]:
+    """Words over a cluster that fit it, and the width that they get."""
+    group, room = plan.groups[number], box.width - 2 * _PAD
+    time_us = group.measured_us if group.measured_us is not None else group.predicted_us
+    time = f"{time_us:,.0f} us" if time_us >= 100 else f"{time_us:.3g} us"
+    text = f"{group_name(number)} · {group.implementation} · {time}"
+    if _LETTER * len(text) > room:
+        text = f"{group_name(number)} · {time}"
+    return text, min(room, _LETTER * len(text))
 
 
 def _members(region: RegionSummary, groups: Sequence[tuple[int, ...]]) -> list[list[int]]:
@@ -184,30 +139,3 @@ def _members(region: RegionSummary, groups: Sequence[tuple[int, ...]]) -> list[l
         if home is not None:
             home.append(op)
     return [sorted(ops) for ops in members]
-
-
-def _ranks(items: Iterable[int], edges: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Longest path from a source, in a few sweeps: should there be a cycle, ranks stay finite."""
-    edges = list(edges)
-    ranks = dict.fromkeys(items, 0)
-    for _ in ranks:
-        changed = False
-        for before, after in edges:
-            wanted = min(ranks[before] + 1, len(ranks))
-            if ranks[after] < wanted:
-                ranks[after], changed = wanted, True
-        if not changed:
-            break
-    return ranks
-
-
-def _rows(ranks: Mapping[int, int], width: int) -> list[list[int]]:
-    """Items of equal rank side by side, at most ``width`` of them."""
-    levels: dict[int, list[int]] = {}
-    for item, rank in ranks.items():
-        levels.setdefault(rank, []).append(item)
-    rows = []
-    for rank in sorted(levels):
-        cuts = [*range(0, len(levels[rank]), width), len(levels[rank])]
-        rows += [levels[rank][start:stop] for start, stop in pairwise(cuts)]
-    return rows

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fuseplan.planner.report import frames
 from fuseplan.planner.report.accuracy import accuracy_points, accuracy_text
-from fuseplan.planner.report.drawing import group_class, group_name, partition_svg
+from fuseplan.planner.report.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter_plot
 from fuseplan.planner.tuning.summary import RegionSummary
@@ -23,42 +21,12 @@ from fuseplan.search.store.record import GroupChoice, PlanRecord, now
 _MAX_DRAWINGS = 24
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One group of the bar chart: lengths in percent of the longer of the two bars."""
-
-    label: str
-    answer: str
-    fused_us: float | None
-    unfused_us: float
-    fused_share: float
-    unfused_share: float
-    speedup: float
-    where: str
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """One region: its picture and what stands beside it."""
-
-    title: str
-    where: str
-    svg: Markup
-    groups: Sequence[Mapping[str, str]]
-    rejected: Sequence[Mapping[str, str]]
-    outcome: str
-
-
 def html_report(data: ReportData) -> str:
     """The whole page."""
-    environment = Environment(
-        loader=PackageLoader("fuseplan.planner.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )
     groups = frames.group_frame(data)
     coverage = frames.coverage_frame(data)
     title = f"Fusion report: {data.model or 'everything tuned'}"
-    return environment.get_template("report.html.j2").render(
+    return templates().get_template("report.html.j2").render(
         title=title,
         device=data.spec.identity.name if data.spec is not None else data.device,
         created=now(),
@@ -97,21 +65,13 @@ def _cards(data: ReportData, groups: pd.DataFrame, coverage: pd.DataFrame) -> li
     return cards
 
 
-def _bars(groups: pd.DataFrame) -> list[Bar]:
-    found = []
-    for row in groups.to_dict("records"):
-        unfused_us, fused_us = row["unfused_us"], row["fused_us"]
-        if unfused_us is None or unfused_us != unfused_us:
-            continue
-        fused_us = None if fused_us is None or fused_us != fused_us else float(fused_us)
-        longest = max(unfused_us, fused_us or 0.0)
-        found.append(
-            Bar(
-                str(row["group"]), str(row["answer"]), fused_us, float(unfused_us), 100 * (fused_us or 0.0) / longest,
-                100 * unfused_us / longest, float(row["speedup"]), str(row["workload"]),
-            )
-        )
-    return sorted(found, key=lambda bar: -bar.speedup)
+def _bars(groups: pd.DataFrame) -> list[dict[str, Any]]:
+    """Groups, those that fusing helps most first, with lengths of bars in percent of the longer of the two."""
+    timed = groups[groups["unfused_us"].notna()].sort_values("speedup", ascending=False, kind="stable")
+    longest = timed[["unfused_us", "fused_us"]].max(axis=1)
+    shares = {name: 100 * timed[f"{name}_us"] / longest for name in ("fused", "unfused")}
+    bars = timed.assign(fused_share=shares["fused"], unfused_share=shares["unfused"]).astype(object)
+    return [dict(zip(map(str, bars), row, strict=True)) for row in bars.where(bars.notna(), None).to_numpy()]
 
 
 def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:
@@ -131,7 +91,7 @@ def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:
     return plots
 
 
-def _drawings(data: ReportData) -> list[Drawing]:
+def _drawings(data: ReportData) -> list[dict[str, Any]]:
     """One drawing per distinct region, the most expensive in a pass over its workload first."""
     first: dict[str, tuple[RegionSummary, PlanRecord, list[str]]] = {}
     for workload, region, plan in data.planned():
@@ -143,27 +103,28 @@ def _drawings(data: ReportData) -> list[Drawing]:
     return [_drawing(region, plan, ", ".join(where)) for region, plan, where in costly[:_MAX_DRAWINGS]]
 
 
-def _drawing(region: RegionSummary, plan: PlanRecord, where: str) -> Drawing:
+def _drawing(region: RegionSummary, plan: PlanRecord, where: str) -> dict[str, Any]:
+    """One region: its picture and what stands beside it."""
     proof = "optimal over the candidates" if plan.gap == 0 else f"a better partition could save {plan.gap:.0%} at most"
     ratio = plan.unfused_us / plan.planned_us if plan.planned_us > 0 else 1.0
     saved = f" ({ratio:.3g}×)" if ratio > 1.005 else ""
-    return Drawing(
-        title=plan.label,
-        where=where,
-        svg=Markup(partition_svg(region, plan)),
-        groups=[
+    return {
+        "title": plan.label,
+        "where": where,
+        "svg": Markup(partition_svg(region, plan)),
+        "groups": [
             {"name": group_name(number), "class": group_class(plan, number), "text": group_text(group)}
             for number, group in enumerate(plan.groups)
         ],
-        rejected=[
+        "rejected": [
             {"label": one.label, "reason": one.reason, "time": _alternative_time(one.predicted_us, one.measured_us)}
             for one in plan.rejected
         ],
-        outcome=(
+        "outcome": (
             f"{plan.planned_us:,.1f} us, unfused {plan.unfused_us:,.1f} us{saved}; {proof}; "
             f"{plan.measured} of {plan.enumerated} candidates measured"
         ),
-    )
+    }
 
 
 def group_text(group: GroupChoice) -> str:
@@ -200,27 +161,14 @@ def _facts(data: ReportData) -> list[tuple[str, str]]:
 
 def table_html(frame: pd.DataFrame, caption: str, percent: Sequence[str] = ()) -> Markup:
     """An HTML table: a caption, a header row, numbers to the right."""
-    numeric = {name for name in frame.columns if pd.api.types.is_numeric_dtype(frame[name])}
-    head = Markup("").join(
-        Markup('<th scope="col" class="{}">{}</th>').format(_align(name in numeric), str(name).replace("_", " "))
-        for name in frame.columns
-    )
-    body = Markup("").join(
-        Markup("<tr>{}</tr>").format(
-            Markup("").join(
-                Markup('<td class="{}">{}</td>').format(_align(name in numeric), _cell(value, name in percent))
-                for name, value in zip(frame.columns, row, strict=True)
-            )
-        )
-        for row in frame.itertuples(index=False)
-    )
-    return Markup("<table><caption>{}</caption><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(
-        caption, head, body
-    )
-
-
-def _align(is_number: bool) -> str:
-    return "number" if is_number else "text"
+    kinds = ["number" if pd.api.types.is_numeric_dtype(frame[name]) else "text" for name in frame.columns]
+    return Markup(templates().get_template("table.html.j2").render(
+        caption=caption, columns=[(str(name).replace("_", " "), kind) for name, kind in zip(frame, kinds, strict=True)],
+        rows=[
+            [_cell(value, name in percent) for name, value in zip(frame, row, strict=True)]
+            for row in frame.itertuples(index=False)
+        ],
+    ))
 
 
 def _cell(value: Any, as_percent: bool) -> str:

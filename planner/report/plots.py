@@ -16,6 +16,7 @@ from fuseplan.search.store.record import TuningRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 #: Stand-in colours that matplotlib draws with, and the page's CSS variables that replace them.
 _COLOURS = {
@@ -30,6 +31,7 @@ _STYLE: dict[str, Any] = {
     "axes.spines.right": False, "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
     "axes.grid": True, "grid.linewidth": 0.6, "legend.fontsize": 8.5,
 }
+_MARKS: dict[str, Any] = {"s": 26, "zorder": 3, "edgecolors": _PAPER, "linewidths": 0.6}
 #: Inches; narrow, so that the text stays readable when a phone shrinks the drawing.
 _SIZE = (4.8, 3.5)
 
@@ -45,13 +47,11 @@ def bandwidth_plot(spec: DeviceSpec) -> str:
         if spec.identity.l2_bytes:
             axes.axvline(spec.identity.l2_bytes, color=_ACCENT, linestyle=":", label="last-level cache")
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        axes.set(yscale="log", xlabel="bytes touched by one kernel", ylabel="GB/s")
         ticks = sizes[:: max(1, -(-len(sizes) // 5))]
         axes.set_xticks(ticks, [format_bytes(size) for size in ticks])
         axes.set_xticks([], minor=True)
-        _plain_ticks(axes, "y")
-        axes.set_xlabel("bytes touched by one kernel")
-        axes.set_ylabel("GB/s")
+        _plain_ticks(axes.yaxis)
         axes.legend()
 
     peak = max(points, key=lambda point: point.gbps)
@@ -73,12 +73,8 @@ def roofline_plot(spec: DeviceSpec, records: Iterable[TuningRecord]) -> str:
         _roofs(axes, spec, intensity)
         _rates(axes, groups, [one.unfused.median_us for one in groups], "o", _UNFUSED, "unfused chain")
         _rates(axes, fused, [one.fused.median_us for one in fused if one.fused], "D", _FUSED, "best fused kernel")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("operations per byte")
-        axes.set_ylabel("Gop/s")
-        _plain_ticks(axes, "x")
-        _plain_ticks(axes, "y")
+        axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="Gop/s")
+        _plain_ticks(axes.xaxis, axes.yaxis)
         axes.legend(loc="lower right")
 
     words = (
@@ -106,7 +102,7 @@ def _rates(
 ) -> None:
     x = [one.work.total_flops / one.work.dram_bytes for one in groups]
     y = [one.work.total_flops / time_us * 1e-3 for one, time_us in zip(groups, times_us, strict=True)]
-    axes.scatter(x, y, marker=marker, s=26, color=colour, label=label, zorder=3, edgecolors=_PAPER, linewidths=0.6)
+    axes.scatter(x, y, marker=marker, color=colour, label=label, **_MARKS)
 
 
 def scatter_plot(points: Sequence[tuple[float, float, bool]]) -> str:
@@ -121,31 +117,24 @@ def scatter_plot(points: Sequence[tuple[float, float, bool]]) -> str:
             chosen = [(measured, predicted) for measured, predicted, fused in points if fused is is_fused]
             if chosen:
                 x, y = zip(*chosen, strict=True)
-                axes.scatter(
-                    x, y, s=26, color=colour, marker=marker, label=label, zorder=3,
-                    edgecolors=_PAPER, linewidths=0.6,
-                )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("measured, us")
-        axes.set_ylabel("predicted, us")
-        _plain_ticks(axes, "x")
-        _plain_ticks(axes, "y")
+                axes.scatter(x, y, color=colour, marker=marker, label=label, **_MARKS)
+        axes.set(xscale="log", yscale="log", xlabel="measured, us", ylabel="predicted, us")
+        _plain_ticks(axes.xaxis, axes.yaxis)
         axes.legend(loc="upper left")
 
     words = f"Predicted against measured time of {len(points)} kernels; the band is plus or minus 25 percent."
     return _svg("accuracy", words, draw)
 
 
-def _plain_ticks(axes: Axes, which: str) -> None:
+def _plain_ticks(*axes: Axis) -> None:
     """``0.5``, ``20``, ``3k`` instead of powers of ten, which SVG text cannot set in superscript."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=8))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    axis.set_minor_formatter(NullFormatter())
+    for axis in axes:
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=8))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def short_number(value: float) -> str:

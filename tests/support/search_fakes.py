@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -246,3 +246,27 @@ class OtherBackend(FakeBackend):
     """A second back end."""
 
     name = "other"
+
+
+def taking(us: float, jitter: float = 0.0, calls: list[tuple[torch.Tensor, ...]] | None = None) -> Callable[..., None]:
+    def run(*inputs: torch.Tensor) -> None:
+        if calls is not None:
+            calls.append(inputs)
+        CLOCK.advance(us, jitter)
+
+    return run
+
+
+OPERANDS = [(torch.zeros(1),), (torch.ones(1),), (torch.full((1,), 2.0),)]
+
+
+def disturbed_every(us: float, period: int, stall_us: float = 8000.0) -> Callable[..., None]:
+    """Takes ``us``, but every ``period``-th call loses the processor for a time slice."""
+    calls = iter(range(10**9))
+
+    def run(*inputs: torch.Tensor) -> None:
+        stalled = next(calls) % period == 0
+        CLOCK.disturbances += stalled
+        CLOCK.advance(us + stall_us * stalled)
+
+    return run

@@ -20,6 +20,7 @@ from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.bench import launch
 from fuseplan.planner.bench.launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
 from fuseplan.planner.bench.patterns import PatternBench
+from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.bench.tune_cells import CellTuner
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import PlanError
@@ -106,12 +107,12 @@ def test_a_plan_without_a_group_has_no_launch(session: Session, monkeypatch: pyt
 
 
 def test_the_launch_verdict_answers_the_bar() -> None:
-    calls = launch.launch_frame([
+    calls = bench_frame([
         LaunchRow("s", GROUP, "allocated", 3.5, 3.0, 4.0, 0), LaunchRow("s", ADD, "given", 5.0, 5.0, 5.0, 2),
         LaunchRow("t", GROUP, "allocated", 4.5, 4.0, 5.0, 0), LaunchRow("t", GROUP, "given", 3.9, 3.5, 4.0, 0),
         LaunchRow("t", PLAN, "allocated", note="broken"),
     ])
-    lookups = launch.lookup_frame([LookupRow("s", 2, 120.0, 300.0)])
+    lookups = bench_frame([LookupRow("s", 2, 120.0, 300.0)])
     lines = launch.launch_verdict(calls, lookups)
     assert lines == [
         "s: host time of a call: fused group (allocated outputs) 3.50 us, aten add (given outputs) 5.00 us; "

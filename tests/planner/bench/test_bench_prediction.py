@@ -14,9 +14,9 @@ import report_samples as samples
 from fuseplan.costmodel.device import current_identity
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.planner.bench.case import plan_case
-from fuseplan.planner.bench.log import pattern_frame
 from fuseplan.planner.bench.patterns import PatternBench, PatternRow
 from fuseplan.planner.bench.prediction import prediction_verdict
+from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.bench.verdicts import pattern_table
 from fuseplan.planner.implementations.group_work import op_work
 from fuseplan.planner.lowering.recipes import kind_of
@@ -76,19 +76,19 @@ def test_the_verdict_says_how_far_predictions_are(session: Session) -> None:
     factors = [1.0, 1.1, 0.9, 1.1, 0.5]  # the last is predicted at the time of the one before, and a little less
     rows = [row(f"{n}x8", us, us * factor) for n, (us, factor) in enumerate(zip(measured, factors, strict=True))]
     rows += [row("9x8", None, 3.0), row("8x8", 3.0, None), row("0x8", 5.0, None, "cold")]
-    (line,) = prediction_verdict(pattern_frame(rows))
+    (line,) = prediction_verdict(bench_frame(rows))
     assert line.startswith("graph: ") and "(5 cells)" in line
     assert "median error 10.0%" in line and "within 34.0%" in line
     assert "rank correlation 0.900" in line  # 1 - 6 * (1 + 1) / (5 * 24)
 
 
 def test_few_cells_have_no_rank_correlation() -> None:
-    (line,) = prediction_verdict(pattern_frame([row("1x8", 2.0, 1.0), row("2x8", 4.0, 2.0)]))
+    (line,) = prediction_verdict(bench_frame([row("1x8", 2.0, 1.0), row("2x8", 4.0, 2.0)]))
     assert "median error 50.0%" in line and "correlation" not in line
-    assert prediction_verdict(pattern_frame([row("1x8", 2.0, None)])) == []
+    assert prediction_verdict(bench_frame([row("1x8", 2.0, None)])) == []
 
 
 def test_the_table_has_the_prediction_beside_the_time() -> None:
-    table = pattern_table(pattern_frame([row("1x8", 2.0, 1.5), row("1x8", 3.0, None, "cold")]))
+    table = pattern_table(bench_frame([row("1x8", 2.0, 1.5), row("1x8", 3.0, None, "cold")]))
     by_mode = dict(zip(table["mode"], table["predicted_us"], strict=True))
     assert by_mode["graph"] == 1.5 and pd.isna(by_mode["cold"])

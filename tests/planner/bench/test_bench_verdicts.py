@@ -6,15 +6,15 @@ import pandas as pd
 import pytest
 from bench_samples import row
 
-from fuseplan.planner.bench.log import pattern_frame
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternRow
+from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.bench.verdicts import headline_table, notes, pattern_table, pattern_verdict
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, OURS
 
 
 def frame() -> pd.DataFrame:
     large = {"bytes": 400e6, "registers": "32", "config": "triton num_warps=4", "kernels": 1}
-    return pattern_frame([
+    return bench_frame([
         row("1x8", OURS, 2.0), row("1x8", EAGER, 8.0), row("1x8", INDUCTOR, 2.5), row("1x8", "liger", None, note="off"),
         row("9x8", OURS, 100.0, p20_us=88.0, p80_us=101.5, **large), row("9x8", EAGER, 300.0, **large),
         row("9x8", INDUCTOR, 90.0, **large), row("9x8", COPY, 93.0, **large),
@@ -28,10 +28,10 @@ def test_large_cells_in_a_graph_are_held_against_the_faster_copy() -> None:
         row("9x8", OURS, 100.0, "graph", **large), row("9x8", COPY, 150.0, "graph", **large),
         row("9x8", OURS, 104.0, **large), row("9x8", COPY, 95.0, **large),
     ]
-    shares = pattern_table(pattern_frame(rows)).set_index("mode")["copy_share"]
+    shares = pattern_table(bench_frame(rows)).set_index("mode")["copy_share"]
     assert shares["graph"] == 0.95 and shares["cold"] == pytest.approx(95 / 104)
     slower = [*rows[:3], row("9x8", COPY, 160.0, **large)]
-    assert pattern_table(pattern_frame(slower)).set_index("mode")["copy_share"].to_dict() == {
+    assert pattern_table(bench_frame(slower)).set_index("mode")["copy_share"].to_dict() == {
         "graph": 1.5, "cold": pytest.approx(160 / 104)
     }
 
@@ -55,7 +55,7 @@ def test_peers_that_work_in_place_are_held_against_ours_that_does() -> None:
             *([] if own is None else [row(shape, OURS_IN_PLACE, own, in_place=True)]),
         ]
 
-    rows = pattern_frame([*cell_of("1x8", 2.0), *cell_of("2x8", 1.5), *cell_of("3x8", None), *cell_of("4x8", 3.0)])
+    rows = bench_frame([*cell_of("1x8", 2.0), *cell_of("2x8", 1.5), *cell_of("3x8", None), *cell_of("4x8", 3.0)])
     table = pattern_table(rows).set_index("shape")
     assert list(table.columns[2:5]) == [f"{OURS}_us", f"{OURS_IN_PLACE}_us", f"{INDUCTOR}_us"]
     found = {shape: (one["best_peer"], round(one["vs_best"], 3)) for shape, one in table.iterrows()}
@@ -83,14 +83,14 @@ def test_the_verdict_answers_the_bars() -> None:
 
 
 def test_cells_without_ours_or_without_peers_are_shown_and_not_judged() -> None:
-    rows = pattern_frame([row("1x8", OURS, None, note="broken"), row("1x8", EAGER, 1.0), row("2x8", OURS, 3.0)])
+    rows = bench_frame([row("1x8", OURS, None, note="broken"), row("1x8", EAGER, 1.0), row("2x8", OURS, 3.0)])
     table = pattern_table(rows).set_index("shape")
     assert pd.isna(table.loc["1x8", "vs_best"]) and pd.isna(table.loc["2x8", "vs_best"])
     assert pattern_verdict(rows) == [] and pattern_verdict(rows.iloc[:0]) == []
 
 
 def test_notes_are_said_once_for_each_pattern() -> None:
-    many = pattern_frame([row(f"{n}x8", "liger", None, mode, note="off") for n in (1, 2) for mode in ("cold", "graph")])
+    many = bench_frame([row(f"{n}x8", "liger", None, mode, note="off") for n in (1, 2) for mode in ("cold", "graph")])
     assert notes(many) == ["liger, swiglu (2 sizes): off"]
     assert notes(frame()) == ["liger, swiglu (1x8): off"]
 

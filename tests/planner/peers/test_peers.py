@@ -22,7 +22,7 @@ from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers import flashinfer, liger
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError
-from fuseplan.planner.peers.inductor import _equal, without_chatter
+from fuseplan.planner.peers.inductor import _same, without_chatter
 from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, fused, peer_names
 from fuseplan.planner.runtime.fallback import GroupPlan
@@ -116,9 +116,9 @@ def test_a_kernel_that_falls_back_is_no_contestant(monkeypatch: pytest.MonkeyPat
 
 def test_float8_results_can_be_compared() -> None:
     one = torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn)
-    assert _equal(one, one.clone())
-    assert not _equal(one, torch.tensor([0.5, 2.5]).to(torch.float8_e4m3fn))
-    assert not _equal(one, one.float())
+    assert _same([one], [one.clone()])
+    assert not _same([one], [torch.tensor([0.5, 2.5]).to(torch.float8_e4m3fn)])
+    assert not _same([one], [one.float()])
 
 
 def test_ours_in_place_works_on_copies_and_gives_the_same_bits() -> None:

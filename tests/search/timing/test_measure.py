@@ -1,32 +1,17 @@
-"""Timing on a virtual clock: calibration, rotation, interleaving, noise and acceptance."""
+"""Timing on a virtual clock: calibration, rotation, disturbed samples."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
-from search_fakes import CLOCK, VirtualTimer
+from search_fakes import CLOCK, OPERANDS, VirtualTimer, disturbed_every, taking
 
-from fuseplan.search.timing import contest as contest_module
 from fuseplan.search.timing import measure
-from fuseplan.search.timing.contest import Contest, contest, mean_contest, paired_noise
+from fuseplan.search.timing.contest import contest
 from fuseplan.search.timing.measure import measurement_of, rotating_operands, screen
 from fuseplan.search.timing.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
-
-
-def taking(us: float, jitter: float = 0.0, calls: list[tuple[torch.Tensor, ...]] | None = None) -> Callable[..., None]:
-    def run(*inputs: torch.Tensor) -> None:
-        if calls is not None:
-            calls.append(inputs)
-        CLOCK.advance(us, jitter)
-
-    return run
-
-
-OPERANDS = [(torch.zeros(1),), (torch.ones(1),), (torch.full((1,), 2.0),)]
 
 
 @pytest.mark.parametrize("us", [0.7, 12.0, 950.0, 40_000.0])
@@ -75,129 +60,6 @@ def test_summary_is_median_and_interquartile_range() -> None:
     assert measurement_of([4.0], "graph").spread_us == 0.0
 
 
-def test_contest_interleaves_and_pairs() -> None:
-    order: list[str] = []
-
-    def named(name: str, us: float) -> Callable[..., None]:
-        def run(*inputs: torch.Tensor) -> None:
-            order.append(name)
-            CLOCK.advance(us)
-
-        return run
-
-    runs = {"unfused": named("unfused", 4000.0), "default": named("default", 3000.0), "c": named("c", 2000.0)}
-    result = contest(VirtualTimer(), runs, OPERANDS, seconds=0.0, twice="default")
-    assert {name: len(samples) for name, samples in result.samples.items()} == dict.fromkeys(runs, 7)
-    rounds = [order[-28:][n : n + 4] for n in range(0, 28, 4)]
-    assert all(sorted(turn) == ["c", "default", "default", "unfused"] for turn in rounds)
-    assert len({turn[0] for turn in rounds}) > 1
-    assert result.noise == pytest.approx(0.0, abs=1e-9)
-    assert result.gain("default", "unfused") == pytest.approx(0.25)
-    assert result.gain("unfused", "default") == pytest.approx(-1 / 3)
-    assert result.time("c").median_us == pytest.approx(2000.0)
-    assert result.winner("default", ["c"]) == "c"
-
-
-def test_rounds_are_bounded_by_time_and_number() -> None:
-    slow = contest(VirtualTimer(), {"x": taking(50_000.0)}, OPERANDS, seconds=1.0)
-    # Each round has x twice, 0.1 s.
-    assert len(slow.samples["x"]) == pytest.approx(10, abs=1)
-    quick = contest(VirtualTimer(), {"x": taking(1000.0)}, OPERANDS, seconds=100.0)
-    assert len(quick.samples["x"]) == contest_module._MAX_ROUNDS
-
-
-def contest_of(**samples: tuple[float, ...]) -> Contest:
-    return Contest(samples, noise=0.02, regime="eager")
-
-
-def test_a_gain_has_to_exceed_the_noise_and_one_percent() -> None:
-    table = contest_of(a=(100.0,) * 5, b=(98.5,) * 5, c=(97.0,) * 5)
-    assert table.threshold == 0.02
-    assert not table.accepts("b", "a")
-    assert table.accepts("c", "a")
-    assert Contest(table.samples, 0.001, "eager").threshold == 0.01
-    assert Contest(table.samples, 0.001, "eager").accepts("b", "a")
-
-
-def test_a_gain_has_to_exceed_its_own_uncertainty() -> None:
-    """Three of five rounds met an incumbent that something else slowed down, by different amounts."""
-    table = contest_of(a=(100.0, 100.0, 160.0, 250.0, 900.0), b=(100.0,) * 5)
-    assert table.gain("b", "a") > 0.3
-    assert not table.accepts("b", "a")
-
-
-def noisy_pair(ratio: float, noise: float) -> Contest:
-    return Contest({"fused": (100.0,) * 5, "unfused": (100.0 * ratio,) * 5}, noise, "eager")
-
-
-@pytest.mark.parametrize(
-    ("ratio", "noise", "accepted", "undecided"),
-    [
-        (1.05, 0.1, False, False),  # alike, as far as a quiet run can tell
-        (1.25, 0.3, False, True),
-        (1.90, 1.03, False, True),
-        (2.10, 1.03, True, False),
-        (8.00, 1.03, True, False),  # noise of 100 % and more: no gain is above that, and yet it is no question
-        (0.60, 1.03, False, True),
-        (0.45, 1.03, False, False),
-        (0.97, 0.1, False, False),
-    ],
-)
-def test_noise_hides_what_it_may_look_like_and_no_more(
-    ratio: float, noise: float, accepted: bool, undecided: bool
-) -> None:
-    """An answer where the times differ by more than the noise; else none, if the noise is large."""
-    table = noisy_pair(ratio, noise)
-    assert table.accepts("fused", "unfused") is accepted
-    assert table.undecided("fused", "unfused") is undecided
-    assert table.undecided("unfused", "fused") is undecided
-
-
-def test_samples_all_over_the_place_are_no_answer() -> None:
-    table = contest_of(a=(100.0, 100.0, 160.0, 250.0, 900.0), b=(100.0,) * 5)
-    assert table.undecided("b", "a")
-
-
-@pytest.mark.parametrize(("quiet_after", "runs"), [(1, 1), (2, 2), (3, 3), (4, 3)])
-def test_a_run_without_an_answer_is_repeated_for_longer(
-    quiet_after: int, runs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[float, int]] = []
-
-    def scripted(
-        timer: object, contestants: object, operands: object, seconds: float, twice: str | None = None,
-        max_rounds: int = contest_module._MAX_ROUNDS,
-    ) -> Contest:
-        asked.append((seconds, max_rounds))
-        return noisy_pair(1.3, 0.05 if len(asked) >= quiet_after else 0.9)
-
-    monkeypatch.setattr(contest_module, "contest", scripted)
-    found = contest_module.decisive(VirtualTimer(), {"fused": taking(1), "unfused": taking(1)}, [], 0.5, "unfused")
-    assert len(asked) == runs and asked == sorted(set(asked))
-    assert found.undecided("fused", "unfused") is (quiet_after > runs)
-
-
-def test_ties_keep_the_incumbent_and_then_the_first_in_order() -> None:
-    table = contest_of(a=(100.0,) * 5, b=(90.0,) * 5, c=(89.0,) * 5, d=(70.0,) * 5, e=(99.0,) * 5)
-    assert table.winner("a", ["e"]) == "a"
-    assert table.winner("a", ["b", "c"]) == "b"
-    assert table.winner("a", ["c", "b"]) == "c"
-    assert table.winner("a", ["b", "c", "d"]) == "d"
-    assert table.winner("a", []) == "a"
-
-
-def disturbed_every(us: float, period: int, stall_us: float = 8000.0) -> Callable[..., None]:
-    """Takes ``us``, but every ``period``-th call loses the processor for a time slice."""
-    calls = iter(range(10**9))
-
-    def run(*inputs: torch.Tensor) -> None:
-        stalled = next(calls) % period == 0
-        CLOCK.disturbances += stalled
-        CLOCK.advance(us + stall_us * stalled)
-
-    return run
-
-
 @pytest.mark.parametrize("period", [2, 3, 10])
 def test_disturbed_samples_are_left_out(period: int) -> None:
     found = screen(VirtualTimer(), disturbed_every(2000.0, period), OPERANDS, seconds=0.05)
@@ -224,53 +86,11 @@ def test_without_one_undisturbed_sample_the_faster_half_counts() -> None:
     assert found.median_us <= 1000.0 + 1e-6
 
 
-def test_disturbed_samples_of_a_round_are_repeated() -> None:
-    runs = {"a": disturbed_every(3000.0, 3), "b": taking(2000.0)}
-    result = contest(VirtualTimer(), runs, OPERANDS, seconds=0.1)
-    assert max(result.samples["a"]) == pytest.approx(3000.0)
-    assert result.noise == pytest.approx(0.0, abs=1e-9)
-    assert result.gain("b", "a") == pytest.approx(1 / 3)
-    never_alone = contest(VirtualTimer(), {"a": disturbed_every(3000.0, 1)}, OPERANDS, seconds=0.1)
-    assert len(never_alone.samples["a"]) >= 5
-
-
-def test_rounds_that_stay_disturbed_are_left_out() -> None:
-    """A stall longer than the tries of one sample, every twentieth call."""
-    calls = iter(range(10**9))
-
-    def run(*inputs: torch.Tensor) -> None:
-        stalled = next(calls) % 20 < 6
-        CLOCK.disturbances += stalled
-        CLOCK.advance(2000.0 + 8000.0 * stalled)
-
-    result = contest(VirtualTimer(), {"a": run}, OPERANDS, seconds=0.3)
-    assert len(result.samples["a"]) >= 5
-    assert max(result.samples["a"]) == pytest.approx(2000.0)
-
-
 def test_the_host_timer_counts_lost_processors() -> None:
     timer = HostTimer()
     before = timer.disturbances()
     assert timer.disturbances() >= before >= 0
     assert CudaGraphTimer().disturbances() == 0
-
-
-def test_noise_grows_with_jitter_and_covers_an_offset() -> None:
-    assert paired_noise([10.0] * 9, [10.0] * 9) == 0.0
-    assert paired_noise([10.0] * 9, [9.0] * 9) == pytest.approx(0.1)
-    calm = contest(VirtualTimer(), {"x": taking(2000.0, 0.01)}, OPERANDS, seconds=0.2)
-    wild = contest(VirtualTimer(), {"x": taking(2000.0, 0.5)}, OPERANDS, seconds=0.2)
-    assert calm.noise < wild.noise
-
-
-def test_identical_contestants_are_never_told_apart() -> None:
-    for _ in range(20):
-        result = contest(
-            VirtualTimer(), {"a": taking(3000.0, 0.3), "b": taking(3000.0, 0.3)}, OPERANDS, seconds=0.4
-        )
-        assert abs(result.gain("b", "a")) < 0.1
-    exact = contest(VirtualTimer(), {"a": taking(3000.0), "b": taking(3000.0)}, OPERANDS, seconds=0.1)
-    assert exact.winner("a", ["b"]) == "a"
 
 
 def test_cold_operands_rotate_and_hot_ones_are_shared() -> None:
@@ -331,58 +151,6 @@ def test_cuda_timers_rank_by_size(regime: str) -> None:
     result = contest(timer, runs, [(torch.ones(1, device="cuda"),)] * 3, seconds=0.2)
     assert result.winner("large", ["small"]) == "small"
     assert result.gain("small", "large") > 0.3
-
-
-def test_two_conditions_count_alike() -> None:
-    hot = Contest({"a": (4.0, 6.0, 4.0, 6.0), "b": (10.0,) * 4, "unfused": (99.0,) * 4}, 0.03, "graph")
-    cold = Contest({"b": (10.0, 10.0), "a": (20.0, 45.0)}, 0.04, "cold")
-    both = mean_contest(hot, cold)
-    # Pairs of the longer run's rounds are averaged: 5 and 5; sqrt(5 * 20) = 10, sqrt(5 * 45) = 15.
-    assert both.samples == {"a": pytest.approx((10.0, 15.0)), "b": pytest.approx((10.0, 10.0))}
-    assert both.noise == pytest.approx(0.025)  # of a square root of a product: half, added as independent errors
-    assert both.regime == "graph"
-
-
-@pytest.mark.parametrize(("cold_us", "wins"), [(10.0, True), (10.09, True), (10.2, False), (12.0, False)])
-def test_a_mean_does_not_hide_a_loss_under_one_condition(cold_us: float, wins: bool) -> None:
-    hot = Contest({"default": (10.0,) * 9, "tuned": (5.0,) * 9}, 0.0, "graph")
-    cold = Contest({"default": (10.0,) * 9, "tuned": (cold_us,) * 9}, 0.0, "cold")
-    both = mean_contest(hot, cold)
-    assert both.gain("tuned", "default") > 0.2
-    assert both.accepts("tuned", "default") is wins
-    assert both.winner("default", ["tuned"]) == ("tuned" if wins else "default")
-    noisy = mean_contest(hot, replace(cold, noise=0.3))
-    assert noisy.accepts("tuned", "default")
-
-
-@pytest.mark.parametrize("order", [("modest", "best"), ("best", "modest")])
-def test_of_two_that_lose_nowhere_the_better_mean_wins(order: tuple[str, str]) -> None:
-    """The best loses to a modest one under one condition, but not to the incumbent: it is no tie."""
-    hot = Contest({"default": (10.0,) * 9, "modest": (10.0,) * 9, "best": (6.0,) * 9}, 0.0, "graph")
-    cold = Contest({"default": (10.0,) * 9, "modest": (9.6,) * 9, "best": (10.0,) * 9}, 0.0, "cold")
-    both = mean_contest(hot, cold)
-    assert both.accepts("modest", "default") and both.accepts("best", "default")
-    assert not both.accepts("best", "modest")
-    assert both.winner("default", order) == "best"
-
-
-@pytest.mark.parametrize(("steady_us", "winner"), [(5.2, "steady"), (5.9, "best")])
-def test_of_almost_equal_means_the_one_that_loses_least_under_any_condition_wins(steady_us: float, winner: str) -> None:
-    """The best mean is 5.2 % slower than somebody under one condition; another is at most 4 %, and hardly slower."""
-    times = {"default": (10.0, 10.0), "cold": (9.0, 9.6), "steady": (steady_us, 9.7), "best": (5.0, 10.1)}
-    hot, cold = (
-        Contest({name: (pair[at],) * 9 for name, pair in times.items()}, 0.0, regime)
-        for at, regime in enumerate(("graph", "cold"))
-    )
-    both = mean_contest(hot, cold)
-    assert both.accepts("best", "default") and both.gain("best", "steady") > -0.01
-    assert both.winner("default", ["cold", "best", "steady"]) == winner
-
-
-def test_averages_cover_every_round() -> None:
-    uneven = Contest({"a": (1.0, 2.0, 3.0, 4.0, 5.0)}, 0.0, "graph")
-    other = Contest({"a": (1.0, 1.0)}, 0.0, "cold")
-    assert mean_contest(uneven, other).samples["a"] == pytest.approx((1.5**0.5, 2.0))
 
 
 def test_samples_beside_an_unsteady_processor_count_as_disturbed() -> None:

@@ -12,7 +12,6 @@ from fuseplan.kernels.ir.backend import config_key
 from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import CompileStats, Tally
-from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.implementations.subject import reference_results
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import Cell
@@ -20,6 +19,7 @@ from fuseplan.planner.patterns.table import activations
 from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.work.group_work import kernel_work
 from fuseplan.search.timing.measure import CACHE_MULTIPLE, rotating_operands, span_bytes
 from fuseplan.search.timing.timers import Operands
 

@@ -18,9 +18,9 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.aten_op import UNFUSED
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, launch_mode, op_work
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.peers.contestant import OURS
+from fuseplan.planner.work.group_work import hot_inputs, kernel_work, launch_mode, op_work
 
 #: A rank correlation of fewer cells than this says little.
 _FEWEST = 5

@@ -18,8 +18,8 @@ from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.group_work import hot_inputs, moved_bytes
 from fuseplan.planner.lowering.lower import Lowered
+from fuseplan.planner.work.group_work import hot_inputs, moved_bytes
 
 
 class SharedCache:

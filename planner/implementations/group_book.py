@@ -10,10 +10,11 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import Candidate, group_form
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.group_work import group_library_work, hot_inputs, kernel_work, op_work
-from fuseplan.planner.implementations.library_call import LibraryCall, OpGroup
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
+from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
+from fuseplan.planner.work.library_work import library_work
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class GroupBook:
         """Work of the group as one call of a library."""
         ops = self.op_group(group)
         cold = [value for value, hot in zip(ops.inputs, hot_inputs(self.graph, ops.inputs), strict=True) if not hot]
-        return group_library_work(ops, name, cold)
+        return library_work(ops.nodes, ops.inputs, ops.outputs, ops.specs, name, cold)
 
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is one that no kernel is generated for: only library calls run it."""

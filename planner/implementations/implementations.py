@@ -9,8 +9,8 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.implementations.aten_op import AtenOp
 from fuseplan.planner.implementations.choices import Implementations
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
-from fuseplan.planner.implementations.library_calls import library_calls
 from fuseplan.planner.implementations.library_op import LibraryOp
+from fuseplan.planner.libraries.library_calls import library_calls
 
 
 def implementations_for(

@@ -9,7 +9,7 @@ from fuseplan.costmodel.work import Work
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.aten_op import LIBRARY
 from fuseplan.planner.implementations.group_book import GroupBook, Screening
-from fuseplan.planner.implementations.library_call import LibraryCall
+from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner

@@ -20,11 +20,11 @@ from fuseplan.kernels.ir.scalars import float_of_bits
 from fuseplan.planner.graph.binding import bind_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
-from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
-from fuseplan.planner.implementations.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
 __all__ = [
     "GroupSubject", "bound_specs", "chain_module", "group_label", "group_subject",

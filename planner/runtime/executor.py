@@ -28,9 +28,9 @@ from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.aten import run_unfused
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
-from fuseplan.planner.implementations.library_call import OpGroup
 from fuseplan.planner.implementations.subject import Fused, op_group
 from fuseplan.planner.implementations.view_chains import collapse_views
+from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
 from fuseplan.planner.runtime.fallback import (

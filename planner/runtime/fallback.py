@@ -15,8 +15,8 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.dispatch_stats import Source, Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.layouts import layout_of, same_layout
-from fuseplan.planner.implementations.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.implementations.subject import Fused, chain_module
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import Lowered
 
 logger = logging.getLogger("fuseplan")

@@ -15,7 +15,7 @@ from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.library_calls import library_calls
+from fuseplan.planner.libraries.library_calls import library_calls
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.runtime.fallback import CallPlan, GroupPlan

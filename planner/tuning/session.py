@@ -18,8 +18,8 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store
 from fuseplan.kernels.registry import backends_for, local_target
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import CompilerMissingError, DeviceError
-from fuseplan.planner.implementations.group_work import launch_mode
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.planner.work.group_work import launch_mode
 from fuseplan.search.store.database import Database, Mode, reservations
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
 from fuseplan.search.store.record import TuningRecord, Versions

@@ -1,7 +1,7 @@
-"""Decoder layers end to end in a CUDA graph, beside eager and TorchInductor: what plans buy where matmuls take the time.
+"""Decoder layers end to end in a CUDA graph, beside eager and TorchInductor: what plans buy where matmuls take time.
 
-Layers of Llama-3-8B's or Qwen3-8B's sizes as a plain module: shared keys by ``enable_gqa``, static caches, no head. Every
-region is tuned in the first call. All contestants of one cell are timed in interleaved rounds of one run.
+Layers of Llama-3-8B's or Qwen3-8B's sizes as a plain module: shared keys by ``enable_gqa``, static caches, no head.
+Every region is tuned in the first call. All contestants of one cell are timed in interleaved rounds of one run.
 
     python tests/checks/check_layers.py --models llama qwen3 --out results/nvidia-h200/layers.md
 """
@@ -9,6 +9,8 @@ region is tuned in the first call. All contestants of one cell are timed in inte
 from __future__ import annotations
 
 import argparse
+import copy
+import math
 import statistics
 import sys
 import tempfile
@@ -126,12 +128,12 @@ def example(sizes: Sizes, count: int, batch: int, length: int, device: str, dtyp
 
 
 def contestants(model: nn.Module, folder: str, packed: bool, device: str, peers: bool) -> dict[str, Callable[..., Any]]:
-    """What runs the model, by name. Packing changes where the model's weights lie, so it is compiled last."""
+    """What runs the model, by name. Packing moves weights, which a recorded graph of another would not see: a copy."""
     options: dict[str, Any] = {"db": f"{folder}/tuning.db", "on_miss": "tune"}
     if device == "cuda":
         options["regime"] = "graph"
 
-    def compiled(**more: Any) -> Callable[..., Any]:
+    def compiled(model: nn.Module = model, **more: Any) -> Callable[..., Any]:
         # Dynamo keeps one compiled function for a code object and its guards: each contestant has a forward of its own.
         def forward(*args: Any) -> Any:
             return model.forward(*args)
@@ -145,7 +147,8 @@ def contestants(model: nn.Module, folder: str, packed: bool, device: str, peers:
         found |= {"inductor": compiled(), "max-autotune": compiled(options=tuned)}
     found["fuseplan"] = compiled(backend=fuseplan_backend, options=options)
     if packed:
-        found["fuseplan packed"] = compiled(backend=fuseplan_backend, options=options | {"pack_weights": True})
+        asked = options | {"pack_weights": True}
+        found["fuseplan packed"] = compiled(copy.deepcopy(model), backend=fuseplan_backend, options=asked)
     return found
 
 
@@ -159,7 +162,11 @@ def replayed(call: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], ob
     torch.cuda.current_stream().wait_stream(stream)
     with cuda_graph() as graph:
         call(*args)
-    return graph.replay
+
+    def replay(held: tuple[Any, ...] = args) -> None:  # the graph knows its operands by their addresses alone
+        graph.replay()
+
+    return replay
 
 
 def times_us(runs: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:
@@ -226,16 +233,16 @@ def check(name: str, count: int, batch: int, length: int, arguments: argparse.Na
 def table(rows: list[dict[str, Any]]) -> str:
     names = [name.removesuffix(" us") for name in rows[0] if name.endswith(" us")]
     ours = [name for name in names if name.startswith("fuseplan")]
-    lines = ["| model | batch x length | " + " | ".join(f"{name}, us" for name in names) + " | best of ours over inductor | "
-             "over max-autotune | error to eager | MB a call, eager and ours |",
-             "|" + " --- |" * (6 + len(names))]
+    heads = ["model", "batch x length", *(f"{name}, us" for name in names), "best of ours over inductor",
+             "over max-autotune", "error to eager", "MB a call, eager and ours"]
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for row in rows:
         best = min(row[f"{name} us"] for name in ours)
-        over = [f"{row[f'{peer} us'] / best:.3f}x" if f"{peer} us" in row else "" for peer in ("inductor", "max-autotune")]
+        over = [f"{row.get(f'{peer} us', math.nan) / best:.3f}x" for peer in ("inductor", "max-autotune")]
         memory = " ".join(f"{row.get(f'{name} MB', 0):.1f}" for name in ("eager", *ours))
         error = max(row[f"{name} error"] for name in ours)
-        cells = [row["model"], f"{row['batch']}x{row['length']}", *(f"{row[f'{name} us']:.1f}" for name in names), *over,
-                 f"{error:.1e}", memory]
+        sizes = [row["model"], f"{row['batch']}x{row['length']}"]
+        cells = [*sizes, *(f"{row[f'{name} us']:.1f}" for name in names), *over, f"{error:.1e}", memory]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -22,7 +22,6 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work
 from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
@@ -33,6 +32,7 @@ from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import PlanSettings
 from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.work.group_work import hot_inputs, kernel_work
 from fuseplan.search.timing.contest import contest
 from fuseplan.search.timing.timers import timer_for
 

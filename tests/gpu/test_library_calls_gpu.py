@@ -11,9 +11,9 @@ import torch
 from library_samples import MASKS, Sample, assert_as_good_as_eager, attention, heads, mask_of, run, sample
 
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.implementations.attention_calls import ATTENTION_CALLS, AttentionCall
-from fuseplan.planner.implementations.library_calls import named
-from fuseplan.planner.implementations.matmul_calls import MATMUL_CALLS
+from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS, AttentionCall
+from fuseplan.planner.libraries.library_calls import named
+from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -19,7 +19,8 @@ ROOMS = {
     "costmodel": ("", "probe"),
     "kernels": ("ir", "native", "cpp", "gpu", "triton", "ninetoothed", ""),
     "search": ("", "store", "timing", "workers", "tune"),
-    "planner": ("", "graph", "models", "rewrites", "lowering", "groups", "capture", "patterns", "implementations",
+    "planner": ("", "graph", "models", "rewrites", "lowering", "groups", "capture", "patterns", "work", "libraries",
+                "implementations",
                 "cost", "partition", "tuning", "runtime", "report", "peers", "bench", "cli"),
 }
 #: The packages that each may import besides itself.

@@ -11,7 +11,7 @@ import torch
 
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.graph.execute import run_node
-from fuseplan.planner.implementations.library_call import LibraryCall, OpGroup
+from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 MASKS = ("none", "causal", "numbers", "boolean", "rows without keys")

@@ -13,12 +13,12 @@ from fuseplan.kernels.ir.gathers import gathered_elements, index_limits, tables,
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import ITEMSIZE, Load, Segment, validate
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.implementations.sample_inputs import MOST_TABLE_ROWS, sample_inputs
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.table import pattern_graph
+from fuseplan.planner.work.group_work import kernel_work
 
 TABLE = torch.randn(11, 6)
 

@@ -18,12 +18,12 @@ from fuseplan.planner.bench.patterns import PatternBench, PatternRow
 from fuseplan.planner.bench.prediction import prediction_verdict
 from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.bench.verdicts import pattern_table
-from fuseplan.planner.implementations.group_work import op_work
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.work.group_work import op_work
 from fuseplan.search.store.database import Database
 
 

@@ -29,12 +29,12 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations import group_book
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.partition.guided_loop import predicted_partition
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, Versions
 

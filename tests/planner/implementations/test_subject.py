@@ -10,9 +10,9 @@ from graphs import Builder
 from kernel_reference import run_reference
 from lower_oracle import compute_ops, rms_norm
 
-from fuseplan.planner.implementations.group_work import kernel_work, op_work
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.work.group_work import kernel_work, op_work
 
 
 def test_work_is_counted_exactly() -> None:

@@ -15,9 +15,9 @@ from lower_oracle import check, compute_ops, rms_norm
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.ir.ir import Load, Reduce, Round
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.implementations.group_work import kernel_work
 from fuseplan.planner.lowering.lower import NotLowerable, lower
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.work.group_work import kernel_work
 
 
 def rope(b: Builder, x: str, cos: str, sin: str) -> str:

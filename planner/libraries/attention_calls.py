@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.graph.layouts import laid_out
-from fuseplan.planner.implementations.library_call import Call, OpGroup
+from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.rewrites.attention_backends import (
     BACKENDS,
     STEP,
@@ -50,7 +50,7 @@ _Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 @dataclass(frozen=True)
 class AttentionCall:
     """Attention by one back end of PyTorch (implements
-    :class:`~fuseplan.planner.implementations.library_call.LibraryCall`).
+    :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
 
     Attributes:
         backend: ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.

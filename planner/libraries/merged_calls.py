@@ -13,7 +13,7 @@ import torch
 
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.graph.merged_linear import MergedLinear, as_one, linear_apart, side_by_side
-from fuseplan.planner.implementations.library_call import Call, OpGroup
+from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.rewrites.packing import pack_operands
 
 _MERGED = "fuseplan.merged_linear.default"
@@ -22,7 +22,7 @@ _MERGED = "fuseplan.merged_linear.default"
 @dataclass(frozen=True)
 class MergedCall:
     """A way to run a merged linear op (implements
-    :class:`~fuseplan.planner.implementations.library_call.LibraryCall`).
+    :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
 
     Attributes:
         name: What records call it.

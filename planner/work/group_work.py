@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.costmodel.device import Mode
@@ -15,13 +15,12 @@ from fuseplan.kernels.ir.index import Coord, Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Reduce, Segment
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
-from fuseplan.planner.implementations.aten_overheads import aten_overheads
-from fuseplan.planner.implementations.cpu_overheads import lanes, threads
-from fuseplan.planner.implementations.kernel_overheads import kernel_overheads, reduction_levels
-from fuseplan.planner.implementations.library_call import OpGroup
-from fuseplan.planner.implementations.library_work import library_work
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of, mutates
+from fuseplan.planner.work.aten_overheads import aten_overheads
+from fuseplan.planner.work.cpu_overheads import lanes, threads
+from fuseplan.planner.work.kernel_overheads import kernel_overheads, reduction_levels
+from fuseplan.planner.work.library_work import library_work
 
 
 def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
@@ -206,11 +205,6 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
     cold = {value for value, hot in zip(node.inputs, hot_inputs(graph, node.inputs), strict=True) if not hot}
     name = call_name(graph, node)
     return library_work([node], node.inputs, node.outputs, graph.specs, name, cold, graph.symbols)
-
-
-def group_library_work(group: OpGroup, name: str, cold: Collection[str] = ()) -> Work:
-    """Work of a group as one library call of this name; ``cold`` are those of its inputs that are weights or caches."""
-    return library_work(group.nodes, group.inputs, group.outputs, group.specs, name, cold)
 
 
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from fuseplan.planner.implementations.attention_calls import ATTENTION_CALLS
-from fuseplan.planner.implementations.library_call import LibraryCall
-from fuseplan.planner.implementations.matmul_calls import MATMUL_CALLS
-from fuseplan.planner.implementations.merged_calls import MERGED_CALLS
+from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
+from fuseplan.planner.libraries.library_call import LibraryCall
+from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS
+from fuseplan.planner.libraries.merged_calls import MERGED_CALLS
 
 _CALLS: tuple[LibraryCall, ...] = (*ATTENTION_CALLS, *MATMUL_CALLS, *MERGED_CALLS)
 

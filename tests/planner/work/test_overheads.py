@@ -9,8 +9,8 @@ from fuseplan.costmodel.work import Traffic
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Apply, Buffer, KernelIR, Load, Reduce, Segment, Store
-from fuseplan.planner.implementations.group_work import kernel_work, launch_mode
-from fuseplan.planner.implementations.kernel_overheads import KernelOverheads, kernel_overheads, reduction_levels
+from fuseplan.planner.work.group_work import kernel_work, launch_mode
+from fuseplan.planner.work.kernel_overheads import KernelOverheads, kernel_overheads, reduction_levels
 
 ROWS, COLS = 3, 8
 

@@ -10,10 +10,10 @@ import torch
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.graph.merged_linear import as_one, side_by_side
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
-from fuseplan.planner.implementations.group_work import op_work
-from fuseplan.planner.implementations.library_call import OpGroup
-from fuseplan.planner.implementations.merged_calls import MERGED_CALLS, MergedCall
+from fuseplan.planner.libraries.library_call import OpGroup
+from fuseplan.planner.libraries.merged_calls import MERGED_CALLS, MergedCall
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.work.group_work import op_work
 
 ROWS = (5, 1, 3)
 NAMES = ("a", "b", "c")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from library_samples import Sample, assert_as_good_as_eager, run, sample
 
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.implementations.library_calls import library_calls, library_groups, named
-from fuseplan.planner.implementations.matmul_calls import MATMUL_CALLS
+from fuseplan.planner.libraries.library_calls import library_calls, library_groups, named
+from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS
 
 CPU_CALLS = [call for call in MATMUL_CALLS if "cpu" in call.device_types]
 AFTER: dict[str, tuple[str, dict[str, Any]]] = {

@@ -14,8 +14,8 @@ from library_samples import MASKS, Sample, assert_as_good_as_eager, attention, h
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.implementations.attention_calls import ATTENTION_CALLS, AttentionCall
-from fuseplan.planner.implementations.library_call import OpGroup
+from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS, AttentionCall
+from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.rewrites import attention_backends
 from fuseplan.planner.rewrites.attention_backends import Attention
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.implementations.aten_overheads import aten_overheads
-from fuseplan.planner.implementations.group_work import op_work
+from fuseplan.planner.work.aten_overheads import aten_overheads
+from fuseplan.planner.work.group_work import op_work
 
 
 def graph_of(op: str, inputs: dict[str, TensorSpec], result: TensorSpec, **attrs: object) -> DataflowGraph:

@@ -20,7 +20,7 @@ import torch
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.graph.execute import resolve_op
 from fuseplan.planner.graph.layouts import laid_out
-from fuseplan.planner.implementations.library_call import Call, OpGroup
+from fuseplan.planner.libraries.library_call import Call, OpGroup
 
 __all__ = ["MATMUL_CALLS", "MatmulCall"]
 
@@ -78,7 +78,7 @@ class _Form(Protocol):
 @dataclass(frozen=True)
 class MatmulCall:
     """A matmul in one of PyTorch's forms (implements
-    :class:`~fuseplan.planner.implementations.library_call.LibraryCall`).
+    :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
 
     Attributes:
         name: What records call it.

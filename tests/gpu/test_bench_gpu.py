@@ -20,7 +20,7 @@ from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import decode
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.patterns.table import pattern_graph
-from fuseplan.planner.peers.compile_ahead import InductorPool
+from fuseplan.planner.peers.compile_ahead import CompilePool
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER, peer_names
 from fuseplan.planner.tuning.session import Session, open_session
@@ -114,7 +114,7 @@ def test_large_cells_are_held_against_a_copy(session: Session) -> None:
 
 def test_inductor_is_compiled_beforehand(session: Session) -> None:
     one = cell("swiglu", "5x96", "bfloat16")
-    with InductorPool("cuda", (INDUCTOR, MAX_AUTOTUNE), 2) as pool:
+    with CompilePool("cuda", (INDUCTOR, MAX_AUTOTUNE), 2) as pool:
         assert pool.compile([one]) == []
     rows = PatternBench(session, (MAX_AUTOTUNE,), ("graph",), 0.0).rows(one)
     assert {row.contestant: row.median_us is not None for row in rows} == {OURS: True, MAX_AUTOTUNE: True}

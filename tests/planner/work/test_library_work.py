@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.implementations.implementation import OpGroup
+from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.work.group_work import op_work
 from fuseplan.planner.work.library_work import library_work
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch.nn import functional as F
 import fuseplan.planner
 from fuseplan.costmodel.probe.timing import cuda_graph
 from fuseplan.planner.runtime.dispatch import fuseplan as fuseplan_backend
+from fuseplan.planner.tuning.session import open_session
 
 HELD = 1024
 
@@ -127,7 +130,9 @@ def example(sizes: Sizes, count: int, batch: int, length: int, device: str, dtyp
     return x, cos, sin, at, caches
 
 
-def contestants(model: nn.Module, folder: str, packed: bool, device: str, peers: bool) -> dict[str, Callable[..., Any]]:
+def contestants(
+    model: nn.Module, folder: str, packed: bool, device: str, peers: Collection[str]
+) -> dict[str, Callable[..., Any]]:
     """What runs the model, by name. Packing moves weights, which a recorded graph of another would not see: a copy."""
     options: dict[str, Any] = {"db": f"{folder}/tuning.db", "on_miss": "tune"}
     if device == "cuda":
@@ -143,8 +148,10 @@ def contestants(model: nn.Module, folder: str, packed: bool, device: str, peers:
     tuned = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "coordinate_descent_tuning": True,
              "autotune_num_choices_displayed": 0}
     found: dict[str, Callable[..., Any]] = {"eager": model}
-    if peers:
-        found |= {"inductor": compiled(), "max-autotune": compiled(options=tuned)}
+    if "inductor" in peers:
+        found["inductor"] = compiled()
+    if "max-autotune" in peers:
+        found["max-autotune"] = compiled(options=tuned)
     found["fuseplan"] = compiled(backend=fuseplan_backend, options=options)
     if packed:
         asked = options | {"pack_weights": True}
@@ -170,11 +177,14 @@ def replayed(call: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], ob
 
 
 def times_us(runs: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, float]:
-    """Median microseconds of each, in interleaved rounds that start with another one each time."""
+    """Median microseconds of each, in interleaved rounds.
+
+    Each round has another order: at the power limit a run is slower after one that draws more.
+    """
     found: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
+    order, shuffle = list(runs), random.Random(0)
     for _ in range(rounds):
-        order = [*order[1:], order[0]]
+        shuffle.shuffle(order)
         for name in order:
             found[name].append(_time_us(runs[name], device))
     return {name: statistics.median(times) for name, times in found.items()}
@@ -225,7 +235,7 @@ def check(name: str, count: int, batch: int, length: int, arguments: argparse.Na
                 print(fuseplan.planner.stats(), flush=True)
             expected = output.double() if expected is None else expected
             row[f"{who} error"] = float((output.double() - expected).norm() / expected.norm())
-            runs[who] = replayed(call, args) if device == "cuda" else (lambda call=call, args=args: call(*args))
+            runs[who] = replayed(call, args) if device == "cuda" else partial(call, *args)
         row |= {f"{who} us": value for who, value in times_us(runs, arguments.rounds, device).items()}
     return row
 
@@ -255,16 +265,21 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-packed", dest="packed", action="store_false")
-    parser.add_argument("--no-peers", dest="peers", action="store_false")
+    parser.add_argument("--peers", nargs="*", default=["inductor", "max-autotune"])
     parser.add_argument("--folder", help="keeps the tuning database; a new one otherwise")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.folder or scratch
+        session = open_session(arguments.device, f"{folder}/tuning.db")
+        if session.spec is None:  # what is tuned in a first call is priced by a probed device
+            session.probed()
+        session.database.close()
         for name in arguments.models:
             for cell in arguments.cells:
                 batch, length = map(int, cell.split("x"))
-                rows.append(check(name, arguments.layers, batch, length, arguments, arguments.folder or scratch))
+                rows.append(check(name, arguments.layers, batch, length, arguments, folder))
                 print(table(rows[-1:]), flush=True)
     print(table(rows))
     if arguments.out is not None:

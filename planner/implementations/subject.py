@@ -287,7 +287,21 @@ def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], d
     nodes = tuple(graph.op(name) for name in ops)
     made = {value for node in nodes for value in node.outputs}
     inputs = tuple(dict.fromkeys(value for node in nodes for value in node.inputs if value not in made))
-    return OpGroup(nodes, inputs, tuple(outputs), bound_specs(graph, (*inputs, *made)), device_type)
+    specs = {value: _plain_ones(spec) for value, spec in bound_specs(graph, (*inputs, *made)).items()}
+    return OpGroup(nodes, inputs, tuple(outputs), specs, device_type)
+
+
+def _plain_ones(spec: TensorSpec) -> TensorSpec:
+    """The same layout with the strides of single elements as in a contiguous tensor.
+
+    They address nothing, but ATen's matmul copies its weight for every batch where they are odd, and what a trace says
+    of them is not what a device makes.
+    """
+    strides = list(spec.strides)
+    for dim in reversed(range(len(strides))):
+        if spec.shape[dim] == 1:
+            strides[dim] = strides[dim + 1] * spec.shape[dim + 1] if dim + 1 < len(strides) else 1
+    return TensorSpec(spec.shape, spec.dtype, tuple(strides))
 
 
 def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:

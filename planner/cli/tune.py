@@ -13,6 +13,7 @@ import typer
 from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.device import warn_of_problems
+from fuseplan.search.store.location import left_behind
 from fuseplan.search.store.plain import plain
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
@@ -93,6 +94,8 @@ def tune(
             pack_weights,
         )
 
+    if db is None and (note := left_behind()):
+        common.console(stderr=True).print(note, markup=False)
     with make_pool(kind) as pool:
         if kind == "cuda" and pattern is None:
             session = open_session(kind, db, settings)

@@ -31,6 +31,18 @@ def default_path() -> Path:
     return Path(platformdirs.user_data_dir("fuseplan", appauthor=False)) / f"tuning-{SCHEMA_VERSION}.db"
 
 
+def left_behind() -> str:
+    """In words: an older version's default file, where this version has none yet; "" where there is nothing to say."""
+    path = default_path()
+    older = sorted(file.name for file in path.parent.glob("tuning*.db") if file != path)
+    if path.exists() or not older:
+        return ""
+    return (
+        f"plans of another fuseplan stay in {plain(str(path.parent / older[-1]))}; what a plan is made for has changed, so "
+        f"everything is tuned anew, into {path.name}"
+    )
+
+
 def resolve_url(location: str | Path | None) -> URL:
     """A SQLAlchemy URL from a URL, a file path, or None for the default file. The :class:`DatabaseError` for what is
     none of them does not repeat it: it may hold a password.

@@ -38,8 +38,8 @@ def left_behind() -> str:
     if path.exists() or not older:
         return ""
     return (
-        f"plans of another fuseplan stay in {plain(str(path.parent / older[-1]))}; what a plan is made for has changed, so "
-        f"everything is tuned anew, into {path.name}"
+        f"plans of another fuseplan stay in {plain(str(path.parent / older[-1]))}; "
+        f"what a plan is made for has changed, so everything is tuned anew, into {path.name}"
     )
 
 

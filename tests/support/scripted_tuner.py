@@ -33,6 +33,8 @@ class ScriptedTuner:
         unfused_us: Time of each op by itself.
         refuses: Groups whose answer is "do not fuse".
         noisy: A factor on everything that is not measured in an interleaved run.
+        library_us: Time of a library call by its name; one that is not named fails.
+        together_us: What a whole sequence takes longer than its parts, by the number of kernels in it.
     """
 
     database: Database
@@ -40,6 +42,8 @@ class ScriptedTuner:
     unfused_us: float = 10.0
     refuses: Callable[[GroupSubject], bool] = lambda subject: False
     noisy: Callable[[], float] = lambda: 1.0
+    library_us: Mapping[str, float] = field(default_factory=dict)
+    together_us: Callable[[int], float] = lambda kernels: 0.0
     seed: int = 0
     screened: list[str] = field(default_factory=list)
     tuned: list[str] = field(default_factory=list)
@@ -54,6 +58,10 @@ class ScriptedTuner:
     def screen(self, subject: GroupSubject) -> Trial:
         self.screened.append(subject.label)
         return Trial(RecordKey(subject.key, "dev"), "cpp", {"unroll": 1}, self.fused_us(subject) * self.noisy())
+
+    def screen_call(self, plain: GroupSubject, subject: GroupSubject, name: str) -> Trial:
+        time_us = self.library_us.get(name)
+        return Trial(RecordKey(plain.key, "dev"), name, {}, time_us, "" if time_us else "wrong result: it is a fake")
 
     def precompile(self, subjects: Iterable[GroupSubject]) -> None:
         """There is nothing to compile."""
@@ -70,11 +78,16 @@ class ScriptedTuner:
         def time_us(part: Part) -> float:
             subject = part.subject
             assert isinstance(subject, GroupSubject)
+            if subject.library is not None:
+                return self.library_us[subject.library.name]
             return self.unfused_us if part.backend is None else self.fused_us(subject)
 
         self.play_offs.append(tuple(len(names) for names in sides.values()))
         self.kept.append(tuple(kept))
-        samples = {side: (sum(time_us(parts[name]) for name in names),) * 5 for side, names in sides.items()}
+        samples = {}
+        for side, names in sides.items():
+            kernels = sum(parts[name].backend is not None for name in names)
+            samples[side] = (sum(time_us(parts[name]) for name in names) + self.together_us(kernels),) * 5
         return Contest(samples, 0.0, "eager")
 
     def tune(self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = ()) -> TuningRecord:

@@ -1,0 +1,168 @@
+"""Matmuls as choices: measured, stored, checked, run; and whole regions against plain ATen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dispatch_samples import compiled
+from graphs import Builder
+from reference_backend import ReferenceBackend
+from scripted_tuner import TARGET, ScriptedTuner
+
+import fuseplan.planner
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.libraries import library_calls as registry
+from fuseplan.planner.libraries.library_call import Call, OpGroup
+from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import Versions
+
+LINEAR = "aten.linear.default"
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """A linear op as the transposed product of the transposed operands, or something wrong, or something that fails."""
+
+    name: str = "fake.linear"
+    broken: bool = False
+    device_types: tuple[str, ...] = ("cpu",)
+    takes: frozenset[tuple[str, ...]] = frozenset({(LINEAR,)})
+
+    def refuse(self, group: OpGroup) -> str | None:
+        return None if [node.op for node in group.nodes] == [LINEAR] else "it runs linear ops"
+
+    def prepare(self, group: OpGroup, operands: Any) -> Any:
+        return operands
+
+    def build(self, group: OpGroup) -> Call:
+        def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            if self.broken:
+                raise RuntimeError("no such algorithm")
+            CALLS.append(self.name)
+            return (w @ x.t()).t().contiguous()
+
+        return run
+
+
+CALLS: list[str] = []
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Doubled]:
+    """The only library call there is."""
+    call = Doubled(broken=getattr(request, "param", False))
+    for module in ("planner.runtime.resolve", "planner.implementations.implementations"):
+        monkeypatch.setattr(f"fuseplan.{module}.library_calls", lambda device_type: (call,))
+    CALLS.clear()
+    yield call
+    registry.library_calls.cache_clear()
+
+
+def gated() -> DataflowGraph:
+    """Pointwise ops before and after a matmul."""
+    b = Builder(x=torch.randn(4, 8), w=torch.randn(6, 8))
+    inner = b(LINEAR, b("aten.tanh.default", b("aten.exp.default", "x")), "w", bias=None)
+    return b.graph(b("aten.neg.default", b("aten.exp.default", inner)))
+
+
+def planned(folder: Path, **script: Any) -> tuple[RegionPlan, ScriptedTuner, Planner]:
+    database = Database(folder / "t.db", "write", Versions.current("cpu"))
+    tuner = ScriptedTuner(database, lambda subject: 5.0, **script)
+    settings = PlanSettings(margin=0.0)
+    planner = Planner(database, None, "dev", TARGET, (ReferenceBackend(),), settings, tuner)  # type: ignore[arg-type]
+    (plan,) = planner.plan_graph(gated()).regions
+    return plan, tuner, planner
+
+
+@pytest.mark.parametrize(("library_us", "name"), [(6.0, "fake.linear"), (12.0, "aten"), (None, "aten")])
+def test_the_faster_way_to_run_a_matmul_is_chosen(
+    tmp_path: Path, library: Doubled, library_us: float | None, name: str
+) -> None:
+    times = {} if library_us is None else {library.name: library_us}
+    plan, _, planner = planned(tmp_path, library_us=times)
+    runs = {group.implementation for group in plan.record.groups}
+    assert runs == {"cpp", name}
+    assert plan.record.planned_us == pytest.approx(5.0 + 5.0 + min(library_us or 10.0, 10.0))
+    assert plan.record.unfused_us == pytest.approx(50.0)
+    lost = {one.implementation: one for one in plan.record.rejected if len(one.ops) == 1}
+    if library_us is None:
+        assert "wrong result" in lost[library.name].reason
+    else:
+        assert ({"aten", library.name} - {name}) <= lost.keys()
+    # What was stored is found, and passes the check.
+    again = Planner(planner.store, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings()).plan_graph(gated())
+    assert [one.source for one in again.regions] == ["database"]
+    assert again.regions[0].record.groups == plan.record.groups
+
+
+def test_a_plan_whose_library_call_is_gone_is_refused(tmp_path: Path, library: Doubled, monkeypatch: Any) -> None:
+    _, _, planner = planned(tmp_path, library_us={library.name: 1.0})
+    monkeypatch.setattr("fuseplan.planner.implementations.implementations.library_calls", lambda device_type: ())
+    later = Planner(planner.store, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings())
+    assert {plan.source for plan in later.plan_graph(gated()).regions} == {"model"}
+    assert ["none for cpu" in reason for reason in later.refused.values()] == [True]
+
+
+@pytest.mark.parametrize(("overhead_us", "kept"), [(30.0, True), (36.0, False)])
+def test_a_region_that_loses_to_plain_aten_is_run_by_it(
+    tmp_path: Path, library: Doubled, overhead_us: float, kept: bool
+) -> None:
+    """Five ops of 10 us; two kernels and a matmul: 20 us, and what they cost each other."""
+    plan, tuner, _ = planned(tmp_path, together_us=lambda kernels: overhead_us if kernels > 1 else 0.0)
+    assert tuner.play_offs[-1] == (5, 3)
+    assert {group.implementation for group in plan.record.groups} == ({"cpp", "aten"} if kept else {"aten"})
+    assert plan.record.planned_us == pytest.approx(20.0 if kept else 50.0)
+    words = plan.record.evidence.reason
+    assert ("gains 0.0% on plain ATen" if kept else "loses 12.0% to plain ATen") in words
+
+
+def test_nothing_measured_means_no_library_call(tmp_path: Path, library: Doubled) -> None:
+    database = Database(tmp_path / "t.db", "write", Versions.current("cpu"))
+    plans = Planner(database, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings()).plan_graph(gated()).regions
+    assert {group.implementation for plan in plans for group in plan.record.groups} == {"cpp"}
+
+
+@pytest.mark.parametrize("library", [False, True], indirect=True)
+def test_dispatch_makes_the_call_or_falls_back_to_aten(
+    tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.exp().tanh(), w).exp().neg()
+
+    def tuner(session: Any, *args: Any, **kwargs: Any) -> Any:
+        return _Scripted(ScriptedTuner(session.database, lambda subject: 5.0, library_us={library.name: 1.0}))
+
+    kernels = ReferenceBackend()
+    monkeypatch.setattr("fuseplan.planner.tuning.session.backends_for", lambda device_type: (kernels,))
+    monkeypatch.setattr("fuseplan.planner.tuning.session.Session.tuner", tuner)
+    torch._dynamo.reset()
+    fuseplan.planner.reset_stats()
+    x, w = torch.randn(4, 8), torch.randn(6, 8)
+    with torch.no_grad():
+        fast = compiled(function, tmp_path / "t.db", on_miss="tune")
+        for _ in range(2):
+            torch.testing.assert_close(fast(x, w), function(x, w))
+    stats = fuseplan.planner.stats()
+    assert stats.groups_fused == 2 and not stats.fallbacks
+    assert stats.library_calls == (0 if library.broken else 1)
+    assert ([] if library.broken else [library.name] * 2) == CALLS
+    assert any("no such algorithm" in note for note in stats.notes) == library.broken
+
+
+class _Scripted:
+    """A tuner as ``with`` takes it."""
+
+    def __init__(self, tuner: ScriptedTuner) -> None:
+        self._tuner = tuner
+
+    def __enter__(self) -> ScriptedTuner:
+        return self._tuner
+
+    def __exit__(self, *exc: object) -> None:
+        pass

@@ -24,6 +24,8 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
+#: Units of matmuls that every device has in some form.
+_MATMULS = ("fp32_matmul", "bf16_matmul", "fp16_matmul")
 
 #: How a kernel is started: an ATen call, our own launcher called directly, a node of a CUDA graph, such a node whose
 #: launch overlaps the end of the kernel before it (programmatic dependent launch), or one that overlaps all of it: each
@@ -238,7 +240,7 @@ class DeviceSpec:
         Raises:
             DeviceSpecError: There is neither.
         """
-        if unit.endswith("_matmul") and unit not in self.peaks:
+        if unit in _MATMULS and unit not in self.peaks:
             unit = "fp32"
         if unit not in self.peaks:
             raise DeviceSpecError(

@@ -81,6 +81,7 @@ def tune(
         from fuseplan.costmodel.probe.load import machine_load
         from fuseplan.planner.tuning.planner import PlanSettings
         from fuseplan.planner.tuning.session import open_session
+        from fuseplan.search.store.location import left_behind
         from fuseplan.search.store.record import now
         from fuseplan.search.tune.tuner import Budget, make_pool
 
@@ -93,6 +94,7 @@ def tune(
             pack_weights,
         )
 
+    note = left_behind() if db is None else ""
     with make_pool(kind) as pool:
         if kind == "cuda" and pattern is None:
             session = open_session(kind, db, settings)
@@ -105,6 +107,8 @@ def tune(
             session = ready(open_session(kind, db, settings), account)
         if session.spec is not None:
             warn_of_problems(session.spec)
+        if note:
+            common.console(stderr=True).print(note, markup=False, soft_wrap=True)
         load = machine_load()
         session = replace(session, shipped=shipped, since=now() if again else "")
         result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed, account, pool)

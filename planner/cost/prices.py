@@ -160,8 +160,9 @@ class MeasuredPrices(ModelPrices):
         name = backend or way.calibration(self.book, choice.group)
         family = "+".join(sorted({self.book.graph.op(op).op for op in choice.group.ops}))
         sample = Sample(way.work(self.book, choice.group), way.mode, time_us, family=family)
+        same = subject.key if way.searches or self.is_plain(choice) else f"{subject.key} {way.name}"
         self.samples[choice] = ChoiceSample(
-            (), way.name, name, subject.label, sample.family, subject.key, sample.mode, sample.work,
+            (), way.name, name, subject.label, sample.family, same, sample.mode, sample.work,
             sample.measured_us, self.delay_us(choice),
         )
         if self.learner is not None:

@@ -35,7 +35,7 @@ class ChoiceSample:
         name: Calibration that predicts it: the kernel's back end, the library call, or ``"unfused"``.
         label: For people.
         family: What it computes, whatever the shape.
-        group: Workload key; equal ones are the same kernel.
+        group: Workload key, and the name of a library call; equal ones are the same kernel.
         mode: How it was launched.
         work: What it does.
         measured_us: Its time in the screening, by itself.

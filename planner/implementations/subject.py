@@ -285,8 +285,22 @@ def group_subject(
 def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], device_type: str) -> OpGroup:
     """A single op of a static graph as library calls see it; the views that it reads through stay outside."""
     (node,) = map(graph.op, ops)
-    specs = bound_specs(graph, (*node.inputs, *node.outputs))
+    bound = bound_specs(graph, (*node.inputs, *node.outputs))
+    specs = {value: _plain_ones(spec) for value, spec in bound.items()}
     return OpGroup(node, tuple(dict.fromkeys(node.inputs)), tuple(outputs), specs, device_type)
+
+
+def _plain_ones(spec: TensorSpec) -> TensorSpec:
+    """The same layout with the strides of single elements as in a contiguous tensor.
+
+    They address nothing, but ATen's matmul copies its weight for every batch where they are odd, and what a trace says
+    of them is not what a device makes.
+    """
+    strides = list(spec.strides)
+    for dim in reversed(range(len(strides))):
+        if spec.shape[dim] == 1:
+            strides[dim] = strides[dim + 1] * spec.shape[dim + 1] if dim + 1 < len(strides) else 1
+    return TensorSpec(spec.shape, spec.dtype, tuple(strides))
 
 
 def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:

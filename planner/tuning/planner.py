@@ -221,11 +221,12 @@ class Planner:
     @staticmethod
     def parts_to_plan(graph: DataflowGraph, region: Region, known: Collection[str]) -> tuple[Region, ...]:
         """The region itself where its key is ``known``, else its parts that hold anything to decide."""
-        if region.key in known:
+        parts = region_parts(graph, region)
+        if region.key in known or len(parts) == 1:
             return (region,)
         flow = compute_graph_of(graph)
         return tuple(
-            part for part in region_parts(graph, region)
+            part for part in parts
             if any(flow.kinds[flow.position[name]] == "compute" for name in part.ops)
         )
 

@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fuseplan.search.errors import DatabaseError
 from fuseplan.search.store.plain import plain
+from fuseplan.search.store.record import SCHEMA_VERSION
 
 #: Stands for a location that could not be understood.
 NOWHERE = URL.create("sqlite", database=":memory:")
@@ -26,8 +27,20 @@ _SECRET_OPTION = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 
 
 def default_path() -> Path:
-    """Where the database lives unless the user says otherwise."""
-    return Path(platformdirs.user_data_dir("fuseplan", appauthor=False)) / "tuning.db"
+    """Where the database lives unless the user says otherwise: one file for each schema version."""
+    return Path(platformdirs.user_data_dir("fuseplan", appauthor=False)) / f"tuning-{SCHEMA_VERSION}.db"
+
+
+def left_behind() -> str:
+    """In words: an older version's default file, where this version has none yet; "" where there is nothing to say."""
+    path = default_path()
+    older = sorted(file.name for file in path.parent.glob("tuning*.db") if file != path)
+    if path.exists() or not older:
+        return ""
+    return (
+        f"plans of another fuseplan stay in {plain(str(path.parent / older[-1]))}; "
+        f"what a plan is made for has changed, so everything is tuned anew, into {path.name}"
+    )
 
 
 def resolve_url(location: str | Path | None) -> URL:

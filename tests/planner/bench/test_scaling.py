@@ -19,12 +19,12 @@ def test_table_counts_what_was_planned() -> None:
         assert row["unique_regions"] == len({region.key for region in regions})
         assert row["total_s"] == row["build_s"] + row["regions_s"] + row["enumerate_s"] + row["cover_s"]
     large = table.iloc[1]
-    assert large["unique_regions"] < large["regions"] / 4
+    assert large["unique_regions"] < large["regions"] / 2
     assert large["groups"] >= large["regions"] * 0.9, "on a device where launches cost, regions fuse"
 
 
 def test_the_decoder_has_every_kind_of_op() -> None:
     graph = transformer_graph(400)
     kinds = {kind_of(node, graph.specs) for node in graph}
-    assert kinds == {"view", "compute", "opaque"}
+    assert kinds == {"view", "compute", "anchor", "opaque"}
     assert any(not values for _, _, values in graph.graph.edges(data="values")), "cache updates are ordered"

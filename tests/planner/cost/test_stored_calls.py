@@ -15,7 +15,7 @@ WORK = Work({"bf16_matmul": 1e6}, 1e4, launches=1, call="sdpa.flash", elements=7
 
 
 def stored(work: Work) -> str:
-    sample = ChoiceSample((0,), False, "library", "attention", "sdpa", "g", "eager", work, 5.0)
+    sample = ChoiceSample((0,), "sdpa.flash", "library", "attention", "sdpa", "g", "eager", work, 5.0)
     return codec.dumps(RegionSamples(RecordKey("k" * 64, "cpu-test"), "attention", (), 1, (sample,)))
 
 

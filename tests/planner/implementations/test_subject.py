@@ -10,7 +10,8 @@ from graphs import Builder
 from kernel_reference import run_reference
 from lower_oracle import compute_ops, rms_norm
 
-from fuseplan.planner.implementations.subject import group_subject
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.implementations.subject import group_subject, op_group, op_subject
 from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.work.group_work import kernel_work, op_work
 
@@ -108,3 +109,20 @@ def test_what_is_looked_up_by_computed_numbers_exists(far: Any, op: str, rows: i
         inputs = subject.make_inputs(seed, "cpu")
         (eager,), (fused,) = subject.eager(*inputs), run_reference(subject.ir, inputs)
         torch.testing.assert_close(fused.float(), eager)
+
+
+def test_single_elements_have_plain_strides_in_what_a_library_call_is_timed_on() -> None:
+    """Attention's result for one token, transposed: odd strides there make ATen's matmul repeat its weight."""
+    specs = {
+        "x": TensorSpec((64, 1, 4), "float32", (4, 1, 1)), "w": TensorSpec.contiguous((3, 4), "float32"),
+        "y": TensorSpec.contiguous((64, 1, 3), "float32"),
+    }
+    node = OpNode("aten.linear.default", ("x", "w"), ("y",), {"bias": None})
+    graph = DataflowGraph([node], specs, ("x", "w"), ("y",))
+    group = op_group(graph, ("y",), ("y",), "cpu")
+    assert group.specs["x"].strides == (4, 4, 1)
+    subject = op_subject(graph, group, "key")
+    x, w = subject.make_inputs(0, "cpu")
+    assert x.stride() == (4, 4, 1)
+    torch.testing.assert_close(subject.eager(x, w)[0], torch.nn.functional.linear(x, w))
+    torch.testing.assert_close(subject.reference(x, w)[0].float(), torch.nn.functional.linear(x, w))

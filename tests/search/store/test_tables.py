@@ -44,7 +44,15 @@ def test_a_reader_cannot_write(db: Database, path: Path) -> None:
 
 def test_the_default_file_is_in_the_users_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert location.default_path() == tmp_path / "fuseplan" / "tuning.db"
+    own = location.default_path()
+    assert own.parent == tmp_path / "fuseplan" and own.name.endswith(".db")
+    assert location.left_behind() == ""
+    own.parent.mkdir()
+    older = own.with_name("tuning.db")
+    older.touch()
+    assert str(older) in location.left_behind() and own.name in location.left_behind()
+    own.touch()
+    assert location.left_behind() == ""
     Database().put_record(tuning())
     assert (tmp_path / "fuseplan" / "tuning.db").exists()
 

@@ -107,7 +107,7 @@ class GroupBook:
         """Work of the group as one call of a library."""
         ops = self.op_group(group)
         cold = [value for value, hot in zip(ops.inputs, hot_inputs(self.graph, ops.inputs), strict=True) if not hot]
-        return library_work(ops.nodes, ops.inputs, ops.outputs, ops.specs, name, cold)
+        return library_work([ops.node], ops.inputs, ops.outputs, ops.specs, name, cold)
 
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is one that no kernel is generated for: only library calls run it."""

@@ -10,18 +10,16 @@ from fuseplan.planner.implementations.aten_op import AtenOp
 from fuseplan.planner.implementations.choices import Implementations
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.library_op import LibraryOp
-from fuseplan.planner.libraries.library_calls import library_calls
+from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 
 
-def implementations_for(
-    device_type: str, regime: str, backends: Sequence[Backend], target: Target
-) -> Implementations:
+def implementations_for(regime: str, backends: Sequence[Backend], target: Target) -> Implementations:
     """The ways to run groups."""
     mode: Mode = "graph" if regime == "graph" else "eager"
     return Implementations(
         AtenOp(mode),
         GeneratedKernel(tuple(backends), target, kernel_mode(regime)),
-        tuple(LibraryOp(call, call.name, mode) for call in library_calls(device_type)),
+        tuple(LibraryOp(call, call.name, mode) for call in LIBRARY_CALLS),
     )
 
 

@@ -125,7 +125,7 @@ class GroupSubject:
     def _call(self) -> Call:
         assert self.library is not None
         specs = {name: self.specs[name] for name in (*self.inputs, *self.outputs)}
-        return self.library.build(OpGroup(self.nodes, self.inputs, self.outputs, specs, self.device))
+        return self.library.build(OpGroup(self.nodes[0], self.inputs, self.outputs, specs, self.device))
 
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """The ATen ops one by one, or the library's call."""
@@ -283,12 +283,11 @@ def group_subject(
 
 
 def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], device_type: str) -> OpGroup:
-    """A group of a static graph as library calls see it; the views that a single op reads through stay outside."""
-    nodes = tuple(graph.op(name) for name in ops)
-    made = {value for node in nodes for value in node.outputs}
-    inputs = tuple(dict.fromkeys(value for node in nodes for value in node.inputs if value not in made))
-    specs = {value: _plain_ones(spec) for value, spec in bound_specs(graph, (*inputs, *made)).items()}
-    return OpGroup(nodes, inputs, tuple(outputs), specs, device_type)
+    """A single op of a static graph as library calls see it; the views that it reads through stay outside."""
+    (node,) = map(graph.op, ops)
+    bound = bound_specs(graph, (*node.inputs, *node.outputs))
+    specs = {value: _plain_ones(spec) for value, spec in bound.items()}
+    return OpGroup(node, tuple(dict.fromkeys(node.inputs)), tuple(outputs), specs, device_type)
 
 
 def _plain_ones(spec: TensorSpec) -> TensorSpec:
@@ -306,8 +305,7 @@ def _plain_ones(spec: TensorSpec) -> TensorSpec:
 
 def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
     """The subject for a group that only library calls run."""
-    (node,) = group.nodes
-    packed = _packed_weights(node)
+    packed = _packed_weights(group.node)
     operands = [name for number, name in enumerate(group.inputs) if number not in packed[1:]]
     specs = dict(group.specs)
     if packed:
@@ -322,11 +320,11 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
     ]
     return GroupSubject(
         key=key,
-        label=group_label(graph, (node.name,), group.outputs),
+        label=group_label(graph, (group.node.name,), group.outputs),
         ir=KernelIR(tuple(buffers), ()),
-        work=op_work(graph, node.name),
+        work=op_work(graph, group.node.name),
         hot_inputs=hot_inputs(graph, operands),
-        nodes=group.nodes,
+        nodes=(group.node,),
         inputs=group.inputs,
         outputs=group.outputs,
         specs=specs,

@@ -15,7 +15,7 @@ With one query position, the query heads that share keys are as good as position
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,17 +64,9 @@ class AttentionCall:
     def name(self) -> str:
         return f"sdpa.{self.backend}" + (".folded" if self.folded else "")
 
-    @property
-    def device_types(self) -> tuple[str, ...]:
-        return ("cuda",) if self.backend in ("efficient", "cudnn") else ("cpu", "cuda")
-
-    @property
-    def takes(self) -> frozenset[tuple[str, ...]]:
-        return frozenset({(_OP,)})
-
     def refuse(self, group: OpGroup) -> str | None:
-        if group.device_type not in self.device_types:
-            return f"it runs on {' and '.join(self.device_types)} only"
+        if self.backend in ("efficient", "cudnn") and group.device_type != "cuda":
+            return "it runs on CUDA devices only"
         call = _parsed(group)
         if isinstance(call, str):
             return call
@@ -84,9 +76,6 @@ class AttentionCall:
                 return reason
             call = folded(call)
         return BACKENDS[self.backend](call)
-
-    def prepare(self, group: OpGroup, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return operands
 
     def build(self, group: OpGroup) -> Call:
         """The call.
@@ -104,17 +93,17 @@ class AttentionCall:
         shape, strides = (whole_numbers(sizes) for sizes in (group.specs[result].shape, group.specs[result].strides))
         positions = whole_numbers(call.query.shape)
 
+        def attend_folded(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+            return attend(query.reshape(positions), key, value, mask).reshape(shape)
+
+        compute = attend_folded if self.folded else attend
+
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             mask = None if masked_by is None else inputs[masked_by]
-            found = attend(inputs[first], inputs[second], inputs[third], mask)
+            found = compute(inputs[first], inputs[second], inputs[third], mask)
             return found if found.stride() == strides else laid_out(found, shape, strides)
 
-        def run_folded(*inputs: torch.Tensor) -> torch.Tensor:
-            mask = None if masked_by is None else inputs[masked_by]
-            found = attend(inputs[first].reshape(positions), inputs[second], inputs[third], mask)
-            return laid_out(found.reshape(shape), shape, strides)
-
-        return run_folded if self.folded else run
+        return run
 
 
 # -- reading a group --------------------------------------------------------------------------------------
@@ -122,19 +111,17 @@ class AttentionCall:
 
 def _operand_names(group: OpGroup) -> list[str | None]:
     """Names of query, key, value and mask."""
-    (node,) = group.nodes
-    return bind_call(node, node.inputs)[0][:4]
+    return bind_call(group.node, group.node.inputs)[0][:4]
 
 
 def _parsed(group: OpGroup) -> Attention | str:
     """The call that a group is, or why it is none that a back end could run."""
-    if len(group.nodes) != 1 or group.nodes[0].op != _OP or len(group.outputs) != 1:
-        return "it is not a single call of attention"
+    if group.node.op != _OP:
+        return "it is no call of attention"
     specs = [group.specs[name] for name in (*group.inputs, *group.outputs)]
     if not all(spec.is_static for spec in specs):
         return "its sizes are not static"
-    (node,) = group.nodes
-    args, kwargs = bind_call(node, node.inputs)
+    args, kwargs = bind_call(group.node, group.node.inputs)
     query, key, value = (group.specs[name] for name in args[:3])
     mask = None if args[3] is None else group.specs[args[3]]
     dropout, causal, scale = args[4], bool(args[5]), kwargs.get("scale")

@@ -167,7 +167,7 @@ class FirstLibraryCall:
             self._tally.note(reason)
             logger.warning("%s runs as ATen's op from now on: %s", built.plan.label or self._name, reason)
             group = built.group
-            chain = chain_module(group.nodes, group.inputs, group.outputs, group.device_type).forward
+            chain = chain_module([group.node], group.inputs, group.outputs, group.device_type).forward
             self._namespace[self._name] = _only(chain) if len(group.outputs) == 1 else chain
             return self._namespace[self._name](*args)
         self._namespace[self._name] = built.call

@@ -43,11 +43,10 @@ class DispatchOptions:
         in_place: Let results of a fused group take the memory of intermediates that nothing needs after it, where its
             kernels can write so (on GPUs): half the footprint stays in cache. Results are the same, bit for bit.
         grouped_queries: Where query heads share keys and values (Llama's and most others'), let attention read them as
-            they are, without a copy for every query head. None: where that was measured to pay (in decoding on CPUs,
-            and where PyTorch computes attention with cuDNN, which must not be ruled out after the first call); True: in
-            decoding everywhere.
-        attention_masks: Let attention be causal where its mask is constant and says just that, and turn a boolean mask
-            into numbers once instead of in every call, where PyTorch does so (with cuDNN).
+            they are, without a copy for every query head. None: on GPUs where PyTorch has a fused back end that can,
+            and in decoding on CPUs; True: in decoding on GPUs without such a back end, too; False: nowhere.
+        attention_masks: Let attention go without a mask that is constant and hides nothing, be causal where it says
+            just that, and on GPUs turn a boolean mask into numbers once instead of in every call.
         pack_weights: Let linear ops that read one value (queries, keys and values; gate and up) be one op. It moves
             their parameters side by side in memory, each a view of it; what cannot be moved stays apart, counted in
             ``stats().notes``. Such graphs have plans of their own: ``plan tune --pack-weights``.

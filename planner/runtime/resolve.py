@@ -15,7 +15,7 @@ from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.libraries.library_calls import library_calls
+from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.runtime.fallback import CallPlan, GroupPlan
@@ -81,7 +81,7 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         plans = _dynamic_plans(planner, graph, static, regions, plans)
     groups = tuple(_groups(session, graph, plans, tally))
     tally.spent(time.perf_counter() - start)
-    return Resolved(tuple(plans), groups, tuple(_calls(planner, graph, plans)))
+    return Resolved(tuple(plans), groups, tuple(_calls(graph, plans)))
 
 
 def _warn_once(message: str) -> None:
@@ -282,8 +282,8 @@ def _groups(
                 yield GroupPlan(ops, backends[name], choice.config, plan.source, choice.label, usable)
 
 
-def _calls(planner: Planner, graph: DataflowGraph, plans: Iterable[RegionPlan]) -> Iterator[CallPlan]:
-    libraries = {call.name: call for call in library_calls(planner.target.device_type)}
+def _calls(graph: DataflowGraph, plans: Iterable[RegionPlan]) -> Iterator[CallPlan]:
+    libraries = {call.name: call for call in LIBRARY_CALLS}
     for plan in plans:
         for choice, ops in _fused(graph, plan):
             if choice.implementation in libraries:

@@ -143,7 +143,7 @@ class Planner:
         self.tuner = tuner
         self._on_region = on_region
         regime = self.settings.regime
-        self.implementations = implementations_for(target.device_type, regime, self.backends, target)
+        self.implementations = implementations_for(regime, self.backends, target)
         #: What runs what nothing was measured for: a library's call is chosen by measurement alone.
         self.unmeasured = replace(self.implementations, libraries=())
         #: Why stored plans are not used although they were found, by region key.

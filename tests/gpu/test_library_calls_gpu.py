@@ -12,12 +12,11 @@ from library_samples import MASKS, Sample, assert_as_good_as_eager, attention, h
 
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS, AttentionCall
-from fuseplan.planner.libraries.library_calls import named
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-CUDA_MATMULS = [call for call in MATMUL_CALLS if "cuda" in call.device_types]
+CUDA_MATMULS = [call for call in MATMUL_CALLS if call.name != "matmul.onednn"]
 
 
 @pytest.fixture(autouse=True)
@@ -148,30 +147,21 @@ def operand(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def matmuls(rows: int, k: int, n: int, dtype: torch.dtype) -> list[Sample]:
-    """Every op that a library may take, alone and with what may follow it."""
+    """Every op that a library may take."""
     x, w, b = (operand(*shape, dtype=dtype) for shape in ((rows, k), (n, k), (n,)))
-    batch, added = operand(3, rows, k, dtype=dtype), operand(3, rows, n, dtype=dtype)
+    batch = operand(3, rows, k, dtype=dtype)
     linear = OpNode("aten.linear.default", ("x", "w", "b"), ("y",))
     plain = OpNode("aten.linear.default", ("x", "w"), ("y",), {"bias": None})
     addmm = OpNode("aten.addmm.default", ("b", "x", "v"), ("y",))
     both, v = {"x": x, "w": w, "b": b}, w.t().contiguous()
-    made = [
-        sample([linear], both), sample([plain], {"x": x, "w": w}), sample([linear], both | {"x": batch}),
-        sample([linear], both | {"x": batch.transpose(0, 1)}), sample([plain], {"x": batch, "w": w}),
-        sample([addmm], {"b": b, "x": x, "v": v}),
-        sample([OpNode("aten.mm.default", ("x", "v"), ("y",))], {"x": x, "v": v}),
-        sample([OpNode("aten.mm.default", ("x", "v"), ("y",))], {"x": x, "v": w.t()}),
-        sample([OpNode("aten.matmul.default", ("x", "v"), ("y",))], {"x": batch, "v": v}),
-        sample([OpNode("aten.bmm.default", ("x", "v"), ("y",))], {"x": batch, "v": v.expand(3, k, n)}),
-        sample([OpNode("aten.bmm.default", ("x", "v"), ("y",))], {"x": batch, "v": operand(3, k, n, dtype=dtype)}),
-        sample([plain, OpNode("aten.add.Tensor", ("r", "y"), ("z",))], {"x": batch, "w": w, "r": added}),
-        sample([plain, OpNode("aten.add.Tensor", ("y", "b"), ("z",))], {"x": batch, "w": w, "b": b}),
+    mm, matmul, bmm = (OpNode(f"aten.{name}.default", ("x", "v"), ("y",)) for name in ("mm", "matmul", "bmm"))
+    return [
+        sample(linear, both), sample(plain, {"x": x, "w": w}), sample(linear, both | {"x": batch}),
+        sample(linear, both | {"x": batch.transpose(0, 1)}), sample(plain, {"x": batch, "w": w}),
+        sample(addmm, {"b": b, "x": x, "v": v}), sample(mm, {"x": x, "v": v}), sample(mm, {"x": x, "v": w.t()}),
+        sample(matmul, {"x": batch, "v": v}), sample(bmm, {"x": batch, "v": v.expand(3, k, n)}),
+        sample(bmm, {"x": batch, "v": operand(3, k, n, dtype=dtype)}),
     ]
-    for name, attrs in (("relu", {}), ("gelu", {"approximate": "tanh"}), ("gelu", {})):
-        after = OpNode(f"aten.{name}.default", ("y",), ("z",), attrs)
-        made += [sample([linear, after], both), sample([linear, after], both | {"x": batch}),
-                 sample([addmm, after], {"b": b, "x": x, "v": v})]
-    return made
 
 
 @pytest.mark.parametrize("call", CUDA_MATMULS, ids=lambda call: call.name)
@@ -193,12 +183,11 @@ def test_forms_of_matmuls(call: Any, dtype: torch.dtype, rows: int, k: int, n: i
 @pytest.mark.parametrize("library", ["Cublas", "Cublaslt"])
 def test_the_other_library_can_be_asked_for(library: str) -> None:
     before = torch._C._get_blas_preferred_backend()
-    call = named(f"matmul.{library.lower()}")
+    (call,) = [one for one in MATMUL_CALLS if one.name == f"matmul.{library.lower()}"]
     other = {"Cublas": torch._C._BlasBackend.Cublaslt, "Cublaslt": torch._C._BlasBackend.Cublas}[library]
-    assert call is not None
     try:
         torch._C._set_blas_preferred_backend(other)
-        for made in matmuls(5, 64, 72, torch.bfloat16)[:11]:
+        for made in matmuls(5, 64, 72, torch.bfloat16):
             assert call.refuse(made.group) is None
             assert_as_good_as_eager(call, made, slack=3.0)
         assert torch._C._get_blas_preferred_backend() == other

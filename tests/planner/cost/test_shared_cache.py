@@ -172,7 +172,7 @@ def prices_of(rows: int, among: bool) -> tuple[RegionProblem, ModelPrices]:
     graph, region = two_scaled(rows)
     book = GroupBook(graph, "fp32", "cuda")
     target = Target("cuda", "sm_90", 100, l2_bytes=40_000_000)
-    ways = implementations_for("cuda", "graph", (Gpu(),), target)
+    ways = implementations_for("graph", (Gpu(),), target)
     problem = region_problem(graph, region, enumerate_candidates(graph, region, legal=book.legal), ways)
     return problem, ModelPrices(book, KNEE, region if among else None)
 

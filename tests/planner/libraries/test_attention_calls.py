@@ -19,7 +19,7 @@ from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.rewrites import attention_backends
 from fuseplan.planner.rewrites.attention_backends import Attention
 
-CPU_CALLS = [call for call in ATTENTION_CALLS if "cpu" in call.device_types]
+CPU_CALLS = [call for call in ATTENTION_CALLS if call.backend in ("flash", "math")]
 
 
 def whole(
@@ -72,7 +72,7 @@ def test_one_tensor_may_be_two_operands(call: AttentionCall) -> None:
     query, cache = heads(2, 6, 1, 8), heads(2, 3, 5, 8)
     node = OpNode("aten.scaled_dot_product_attention.default", ("q", "kv", "kv"), ("found",),
                   {"attn_mask": None, "enable_gqa": True})
-    assert_as_good_as_eager(call, sample([node], {"q": query, "kv": cache}))
+    assert_as_good_as_eager(call, sample(node, {"q": query, "kv": cache}))
 
 
 @given(
@@ -200,6 +200,17 @@ def test_rows_that_do_not_start_at_whole_vectors() -> None:
     for name in ("flash", "efficient", "cudnn"):
         assert "16 bytes" in (AttentionCall(name).refuse(made) or "")
     assert AttentionCall("math").refuse(made) is None
+
+
+def test_back_ends_of_gpus_and_other_ops_are_refused() -> None:
+    for call in ATTENTION_CALLS:
+        reason = call.refuse(whole(1, 3, 4, 1, 17, dtype=HALF).group)
+        assert reason is None if call in CPU_CALLS else "CUDA" in (reason or "")
+        assert "no call of attention" in (call.refuse(on_cuda(relu())) or "")
+
+
+def relu() -> Sample:
+    return sample(OpNode("aten.relu.default", ("x",), ("found",)), {"x": torch.randn(3)})
 
 
 def test_a_call_that_refuses_does_not_build() -> None:

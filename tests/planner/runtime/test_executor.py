@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from library_samples import sample
 from reference_backend import ReferenceBackend
 from step_programs import CPU, STEP, NothingStored, Step, program
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,9 +21,11 @@ from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
+from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.libraries.merged_calls import MergedCall
 from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.fallback import GroupPlan, check_layouts
+from fuseplan.planner.runtime.fallback import BuiltCall, CallPlan, FirstLibraryCall, GroupPlan, check_layouts
 from fuseplan.planner.tuning.planner import Planner
 
 
@@ -112,3 +115,21 @@ def test_reasons_are_one_line() -> None:
     assert failure_reason(RuntimeError("a\nb")) == "RuntimeError: a"
     assert failure_reason(RuntimeError()) == "RuntimeError"
     assert failure_reason(RefusedError("too small")) == "too small"
+
+
+def test_atens_op_takes_over_from_a_library_call_that_fails() -> None:
+    """Not for the first call alone."""
+    made = sample(OpNode("aten.mm.default", ("x", "w"), ("y",)), {"x": torch.randn(3, 5), "w": torch.randn(5, 7)})
+    calls: list[int] = []
+
+    def failing(*inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(len(inputs))
+        raise RuntimeError("no such kernel image")
+
+    tally, namespace = Tally(), {}
+    plan = CallPlan(("y",), MergedCall("merged.one", lambda: failing))
+    namespace["call"] = FirstLibraryCall(BuiltCall(plan, made.group, failing), namespace, "call", tally)
+    for _ in range(2):
+        torch.testing.assert_close(namespace["call"](*made.operands), made.eager())
+    assert calls == [2] and tally.snapshot().library_calls == -1
+    assert list(tally.snapshot().notes) == ["merged.one: first call failed: RuntimeError: no such kernel image"]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.work.group_work import op_work
 from fuseplan.planner.work.library_work import library_work
 
@@ -114,8 +113,7 @@ def test_weights_are_cold_and_what_was_just_made_is_not() -> None:
 def test_a_group_is_one_call_and_its_inner_values_are_not_moved() -> None:
     specs = {"x": spec((4, 8)), "w": spec((16, 8)), "h": spec((4, 16)), "out": spec((4, 16))}
     nodes = (OpNode("aten.linear.default", ("x", "w"), ("h",)), OpNode("aten.relu.default", ("h",), ("out",)))
-    group = OpGroup(nodes, ("x", "w"), ("out",), specs, "cuda")
-    found = library_work(group.nodes, group.inputs, group.outputs, group.specs, "linear.cublaslt", {"w"})
+    found = library_work(nodes, ("x", "w"), ("out",), specs, "linear.cublaslt", {"w"})
     assert found.dram_bytes == 2 * (4 * 8 + 16 * 8 + 4 * 16)
     assert (found.launches, found.call, found.cold_bytes) == (1, "linear.cublaslt", 256.0)
     assert found.flops == {"bf16_matmul": 2.0 * 4 * 16 * 8}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from scripted_tuner import TARGET, ScriptedTuner
 
 import fuseplan.planner
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.libraries import library_calls as registry
 from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.search.store.database import Database
@@ -31,14 +29,9 @@ class Doubled:
 
     name: str = "fake.linear"
     broken: bool = False
-    device_types: tuple[str, ...] = ("cpu",)
-    takes: frozenset[tuple[str, ...]] = frozenset({(LINEAR,)})
 
     def refuse(self, group: OpGroup) -> str | None:
-        return None if [node.op for node in group.nodes] == [LINEAR] else "it runs linear ops"
-
-    def prepare(self, group: OpGroup, operands: Any) -> Any:
-        return operands
+        return None if group.node.op == LINEAR else "it runs linear ops"
 
     def build(self, group: OpGroup) -> Call:
         def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -54,14 +47,13 @@ CALLS: list[str] = []
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Doubled]:
+def library(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Doubled:
     """The only library call there is."""
     call = Doubled(broken=getattr(request, "param", False))
     for module in ("planner.runtime.resolve", "planner.implementations.implementations"):
-        monkeypatch.setattr(f"fuseplan.{module}.library_calls", lambda device_type: (call,))
+        monkeypatch.setattr(f"fuseplan.{module}.LIBRARY_CALLS", (call,))
     CALLS.clear()
-    yield call
-    registry.library_calls.cache_clear()
+    return call
 
 
 def gated() -> DataflowGraph:
@@ -103,7 +95,7 @@ def test_the_faster_way_to_run_a_matmul_is_chosen(
 
 def test_a_plan_whose_library_call_is_gone_is_refused(tmp_path: Path, library: Doubled, monkeypatch: Any) -> None:
     _, _, planner = planned(tmp_path, library_us={library.name: 1.0})
-    monkeypatch.setattr("fuseplan.planner.implementations.implementations.library_calls", lambda device_type: ())
+    monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", ())
     later = Planner(planner.store, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings())
     assert {plan.source for plan in later.plan_graph(gated()).regions} == {"model"}
     assert ["none for cpu" in reason for reason in later.refused.values()] == [True]

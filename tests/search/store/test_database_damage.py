@@ -235,7 +235,7 @@ def test_another_schema_version_is_left_alone(db: Database, path: Path) -> None:
         raw.execute("update fuseplan_meta set value = '99' where name = 'schema_version'")
     db.close()
     before = path.read_bytes()
-    with pytest.raises(SchemaVersionError, match=r"has schema version '99', this fuseplan reads 1.*--db"):
+    with pytest.raises(SchemaVersionError, match=r"has schema version '99', this fuseplan reads 2.*--db"):
         Database(path)
     with pytest.warns(UserWarning, match="schema version '99'"):
         assert Database(path, mode="read").get_record(tuning().key).status == "miss"

@@ -159,6 +159,8 @@ class MeasuredPrices(ModelPrices):
         way, subject = choice.implementation, self.book.subject(choice.group)
         name = backend or way.calibration(self.book, choice.group)
         family = "+".join(sorted({self.book.graph.op(op).op for op in choice.group.ops}))
+        if self.book.is_anchor(choice.group):  # few ops, each of many sizes: others of these sizes say too much of it
+            family = subject.label
         sample = Sample(way.work(self.book, choice.group), way.mode, time_us, family=family)
         same = subject.key if way.searches or self.is_plain(choice) else f"{subject.key} {way.name}"
         self.samples[choice] = ChoiceSample(

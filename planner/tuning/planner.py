@@ -334,10 +334,12 @@ class Planner:
         return record
 
     def _measured(self, book: GroupBook, part: Region, problem: RegionProblem, tuner: Tuner) -> DecidedPart:
-        """A part decided by measurement; by the model where there is nothing to decide and calls take long."""
+        """A part decided by measurement; a matmul or attention whose calls take long is left to ATen."""
         prices = MeasuredPrices(book, self.spec, tuner, self.learner, part)
-        if problem.choices == problem.plain and all(prices.predict_s(one) > _LONG_S for one in problem.plain):
-            return DecidedPart(prices, predicted_partition(problem, prices.predict_s), "only ATen can run it")
+        anchors = self.spec is not None and all(book.is_anchor(one.group) for one in problem.plain)
+        if anchors and all(prices.predict_s(one) > _LONG_S for one in problem.plain):
+            plain = replace(problem, choices=problem.plain)
+            return DecidedPart(prices, predicted_partition(plain, prices.predict_s), "its calls take too long to time")
         settings = self.settings
         limit = self._limit(problem)
         decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
@@ -367,7 +369,7 @@ class Planner:
         )
 
 
-#: Seconds of one call past which an op that only ATen can run is not timed: screening it would take minutes.
+#: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
 _LONG_S = 0.02
 
 

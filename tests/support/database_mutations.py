@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import random
@@ -223,7 +224,7 @@ def _edit(rng: random.Random, data: Any, canary: Canary) -> None:
         if isinstance(holder[name], dict | list) and holder[name] and rng.random() < 0.85:
             holder = holder[name]
             continue
-        value = canary.text(rng) if rng.random() < 0.25 else rng.choice(_VALUES)
+        value = canary.text(rng) if rng.random() < 0.25 else copy.deepcopy(rng.choice(_VALUES))
         how = rng.random()
         if how < 0.1:
             del holder[name]

@@ -65,7 +65,7 @@ def edited(path: Path, change: str) -> None:
         "foreign json": '{"format": "other"}\n',
         "a list": "[1]\n",
         "empty": "",
-        "schema": "".join(lines).replace('"schema_version":1', '"schema_version":2'),
+        "schema": "".join(lines).replace('"schema_version":2', '"schema_version":3'),
     }[change]
     path.write_text(text)
 
@@ -81,7 +81,7 @@ def edited(path: Path, change: str) -> None:
         ("foreign json", "not a fuseplan export"),
         ("a list", "not a JSON object"),
         ("empty", "not a fuseplan export"),
-        ("schema", "schema version 2, this fuseplan reads 1"),
+        ("schema", "schema version 3, this fuseplan reads 2"),
     ],
 )
 def test_a_damaged_export_changes_nothing(exported: Path, tmp_path: Path, change: str, message: str) -> None:

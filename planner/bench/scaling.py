@@ -9,8 +9,16 @@ import numpy as np
 import pandas as pd
 
 from fuseplan.planner.bench.synthetic import transformer_graph
-from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Legal, enumerate_candidates, transfer
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import (
+    Candidate,
+    CandidateLimits,
+    Enumeration,
+    Legal,
+    enumerate_candidates,
+    transfer,
+    transfer_all,
+)
 from fuseplan.planner.groups.cycles import break_cycles
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.aten_op import AtenOp
@@ -41,17 +49,26 @@ def _plan_once(size: int, legal: Legal | None) -> dict[str, float | int]:
     laps.append(time.perf_counter())
     limits = CandidateLimits()
     parts = {key: region_parts(graph, found[0]) for key, found in unique.items()}
-    enumerations = {
-        part: enumerate_candidates(graph, part, limits, legal) for of_one in parts.values() for part in of_one
-    }
+    first: dict[str, tuple[Region, Enumeration]] = {}
+    enumerations: dict[Region, Enumeration] = {}
+    for part in (part for of_one in parts.values() for part in of_one):
+        if part.key not in first:
+            first[part.key] = part, enumerate_candidates(graph, part, limits, legal)
+        planned, shared = first[part.key]
+        enumerations[part] = transfer_all(graph, shared, planned, part)
     laps.append(time.perf_counter())
     groups: list[Candidate] = []
+    covers: dict[str, tuple[Region, list[Candidate]]] = {}
     ways = Implementations(AtenOp(), GeneratedKernel())
     for key, found in unique.items():
         for part in parts[key]:
-            problem = region_problem(graph, part, enumerations[part], ways)
-            result = predicted_partition(problem, lambda choice: traffic_s(graph, choice))
-            fused = [priced.choice.group for priced in result.chosen if priced.choice.implementation.searches]
+            if part.key not in covers:
+                problem = region_problem(graph, part, enumerations[part], ways)
+                result = predicted_partition(problem, lambda choice: traffic_s(graph, choice))
+                kernels = [priced.choice.group for priced in result.chosen if priced.choice.implementation.searches]
+                covers[part.key] = part, kernels
+            planned, kernels = covers[part.key]
+            fused = [transfer(graph, group, planned, part) for group in kernels]
             groups += [transfer(graph, group, found[0], region) for region in found for group in fused]
     kept, _ = break_cycles(graph, groups)
     laps.append(time.perf_counter())

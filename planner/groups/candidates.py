@@ -182,18 +182,36 @@ def group_form(
 
 def transfer(graph: DataflowGraph, candidate: Candidate, planned: Region, other: Region) -> Candidate:
     """The candidate of region ``planned`` at the same place of ``other``, a region of the same key."""
-    if planned.key != other.key:
-        raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
-    names = dict(zip(planned.ops, other.ops, strict=True))
-    values = dict(zip(planned.inputs, other.inputs, strict=True))
-    for here, there in names.items():
-        values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
-    return Candidate(
-        tuple(names[op] for op in candidate.ops),
-        tuple(values[value] for value in candidate.inputs),
-        tuple(values[value] for value in candidate.outputs),
-        candidate.tags,
+    return _Transfer(graph, planned, other).candidate(candidate)
+
+
+def transfer_all(graph: DataflowGraph, enumeration: Enumeration, planned: Region, other: Region) -> Enumeration:
+    """The same for all that was enumerated: regions of one key have the same groups."""
+    moved = _Transfer(graph, planned, other)
+    return Enumeration(
+        tuple(map(moved.candidate, enumeration.candidates)),
+        tuple(Refusal(moved.ops(one.ops), one.reason) for one in enumeration.refusals),
+        enumeration.truncated,
     )
+
+
+class _Transfer:
+    """Names in one region by those at the same places of another."""
+
+    def __init__(self, graph: DataflowGraph, planned: Region, other: Region) -> None:
+        if planned.key != other.key:
+            raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
+        self._names = dict(zip(planned.ops, other.ops, strict=True))
+        self._values = dict(zip(planned.inputs, other.inputs, strict=True))
+        for here, there in self._names.items():
+            self._values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
+
+    def ops(self, names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(self._names[name] for name in names)
+
+    def candidate(self, one: Candidate) -> Candidate:
+        inputs, outputs = (tuple(self._values[value] for value in values) for values in (one.inputs, one.outputs))
+        return Candidate(self.ops(one.ops), inputs, outputs, one.tags)
 
 
 def why_not_lowerable(graph: DataflowGraph, flow: ComputeGraph, ops: Sequence[str]) -> str | None:

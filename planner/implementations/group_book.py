@@ -7,8 +7,15 @@ from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
-from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.candidates import Candidate, group_form
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import (
+    Candidate,
+    CandidateLimits,
+    Enumeration,
+    enumerate_candidates,
+    group_form,
+    transfer_all,
+)
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
@@ -54,6 +61,17 @@ class GroupBook:
         self._subjects: dict[tuple[str, ...], GroupSubject] = {}
         self._singles: dict[str, Work] = {}
         self._backends: dict[tuple[str, ...], Backend | None] = {}
+        self._enumerated: dict[str, tuple[Region, CandidateLimits, Enumeration]] = {}
+
+    def enumerated(self, part: Region, limits: CandidateLimits) -> Enumeration:
+        """The groups of a region's part that can be kernels; equal parts are enumerated once."""
+        known = self._enumerated.get(part.key)
+        if known is None or known[1] != limits:
+            found = enumerate_candidates(self.graph, part, limits, self.legal)
+            self._enumerated[part.key] = part, limits, found
+            return found
+        first, _, found = known
+        return transfer_all(self.graph, found, first, part)
 
     def static(self, group: Candidate) -> Lowered:
         """The group's kernel with its sizes bound; errors are those of :meth:`lowered`."""

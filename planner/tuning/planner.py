@@ -15,7 +15,7 @@ from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples
 from fuseplan.planner.cost.samples import store_samples as store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import CandidateLimits, Enumeration, enumerate_candidates, enumerate_parts
+from fuseplan.planner.groups.candidates import CandidateLimits, Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Implementations, RegionProblem, region_problem
@@ -354,8 +354,7 @@ class Planner:
     def _problem(
         self, graph: DataflowGraph, part: Region, book: GroupBook, ways: Implementations | None = None
     ) -> RegionProblem:
-        enumeration = enumerate_candidates(graph, part, self.settings.limits, book.legal)
-        return self._choices(book, part, enumeration, ways)
+        return self._choices(book, part, book.enumerated(part, self.settings.limits), ways)
 
     def _choices(
         self, book: GroupBook, part: Region, enumeration: Enumeration, ways: Implementations | None = None

@@ -132,6 +132,8 @@ class FusionScheduler:
         kept = self._kept(traced.graph, resolved)
         lines = []
         for plan in resolved.regions:
+            if plan.record.enumerated == 1:  # one op with one way to run it
+                continue
             lines.append(f"region {plan.record.label}: plan from {plan.source}; {plan.record.evidence.reason}")
             for choice in plan.record.groups:
                 how = "unfused" if choice.is_plain else f"fused by {choice.implementation} {dict(choice.config)}"

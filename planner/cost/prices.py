@@ -13,7 +13,7 @@ from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import ChoiceSample
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.groups.candidates import Candidate, region_candidates, region_dependencies
+from fuseplan.planner.groups.candidates import Candidate, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
@@ -24,8 +24,7 @@ from fuseplan.search.tune.tuner import Tuner
 def shared_cache(book: GroupBook, part: Region) -> SharedCache:
     """What shares the cache while the compute ops of a region, or of a part of one, run."""
     flow = compute_graph_of(book.graph)
-    members = len(region_dependencies(book.graph, part))
-    singles = region_candidates(book.graph, part, [1 << bit for bit in range(members)])
+    singles = single_candidates(book.graph, part)
     compute = [one for one in singles if flow.kinds[flow.position[one.ops[0]]] == "compute"]
     return SharedCache(book.graph, tuple((one.ops[0], book.static(one)) for one in compute))
 

@@ -170,6 +170,12 @@ def region_candidates(
     return [_candidate(flow, dependencies, mask) for mask in masks]
 
 
+def single_candidates(graph: DataflowGraph, region: Region, classify: Classify | None = None) -> list[Candidate]:
+    """Every compute op and anchor of a region by itself, in canonical order."""
+    count = len(region_dependencies(graph, region, classify))
+    return region_candidates(graph, region, [1 << bit for bit in range(count)], classify)
+
+
 def group_form(
     graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], classify: Classify | None = None
 ) -> CanonicalForm:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_candidates, region_dependencies
+from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import Classify
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementation import Implementation
@@ -68,7 +68,7 @@ def region_problem(
         classify: The classifier the region was found with. Default: the recipes' ``kind_of``.
     """
     dependencies = region_dependencies(graph, region, classify)
-    singles = region_candidates(graph, region, [1 << bit for bit in range(len(dependencies))], classify)
+    singles = single_candidates(graph, region, classify)
     choices = (
         *(Choice(single, implementations.aten) for single in singles),
         *(_library_choices(book, singles, implementations.libraries) if book is not None else ()),

@@ -11,7 +11,7 @@ from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import region_candidates, region_dependencies
+from fuseplan.planner.groups.candidates import region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
@@ -83,8 +83,7 @@ class PlanWriter:
         unfused_us = sum(self._unfused_us(part) for part in parts)
         if not math.isfinite(planned_us + unfused_us):
             raise PlanError(f"{region_label(self.graph, self.region)}: a group of the partition has no measured time")
-        members = len(region_dependencies(self.graph, self.region))
-        singles = region_candidates(self.graph, self.region, [1 << bit for bit in range(members)])
+        singles = single_candidates(self.graph, self.region)
         cost_s = math.fsum(one.cost_s for one in results)
         bound_s = math.fsum(one.bound_s for one in results)
         return PlanRecord(

@@ -11,12 +11,11 @@ import torch
 from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
-from ways import singles
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import GroupSubject
@@ -136,7 +135,7 @@ def test_peak_memory_of_a_partition() -> None:
     book = GroupBook(graph, "fp32", "cpu")
     enumeration = enumerate_candidates(graph, region, legal=book.legal)
     whole = [group for group in enumeration.candidates if len(group.ops) == 3]
-    alone = singles(graph, region)
+    alone = single_candidates(graph, region)
     assert peak_bytes(graph, whole, region.outputs) == 128
     assert peak_bytes(graph, alone, region.outputs) == 256  # an op's operand and result live together
     over = [{group.outputs[0]: (group.inputs[0],)} for group in alone]

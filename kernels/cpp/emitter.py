@@ -155,7 +155,8 @@ class _SegmentWriter:
         for number in phase.row_stores:
             store = segment.stores[number]
             scalar = SCALAR_TYPE[register_type(self.buffers[store.buffer].dtype)]
-            lines.append(f"put(b{store.buffer} + ({values.index(store.index)}), ({scalar})r{store.value});")
+            address = values.row_address(store.buffer, store.index, store.scatter)
+            lines.append(f"{values.where_stored(store)}put({address}, ({scalar})r{store.value});")
         looped = [value for value in phase.reductions if not values.per_row[self._operand(value)]]
         lines += [self._constant_reduction(value) for value in phase.reductions if value not in looped]
         if not looped and not phase.stores:
@@ -231,7 +232,8 @@ class _SegmentWriter:
                 lines.append(self.values.pointer(f"p{value}", instr.buffer, instr.index, storage, instr.gather))
         for number in phase.stores:
             store = self.segment.stores[number]
-            lines.append(self.values.pointer(f"q{number}", store.buffer, store.index, self._storage(store.buffer)))
+            storage = self._storage(store.buffer)
+            lines.append(self.values.pointer(f"q{number}", store.buffer, store.index, storage, store.scatter))
         return [line for line in lines if line]
 
     def _body(self, phase: Phase, looped: Sequence[int]) -> list[str]:

@@ -81,7 +81,7 @@ def load_kernel(
         outputs,
         fixed,
     )
-    return CppKernel(kernel.run, kernel.fused, resources)
+    return CppKernel(kernel.run, kernel.fused if not ir.overwritten else _allocating(ir, kernel.run), resources)
 
 
 def _address(function: Any) -> int:
@@ -118,7 +118,7 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, res
         settings.threads, settings.grain, settings.rows_per_task, settings.col_tile,
         openmp.parallel, openmp.thread_num, openmp.num_threads, openmp.max_threads,
     )
-    tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
+    tensors, symbols = len(ir.buffers), ir.symbols
     pointers, sizes = ctypes.c_void_p * tensors, ctypes.c_longlong * max(len(symbols), 1)
 
     def run(*args: torch.Tensor | int) -> None:
@@ -127,13 +127,21 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, res
             raise TypeError(f"the kernel takes {tensors} tensors and {len(symbols)} sizes, got {len(args)} arguments")
         loaded.fuseplan_launch(pointers(*addresses), sizes(*map(int, args[tensors:])), ctypes.byref(how))
 
+    return CppKernel(run, _allocating(ir, run), resources)
+
+
+def _allocating(ir: KernelIR, run: Callable[..., None]) -> Callable[..., Any]:
+    """``fused`` of a kernel: outputs are made, or are the inputs that they lie over."""
+    inputs, symbols = len(ir.inputs), ir.symbols
+
     def fused(*args: torch.Tensor | int) -> Any:
         values = {name: int(value) for name, value in zip(symbols, args[inputs:], strict=True)}
         made = tuple(
             torch.empty_strided(buffer.shape, buffer.strides, dtype=torch_dtype(buffer.dtype))
-            for buffer in ir.bind(values).outputs
+            if buffer.over is None else args[buffer.over]
+            for buffer in (ir.bind(values) if symbols else ir).outputs
         )
         run(*args[:inputs], *made, *args[inputs:])
         return made[0] if len(made) == 1 else made
 
-    return CppKernel(run, fused, resources)
+    return fused

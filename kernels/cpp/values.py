@@ -135,8 +135,18 @@ class Values:
         """Declaration of the address of column 0 of an index affine in the column; None for the others."""
         if not index.is_affine_in(self.segment.col_axis) or self._gathers_columns(gather):
             return None
-        base = f"({self.index(without_column(index, self.segment.col_axis))}){self._row_gather(gather)}"
-        return f"{storage}* {name} = b{buffer} + {base};"
+        return f"{storage}* {name} = {self.row_address(buffer, without_column(index, self.segment.col_axis), gather)};"
+
+    def row_address(self, buffer: int, index: Index, gather: Gather | None = None) -> str:
+        """Address of an index that mentions no column."""
+        return f"b{buffer} + ({self.index(index)}){self._row_gather(gather)}"
+
+    def where_stored(self, store: Store) -> str:
+        """The condition in front of a store that data gives the address of."""
+        if store.scatter is None:
+            return ""
+        at, extent = f"r{store.scatter.value}", cpp_size(store.scatter.extent, self.names)
+        return f"if ({at} >= 0 && {at} < (i64){extent}) "
 
     def _gathers_columns(self, gather: Gather | None) -> bool:
         return gather is not None and not self.per_row[gather.value]
@@ -178,10 +188,11 @@ class Values:
         value = self.operand(store.value)
         if (self.kinds[store.value], storage_kind) != ("int32", "int64"):
             value = conversion(self.kinds[store.value], storage_kind, value)
-        pointer, offsets = self.address(f"q{number}", store.buffer, store.index)
+        pointer, offsets = self.address(f"q{number}", store.buffer, store.index, store.scatter)
+        where = self.where_stored(store)
         if offsets is None:
-            return f"store({pointer}, {value}, m);"
-        return f"scatter({pointer}, {offsets}, {value}, m);"
+            return f"{where}store({pointer}, {value}, m);"
+        return f"{where}scatter({pointer}, {offsets}, {value}, m);"
 
 
 #: Columns in a vector, at most; a vector starts at a multiple of what it holds.

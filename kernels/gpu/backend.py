@@ -78,7 +78,7 @@ class GpuBackend(Backend, WritesInPlace):
         self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
         """Outputs that lie in no input are allocated where the first input lives."""
-        inputs = len(ir.inputs)
+        inputs, reuse = len(ir.inputs), {**reuse, **ir.overwritten}
         layout = _layouts(ir, [number for number in range(len(ir.outputs)) if number not in reuse])
         if isinstance(kernel, GpuKernel):
             return kernel.fused(inputs, layout, reuse)

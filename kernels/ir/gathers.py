@@ -1,4 +1,4 @@
-"""What a kernel's gathers reach: loads whose address is data, such as the rows of an embedding."""
+"""What loads and stores reach whose address is data, such as the rows of an embedding or the end of a cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tables(ir: KernelIR) -> dict[int, int]:
 
 
 def index_limits(ir: KernelIR) -> Mapping[int, int]:
-    """For each integer buffer whose values pick elements by gathers: every value below this is one that exists."""
+    """For each integer buffer whose values pick elements: every value below this is one that exists."""
     limits: dict[int, int] = {}
     for segment, gather in _gathers(ir):
         extent = evaluate(gather.extent, {})
@@ -65,7 +65,4 @@ def computes_indices(ir: KernelIR) -> bool:
 
 
 def _gathers(ir: KernelIR) -> Iterator[tuple[Segment, Gather]]:
-    for segment in ir.segments:
-        for instr in segment.body:
-            if isinstance(instr, Load) and instr.gather is not None:
-                yield segment, instr.gather
+    yield from ((segment, gather) for segment in ir.segments for gather in segment.gathers())

@@ -108,6 +108,8 @@ def choose_reuse(options: Mapping[_Name, tuple[_Name, ...]], free: Iterable[_Nam
 
 def _may_take(ir: KernelIR, executions: Sequence[Execution], target: int, source: int) -> bool:
     """Whether buffer ``target``, an output, may lie in the memory of buffer ``source``, an input."""
+    if ir.buffers[target].over is not None or source in ir.overwritten.values():
+        return False
     if not _same_layout(ir.buffers[source], ir.buffers[target]):
         return False
     writers = [

@@ -46,13 +46,18 @@ def register_type(dtype: str) -> RegisterType:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor argument. ``shape`` and ``strides`` describe the tensor as the caller passes it (in elements)."""
+    """A tensor argument. ``shape`` and ``strides`` describe the tensor as the caller passes it (in elements).
+
+    An output may lie ``over`` an input, given by its position: the kernel changes the elements that it stores, and no
+    others (a cache that is written into). The kernel loads nothing of that input.
+    """
 
     name: str
     dtype: str
     shape: tuple[Size, ...]
     strides: tuple[Size, ...]
     is_output: bool = False
+    over: int | None = None
 
     @property
     def numel(self) -> Size:
@@ -179,11 +184,26 @@ def ancestors(
 
 @dataclass(frozen=True)
 class Store:
-    """``buffers[buffer][index] = value``, rounded to the buffer's type. Per row when neither mentions the column."""
+    """``buffers[buffer][index] = value``, rounded to the buffer's type. Per row when neither mentions the column.
+
+    With ``scatter`` the element lies ``scatter.value * scatter.stride`` further, and is stored only where
+    ``0 <= scatter.value < scatter.extent``. That value is one per row.
+    """
 
     buffer: int
     index: Index
     value: int
+    scatter: Gather | None = None
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Value ids that the store reads."""
+        return (self.value,) if self.scatter is None else (self.value, self.scatter.value)
+
+    def with_values(self, change: Callable[[int], int]) -> Store:
+        """The same with each of its :attr:`values` renamed."""
+        scatter = None if self.scatter is None else replace(self.scatter, value=change(self.scatter.value))
+        return replace(self, value=change(self.value), scatter=scatter)
 
 
 @dataclass(frozen=True)
@@ -232,6 +252,11 @@ class Segment:
         """True when a store writes one element per row."""
         return self.per_row()[store.value] and self.col_axis not in store.index.axes()
 
+    def gathers(self) -> Iterator[Gather]:
+        """The addresses of its loads and stores that are data."""
+        found = [instr.gather for instr in self.body if isinstance(instr, Load)]
+        yield from filter(None, (*found, *(store.scatter for store in self.stores)))
+
 
 @dataclass(frozen=True)
 class KernelIR:
@@ -249,6 +274,11 @@ class KernelIR:
         return tuple(buffer for buffer in self.buffers if buffer.is_output)
 
     @property
+    def overwritten(self) -> dict[int, int]:
+        """For positions among the outputs, the position of the input that each lies over."""
+        return {number: one.over for number, one in enumerate(self.outputs) if one.over is not None}
+
+    @property
     def symbols(self) -> tuple[str, ...]:
         """Names of the dynamic sizes, sorted: the trailing integer arguments of the kernel."""
         found: set[str] = set()
@@ -256,8 +286,7 @@ class KernelIR:
             found |= symbols_of(*buffer.shape, *buffer.strides)
         for segment in self.segments:
             found |= symbols_of(*segment.rows, segment.cols).union(*(index.symbols() for index in segment.indices()))
-            gathers = [one.gather for one in segment.body if isinstance(one, Load) and one.gather is not None]
-            found |= symbols_of(*(size for gather in gathers for size in (gather.stride, gather.extent)))
+            found |= symbols_of(*(size for gather in segment.gathers() for size in (gather.stride, gather.extent)))
         return tuple(sorted(found))
 
     def bind(self, symbols: Mapping[str, int]) -> KernelIR:
@@ -279,15 +308,16 @@ class KernelIR:
 
 
 def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
-    def bound(instr: Instr) -> Instr:
-        if not isinstance(instr, Load) or instr.gather is None:
-            return instr
-        stride, extent = (evaluate(size, symbols) for size in (instr.gather.stride, instr.gather.extent))
-        return replace(instr, gather=Gather(instr.gather.value, stride, extent))
+    def bound(gather: Gather | None) -> Gather | None:
+        if gather is None:
+            return None
+        return Gather(gather.value, evaluate(gather.stride, symbols), evaluate(gather.extent, symbols))
 
     rows, cols = tuple(evaluate(extent, symbols) for extent in segment.rows), evaluate(segment.cols, symbols)
     indexed = segment.with_indices(lambda index: index.bind(symbols))
-    return replace(indexed, rows=rows, cols=cols, body=tuple(map(bound, indexed.body)))
+    body = tuple(replace(one, gather=bound(one.gather)) if isinstance(one, Load) else one for one in indexed.body)
+    stores = tuple(replace(store, scatter=bound(store.scatter)) for store in indexed.stores)
+    return replace(indexed, rows=rows, cols=cols, body=body, stores=stores)
 
 
 def validate(ir: KernelIR) -> None:
@@ -299,6 +329,12 @@ def validate(ir: KernelIR) -> None:
         if seen_output and not buffer.is_output:
             raise ValueError(f"buffer {buffer.name}: inputs come before outputs")
         seen_output |= buffer.is_output
+        if buffer.over is not None and not (buffer.is_output and 0 <= buffer.over < len(ir.inputs)):
+            raise ValueError(f"buffer {buffer.name}: lies over buffer {buffer.over}, which is no input")
+    overwritten = set(ir.overwritten.values())
+    loads = (one for segment in ir.segments for one in segment.body if isinstance(one, Load))
+    if (read := next((one.buffer for one in loads if one.buffer in overwritten), None)) is not None:
+        raise ValueError(f"buffer {ir.buffers[read].name} is loaded, and an output lies over it")
     for number, segment in enumerate(ir.segments):
         _validate_segment(ir, number, segment)
 
@@ -321,3 +357,5 @@ def _validate_segment(ir: KernelIR, number: int, segment: Segment) -> None:
     for store in segment.stores:
         if not ir.buffers[store.buffer].is_output:
             raise ValueError(f"segment {number}: store into input buffer {ir.buffers[store.buffer].name}")
+        if store.scatter is not None and not segment.per_row()[store.scatter.value]:
+            raise ValueError(f"segment {number}: a store's address is data that changes from column to column")

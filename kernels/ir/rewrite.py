@@ -66,7 +66,7 @@ def cheaper_arithmetic(segment: Segment) -> Segment:
     maker = _Maker(segment)
     for instr in segment.body:
         maker.add(instr)
-    stores = tuple(replace(store, value=maker.places[store.value]) for store in segment.stores)
+    stores = tuple(store.with_values(maker.places.__getitem__) for store in segment.stores)
     return _without_unused(replace(segment, body=tuple(maker.body), stores=stores))
 
 
@@ -161,7 +161,7 @@ class _Maker:
 def _users(segment: Segment) -> Counter[int]:
     """How many instructions and stores read each value."""
     counts = Counter(arg for instr in segment.body for arg in operands(instr))
-    counts.update(store.value for store in segment.stores)
+    counts.update(value for store in segment.stores for value in store.values)
     return counts
 
 
@@ -182,8 +182,8 @@ def _without_unused(segment: Segment) -> Segment:
     """The segment without the values that no store needs."""
     places = [-1] * len(segment.body)
     body: list[Instr] = []
-    for value in ancestors(segment.body, (store.value for store in segment.stores)):
+    for value in ancestors(segment.body, (value for store in segment.stores for value in store.values)):
         places[value] = len(body)
         body.append(_moved(segment.body[value], places))
-    stores = tuple(replace(store, value=places[store.value]) for store in segment.stores)
+    stores = tuple(store.with_values(places.__getitem__) for store in segment.stores)
     return replace(segment, body=tuple(body), stores=stores)

@@ -11,7 +11,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, ancestors, operands
+from fuseplan.kernels.ir.ir import (
+    Apply,
+    Cast,
+    Const,
+    Instr,
+    Iota,
+    Load,
+    Reduce,
+    Round,
+    Segment,
+    Store,
+    ancestors,
+    operands,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     beside = rescaled_sums(segment) if rescale else {}
     depths = reduction_depths(segment, beside)
     per_row = segment.per_row()
-    live = ancestors(segment.body, (store.value for store in segment.stores))
+    live = ancestors(segment.body, (value for store in segment.stores for value in store.values))
     reductions = [value for value in live if isinstance(segment.body[value], Reduce)]
     last = max((depths[value] for value in reductions), default=0)
 
@@ -74,7 +87,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     phases: list[Phase] = []
     evaluated: list[int] = []
     for number in range(last + 1):
-        needed = roots[number] | {segment.stores[position].value for position in stores[number]}
+        needed = roots[number] | {value for position in stores[number] for value in segment.stores[position].values}
         kept = [value for value in evaluated if stage and _worth_staging(segment.body, value)]
         values = _elements(segment.body, per_row, needed, kept)
         own = tuple(value for value in values if value not in kept)
@@ -145,17 +158,21 @@ def _place_stores(
     for position, store in enumerate(segment.stores):
         if segment.store_per_row(store):
             continue
-        for number in range(depths[store.value], len(elements)):
+        for number in range(_depth(store, depths), len(elements)):
             if store.value in elements[number]:
                 places[position] = number
                 break
         else:
             homeless.append(position)
-    latest = max((depths[segment.stores[position].value] for position in homeless), default=0)
+    latest = max((_depth(segment.stores[position], depths) for position in homeless), default=0)
     places.update(dict.fromkeys(homeless, latest))
     return [
         tuple(position for position in sorted(places) if places[position] == number) for number in range(len(elements))
     ]
+
+
+def _depth(store: Store, depths: Sequence[int]) -> int:
+    return max(depths[value] for value in store.values)
 
 
 def _elements(

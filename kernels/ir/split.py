@@ -96,7 +96,7 @@ def _piece(segment: Segment, low: int, high: int) -> Segment:
     folded = _Folded(axis, high - low)
     for instr in moved.body:
         folded.add(instr)
-    stores = tuple(replace(store, value=folded.value(store.value)) for store in moved.stores)
+    stores = tuple(store.with_values(folded.value) for store in moved.stores)
     return Segment(segment.rows, high - low, tuple(folded.body), stores)
 
 

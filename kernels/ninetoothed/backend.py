@@ -50,6 +50,8 @@ class NinetoothedBackend(GpuBackend):
                 return f"a reduction over {segment.cols} columns does not fit one block (at most {MAX_PERSISTENT_COLS})"
             if segment.num_rows == 0 or segment.cols == 0:
                 return "an empty iteration space has no blocks"
+            if any(store.scatter is not None for store in segment.stores):
+                return "what is stored where data says has no view"
         if needs_int64(ir):
             return "an element offset beyond 32 bits: ninetoothed computes offsets in 32 bits"
         return None

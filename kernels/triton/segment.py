@@ -131,8 +131,15 @@ class SegmentEmitter(ValueEmitter):
         return f"tl.load({pointer}{_mask(conditions)}, other={other}{policy})"
 
     def store(self, store: Store, value: str) -> str:
-        bounds = self._bounds(*index_extent(self.segment, store.index))
-        return f"tl.store({self._pointer(store.buffer, store.index)}, {value}{_mask(bounds)})"
+        on_rows, on_cols = index_extent(self.segment, store.index)
+        conditions = []
+        if store.scatter is not None:
+            at = self.tensor(store.scatter.value)
+            on_rows = on_rows or self.extent[store.scatter.value][0]
+            extent = triton_size(store.scatter.extent)
+            conditions = [f"tl.where(({at} >= 0) & ({at} < {extent}), True, False)"]
+        pointer = self._pointer(store.buffer, store.index, gather=store.scatter)
+        return f"tl.store({pointer}, {value}{_mask([*self._bounds(on_rows, on_cols), *conditions])})"
 
     # -- several passes -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.lowering.recipes import kind_of, written_value
 from fuseplan.planner.lowering.recipes_index import LOOKUPS
 from fuseplan.planner.lowering.views import MAY_COPY
 
@@ -36,8 +37,8 @@ class ComputeGraph:
             makes ``depth`` grow, so ops of equal depth are joined by no such path.
         sources: Source values an op reads, in first-use order (for a view: those it is a view of).
         readers: For each source value, the live compute and opaque ops that read it, views looked through.
-        escapes: Source values of which the graph returns the value or a view.
-        live: False for a compute or view op on which no opaque op and no graph output depends.
+        escapes: Source values of which the graph returns the value or a view, and written operands.
+        live: False for a compute or view op on which no opaque op, no write and no graph output depends.
     """
 
     def __init__(self, graph: DataflowGraph, classify: Classify, cut_at_anchors: bool = False) -> None:
@@ -61,6 +62,8 @@ class ComputeGraph:
         self._part_anchors()
         self.depth: list[int] = self._depths()
         self.escapes: set[str] = {source for value in graph.outputs for source in self.sources_of(value)}
+        # Somebody may see what a group writes to an operand, whether or not anything reads the result.
+        self.escapes |= {node.name for node in self.nodes if written_value(node) is not None}
         self.live: list[bool] = self._liveness()
         self.readers: dict[str, list[int]] = {}
         for at, read in enumerate(self.sources):
@@ -275,7 +278,5 @@ def compute_graph_of(
 
 def recipe_classifier(graph: DataflowGraph) -> Classify:
     """The recipes' ``kind_of`` on this graph's specs."""
-    from fuseplan.planner.lowering.recipes import kind_of
-
     specs = graph.specs
     return lambda node: kind_of(node, specs)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.lowering.views import VIEW_MAPS
+
+#: By target of a fused call, the outputs that it returns.
+Allocated: TypeAlias = Mapping[Any, Sequence[Buffer]]
 
 #: Of the ops that run as several others, those that return new memory all the same.
 _MAKES_NEW = frozenset({
@@ -54,7 +58,7 @@ def returns_operand(node: fx.Node) -> bool:
 # -- over a graph -----------------------------------------------------------------------------------------
 
 
-def exposed(graph: fx.Graph, calls: Collection[Any]) -> set[fx.Node]:
+def exposed(graph: fx.Graph, calls: Allocated) -> set[fx.Node]:
     """Nodes whose result is returned or written to, and all that they may be views of."""
     pending = [node for user in graph.nodes for node in _exposed_by(user, calls)]
     kept: set[fx.Node] = set()
@@ -66,10 +70,13 @@ def exposed(graph: fx.Graph, calls: Collection[Any]) -> set[fx.Node]:
     return kept
 
 
-def _exposed_by(user: fx.Node, calls: Collection[Any]) -> Iterator[fx.Node]:
+def _exposed_by(user: fx.Node, calls: Allocated) -> Iterator[fx.Node]:
     """Operands that a node hands out, or writes to, or may write to."""
     if user.op == "call_function":
-        if user.target in calls or user.target is operator.getitem or user.target in MODE_SWITCHES:
+        if user.target in calls:
+            yield from _overwritten(user, calls)
+            return
+        if user.target is operator.getitem or user.target in MODE_SWITCHES:
             return
         if is_op(user):
             yield from _operands(user, is_written)
@@ -77,11 +84,20 @@ def _exposed_by(user: fx.Node, calls: Collection[Any]) -> Iterator[fx.Node]:
     yield from user.all_input_nodes
 
 
-def _aliased(node: fx.Node, calls: Collection[Any]) -> Iterator[fx.Node]:
+def _overwritten(call: fx.Node, calls: Allocated) -> Iterator[fx.Node]:
+    """Arguments that a fused call writes to, and returns."""
+    for buffer in calls[call.target]:
+        if buffer.over is not None and isinstance(argument := call.args[buffer.over], fx.Node):
+            yield argument
+
+
+def _aliased(node: fx.Node, calls: Allocated) -> Iterator[fx.Node]:
     """Operands whose memory may be a result's."""
-    if node.op != "call_function" or node.target in calls:
+    if node.op != "call_function":
         return
-    if not is_op(node):
+    if node.target in calls:
+        yield from _overwritten(node, calls)
+    elif not is_op(node):
         yield from node.all_input_nodes
     elif any(one.alias_info is not None for one in _schema(node).returns):
         yield from _operands(node, lambda argument: argument.alias_info is not None)

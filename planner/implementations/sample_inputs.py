@@ -31,6 +31,8 @@ _CARRIERS = frozenset({
 #: Operand that an op divides by (batch norm by the variance, its last), and operand that it takes apart bit by bit.
 _DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0, "batch_norm": -1}
 _PACKED = {"bitwise_right_shift": 0, "__rshift__": 0}
+#: Operand that says where an op writes: no place twice, since what stays there then would be chance.
+_PLACES = {"index_copy_": 1}
 
 
 def sample_inputs(
@@ -52,7 +54,7 @@ def sample_inputs(
         most: Integers are below this, too; with 1, floats are equal as well.
     """
     positive = needs_positive_inputs(nodes)
-    divisors, packed = _flowing_into(nodes, _DIVISORS), _flowing_into(nodes, _PACKED)
+    divisors, packed, places = (_flowing_into(nodes, one) for one in (_DIVISORS, _PACKED, _PLACES))
     limits = {number: min(limit, MOST_TABLE_ROWS) for number, limit in index_limits(ir).items()}
     short = {buffer for buffer, rows in tables(ir).items() if rows > MOST_TABLE_ROWS}
     made = []
@@ -63,8 +65,20 @@ def sample_inputs(
         below = None if name in packed else limits.get(number, _INTEGERS_BELOW)
         if below is not None and most is not None:
             below = min(below, most)
+        if name in places and number in limits:
+            made.append(_distinct(spec, limits[number], generator))
+            continue
         made.append(random_tensor(spec, generator, positive or name in divisors, below, 0.0 if most == 1 else 1.0))
     return made
+
+
+def _distinct(spec: TensorSpec, below: int, generator: torch.Generator) -> torch.Tensor:
+    """Different integers below a limit; more than there are of them are repeated."""
+    count = spec.shape[0]
+    order = torch.randperm(below, generator=generator, device=generator.device)
+    picked = order.repeat(-(-count // below))[:count]
+    made = torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=generator.device)
+    return made.copy_(picked)
 
 
 def _flowing_into(nodes: Sequence[OpNode], operands: Mapping[str, int]) -> set[str]:

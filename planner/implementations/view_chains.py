@@ -14,9 +14,9 @@ to, so that version counters and ``_base`` are as in eager; and views with a dyn
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -24,13 +24,10 @@ from torch import fx
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import Buffer
-from fuseplan.planner.implementations.aliasing import exposed, is_op, may_view, returns_operand
+from fuseplan.planner.implementations.aliasing import Allocated, exposed, is_op, may_view, returns_operand
 from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
 from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS
 from fuseplan.planner.rewrites.trace_edit import is_pure
-
-#: By target of a fused call, the outputs that it allocates.
-Allocated: TypeAlias = Mapping[Any, Sequence[Buffer]]
 
 #: Library calls whose result is certainly row-major.
 _PRODUCTS = frozenset({

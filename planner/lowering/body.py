@@ -13,7 +13,7 @@ import sympy
 
 from fuseplan.kernels.ir import ir
 from fuseplan.kernels.ir.index import Coord, Index, Size, as_size, flatten, known_less_equal
-from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, RegisterType, Store, register_type
+from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, RegisterType, Segment, Store, register_type
 from fuseplan.kernels.ir.ops import OPS
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
@@ -147,6 +147,11 @@ class BodyBuilder(ABC):
         )
         result = self.pull(value, moved)
         return result if dtype is None else self.cast(result, dtype)
+
+    def is_per_row(self, value: int) -> bool:
+        """Whether a value is the same in every column."""
+        space = self._space
+        return Segment(space.rows, space.width, tuple(space.body), ()).per_row()[value]
 
     def dtype_of(self, value: int) -> RegisterType:
         return self._space.body[value].dtype

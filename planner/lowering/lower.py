@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.coalesce import coalesce, split_words
-from fuseplan.kernels.ir.index import Index, Size, as_size, divides, flatten
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment, Store, validate
+from fuseplan.kernels.ir.index import Index, Size, as_size, divides
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment, validate
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace, column
-from fuseplan.planner.lowering.puller import Puller
-from fuseplan.planner.lowering.recipes import find_recipe, kind_of
+from fuseplan.planner.lowering.puller import Puller, check_writes, stored_spec, writer
+from fuseplan.planner.lowering.recipes import find_recipe, kind_of, written_value
 from fuseplan.planner.lowering.views import MAY_COPY, Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "group_outputs", "lower"]
@@ -91,8 +91,10 @@ def group_outputs(graph: DataflowGraph, members: frozenset[str]) -> tuple[str, .
         return False
 
     order = {name: position for position, name in enumerate(graph.graph)} if len(members) > 1 else {}
-    names = sorted(members, key=lambda name: order.get(name, 0))
-    return tuple(value for name in names for value in graph.op(name).outputs if escapes(value))
+    nodes = [graph.op(name) for name in sorted(members, key=lambda name: order.get(name, 0))]
+    return tuple(
+        value for node in nodes for value in node.outputs if written_value(node) is not None or escapes(value)
+    )
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class _Lowering:
         for value, plan in planned:
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
         segments = [self._segment(rows, cols, members) for (rows, cols), members in spaces.items()]
+        check_writes(self.group)
         for value in sorted(value for value, producer in self._behind(wanted).items() if producer is None):
             self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
         buffers = self._buffers()
@@ -162,7 +165,7 @@ class _Lowering:
         return list((plans | ordered).items())
 
     def _space(self, value: str) -> _Plan:
-        spec = self.graph.specs[value]
+        spec = stored_spec(self.group, value)
         reduced = self._reduced_size(value)
         rank = len(spec.shape)
         if reduced is None:
@@ -215,7 +218,11 @@ class _Lowering:
                 continue
             found[value] = producer = self.graph.producer(value)
             if producer is not None and (producer in self.members or self.group.looks_through(producer)):
-                stack.extend(self.graph.op(producer).inputs)
+                node = self.graph.op(producer)
+                target = written_value(node) if producer in self.members else None
+                if target is not None:
+                    found[target] = None
+                stack.extend(one for one in node.inputs if one != target)
             else:
                 found[value] = None
         return found
@@ -237,7 +244,7 @@ class _Lowering:
         col_axis = len(space.rows)
         for value, plan in members:
             self.storing, folded = value, len(space.folded)
-            spec = self.graph.specs[value]
+            spec = stored_spec(self.group, value)
             for piece in range(space.pieces):
                 position: Position = tuple(
                     Index(0) if axis is None
@@ -249,8 +256,7 @@ class _Lowering:
                     position = reshape_position(position, plan.viewed, spec.shape)
                 if piece > 0 and col_axis not in plan.axes:
                     break
-                stored = Puller(self.group, space).stored(value, position)
-                space.stores.append(Store(self._output_buffer(value), flatten(position, spec.strides), stored))
+                space.stores.append(Puller(self.group, space).store(self._output_buffer(value), value, position))
             last = next((axis for axis in reversed(plan.axes) if axis is not None), None)
             if value in self.row_wise and last is not None and any(last not in axes for axes in space.folded[folded:]):
                 raise NotLowerable(f"{value} would fold a row again for each of its elements")
@@ -272,7 +278,9 @@ class _Lowering:
             spec = self.graph.specs[value]
             if spec.dtype not in ITEMSIZE:
                 raise NotLowerable(f"value {value} has dtype {spec.dtype}, which kernels do not handle")
-            return Buffer(value, spec.dtype, spec.shape, spec.strides, is_output)
+            node = writer(self.group, value) if is_output else None
+            over = None if node is None else self.group.input_buffer(node.inputs[0])
+            return Buffer(value, spec.dtype, spec.shape, spec.strides, is_output, over)
 
         return (*(buffer(v, False) for v in self.group.inputs), *(buffer(v, True) for v in self.outputs))
 

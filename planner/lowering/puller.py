@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
-from fuseplan.kernels.ir.index import Size, flatten
-from fuseplan.kernels.ir.ir import NARROW, Apply, Load, Round, register_type
+from fuseplan.kernels.ir.index import Index, Size, flatten
+from fuseplan.kernels.ir.ir import NARROW, Apply, Gather, Load, Round, Store, register_type
 from fuseplan.planner.errors import NotLowerable
-from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipes import find_recipe, why_refused
-from fuseplan.planner.lowering.views import VIEW_MAPS, Position, is_address_map
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lowering.body import BodyBuilder, Group
+from fuseplan.planner.lowering.recipes import (
+    find_recipe,
+    kind_of,
+    why_refused,
+    written_dim,
+    written_spec,
+    written_value,
+)
+from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, is_address_map
 
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | {"bfloat16", "float16"}
+
+
+def check_writes(group: Group) -> None:
+    """Refuse a group that reads memory to which it writes, seen before or after the write.
+
+    Raises:
+        NotLowerable: It may do so.
+    """
+    graph = group.graph
+    written = [node for name in group.members if written_value(node := graph.op(name)) is not None]
+    read = {base for value in group.inputs for base in _bases(graph, value)} if written else set()
+    for node in written:
+        if graph.producer(node.inputs[0]) in group.members:
+            raise NotLowerable(f"{node.op} ({node.name}) writes to what the group makes")
+        if not read.isdisjoint(_bases(graph, node.inputs[0])):
+            raise NotLowerable(f"{node.op} ({node.name}) writes to memory that the group may read")
+
+
+def writer(group: Group, value: str) -> OpNode | None:
+    """The op of the group that writes to an operand and returns it as ``value``."""
+    producer = group.graph.producer(value)
+    node = group.graph.op(producer) if producer in group.members else None
+    return None if node is None or written_value(node) is None else node
+
+
+def stored_spec(group: Group, value: str) -> TensorSpec:
+    """Layout of what is stored of an output: all of it, or what an op writes into it."""
+    node, specs = writer(group, value), group.graph.specs
+    return specs[value] if node is None else written_spec(node, specs)
+
+
+def _bases(graph: DataflowGraph, value: str) -> frozenset[str]:
+    """Values in whose memory ``value`` may lie: behind views, writes, and ops of which nothing is known."""
+    found: set[str] = set()
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        producer = graph.producer(one)
+        node = None if producer is None else graph.op(producer)
+        if node is None:
+            found.add(one)
+        elif written_value(node) is not None:
+            pending.append(node.inputs[0])
+        elif node.op in MAY_COPY or kind_of(node, graph.specs) in ("view", "opaque"):
+            pending.extend(node.inputs)
+        else:
+            found.add(one)
+    return frozenset(found)
 
 
 class Puller(BodyBuilder):
@@ -28,14 +83,28 @@ class Puller(BodyBuilder):
         """Value id of what a store of ``value`` writes: the store itself narrows it to the stored type."""
         node = self._member(value)
         spec = self.specs[value]
-        if node is None or spec.dtype not in _ROUNDED:
+        if node is None or (spec.dtype not in _ROUNDED and written_value(node) is None):
             return self.cast(self.pull(value, position), register_type(spec.dtype))
         return self.cast(self._computed(node, value, position), register_type(spec.dtype))
+
+    def store(self, buffer: int, value: str, position: Position) -> Store:
+        """A store of ``value`` at a position of its :func:`~fuseplan.planner.lowering.recipes.written_spec`."""
+        stored, strides, node = self.stored(value, position), self.specs[value].strides, self._member(value)
+        dim = written_dim(node, self.specs) if node is not None else None
+        if node is None or dim is None:
+            return Store(buffer, flatten(position, strides), stored)
+        at = self.cast(self.pull(node.inputs[1], (position[dim],)), "int64")
+        if not self.is_per_row(at):
+            raise NotLowerable(f"{node.op} ({node.name}) places the columns of the group one by one")
+        rest = (*position[:dim], Index(0), *position[dim + 1 :])
+        return Store(buffer, flatten(rest, strides), stored, Gather(at, strides[dim], self.specs[value].shape[dim]))
 
     def _produce(self, value: str, position: Position) -> int:
         graph = self._group.graph
         node = self._member(value)
         if node is not None:
+            if written_value(node) is not None:
+                raise NotLowerable(f"{node.op} ({node.name}) writes what the group reads")
             return self._rounded(self._computed(node, value, position), self.specs[value].dtype)
         producer = graph.producer(value)
         if producer is not None and self._group.looks_through(producer):

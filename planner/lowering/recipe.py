@@ -33,6 +33,8 @@ class Recipe:
         refuse: Gives the reason when this instance cannot be lowered (an unsupported attribute), else None.
         rows: Gives ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
         others: The same as ``build`` for each further result.
+        writes: For an op that writes to operand 0, gives the dimension along which operand 1 says where to; None where
+            all of the operand is written. ``build`` then emits what is written, at a position of that.
     """
 
     build: Build
@@ -40,6 +42,7 @@ class Recipe:
     refuse: Callable[[OpNode, Specs], str | None] | None = None
     rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None
     others: tuple[Build, ...] = ()
+    writes: Callable[[OpNode, Specs], int | None] | None = None
 
     def reduced_size(self, node: OpNode, specs: Specs) -> Size | None:
         """Number of elements folded into each result; None when the op folds no row here."""

@@ -2,7 +2,7 @@
 
 A recipe emits the op's value at one position through a :class:`~fuseplan.planner.lowering.body.BodyBuilder`. Ops
 without a recipe are *anchors* (matmuls, convolutions, attention: a library has several ways to run them) or *opaque*
-(in-place updates, random numbers, collectives: only ATen runs them).
+(random numbers, collectives, most in-place updates: only ATen runs them).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from fuseplan.kernels.ir.index import row_major_strides
-from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.lowering.recipe import DTYPES, FLOATS, Recipe
 from fuseplan.planner.lowering.recipes_activation import activation_recipes
 from fuseplan.planner.lowering.recipes_index import indexing_recipes
@@ -21,8 +21,20 @@ from fuseplan.planner.lowering.recipes_reduce import reducing_recipes
 from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map, same_size
 
 __all__ = [
-    "ANCHORS", "RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "is_anchor", "kind_of", "mutates",
-    "why_opaque", "why_refused",
+    "ANCHORS",
+    "RECIPES",
+    "VIEW_MAPS",
+    "OpKind",
+    "Recipe",
+    "find_recipe",
+    "is_anchor",
+    "kind_of",
+    "mutates",
+    "why_opaque",
+    "why_refused",
+    "written_dim",
+    "written_spec",
+    "written_value",
 ]
 
 OpKind: TypeAlias = Literal["view", "compute", "anchor", "opaque"]
@@ -48,6 +60,26 @@ def mutates(node: OpNode) -> bool:
     """True when the op writes to one of its operands (ATen names end in ``_``, or it has an ``out``)."""
     name = node.op.split(".")[1] if node.op.count(".") >= 1 else node.op
     return (name.endswith("_") and not name.endswith("__")) or node.op.endswith(".out")
+
+
+def written_value(node: OpNode) -> str | None:
+    """The operand to which the op writes as a kernel can: its elements are stored, and not read. None for other ops."""
+    recipe = RECIPES.get(node.op)
+    return None if recipe is None or recipe.writes is None else node.inputs[0]
+
+
+def written_dim(node: OpNode, specs: Specs) -> int | None:
+    """The dimension of that operand along which another one says where to; None where all of it is written."""
+    recipe = RECIPES[node.op]
+    return None if recipe.writes is None else recipe.writes(node, specs)
+
+
+def written_spec(node: OpNode, specs: Specs) -> TensorSpec:
+    """Shape of what such an op writes, and strides of the operand in which that lies."""
+    target = specs[node.inputs[0]]
+    if written_dim(node, specs) is None:
+        return target
+    return TensorSpec(specs[node.inputs[-1]].shape, target.dtype, target.strides)
 
 
 def kind_of(node: OpNode, specs: Specs) -> OpKind:

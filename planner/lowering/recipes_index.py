@@ -1,4 +1,4 @@
-"""Recipes of ops that look elements up by data: embeddings, selections, indexing with tensors of positions."""
+"""Recipes of ops that look elements up by data (embeddings, selections), or write where data says (caches)."""
 
 from __future__ import annotations
 
@@ -79,8 +79,33 @@ def _index_refuse(node: OpNode, specs: Specs) -> str | None:
     return None
 
 
+def _copied_dim(node: OpNode, specs: Specs) -> int:
+    return normalise_dim(node.attrs["dim"], len(specs[node.inputs[0]].shape))
+
+
+def _index_copy_refuse(node: OpNode, specs: Specs) -> str | None:
+    target, index = (specs[value] for value in node.inputs[:2])
+    if not target.shape or len(index.shape) != 1:
+        return f"{node.op}: ranks {len(target.shape)} and {len(index.shape)}"
+    return _target_refuse(node, specs)
+
+
+def _target_refuse(node: OpNode, specs: Specs) -> str | None:
+    target, source = specs[node.inputs[0]], node.inputs[-1]
+    if any(stride == 0 and extent != 1 for extent, stride in zip(target.shape, target.strides, strict=True)):
+        return f"{node.op}: writes elements that lie in one place"
+    return f"{node.op}: writes {source} to itself" if source == node.inputs[0] else None
+
+
 def indexing_recipes() -> dict[str, Recipe]:
     return {
+        "aten.index_copy_.default": Recipe(
+            lambda p, node, position: p.pull(node.inputs[2], position), refuse=_index_copy_refuse, writes=_copied_dim
+        ),
+        "aten.copy_.default": Recipe(
+            lambda p, node, position: p.operand(node, 1, position), refuse=_target_refuse,
+            writes=lambda node, specs: None,
+        ),
         "aten.embedding.default": Recipe(_embedding),
         "aten.index_select.default": Recipe(_index_select, refuse=_ranks_refuse),
         "aten.gather.default": Recipe(_gather, refuse=_ranks_refuse),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def plan_reuse(
     traced: Traced,
     options: Mapping[Callable[..., Any], ReuseOptions],
     donated: Collection[int] = (),
+    overwritten: Mapping[Any, Reuse] = MappingProxyType({}),
 ) -> dict[Callable[..., Any], Reuse]:
     """For each fused call that can, which of its outputs take the memory of which inputs.
 
@@ -45,11 +47,12 @@ def plan_reuse(
         traced: What it was made of.
         options: By target of a fused call, what its kernel allows.
         donated: Positions of graph inputs that the caller gives away: nobody else sees their memory, or needs it.
+        overwritten: By target, positions of outputs and of the inputs to which the call writes, and which they are.
 
     Returns:
         By target, positions of outputs and of the inputs they take; targets that reuse nothing are left out.
     """
-    memory = _Memory(graph, traced, frozenset(options), donated)
+    memory = _Memory(graph, traced, frozenset(options), donated, overwritten)
     found: dict[Callable[..., Any], Reuse] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target in options:
@@ -63,11 +66,13 @@ class _Memory:
     """Who holds which storage until when. A storage is known by a number; a tensor and its views share one."""
 
     def __init__(
-        self, graph: fx.Graph, traced: Traced, calls: Collection[Callable[..., Any]], donated: Collection[int]
+        self, graph: fx.Graph, traced: Traced, calls: Collection[Callable[..., Any]], donated: Collection[int],
+        overwritten: Mapping[Any, Reuse],
     ) -> None:
         self._traced = {node.name: node for node in traced.module.graph.nodes}
         self._flow = traced.graph
         self._calls = calls
+        self._overwritten = overwritten
         self._position = {node: at for at, node in enumerate(graph.nodes)}
         self._storages: dict[fx.Node, frozenset[int]] = {}
         for node in graph.nodes:
@@ -111,10 +116,12 @@ class _Memory:
         if node.op != "call_function":
             return False
         if node.target in self._calls:
-            return True
+            return 0 not in self._overwritten.get(node.target, ())
         if node.target is operator.getitem:
-            source = node.args[0]
-            return isinstance(source, fx.Node) and source.op == "call_function" and source.target in self._calls
+            source, number = node.args
+            if not isinstance(source, fx.Node) or source.op != "call_function" or source.target not in self._calls:
+                return False
+            return number not in self._overwritten.get(source.target, ())
         if not isinstance(node.target, torch._ops.OpOverload) or _is_annotated(node.target):
             return False
         name = str(node.meta.get("traced"))

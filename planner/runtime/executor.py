@@ -279,7 +279,8 @@ def _place(
         tally.fall_back(reason)
         logger.info("group %s runs unfused: %s", group.plan.label or group.plan.ops[0], reason)
     options: dict[Callable[..., Any], ReuseOptions] = {slot: _options(group) for slot, group in slots.items()}
-    reused = plan_reuse(graph, traced, options | {slot: {} for slot in calls}, donated)
+    overwritten = {slot: group.lowered.ir.overwritten for slot, group in slots.items()}
+    reused = plan_reuse(graph, traced, options | {slot: {} for slot in calls}, donated, overwritten)
     allocated = {slot: group.lowered.ir.outputs for slot, group in slots.items()}
     allocated |= {slot: _buffers(one.group) for slot, one in calls.items()}
     collapse_views(graph, traced.module.graph, allocated, parameters)

@@ -18,7 +18,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from fuseplan.kernels.ir.scalars import float32_bits
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.lowering.recipes import kind_of, written_value
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class _Rewrite:
 
     def _live(self) -> list[_Unit]:
         """Units that an output or an effect needs, by rank, with their dependencies filled in."""
-        pending = [self.plain[node] for node in self.source.nodes if self._is_root(node)]
+        roots = [node for node in self.source.nodes if self._is_root(node)]
+        pending = [self.definer.get(node, self.plain[node]) for node in roots]
         found: dict[_Unit, None] = dict.fromkeys(pending)
         while pending:
             unit = pending.pop()
@@ -164,7 +165,8 @@ class _Rewrite:
         for name in (node.name, f"{node.name}_out0"):
             if name in self.flow.graph:
                 # The normaliser keeps an opaque op only when a result or an effect of it is needed.
-                return kind_of(self.flow.op(name), self.flow.specs) == "opaque"
+                op = self.flow.op(name)
+                return written_value(op) is not None or kind_of(op, self.flow.specs) == "opaque"
         # Run-time checks. What gives a tensor and is not in the graph is dead, though it wrote over its operand.
         return isinstance(node.target, torch._ops.OpOverload) and node.is_impure() and not _gives_tensor(node)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fuseplan.kernels.ir.index import evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.lowering.recipes import written_value
 
 #: Dependent instructions, beyond those of a contiguous elementwise kernel, of the other kinds.
 _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 8.0, 20.0, 60.0
@@ -53,13 +54,16 @@ class AtenOverheads:
 def aten_overheads(graph: DataflowGraph, node: OpNode) -> AtenOverheads:
     """The effort of ATen's kernel for one compute op of a static graph."""
     name = node.op.split(".")[1]
-    elements = math.prod(_shape(graph, node.outputs[0]))
+    written = node.inputs[-1] if written_value(node) is not None else node.outputs[0]
+    elements = math.prod(_shape(graph, written))
     if name in _FOLDS and node.inputs:
         read = math.prod(_shape(graph, node.inputs[0]))
         turns = _fold_turns(elements, max(read // max(elements, 1), 1))
         return AtenOverheads(0.0, _FOLD_STEPS, _TURN_STEPS * turns)
     if name in _WHOLE_ROWS:
         return AtenOverheads(0.0, _WHOLE_ROW_STEPS)
+    if name == "index_copy_":
+        return AtenOverheads(_STRIDED_INSTRUCTIONS * elements, _GATHER_STEPS)
     if name in _GATHERS and len(node.inputs) > 1:
         rows = math.prod(_shape(graph, node.inputs[1]))
         serial = _ROW_STEPS * rows if rows <= _SMALL_GATHER else 0.0

@@ -10,9 +10,9 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Traffic, Work
 from fuseplan.kernels.gpu.overlap import overlap_of
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.gathers import gathered_elements
+from fuseplan.kernels.ir.gathers import gathered_elements, value_axes
 from fuseplan.kernels.ir.index import Coord, Index, evaluate
-from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Reduce, Segment
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Reduce, Segment, Store
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
@@ -87,8 +87,16 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
                 if instr.gather is None:
                     own[instr.index] = _footprint(instr.index, sizes)
         for store in segment.stores:
-            touched.setdefault(store.buffer, {})[store.index] = _footprint(store.index, sizes)
+            touched.setdefault(store.buffer, {})[store.index] = _stored(segment, store, sizes)
     return touched
+
+
+def _stored(segment: Segment, store: Store, sizes: tuple[int, ...]) -> int:
+    """Elements that a store reaches; where data says which rows, each of them another one."""
+    found = _footprint(store.index, sizes)
+    if store.scatter is None:
+        return found
+    return found * math.prod(sizes[axis] for axis in value_axes(segment)[store.scatter.value] - store.index.axes())
 
 
 def _gathered(ir: KernelIR) -> Mapping[int, int]:
@@ -134,12 +142,10 @@ def _traffic(ir: KernelIR, requests: Sequence[float]) -> tuple[Traffic, ...]:
     for segment, requested_bytes in zip(ir.segments, requests, strict=True):
         sizes = _extents(segment)
         loads = {(one.buffer, one.index) for one in segment.body if isinstance(one, Load) and one.gather is None}
-        stores = {(store.buffer, store.index) for store in segment.stores}
-        moved_bytes, written_bytes = (
-            float(sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in one))
-            for one in (loads | stores, stores)
-        )
-        found.append(Traffic(moved_bytes, requested_bytes, written_bytes))
+        stores = {replace(store, value=0) for store in segment.stores}
+        loaded_bytes = sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
+        written_bytes = sum(_stored(segment, one, sizes) * ITEMSIZE[ir.buffers[one.buffer].dtype] for one in stores)
+        found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes, float(written_bytes)))
     return tuple(found)
 
 

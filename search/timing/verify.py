@@ -73,9 +73,10 @@ def make_oracle(subject: Subject, seed: int, device: str) -> Oracle:
     nothing but NaN.
     """
     inputs = tuple(subject.make_inputs(seed, device))
+    written = set(subject.ir.overwritten.values())
     try:
         references = subject.reference(*inputs)
-        eager = subject.eager(*inputs)
+        eager = subject.eager(*(one.clone() if number in written else one for number, one in enumerate(inputs)))
     except Exception as error:
         raise SubjectError(f"{subject.label}: the unfused chain fails: {type(error).__name__}: {error}") from error
     expected = []
@@ -137,8 +138,11 @@ def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, devic
         guarded.fill_from(source)
     before = [guarded.buffer.clone() for guarded in inputs]
     outputs = [_Guarded(tensor) for tensor in subject.allocate_outputs(device)]
-    for guarded in outputs:
-        guarded.poison()
+    for guarded, buffer in zip(outputs, subject.ir.outputs, strict=True):
+        if buffer.over is None:
+            guarded.poison()
+        else:
+            guarded.view.copy_(oracle.inputs[buffer.over])
     kernel(*(guarded.view for guarded in inputs), *(guarded.view for guarded in outputs))
     if device.startswith("cuda"):
         torch.cuda.synchronize()

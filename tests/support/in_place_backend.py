@@ -30,9 +30,10 @@ class InPlaceBackend(ReferenceBackend, WritesInPlace):
             outputs = ir.bind(dict(zip(ir.symbols, sizes, strict=True))).outputs
             return tuple(
                 (one.shape, one.strides, getattr(torch, one.dtype))
-                for number, one in enumerate(outputs) if number not in reuse
+                for number, one in enumerate(outputs) if number not in taken
             )
 
+        taken = {**reuse, **ir.overwritten}
         if reuse:
             self.taken.append(reuse)
-        return allocating(kernel, len(ir.inputs), layout, reuse)
+        return allocating(kernel, len(ir.inputs), layout, taken)

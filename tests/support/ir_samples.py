@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -84,6 +84,12 @@ class Body:
         number = self._number(name)
         self.stores.append(Store(number, flatten(coords, self.buffers[number].strides), value))
 
+    def scatter(self, name: str, coords: Sequence[Index], at: int, dim: int, value: int) -> None:
+        """A store at the coordinate ``at`` along ``dim``, a value; none where there is no such coordinate."""
+        self.store(name, coords, value)
+        buffer = self.buffers[self.stores[-1].buffer]
+        self.stores[-1] = replace(self.stores[-1], scatter=Gather(at, buffer.strides[dim], buffer.shape[dim]))
+
     def segment(self) -> Segment:
         return Segment(self.rows, self.cols, tuple(self.instrs), tuple(self.stores))
 
@@ -111,10 +117,13 @@ class Sample:
         return made
 
     def outputs(self) -> list[torch.Tensor]:
-        """Preallocated outputs, poisoned: an element the kernel forgets shows up."""
+        """Preallocated outputs, poisoned: an element the kernel forgets shows up. What lies over an input is a copy."""
         bound = self.ir.bind(self.symbols)
         made = []
         for buffer in bound.outputs:
+            if buffer.over is not None:
+                made.append(self.inputs()[buffer.over].clone())
+                continue
             dtype = torch_dtype(buffer.dtype)
             tensor = torch.empty_strided(buffer.shape, buffer.strides, dtype=dtype)
             made.append(tensor.fill_(math.nan if dtype.is_floating_point else dtype == torch.bool or 113))
@@ -553,6 +562,26 @@ def embedded(tokens: int, vocabulary: int, cols: int, dtype: str = "float32") ->
     return Sample("embedded", _kernel(buffers, b), overrides=indices)
 
 
+def written(batch: Size, length: int, rows: int, cols: int, dtype: str = "float32",
+            symbols: dict[str, int] | None = None) -> Sample:
+    """The RMSNorm of rows goes where int64 positions say, some of which do not exist; the doubled rows are a result."""
+    buffers = [contiguous("x", dtype, (batch, rows, cols)), contiguous("at", "int64", (rows,)),
+               contiguous("cache", dtype, (batch, length, cols)),
+               replace(contiguous("new", dtype, (batch, length, cols), True), over=2),
+               contiguous("y", dtype, (batch, rows, cols), True)]
+    b = Body(buffers, (batch, rows), cols)
+    n, r, c = b.at
+    x = b.load("x", (n, r, c))
+    b.scatter("new", (n, Index(0), c), b.load("at", (r,)), 1, b("mul", x, _inverse_rms(b, x)))
+    b.store("y", (n, r, c), b("add", x, x))
+
+    def positions(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        outside = torch.tensor([-1, length, 2**40, -(2**40)]).repeat(rows)[:rows]
+        return torch.where(torch.arange(rows) % 3 == 2, outside, torch.arange(rows)) if name == "at" else tensor
+
+    return Sample("written", _kernel(buffers, b), symbols or {}, overrides=positions)
+
+
 def picked(rows: int, cols: int, width: int, dtype: str = "float32") -> Sample:
     """``gather`` along the last dimension: an index for each element, then a sum over what was picked."""
     buffers = [contiguous("x", dtype, (rows, width)), contiguous("at", "int64", (rows, cols)),
@@ -615,7 +644,7 @@ def dynamic_samples() -> list[Sample]:
         softmax(n, m, "float32", True, {"n": 9, "m": 9}),
         softmax(n, m, "bfloat16", False, {"n": 2, "m": 5}),
         swiglu(n, 48, "float32", {"n": 7}),
-        rope(2, n, 4, 2, 16, "bfloat16", {"n": 3}),
+        rope(2, n, 4, 2, 16, "bfloat16", {"n": 3}), written(n, 9, 4, 33, "float32", {"n": 3}),
         row_statistics(n, m, "float32", {"n": 4, "m": 33}),
         scaled_by_number(n, 37, "float32", -0.37, {"n": 5}), scaled_by_number(n, 64, "bfloat16", 1e-3, {"n": 3}),
     ]
@@ -639,6 +668,7 @@ def static_samples() -> list[Sample]:
         row_statistics(2, 40, "float64"), split_view(6, 10), repeat_heads(2, 2, 3, 24), cat_rows(2, 3, 37),
         data_mask(3, 45), position_mask(4, 29), pair_mask(3, 8, 37), pair_mask(2, 3, 64), early_store(3, 70),
         early_store(2, 48, "bfloat16"),
+        written(2, 11, 4, 127), written(3, 5, 1, 64, "bfloat16"),
         embedded(5, 11, 127), embedded(1, 3, 64, "bfloat16"), picked(3, 8, 19), picked(2, 37, 5, "bfloat16"),
         repeated_lookup(5, 11, 19, 2), repeated_lookup(3, 4, 5, 3, "float16"),
         quantised(3, 127), quantised(2, 64, "bfloat16"), dequantised(3, 72), dequantised(2, 37),

@@ -36,7 +36,9 @@ def run_reference(
         dtype = torch_dtype(buffer.dtype)
         span = 1 + sum((extent - 1) * stride for extent, stride in zip(buffer.shape, buffer.strides, strict=True))
         span = max(span, 0)  # below zero where several extents are zero
-        if dtype.is_floating_point:
+        if buffer.over is not None:
+            flats.append(flats[buffer.over].clone())
+        elif dtype.is_floating_point:
             flats.append(torch.full((span,), torch.nan, dtype=float_dtype))
         else:
             poison = 0 if dtype == torch.bool else torch.iinfo(dtype).min
@@ -90,8 +92,11 @@ def _run_segment(
         values.append(_evaluate(instr, values, flats, grids, space, float_dtype))
     for store in segment.stores:
         value = _saturated(values[store.value], dtypes[store.buffer])
-        index, value = torch.broadcast_tensors(_index_value(store.index, grids), value)
-        flats[store.buffer][index.reshape(-1)] = value.reshape(-1).to(flats[store.buffer].dtype)
+        at = torch.tensor(0) if store.scatter is None else values[store.scatter.value]
+        stride, extent = (1, 1) if store.scatter is None else (store.scatter.stride, store.scatter.extent)
+        index, value, at = torch.broadcast_tensors(_index_value(store.index, grids) + at * stride, value, at)
+        inside = (at >= 0) & (at < extent)
+        flats[store.buffer][index[inside]] = value[inside].to(flats[store.buffer].dtype)
 
 
 def _evaluate(

@@ -51,8 +51,9 @@ class AllocatingBackend(Backend):
         def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
             outputs = static if static is not None else layout(dict(zip(symbols, args[inputs:], strict=True)))
             made = tuple(
-                torch.empty_strided(shape, strides, dtype=dtype, device=target.device_type)
-                for shape, strides, dtype in outputs
+                args[ir.overwritten[number]] if number in ir.overwritten
+                else torch.empty_strided(shape, strides, dtype=dtype, device=target.device_type)
+                for number, (shape, strides, dtype) in enumerate(outputs)
             )
             kernel(*args[:inputs], *made, *args[inputs:])
             return made[0] if len(made) == 1 else made

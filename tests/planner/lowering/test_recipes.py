@@ -251,6 +251,8 @@ def test_recipe_computes_the_aten_op(op: str, operands: tuple[torch.Tensor, ...]
     torch.testing.assert_close(result.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
+#: Ops that write to an operand: ``test_cache_writes.py`` has their samples.
+WRITES = ("aten.copy_.default", "aten.index_copy_.default")
 #: Ops with a value and its position as results.
 PAIRS = ("aten.max.dim", "aten.min.dim")
 
@@ -271,7 +273,7 @@ def test_an_extreme_and_its_position(op: str, operand: torch.Tensor, kept: int) 
 
 
 def test_every_recipe_has_a_sample() -> None:
-    assert set(RECIPES) == {*PAIRS, *(op for op, _, _ in SAMPLES)}
+    assert set(RECIPES) == {*PAIRS, *WRITES, *(op for op, _, _ in SAMPLES)}
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ def roofline_terms(
     times = None if on_gpu or mode != "eager" else spec.call_times(work.call)
     if times is not None:
         launch_us = work.launches * times.call_us
+    elif not on_gpu:
+        launch_us += work.more_results * spec.latency(mode).us
     if mode == "eager":  # a view is a call on the host, where the device has nothing to do
         views_us = work.views * spec.view_us
         launch_us, host_us = (launch_us, host_us + views_us) if on_gpu else (launch_us + views_us, host_us)

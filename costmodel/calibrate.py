@@ -44,8 +44,6 @@ class Sample:
         work: What it does.
         mode: How it was launched.
         measured_us: Its time.
-        cold_bytes: As for :func:`~fuseplan.costmodel.roofline.predict`.
-        threads: As there.
         family: What it computes, whatever the shape (``add+mul``). Kernels of one family are left out of a fit
             together, so that its held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
     """
@@ -53,8 +51,6 @@ class Sample:
     work: Work
     mode: Mode
     measured_us: float
-    cold_bytes: float | None = None
-    threads: int | None = None
     family: str = ""
 
 
@@ -139,8 +135,8 @@ def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
 class _Table:
     """The terms of all samples, bounds and times.
 
-    ``terms`` has a row for each sample (launch, host, compute, latency, serial), ``moves`` one for each of its parts
-    (:attr:`~fuseplan.costmodel.roofline.Terms.moves`, filled up with zeros).
+    ``terms`` has a row for each sample (launch, host, compute, latency, serial, overlap), ``moves`` one for each of its
+    parts (:attr:`~fuseplan.costmodel.roofline.Terms.moves`, filled up with zeros).
     """
 
     terms: _Array
@@ -152,19 +148,16 @@ class _Table:
 
     @staticmethod
     def of(samples: Sequence[Sample], spec: DeviceSpec) -> _Table:
-        terms = [
-            roofline_terms(one.work, spec, one.mode, cold_bytes=one.cold_bytes, threads=one.threads) for one in samples
+        terms = [roofline_terms(one.work, spec, one.mode) for one in samples]
+        rows = [
+            (one.launch_us, one.host_us, one.compute_us, one.latency_us, one.serial_us, one.overlap) for one in terms
         ]
-        rows = [(one.launch_us, one.host_us, one.compute_us, one.latency_us, one.serial_us) for one in terms]
         most = max((len(one.moves) for one in terms), default=1)
         moves = [(*one.moves, *[(0.0, 0.0)] * (most - len(one.moves))) for one in terms]
-        floors = [
-            lower_bound(one.work, spec, one.mode, cold_bytes=one.cold_bytes or 0.0, threads=one.threads)
-            for one in samples
-        ]
+        floors = [lower_bound(one.work, spec, one.mode) for one in samples]
         times = [sample.measured_us for sample in samples]
         return _Table(
-            np.array(rows).reshape(-1, 5), np.array(moves).reshape(-1, most, 2), np.array(floors),
+            np.array(rows, dtype=np.float64).reshape(-1, 6), np.array(moves).reshape(-1, most, 2), np.array(floors),
             np.array(times, dtype=np.float64), spec.identity.device_type == "cuda",
             tuple(one.work.call for one in samples),
         )
@@ -255,11 +248,12 @@ def _with_family(factors: _Array, family: _Array) -> _Array:
 
 def _times(terms: _Array, moves: _Array, factors: _Array) -> _Array:
     """``calibrated(terms, factors).time_us`` of many kernels at once."""
-    launch_us, host_us, compute_us, latency_us, serial_us = terms.T
+    launch_us, host_us, compute_us, latency_us, serial_us, overlap = terms.T
     memory_us, write_us = np.moveaxis(moves, -1, 0)
     launch, memory, compute, latency, write = factors[:, None] if factors.ndim == 1 else factors
     moving_us = np.maximum(memory[:, None] * memory_us, write[:, None] * write_us).sum(axis=1)
     busy_us = np.maximum.reduce([moving_us, compute * compute_us, latency * serial_us])
+    busy_us = np.where(overlap > 0, busy_us, moving_us + compute * compute_us)
     return np.asarray(np.maximum(launch * host_us, launch * launch_us + latency * latency_us + busy_us))
 
 

@@ -99,11 +99,6 @@ class BandwidthCurve:
         """Typical bandwidth of the last level: that of the largest footprint."""
         return self.points[-1].gbps
 
-    @property
-    def ideal_memory_gbps(self) -> float:
-        """Best bandwidth of the last level."""
-        return self.points[-1].best_gbps
-
     def _interpolate(self, values: Sequence[float], footprint_bytes: float) -> float:
         x, sizes = _log(footprint_bytes), self._log_sizes
         right = bisect_right(sizes, x)

@@ -1,9 +1,11 @@
 """Time of a kernel on a measured device: a prediction, and a bound it cannot beat.
 
-A CPU call and a node of a CUDA graph (whose t0 is shorter where its launch overlaps the kernel before) run one after
-the other with their launch, so
+A node of a CUDA graph (whose t0 is shorter where its launch overlaps the kernel before) runs after its launch, so
 
     time = launches * t0 + max(bytes / BW(bytes), flops / peak)
+
+On a CPU the two terms add: a core that loads and stores does not bring in cache lines meanwhile (the ECM model of
+Treibig and Hager, https://arxiv.org/abs/0905.0792). What was measured as a whole, ATen's calls, is not taken apart.
 
 An eager CUDA launch is queued by the host while the device still works, so there only the slower of the two shows
 (the launch is counted once, on one side or the other):
@@ -29,7 +31,7 @@ _IDENTITY = Calibration()
 _REPLAYED: tuple[Mode, ...] = ("graph", "overlapped", "early")
 #: Bytes of a row that one multiprocessor keeps in registers between two passes.
 _HELD_BYTES = 128 * 2**10
-#: Uses of a weight between which other copies are used when a kernel is timed; so many fitting the cache are not cold.
+#: Uses of a weight between which other copies are used when a kernel is timed: all of them share the cache.
 _ROTATION = 256
 
 
@@ -47,8 +49,6 @@ def predict(
     spec: DeviceSpec,
     mode: Mode,
     *,
-    cold_bytes: float | None = None,
-    threads: int | None = None,
     backend: str | None = None,
     beside_bytes: float = 0.0,
 ) -> Prediction:
@@ -58,42 +58,30 @@ def predict(
         work: What the kernel does.
         spec: The measured device.
         mode: How it is launched.
-        cold_bytes: How many of ``work.dram_bytes`` come from memory because nothing touched them recently (weights);
-            the rest moves at the bandwidth of a cache that holds the kernel's footprint, where there is one. None:
-            ``work.cold_bytes`` on CUDA, unless copies of so few fit the cache; none on CPUs.
-        threads: CPU threads, at most ``spec.identity.cores``; None for as many as ``work.threads`` says.
         backend: Apply the calibration stored for this kernel back end, if any, and in it that of ``work.call``.
         beside_bytes: What else is used before the kernel's data are used again, and takes room in a CUDA device's
             cache: the bandwidth is that of a footprint so much larger.
 
     Raises:
         DeviceSpecError: The device has no such mode, or no measured peak for a unit the work needs.
-        ValueError: ``cold_bytes`` or ``threads`` out of range.
     """
     calibration = spec.calibrations.get(backend, _IDENTITY) if backend is not None else _IDENTITY
     calibration = calibration.of_call(work.call)
-    terms = roofline_terms(work, spec, mode, cold_bytes=cold_bytes, threads=threads, beside_bytes=beside_bytes)
-    terms = calibrated(terms, calibration)
+    terms = calibrated(roofline_terms(work, spec, mode, beside_bytes=beside_bytes), calibration)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
-    floor_us = lower_bound(work, spec, mode, cold_bytes=cold_bytes or 0.0, threads=threads)
+    floor_us = lower_bound(work, spec, mode)
     return Prediction(max(terms.time_us, floor_us), terms.bound_by, terms)
 
 
-def lower_bound(
-    work: Work, spec: DeviceSpec, mode: Mode, *, cold_bytes: float = 0.0, threads: int | None = None
-) -> float:
+def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:
     """Microseconds that no kernel doing ``work`` can beat, as far as measurements tell.
 
     Every term takes its ideal value: the shortest launch seen, the best bandwidth of any pattern at this footprint
     or a larger one, the highest rate of every unit with all units busy at once, and no byte read twice
     (``l2_bytes`` is left out: a better kernel would have kept it in registers).
     """
-    _check(work, spec, cold_bytes, threads)
     launch_us, host_us = _launch_us(work, spec, mode, best=True)
-    hot_bytes = work.dram_bytes - cold_bytes
-    memory_us = transfer_us(hot_bytes, spec.bandwidth.ideal_gbps(hot_bytes)) + transfer_us(
-        cold_bytes, spec.bandwidth.ideal_memory_gbps
-    )
+    memory_us = transfer_us(work.dram_bytes, spec.bandwidth.ideal_gbps(work.dram_bytes))
     flops = dict(work.flops)
     if work.special and spec.identity.device_type == "cuda":
         flops["sfu"] = work.special
@@ -101,27 +89,24 @@ def lower_bound(
     return Terms(launch_us, host_us, memory_us, compute_us).time_us
 
 
-def roofline_terms(
-    work: Work, spec: DeviceSpec, mode: Mode, *, cold_bytes: float | None = None, threads: int | None = None,
-    beside_bytes: float = 0.0,
-) -> Terms:
+def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode, *, beside_bytes: float = 0.0) -> Terms:
     """The uncalibrated terms of :func:`predict`; same arguments and errors."""
-    cold_bytes = _cold_bytes(work, spec) if cold_bytes is None else cold_bytes
-    _check(work, spec, cold_bytes, threads)
-    threads = threads or min(work.threads or spec.identity.cores, spec.identity.cores)
+    threads = min(work.threads or spec.identity.cores, spec.identity.cores)
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
     on_gpu = spec.identity.device_type == "cuda"
     times = None if on_gpu or mode != "eager" else spec.call_times(work.call)
     if times is not None:
         launch_us = work.launches * times.call_us
+    elif not on_gpu:
+        launch_us += work.more_results * spec.latency(mode).us
     if mode == "eager":  # a view is a call on the host, where the device has nothing to do
         views_us = work.views * spec.view_us
         launch_us, host_us = (launch_us, host_us + views_us) if on_gpu else (launch_us + views_us, host_us)
     cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
     footprint_bytes = work.dram_bytes + (work.gathered_bytes + beside_bytes if on_gpu else 0.0)
-    memory_us = transfer_us(work.dram_bytes - cold_bytes, _gbps(spec, footprint_bytes, threads)) + transfer_us(
-        cold_bytes, _gbps(spec, spec.bandwidth.points[-1].footprint_bytes, threads)
-    )
+    cold_gbps = _gbps(spec, max(footprint_bytes, work.cold_bytes * _ROTATION), threads)
+    hot_us = transfer_us(work.dram_bytes - work.cold_bytes, _gbps(spec, footprint_bytes, threads))
+    memory_us = hot_us + transfer_us(work.cold_bytes, cold_gbps)
     # What is read again is in registers on a GPU, or among what else is counted on a CPU.
     if not (0 < work.row_bytes <= _HELD_BYTES if on_gpu else work.lanes or times is not None):
         memory_us += transfer_us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
@@ -132,20 +117,8 @@ def roofline_terms(
     else:
         flops = {"fp32": work.lanes} if work.lanes and not on_gpu else work.flops
         compute_us = sum(count / (spec.peak(unit).per_s * share) * 1e6 for unit, count in flops.items())
-    terms = Terms(launch_us, host_us, memory_us, compute_us)
+    terms = Terms(launch_us, host_us, memory_us, compute_us, overlap=on_gpu or times is not None)
     return with_gpu_terms(terms, work, spec, mode) if on_gpu else terms
-
-
-def _cold_bytes(work: Work, spec: DeviceSpec) -> float:
-    on_gpu = spec.identity.device_type == "cuda"
-    return work.cold_bytes if on_gpu and work.cold_bytes * _ROTATION > spec.identity.l2_bytes else 0.0
-
-
-def _check(work: Work, spec: DeviceSpec, cold_bytes: float, threads: int | None) -> None:
-    if not 0 <= cold_bytes <= work.dram_bytes:
-        raise ValueError(f"cold_bytes {cold_bytes} is not between 0 and dram_bytes {work.dram_bytes}")
-    if threads is not None and not 1 <= threads <= spec.identity.cores:
-        raise ValueError(f"threads {threads} is not between 1 and the device's {spec.identity.cores}")
 
 
 def _launch_us(work: Work, spec: DeviceSpec, mode: Mode, *, best: bool) -> tuple[float, float]:

@@ -21,6 +21,7 @@ class Terms:
         write_us: Writing the results, beside ``memory_us``.
         serial_us: Dependent instructions, beside ``memory_us`` and ``compute_us``.
         parts: ``(memory_us, write_us)`` of the parts of a kernel that follow one another; empty where there is one.
+        overlap: Whether moving and arithmetic go on at the same time.
     """
 
     launch_us: float
@@ -31,6 +32,7 @@ class Terms:
     write_us: float = 0.0
     serial_us: float = 0.0
     parts: tuple[tuple[float, float], ...] = ()
+    overlap: bool = True
 
     @property
     def moves(self) -> tuple[tuple[float, float], ...]:
@@ -45,6 +47,8 @@ class Terms:
     @property
     def busy_us(self) -> float:
         """The longest of what goes on at the same time."""
+        if not self.overlap:
+            return self.moving_us + self.compute_us
         return max(self.moving_us, self.compute_us, self.serial_us)
 
     @property
@@ -74,6 +78,7 @@ def calibrated(terms: Terms, calibration: Calibration) -> Terms:
             (memory_us * calibration.memory_scale, write_us * calibration.write_scale)
             for memory_us, write_us in terms.parts
         ),
+        terms.overlap,
     )
 
 

@@ -59,6 +59,7 @@ class Work:
         elements: Positions that loops run over, on CPUs.
         lanes: What a CPU kernel's loops issue, in units of a vector instruction for one element.
         threads: CPU threads that there is enough to do for; 0 stands for all of them.
+        more_results: Tensors that a CPU kernel makes beside the first: a launch mostly makes the one that it returns.
     """
 
     flops: Mapping[str, float] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class Work:
     elements: float = 0.0
     lanes: float = 0.0
     threads: int = 0
+    more_results: int = 0
 
     def __post_init__(self) -> None:
         unknown = set(self.flops) - set(FLOP_UNITS)

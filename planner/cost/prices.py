@@ -167,7 +167,7 @@ class MeasuredPrices(ModelPrices):
             sample.measured_us, self.delay_us(choice),
         )
         if self.learner is not None:
-            self.learner.add(name, sample)
+            self.learner.add(name, same, sample)
 
 
 def kernel_s(record: TuningRecord) -> float:

@@ -18,13 +18,16 @@ class RunningCalibration:
 
     def __init__(self, spec: DeviceSpec | None) -> None:
         self.spec = spec
-        self._samples: dict[str, list[Sample]] = {}
+        self._samples: dict[str, dict[str, Sample]] = {}
         self._fitted: dict[str, int] = {}
 
-    def add(self, name: str, sample: Sample) -> None:
-        """Take in one measured kernel of the back end ``name`` (or of another way to run a group)."""
+    def add(self, name: str, choice: str, sample: Sample) -> None:
+        """Take in one measured kernel of the back end ``name`` (or of another way to run a group).
+
+        A ``choice`` that several regions share is measured once, and counts once.
+        """
         if sample.work.launches and sample.measured_us > 0:
-            self._samples.setdefault(name, []).append(sample)
+            self._samples.setdefault(name, {})[choice] = sample
 
     def update(self, final: bool = False) -> None:
         """Fit again where there are enough new samples; ``final`` fits whatever has grown since."""
@@ -34,5 +37,5 @@ class RunningCalibration:
             fitted = self._fitted.get(name, 0)
             due = len(samples) > fitted if final else len(samples) >= 2 * fitted
             if due and len(samples) >= _FIRST_FIT:
-                self.spec = self.spec.with_calibration(name, calibrate(samples, self.spec))
+                self.spec = self.spec.with_calibration(name, calibrate(list(samples.values()), self.spec))
                 self._fitted[name] = len(samples)

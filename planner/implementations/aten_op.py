@@ -12,9 +12,14 @@ from fuseplan.search.store.record import ATEN, TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
-#: Calibrations of ATen ops that a kernel could absorb, and of matmuls, attention and cache writes by whatever call. In
-#: both, calls differ by name (``Work.call``). Kernels go by the name of their back end.
-UNFUSED, LIBRARY = "unfused", "library"
+#: Calibrations of ATen ops that a kernel could absorb, and of matmuls and attention by whatever call: attention is far
+#: from the peak of matmuls. In each, calls differ by name (``Work.call``). Kernels go by the name of their back end.
+UNFUSED, MATMUL, ATTENTION = "unfused", "matmul", "attention"
+
+
+def anchor_calibration(book: GroupBook, group: Candidate) -> str:
+    """The calibration of a matmul, or of attention."""
+    return ATTENTION if any("attention" in book.graph.op(op).op for op in group.ops) else MATMUL
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class AtenOp:
         return book.unfused_work(group.ops[0])
 
     def calibration(self, book: GroupBook, group: Candidate) -> str:
-        return LIBRARY if book.is_anchor(group) else UNFUSED
+        return anchor_calibration(book, group) if book.is_anchor(group) else UNFUSED
 
     def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
         return Screening(tuner.time_unfused(book.subject(group)).median_us)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.implementations.aten_op import LIBRARY
+from fuseplan.planner.implementations.aten_op import anchor_calibration
 from fuseplan.planner.implementations.group_book import GroupBook, Screening
 from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.search.store.record import TuningRecord
@@ -34,7 +34,7 @@ class LibraryOp:
         return book.call_work(group, self.name)
 
     def calibration(self, book: GroupBook, group: Candidate) -> str:
-        return LIBRARY
+        return anchor_calibration(book, group)
 
     def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
         trial = tuner.screen_call(book.subject(group), book.call_subject(group, self.call), self.name)

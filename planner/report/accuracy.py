@@ -141,7 +141,8 @@ def accuracy_tables(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
         (f"Following the model, {what} left out of the fit", regret_frame(data.samples, frame, column))
         for column, what in SPLITS.items()
     ]
-    return [("The cost model against its bars", verdict_frame(data.samples, frame)), *regrets]
+    title = "The cost model against its bars, each distinct choice once, with its median time"
+    return [(title, verdict_frame(data.samples, frame)), *regrets]
 
 
 def phases(data: ReportData) -> dict[str, str]:
@@ -159,8 +160,8 @@ def accuracy_text(data: ReportData) -> list[str]:
     if not overall["pairs"]:
         return ["No prediction has been measured yet."]
     lines = [
-        f"Over {overall['pairs']} measured kernels and ops the prediction is off by {overall['median_error']:.0%} "
-        f"in the median (90th percentile {overall['p90_error']:.0%})"
+        f"Over {overall['pairs']} measured kernels and ops of all regions the prediction is off by "
+        f"{overall['median_error']:.0%} in the median (90th percentile {overall['p90_error']:.0%})"
         + ("." if math.isnan(overall["spearman"]) else f"; rank correlation {overall['spearman']:.2f} (Spearman).")
     ]
     ratios = regret_table(data)["regret"] + 1.0
@@ -177,8 +178,8 @@ def accuracy_text(data: ReportData) -> list[str]:
 
 def _held_out(backend: str, fit: Calibration) -> str:
     text = (
-        f"Calibrated on {fit.samples} measured {backend} kernels, the model is off by {fit.held_out_error:.0%} "
-        "in the median"
+        f"Calibrated on {fit.samples} distinct measured choices ({backend}), the model is off by "
+        f"{fit.held_out_error:.0%} in the median"
     )
     if fit.held_out_p90 is not None:
         text += f" (90th percentile {fit.held_out_p90:.0%})"

@@ -22,13 +22,13 @@ from fuseplan.planner.partition.best_covers import best_covers
 from fuseplan.planner.partition.cover import CoverProblem, Option
 from fuseplan.planner.report.frames import geometric_mean
 
-#: What the model has to reach.
+#: What the model has to reach, on every device.
 MIN_SPEARMAN, MAX_MEDIAN_ERROR, MAX_TOP_REGRET, MAX_TOP8_REGRET = 0.95, 0.10, 0.05, 0.01
 _TOP = 8
 
 SAMPLE_COLUMNS = (
-    "region", "key", "regime", "phase", "ops", "kind", "label", "family", "group", "mode", "measured_us",
-    "delay_us", "predicted_us", "other_families_us", "other_phases_us",
+    "region", "key", "regime", "phase", "ops", "kind", "implementation", "label", "family", "group", "mode",
+    "measured_us", "delay_us", "predicted_us", "other_families_us", "other_phases_us",
 )
 VERDICT_COLUMNS = ("left out of the fit", "figure", "over", "value", "bar", "verdict")
 REGION_COLUMNS = (
@@ -36,8 +36,8 @@ REGION_COLUMNS = (
 )
 #: The left-out predictions of a sample frame, and what they leave out.
 SPLITS: Mapping[str, str] = {"other_families_us": "kernels that compute the same", "other_phases_us": "shapes"}
-#: How a kernel runs by itself, by the name its predictions are calibrated under; other names are back ends.
-_ALONE = "unfused"
+#: Rows that agree in these are one choice, of which several regions may make use.
+_CHOICE = ["group", "kind", "regime"]
 
 
 def sample_frame(regions: Sequence[RegionSamples], spec: DeviceSpec, phases: Mapping[str, str]) -> pd.DataFrame:
@@ -56,8 +56,9 @@ def sample_frame(regions: Sequence[RegionSamples], spec: DeviceSpec, phases: Map
         {
             "region": region.label, "key": region.key.workload, "regime": region.key.regime,
             "phase": phases.get(region.key.workload, ""), "ops": " ".join(map(str, sample.ops)),
-            "kind": sample.name, "label": sample.label, "family": sample.family, "group": sample.group,
-            "mode": sample.mode, "measured_us": sample.measured_us, "delay_us": sample.delay_us,
+            "kind": sample.name, "implementation": sample.implementation, "label": sample.label,
+            "family": sample.family, "group": sample.group, "mode": sample.mode,
+            "measured_us": sample.measured_us, "delay_us": sample.delay_us,
             "predicted_us": predict(sample.work, spec, sample.mode, backend=sample.name).time_us,
             **_terms(sample, spec), **_work(sample),
         }
@@ -161,8 +162,8 @@ def _why(own: pd.DataFrame, column: str, model: tuple[int, ...], best: tuple[int
     def told(cover: tuple[int, ...], other: tuple[int, ...]) -> str:
         rows = [own.loc[at] for at in cover if at not in other]
         return " + ".join(
-            f"{row['label']}{' unfused' if row['kind'] == _ALONE else ''} ({row[column]:.3g} us, is "
-            f"{row['measured_us']:.3g})" for row in rows
+            f"{row['label']}{'' if row['implementation'] == 'kernel' else ' by ' + row['implementation']} "
+            f"({row[column]:.3g} us, is {row['measured_us']:.3g})" for row in rows
         )
 
     return f"takes {told(model, best)} instead of {told(best, model)}"
@@ -172,20 +173,21 @@ def _why(own: pd.DataFrame, column: str, model: tuple[int, ...], best: tuple[int
 
 
 def verdict_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame) -> pd.DataFrame:
-    """Every figure of the bar with its verdict (columns :data:`VERDICT_COLUMNS`)."""
+    """Every figure of the bar with its verdict (columns :data:`VERDICT_COLUMNS`): of all, and of each kind or phase."""
     rows: list[tuple[object, ...]] = []
     for column, name in SPLITS.items():
-        known = frame[frame[column].notna()].drop_duplicates(["group", "kind", "regime", "phase"])
+        known = frame[frame[column].notna()]
         rows += _fit_rows(name, known, column)
-        if column == "other_phases_us":
-            for phase, part in known.groupby("phase"):
-                rows += _fit_rows(f"{name}: {phase}, from the others", part, column)
+        split, words = ("phase", "{}, from the others") if column == "other_phases_us" else ("kind", "{}")
+        for part, own in known.groupby(split):
+            rows += _fit_rows(f"{name}: {words.format(part)}", own, column)
         rows += _regret_rows(name, regret_frame(regions, frame, column))
     return pd.DataFrame(rows, columns=list(VERDICT_COLUMNS))
 
 
 def _fit_rows(name: str, rows: pd.DataFrame, column: str) -> list[tuple[object, ...]]:
-    over = f"{len(rows)} kernels and ops"
+    rows = rows.groupby(_CHOICE)[[column, "measured_us"]].median()
+    over = f"{len(rows)} distinct choices"
     error = float((rows[column] / rows["measured_us"] - 1.0).abs().median()) if len(rows) else math.nan
     rank = spearman(list(rows[column]), list(rows["measured_us"]))
     return [

@@ -26,15 +26,11 @@ _TWO = 2.0
 _SPECIAL = 10.0
 #: An instruction outside the loop over columns, once a row: one that waits for its result, and a loop's beginning.
 _ROW = 4 * _VECTOR
-#: What a kernel does once for each buffer (its address and shape), and for each segment after the first (its tasks).
-_BUFFER, _SEGMENT = 150 * _VECTOR, 1000 * _VECTOR
 
 
 def lanes(ir: KernelIR) -> float:
     """Of a static kernel, in units of a vector instruction for one element."""
-    segments = simplified_segments(ir)
-    total = _BUFFER * len(ir.buffers) + _SEGMENT * (len(segments) - 1)
-    return total + sum(_segment_lanes(ir, segment) for segment in segments)
+    return sum(_segment_lanes(ir, segment) for segment in simplified_segments(ir))
 
 
 def threads(ir: KernelIR) -> int:

@@ -73,6 +73,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         elements=float(sum(math.prod(_extents(segment)) for segment in ir.segments)),
         lanes=lanes(ir),
         threads=threads(ir),
+        more_results=len(ir.outputs) - 1,
     )
 
 
@@ -220,7 +221,7 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     return replace(
         fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,
         instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps,
-        views=len(group_nodes(graph, lowered)) - 1, call=call_name(graph, node), lanes=0.0, threads=0,
+        views=len(group_nodes(graph, lowered)) - 1, call=call_name(graph, node), lanes=0.0, threads=0, more_results=0,
     )
 
 

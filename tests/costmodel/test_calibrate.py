@@ -102,12 +102,8 @@ def test_short_kernels_do_not_bend_the_bandwidth_of_gpus() -> None:
 
 
 def test_cuda_graphs_and_cold_bytes() -> None:
-    work = Work(dram_bytes=4e6, launches=1)
-    cold = [
-        Sample(work, "graph", 2 * roofline_terms(work, GPU, "graph", cold_bytes=share * 4e6).memory_us + 1.0,
-               cold_bytes=share * 4e6)
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
-    ]
+    works = [Work(dram_bytes=4e6, cold_bytes=share * 4e6, launches=1) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    cold = [Sample(work, "graph", 2 * roofline_terms(work, GPU, "graph").memory_us + 1.0) for work in works]
     assert calibrate(cold, GPU).memory_scale == pytest.approx(2.0, rel=0.05)
 
 

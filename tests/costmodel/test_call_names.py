@@ -147,15 +147,12 @@ def test_a_timed_call_costs_nothing_of_that_on_cuda() -> None:
 
 
 def test_lanes_and_threads_price_a_kernel_on_cpus() -> None:
-    # 1e6 instructions at 1e11 a second are 10 us on four threads, and 40 us on one; 1e4 bytes hide behind either.
+    # 1e6 instructions at 1e11 a second are 10 us on four threads, and 40 us on one; 1e4 bytes at 200 GB/s, 80 for one.
     work = Work({"sfu": 1e5}, dram_bytes=1e4, l2_bytes=1e9, launches=1, lanes=1e6, threads=9)
-    assert predict(work, CPU, "kernel").time_us == pytest.approx(1.0 + 10.0)
-    assert predict(dataclasses.replace(work, threads=0), CPU, "kernel").time_us == pytest.approx(11.0)
-    assert predict(dataclasses.replace(work, threads=1), CPU, "kernel").time_us == pytest.approx(41.0)
-    assert predict(dataclasses.replace(work, threads=1), CPU, "kernel", threads=2).time_us == pytest.approx(21.0)
-    # One thread of four streams 80 GB/s of the cache's 200.
-    stream = Work(dram_bytes=1e6, launches=1, lanes=1.0, threads=1)
-    assert predict(stream, CPU, "kernel").time_us == pytest.approx(1.0 + 12.5)
+    assert predict(work, CPU, "kernel").time_us == pytest.approx(1.0 + 10.0 + 0.05)
+    assert predict(dataclasses.replace(work, threads=0), CPU, "kernel") == predict(work, CPU, "kernel")
+    one = dataclasses.replace(work, threads=1)
+    assert predict(one, CPU, "kernel").time_us == pytest.approx(1.0 + 40.0 + 0.125)
 
 
 def test_json_has_calls_and_families_and_older_specs_have_none() -> None:

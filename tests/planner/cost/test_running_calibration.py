@@ -11,7 +11,7 @@ from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.implementations.aten_op import LIBRARY, UNFUSED
+from fuseplan.planner.implementations.aten_op import ATTENTION, UNFUSED
 
 
 def samples(scale: float, count: int) -> list[Sample]:
@@ -22,8 +22,8 @@ def samples(scale: float, count: int) -> list[Sample]:
 
 def test_predictions_approach_what_was_measured() -> None:
     learner = RunningCalibration(CPU)
-    for sample in samples(3.0, 12):
-        learner.add(UNFUSED, sample)
+    for number, sample in enumerate(samples(3.0, 12)):
+        learner.add(UNFUSED, str(number), sample)
     learner.update()
     assert learner.spec is not None
     probe = samples(3.0, 20)[-1]  # not one of the twelve
@@ -35,8 +35,8 @@ def test_predictions_approach_what_was_measured() -> None:
 
 def test_too_few_samples_change_nothing() -> None:
     learner = RunningCalibration(CPU)
-    for sample in samples(3.0, 5):
-        learner.add(UNFUSED, sample)
+    for number, sample in enumerate(samples(3.0, 5)):
+        learner.add(UNFUSED, str(number), sample)
     learner.update(final=True)
     assert learner.spec == CPU
 
@@ -50,8 +50,9 @@ def test_it_fits_again_when_the_samples_have_doubled() -> None:
         return calibration.samples if calibration is not None else 0
 
     counts = []
-    for sample in samples(2.0, 20):
-        learner.add(UNFUSED, sample)
+    for number, sample in enumerate(samples(2.0, 20)):
+        learner.add(UNFUSED, str(number), sample)
+        learner.add(UNFUSED, "0", samples(2.0, 1)[0])  # a choice that another region has, too
         learner.update()
         counts.append(count())
     assert sorted(set(counts)) == [0, 8, 16]
@@ -61,13 +62,13 @@ def test_it_fits_again_when_the_samples_have_doubled() -> None:
 
 def test_views_and_unprobed_devices_teach_nothing() -> None:
     learner = RunningCalibration(None)
-    for sample in samples(2.0, 10):
-        learner.add(UNFUSED, sample)
+    for number, sample in enumerate(samples(2.0, 10)):
+        learner.add(UNFUSED, str(number), sample)
     learner.update(final=True)
     assert learner.spec is None
     learner = RunningCalibration(CPU)
-    for _ in range(10):
-        learner.add(UNFUSED, Sample(Work(), "eager", 1.0))
+    for number in range(10):
+        learner.add(UNFUSED, str(number), Sample(Work(), "eager", 1.0))
     learner.update(final=True)
     assert learner.spec == CPU
 
@@ -75,12 +76,12 @@ def test_views_and_unprobed_devices_teach_nothing() -> None:
 def test_library_calls_of_one_name_have_factors_of_their_own() -> None:
     learner = RunningCalibration(CPU)
     for call, scale in (("sdpa.flash", 1.5), ("sdpa.math", 4.0), ("linear.cublaslt", 1.5)):
-        for sample in samples(1.0, 8):
+        for number, sample in enumerate(samples(1.0, 8)):
             work = replace(sample.work, call=call)
-            learner.add(LIBRARY, Sample(work, "eager", scale * sample.measured_us, family=call))
+            learner.add(ATTENTION, f"{call} {number}", Sample(work, "eager", scale * sample.measured_us, family=call))
     learner.update(final=True)
     assert learner.spec is not None
     before = samples(1.0, 20)[-1]
     for call, scale in (("sdpa.flash", 1.5), ("sdpa.math", 4.0), ("linear.cublaslt", 1.5), ("merged.one", 1.5)):
-        after = predict(replace(before.work, call=call), learner.spec, "eager", backend=LIBRARY).time_us
+        after = predict(replace(before.work, call=call), learner.spec, "eager", backend=ATTENTION).time_us
         assert after == pytest.approx(scale * before.measured_us, rel=0.2)

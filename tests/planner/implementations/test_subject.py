@@ -11,6 +11,10 @@ from kernel_reference import run_reference
 from lower_oracle import compute_ops, rms_norm
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.aten_op import ATTENTION, MATMUL, UNFUSED, AtenOp
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import group_subject, op_group, op_subject
 from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.work.group_work import kernel_work, op_work
@@ -30,6 +34,26 @@ def test_work_is_counted_exactly() -> None:
     assert work.launches == 1
     unfused = [op_work(graph, node.name) for node in graph]
     assert [part.dram_bytes for part in unfused] == [192, 96 + 32 + 96]
+
+
+def test_a_kernel_makes_every_result_and_an_op_of_aten_its_own() -> None:
+    b = Builder(x=torch.randn(3, 8))
+    inner = b("aten.exp.default", "x")
+    graph = b.graph(inner, b("aten.neg.default", inner), b("aten.sum.dim_IntList", inner, dim=[-1]))
+    assert kernel_work(lower(graph, compute_ops(graph)).ir).more_results == 2
+    assert [op_work(graph, node.name).more_results for node in graph] == [0, 0, 0]
+
+
+def test_matmuls_attention_and_other_ops_have_calibrations_of_their_own() -> None:
+    b = Builder(q=torch.randn(1, 2, 4, 8), k=torch.randn(1, 2, 5, 8), w=torch.randn(6, 8))
+    attended = b("aten.scaled_dot_product_attention.default", "q", "k", "k", attn_mask=None, dropout_p=0.0)
+    graph = b.graph(b("aten.neg.default", b("aten.linear.default", attended, "w", bias=None)))
+    book = GroupBook(graph, "fp32", "cpu")
+    found = {
+        graph.op(one.ops[0]).op.split(".")[1]: AtenOp().calibration(book, one)
+        for region in find_regions(graph) for one in single_candidates(graph, region)
+    }
+    assert found == {"scaled_dot_product_attention": ATTENTION, "linear": MATMUL, "neg": UNFUSED}
 
 
 def test_the_work_of_an_op_counts_the_views_that_eager_makes_for_it() -> None:

@@ -90,10 +90,23 @@ def test_regret_is_what_the_predicted_cover_costs_and_says_why() -> None:
     assert worst["region"] == "region 9"
     assert worst["regret"] == pytest.approx(expected)
     assert worst["top8_regret"] == 0.0
-    assert "f9.ab" in worst["why"] and "f9.a " in worst["why"]
+    assert "f9.ab" in worst["why"] and f"{apart[0].label} by aten" in worst["why"]
     assert (table["regret"].iloc[1:] == 0).all()
     assert verdicts(odd).loc[("kernels that compute the same", "worst regret of the model's first choice"),
                              "verdict"] == "MISSED"
+
+
+def test_a_choice_of_many_regions_counts_once() -> None:
+    """Ten regions share an op whose time is odd; nothing but their own op is in each of the figures."""
+    shared = sample((0,), "shared", 3e5, 7.0)
+    regions = [replace(one, samples=(shared, *one.samples[1:])) for one in REGIONS]
+    frame = sample_frame(regions, GPU, PHASES)
+    table = verdict_frame(regions, frame).set_index(["left out of the fit", "figure"])
+    row = table.loc[("kernels that compute the same: unfused", "median error")]
+    assert row["over"] == "11 distinct choices"
+    errors = (frame["other_families_us"] / frame["measured_us"] - 1).abs()
+    once = errors[(frame["kind"] == "unfused") & ~frame["group"].duplicated()]
+    assert row["value"] == pytest.approx(once.median())
 
 
 def test_without_phases_shapes_are_told_apart_by_size() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fuseplan.planner.rewrites.trace_edit import change_arguments
 
@@ -53,12 +54,13 @@ def chosen_backend(arguments: dict[str, Any]) -> str:
     Args:
         arguments: :func:`arguments_of` a call, with fake tensors in the place of nodes.
 
-    PyTorch settles its order of preference when attention is first called, which a trace of attention has done.
+    PyTorch settles its order of preference when attention is first called, which a trace of attention has done. Sizes
+    that are symbols are asked about as they were seen: the answer would tie the graph to them.
     """
     from torch.backends import cuda
 
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "enable_gqa")
-    params = cuda.SDPAParams(*(arguments[name] for name in names))
+    params = cuda.SDPAParams(*(_as_seen(arguments[name]) for name in names))
     usable = {
         "cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
         "efficient": cuda.can_use_efficient_attention,
@@ -69,6 +71,18 @@ def chosen_backend(arguments: dict[str, Any]) -> str:
         if name == "math" or (name in usable and usable[name](params)):
             return name
     return "math"
+
+
+def _as_seen(argument: Any) -> Any:
+    """A fake tensor with the numbers seen in the place of symbols (1 for any); anything else as it is."""
+    if not isinstance(argument, FakeTensor):
+        return argument
+    shape, strides = (
+        [size.node.hint or 1 if isinstance(size, torch.SymInt) else size for size in sizes]
+        for sizes in (argument.shape, argument.stride())
+    )
+    with argument.fake_mode:
+        return torch.empty_strided(shape, strides, dtype=argument.dtype, device=argument.device)
 
 
 def masked_number(arguments: dict[str, Any]) -> float:

@@ -10,6 +10,8 @@ import torch
 from attention_samples import Function, attention_of, imitate_cuda, rewritten, targets
 from dispatch_samples import fresh_start
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.functional import scaled_dot_product_attention
 
 from fuseplan.planner.capture.trace import trace_predispatch
@@ -154,3 +156,25 @@ def test_the_backend_is_the_first_that_can(
     call = {"query": query, "key": query, "value": query, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
             "scale": None, "enable_gqa": False}
     assert chosen_backend(call) == chosen
+
+
+def test_asking_for_the_backend_ties_no_graph_to_the_sizes_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def usable(params: Any) -> bool:
+        asked.append([*params.query.shape, *params.query.stride()])
+        return False
+
+    for name in ("cudnn", "flash", "efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", usable)
+    environment = ShapeEnv()
+    heads = FakeTensorMode(shape_env=environment).from_tensor(
+        torch.randn(2, 3, 37, 8), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 4)
+    )
+    assert isinstance(heads.shape[2], torch.SymInt)
+    before = len(environment.guards)
+    call = {"query": heads, "key": heads, "value": heads, "attn_mask": None, "dropout_p": 0.0, "is_causal": False,
+            "enable_gqa": False}
+    assert chosen_backend(call) == "math"
+    assert asked and all(sizes == [2, 3, 37, 8, 888, 296, 8, 1] for sizes in asked)
+    assert len(environment.guards) == before

@@ -221,11 +221,12 @@ def source_of_groups(result: TuneResult) -> dict[str, str]:
     """Workload key of each group of this run: ``measured`` now, ``stored`` before, or ``shipped`` with fuseplan."""
     found: dict[str, str] = {}
     for _, region in result.distinct():
-        source = "measured" if region.source == "tuned" else "shipped" if region.shipped else "stored"
-        workloads = [group.workload for group in region.record.groups]
-        workloads += [alternative.workload for alternative in region.record.rejected]
-        for workload in filter(None, workloads):
-            found.setdefault(workload, source)
+        known = "shipped" if region.shipped else "stored"
+        for record, source in (*((part, "measured") for part in region.decided), (region.record, known)):
+            workloads = [group.workload for group in record.groups]
+            workloads += [alternative.workload for alternative in record.rejected]
+            for workload in filter(None, workloads):
+                found.setdefault(workload, source)
     return found
 
 

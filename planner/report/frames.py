@@ -147,13 +147,14 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     kernel was tuned for) have no row.
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
+    shipped = {group.workload for key in data.shipped for group in data.plans[key].groups if group.workload}
     for workload, region, plan in data.planned():
         for group in plan.groups:
             record = data.record_of(plan, group)
             if record is None and group.is_plain:
                 continue
             key = RecordKey(group.workload or group.label, plan.key.device, plan.key.regime, plan.key.numerics)
-            source = "shipped" if plan.key in data.shipped else "stored"
+            source = "shipped" if plan.key in data.shipped or group.workload in shipped else "stored"
             row = rows.setdefault(
                 key, {**_group_row(group, record), "source": source, "regime": key.regime, "key": key.workload}
             )

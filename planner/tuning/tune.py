@@ -73,14 +73,15 @@ class TuneResult:
     @property
     def measured(self) -> int:
         """Choices measured now, each once; 0 when everything came from the database."""
-        return sum(record.measured for record in self._decided())
+        return sum(record.measured for record in self.decided())
 
     @property
     def enumerated(self) -> int:
         """Choices enumerated in the parts of regions that were decided now, each once."""
-        return sum(record.enumerated for record in self._decided())
+        return sum(record.enumerated for record in self.decided())
 
-    def _decided(self) -> list[PlanRecord]:
+    def decided(self) -> list[PlanRecord]:
+        """The plans of the parts of regions that were measured now, each once."""
         return [record for _, plan in self.distinct() for record in plan.decided]
 
 

@@ -12,8 +12,7 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.cost.samples import region_samples
-from fuseplan.planner.cost.samples import store_samples as store_samples
+from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import CandidateLimits, Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
@@ -221,7 +220,7 @@ class Planner:
                 if found.hit is not None:
                     planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
                 else:
-                    planned[key] = self._decide(region, book, lookahead)
+                    planned[key] = self._decide(graph, region, book, lookahead)
             except Exception as error:
                 if on_failure is None:
                     raise
@@ -315,8 +314,10 @@ class Planner:
         stored = self.look_up_all(graph, distinct)
         return [region for region in distinct if region.key not in stored]
 
-    def _decide(self, region: Region, book: GroupBook, lookahead: Lookahead | None) -> RegionPlan:
-        parts = region_parts(book.graph, region)
+    def _decide(
+        self, graph: DataflowGraph, region: Region, book: GroupBook, lookahead: Lookahead | None
+    ) -> RegionPlan:
+        parts = region_parts(graph, region)
         if self.tuner is None:
             reason = "by the cost model, nothing was measured"
             plans = [(part, self._predicted(book, part, self._problem(book, part, self.unmeasured), reason))
@@ -371,9 +372,7 @@ class Planner:
         record = self._writer(book, part).record(
             prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided
         )
-        samples = region_samples(
-            record.key, record.label, book.graph, part, record.enumerated, prices.samples.items()
-        )
+        samples = region_samples(record.key, record.label, book.graph, part, record.enumerated, prices.samples.items())
         with tuner.account.spend("storing"):
             store_samples(tuner.database, samples)
             tuner.database.put_plan(record)

@@ -146,10 +146,10 @@ def test_what_a_neighbouring_size_serves_is_not_tuned(db: Path, kernels: Referen
     tuned: list[list[str]] = []
     by_measurement = Planner._decide
 
-    def decide(planner: Planner, region: Any, book: Any, lookahead: Any) -> Any:
-        tuned.append([book.graph.op(name).op for name in region.ops])
+    def decide(planner: Planner, graph: Any, region: Any, book: Any, lookahead: Any) -> Any:
+        tuned.append([graph.op(name).op for name in region.ops])
         monkeypatch.setattr(planner, "tuner", None)
-        return replace(by_measurement(planner, region, book, lookahead), source="tuned")
+        return replace(by_measurement(planner, graph, region, book, lookahead), source="tuned")
 
     monkeypatch.setattr("fuseplan.planner.tuning.session.Session.tuner", lambda self, budget: nullcontext())
     monkeypatch.setattr(Planner, "_decide", decide)

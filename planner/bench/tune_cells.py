@@ -82,7 +82,7 @@ class CellTuner:
         for cell in cells:
             with suppress(Exception):
                 graph = self._graph(cell)
-                missing = self._session.planner().undecided(graph)
+                missing = self._session.planner().undecided_parts(graph)
                 if not missing:
                     continue
                 planner = self._session.planner(self._started())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fuseplan.planner.graph.dataflow import DataflowGraph
     from fuseplan.planner.tuning.session import Session
     from fuseplan.planner.tuning.tune import TuneResult
+    from fuseplan.search.store.record import PlanRecord
     from fuseplan.search.tune.tuner import Budget
     from fuseplan.search.workers.worker import Executor
 
@@ -169,14 +170,14 @@ def say(result: TuneResult, name: str) -> None:
         return
     data = frames.load_report(replace(session, since="").store, session.device, session.spec, name)
     groups = frames.group_frame(data)
-    sources = source_of_groups(result)
-    shown = groups[groups["key"].isin(sources)]
-    shown = shown.assign(source=shown["key"].map(sources))
+    shown = groups[groups["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
+    measured = _tuned_groups(result.decided())
+    shown = shown.assign(source=shown["source"].mask(shown["key"].isin(measured), "measured"))
     spare = ("config", "ops", "backend", "workload", "source")
     common.print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
     typer.echo(frames.headline(groups))
     common.print_text(outcome(result))
-    noise = [record.unfused.noise for record in data.records.values() if sources.get(record.key.workload) == "measured"]
+    noise = [record.unfused.noise for record in data.records.values() if record.key.workload in measured]
     if noise:
         typer.echo(f"noise of what was measured: {median(noise):.1%} in the median, {max(noise):.1%} at most")
     if result.rechecked:
@@ -217,16 +218,10 @@ def complain(result: TuneResult, load: MachineLoad) -> bool:
 _SHOWN = ["workload", "group", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source"]
 
 
-def source_of_groups(result: TuneResult) -> dict[str, str]:
-    """Workload key of each group of this run: ``measured`` now, ``stored`` before, or ``shipped`` with fuseplan."""
-    found: dict[str, str] = {}
-    for _, region in result.distinct():
-        source = "measured" if region.source == "tuned" else "shipped" if region.shipped else "stored"
-        workloads = [group.workload for group in region.record.groups]
-        workloads += [alternative.workload for alternative in region.record.rejected]
-        for workload in filter(None, workloads):
-            found.setdefault(workload, source)
-    return found
+def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:
+    """Keys of the tuning records that plans rest on."""
+    groups = [one.workload for record in records for one in record.groups]
+    return {*groups, *(one.workload for record in records for one in record.rejected)} - {""}
 
 
 def outcome(result: TuneResult) -> str:

@@ -170,6 +170,14 @@ def region_candidates(
     return [_candidate(flow, dependencies, mask) for mask in masks]
 
 
+def placed_candidates(graph: DataflowGraph, region: Region, places: Iterable[Iterable[int]]) -> list[Candidate]:
+    """The candidates whose ops are at ``places`` of ``region.ops``, as records name them."""
+    flow = compute_graph_of(graph)
+    bit_of = {at: bit for bit, at in enumerate(region_dependencies(graph, region).members)}
+    masks = (sum(1 << bit_of[flow.position[region.ops[place]]] for place in group) for group in places)
+    return region_candidates(graph, region, masks)
+
+
 def single_candidates(graph: DataflowGraph, region: Region, classify: Classify | None = None) -> list[Candidate]:
     """Every compute op and anchor of a region by itself, in canonical order."""
     count = len(region_dependencies(graph, region, classify))

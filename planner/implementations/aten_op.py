@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.group_book import GroupBook, Screening
-from fuseplan.search.store.record import ATEN, TuningRecord
+from fuseplan.search.store.record import ATEN
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -42,6 +43,6 @@ class AtenOp:
     def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
         return Screening(tuner.time_unfused(book.subject(group)).median_us)
 
-    def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
+    def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
         subject = book.subject(group)
         return Part(subject, reads=subject.operands, makes=subject.outputs)

@@ -34,6 +34,10 @@ class Implementations:
     kernel: Implementation
     libraries: tuple[Implementation, ...] = ()
 
+    def named(self, name: str) -> Implementation:
+        """The way that a plan's record names: a back end's name stands for the kernel."""
+        return next((one for one in (self.aten, *self.libraries) if one.name == name), self.kernel)
+
 
 @dataclass(frozen=True)
 class RegionProblem:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.kernels.ir.backend import Backend, Config, Target
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.group_book import GroupBook, Screening
-from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -49,8 +48,7 @@ class GeneratedKernel:
         trial = tuner.screen(book.subject(group))
         return Screening(trial.median_us, trial.reason, trial.backend)
 
-    def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
-        assert record is not None, "a kernel is tuned before it is a part of anything"
+    def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
         subject = book.subject(group)
-        backend = next(backend for backend in self.backends if backend.name == record.backend)
-        return Part(subject, backend, record.config, subject.operands, subject.outputs)
+        maker = next(one for one in self.backends if one.name == backend)
+        return Part(subject, maker, config, subject.operands, subject.outputs)

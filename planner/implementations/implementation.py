@@ -10,9 +10,9 @@ from typing import Protocol
 
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.group_book import GroupBook, Screening
-from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -51,6 +51,6 @@ class Implementation(Protocol):
         """Time it shortly, checked where it is not ATen itself."""
         ...
 
-    def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
-        """The group as a part of a sequence; ``record`` is its tuning record where it searches."""
+    def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
+        """The group as a part of a sequence; what searches runs it by this back end's kernel in this configuration."""
         ...

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.aten_op import anchor_calibration
 from fuseplan.planner.implementations.group_book import GroupBook, Screening
 from fuseplan.planner.libraries.library_call import LibraryCall
-from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -40,6 +40,6 @@ class LibraryOp:
         trial = tuner.screen_call(book.subject(group), book.call_subject(group, self.call), self.name)
         return Screening(trial.median_us, trial.reason)
 
-    def part(self, book: GroupBook, group: Candidate, record: TuningRecord | None) -> Part:
+    def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
         subject = book.call_subject(group, self.call)
         return Part(subject, reads=subject.operands, makes=subject.outputs)

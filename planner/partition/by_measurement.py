@@ -22,6 +22,8 @@ from fuseplan.search.timing.sequence import Part
 _MAX_INCUMBENTS = 3
 #: An incumbent on which even short screenings show this gain is not worth tuning.
 _HOPELESS = 0.5
+#: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
+_LONG_S = 0.02
 _INCUMBENT, _CHALLENGER = "incumbent", "challenger"
 #: How a gain is known, in words.
 _BY_PRICES, _INTERLEAVED = "by the times of its groups", "in an interleaved run"
@@ -60,7 +62,12 @@ class MeasuredRegion:
         self._unclear = False
 
     def decide(self) -> Decided:
-        """Measure, tune, and choose."""
+        """Measure, tune, and choose; a matmul or attention whose calls take long is left to ATen."""
+        plain, prices = self.problem.plain, self.prices
+        anchors = prices.spec is not None and all(prices.book.is_anchor(one.group) for one in plain)
+        if anchors and all(prices.predict_s(one) > _LONG_S for one in plain):
+            alone = replace(self.problem, choices=plain)
+            return Decided(predicted_partition(alone, prices.predict_s), "its calls take too long to time")
         decided = self._decide()
         unclear = self._unclear or any(record.undecided for record in self.prices.records.values())
         return replace(decided, undecided=unclear)
@@ -160,8 +167,11 @@ class MeasuredRegion:
         )
 
     def _part(self, choice: Choice) -> Part:
-        record = self.prices.tuned(choice.group) if choice.implementation.searches else None
-        return choice.implementation.part(self.prices.book, choice.group, record)
+        way, book = choice.implementation, self.prices.book
+        if not way.searches:
+            return way.part(book, choice.group, "", {})
+        record = self.prices.tuned(choice.group)
+        return way.part(book, choice.group, record.backend, record.config)
 
     def _give_up(self, incumbent: Sequence[Choice], challenger: Sequence[Choice]) -> bool:
         """Of the losing choices, drop the one farthest above its nominal cost; False when there is none to drop."""

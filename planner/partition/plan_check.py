@@ -47,7 +47,7 @@ class PlanCheck:
     libraries: Sequence[Implementation] = ()
 
     def accepted(self, region: Region, record: PlanRecord) -> PlanRecord:
-        """The plan with labels of its own.
+        """The plan with labels of its own, and without alternatives of ops that the region does not have.
 
         Raises:
             RefusedPlanError: It cannot be this region's.
@@ -64,7 +64,8 @@ class PlanCheck:
             raise RefusedPlanError("its groups wait for each other")
         candidates = region_candidates(graph, region, masks)
         groups = tuple(map(self._accepted_group, record.groups, candidates))
-        return replace(record, label=region_label(graph, region), groups=groups)
+        rejected = tuple(one for one in record.rejected if all(0 <= at < len(region.ops) for at in one.ops))
+        return replace(record, label=region_label(graph, region), groups=groups, rejected=rejected)
 
     def _members(self, region: Region, dependencies: Dependencies) -> dict[int, int]:
         """For positions of compute ops in the region, their numbers among its compute ops."""

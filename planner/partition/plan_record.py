@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import region_dependencies, single_candidates
+from fuseplan.planner.groups.candidates import Candidate, placed_candidates, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.planner.implementations.subject import group_label
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
 from fuseplan.planner.partition.peak_memory import NamedReuse, peak_bytes
 from fuseplan.search.store.record import (
+    ATEN,
     Alternative,
     Evidence,
     GroupChoice,
@@ -29,24 +32,16 @@ from fuseplan.search.store.record import (
     now,
 )
 
-
-@dataclass(frozen=True)
-class DecidedPart:
-    """The partition of one part of a region, and what its choices cost."""
-
-    prices: ModelPrices
-    result: GuidedResult
-    reason: str = ""
-    undecided: bool = False
+_Placed = TypeVar("_Placed", GroupChoice, Alternative)
 
 
 class PlanWriter:
-    """Turns the decisions for one region into a :class:`PlanRecord`.
+    """Turns the decision for one region, or for a part of one, into a :class:`PlanRecord`.
 
     Args:
         key: Identity of the record.
         book: The graph's groups.
-        region: The region that was planned.
+        region: The region or part that was planned.
         backends: Kernel back ends, in order of preference.
         target: What kernels are compiled for.
         seed: Seed of the search.
@@ -67,25 +62,74 @@ class PlanWriter:
         self.alternatives = alternatives
 
     def record(
-        self, parts: Sequence[DecidedPart], elapsed_s: float, reason: str, undecided: bool = False
+        self, prices: ModelPrices, result: GuidedResult, elapsed_s: float, reason: str, undecided: bool = False
     ) -> PlanRecord:
-        """The record of a region's parts; ``reason`` says in words how they were found.
+        """The record of a partition; ``reason`` says in words how it was found.
 
         Raises:
             PlanError: A group of the partition has no time.
         """
-        results = [part.result for part in parts]
-        prices = {priced.choice: part.prices for part in parts for priced in part.result.chosen}
-        chosen = in_running_order(self.graph, self.region, [priced for one in results for priced in one.chosen])
-        groups = tuple(self._group(priced, prices[priced.choice]) for priced in chosen)
         # Times that are stored are of choices by themselves, as those of ATen's ops are.
-        planned_us = sum(_alone_us(priced, prices[priced.choice]) for priced in chosen)
-        unfused_us = sum(self._unfused_us(part) for part in parts)
+        planned_us = sum(_alone_us(priced, prices) for priced in result.chosen)
+        unfused_us = self._unfused_us(prices, result)
         if not math.isfinite(planned_us + unfused_us):
             raise PlanError(f"{region_label(self.graph, self.region)}: a group of the partition has no measured time")
-        singles = single_candidates(self.graph, self.region)
-        cost_s = math.fsum(one.cost_s for one in results)
-        bound_s = math.fsum(one.bound_s for one in results)
+        return self._written(
+            {priced.choice.group: self._group(priced, prices) for priced in result.chosen}, planned_us, unfused_us,
+            self._rejected(prices, result), result.enumerated, result.measured, result.gap, elapsed_s, reason,
+            undecided,
+        )
+
+    def joined(self, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float, reason: str) -> PlanRecord:
+        """The record of a region out of those of its parts."""
+        records = [record for _, record in parts]
+        chosen: dict[Candidate, GroupChoice] = {}
+        rejected: list[Alternative] = []
+        for part, record in parts:
+            places = self._places(part.ops)
+            candidates = placed_candidates(self.graph, part, [group.ops for group in record.groups])
+            chosen.update(zip(candidates, (_moved(group, places) for group in record.groups), strict=True))
+            rejected += [_moved(one, places) for one in record.rejected]
+        rejected.sort(key=lambda one: math.inf if one.measured_us is None else one.measured_us + one.delay_us)
+        others = [one for one in rejected if one.implementation != ATEN]
+        plain = [one for one in rejected if one.implementation == ATEN]
+        cost_us = math.fsum(map(_cost_us, records))
+        bound_us = math.fsum(_cost_us(record) * (1.0 - record.gap) for record in records)
+        return self._written(
+            chosen, math.fsum(one.planned_us for one in records), math.fsum(one.unfused_us for one in records),
+            (*others[: self.alternatives], *plain), sum(one.enumerated for one in records),
+            sum(one.measured for one in records), 1.0 - bound_us / cost_us if cost_us > 0 else 0.0, elapsed_s, reason,
+            any(one.undecided for one in records),
+        )
+
+    def plain(self, record: PlanRecord, prices: ModelPrices, aten: Implementation) -> PlanRecord:
+        """The record with every op run by ATen, for a region that is faster so."""
+        lost = [
+            Alternative(
+                one.ops, one.label, "measured; the whole region is faster without it", one.predicted_us,
+                one.measured_us, one.implementation, one.workload, one.delay_us,
+            )
+            for one in record.groups if not one.is_plain
+        ]
+        known: list[GroupChoice | Alternative] = [*record.groups, *record.rejected]
+        lost += [one for one in record.rejected if one.implementation != ATEN]
+        times_us = {one.ops: one.measured_us for one in known if one.implementation == ATEN}
+        priced = (Priced(Choice(one, aten), 0.0, False) for one in single_candidates(self.graph, self.region))
+        groups = (self._group(one, prices) for one in priced)
+        found = replace(
+            record, groups=tuple(replace(group, measured_us=times_us.get(group.ops)) for group in groups),
+            planned_us=record.unfused_us, rejected=tuple(lost),
+        )
+        cost_us, bound_us = _cost_us(found), _cost_us(record) * (1.0 - record.gap)
+        return replace(found, gap=max(0.0, 1.0 - bound_us / cost_us) if cost_us > 0 else 0.0)
+
+    def _written(
+        self, chosen: Mapping[Candidate, GroupChoice], planned_us: float, unfused_us: float,
+        rejected: tuple[Alternative, ...], enumerated: int, measured: int, gap: float, elapsed_s: float, reason: str,
+        undecided: bool,
+    ) -> PlanRecord:
+        ordered = in_running_order(self.graph, self.region, chosen)
+        groups = tuple(chosen[one] for one in ordered)
         return PlanRecord(
             key=self.key,
             label=region_label(self.graph, self.region),
@@ -94,34 +138,37 @@ class PlanWriter:
             unfused_us=unfused_us,
             margin=1.0 - planned_us / unfused_us if unfused_us else 0.0,
             predicted_us=sum(group.predicted_us for group in groups),
-            rejected=self._rejected(parts),
-            enumerated=sum(one.enumerated for one in results),
-            measured=sum(one.measured for one in results),
-            gap=max(0.0, 1.0 - bound_s / cost_s) if cost_s > 0 else 0.0,
+            rejected=rejected,
+            enumerated=enumerated,
+            measured=measured,
+            gap=gap,
             peak_bytes=peak_bytes(
-                self.graph, [priced.choice.group for priced in chosen], self.region.outputs,
-                [self._reuse(priced.choice, group) for priced, group in zip(chosen, groups, strict=True)],
+                self.graph, ordered, self.region.outputs, [self._reuse(one, chosen[one]) for one in ordered]
             ),
-            unfused_peak_bytes=peak_bytes(self.graph, singles, self.region.outputs),
+            unfused_peak_bytes=peak_bytes(
+                self.graph, single_candidates(self.graph, self.region), self.region.outputs
+            ),
             evidence=Evidence(
                 now(), Versions.current(self.target.device_type), self.seed, round(elapsed_s, 3), reason=reason
             ),
             undecided=undecided,
         )
 
-    def _unfused_us(self, part: DecidedPart) -> float:
-        """Time of a part's ops unfused, from the same interleaved runs as the groups' own where there are some."""
+    @staticmethod
+    def _unfused_us(prices: ModelPrices, result: GuidedResult) -> float:
+        """Time of the ops unfused, from the same interleaved runs as the groups' own where there are some."""
         found = 0.0
-        for priced in part.result.chosen:
-            tuning = _tuning(priced.choice, part.prices)
+        for priced in result.chosen:
+            tuning = _tuning(priced.choice, prices)
             if tuning is not None:
                 found += tuning.unfused.median_us
-            elif isinstance(part.prices, MeasuredPrices):
-                found += part.prices.plain_us(priced.choice)
-        return found or part.result.unfused_s * 1e6
+            elif isinstance(prices, MeasuredPrices):
+                found += prices.plain_us(priced.choice)
+        return found or result.unfused_s * 1e6
 
-    def _positions(self, choice: Choice) -> tuple[int, ...]:
-        return tuple(self.region.ops.index(name) for name in choice.group.ops)
+    def _places(self, ops: Iterable[str]) -> tuple[int, ...]:
+        place = {name: at for at, name in enumerate(self.region.ops)}
+        return tuple(place[name] for name in ops)
 
     def _label(self, choice: Choice) -> str:
         return group_label(self.graph, choice.group.ops, choice.group.outputs)
@@ -144,7 +191,7 @@ class PlanWriter:
                 name = backend.name
                 config = dict(backend.default_config(self.book.lowered(choice.group).ir, self.target))
         return GroupChoice(
-            self._positions(choice),
+            self._places(choice.group.ops),
             name,
             label=self._label(choice),
             workload=workload,
@@ -155,25 +202,24 @@ class PlanWriter:
             delay_us=prices.delay_us(choice),
         )
 
-    def _reuse(self, choice: Choice, group: GroupChoice) -> NamedReuse:
+    def _reuse(self, candidate: Candidate, group: GroupChoice) -> NamedReuse:
         """Which outputs of a group may take which inputs' memory."""
         backend = self.backends.get(group.implementation)
         if not isinstance(backend, WritesInPlace):
             return {}
-        lowered = self.book.lowered(choice.group)
+        lowered = self.book.lowered(candidate)
         options = backend.reuse_options(lowered.ir, group.config)
         return {
             lowered.outputs[output]: tuple(lowered.inputs[source] for source in sources)
             for output, sources in options.items()
         }
 
-    def _rejected(self, parts: Sequence[DecidedPart]) -> tuple[Alternative, ...]:
+    def _rejected(self, prices: ModelPrices, result: GuidedResult) -> tuple[Alternative, ...]:
         """The measured choices that lost: groups and library calls, cheapest first, then ATen's ops."""
-        lost = [(priced, part.prices) for part in parts for priced in part.result.rejected]
-        lost.sort(key=lambda one: one[0].cost_s)
-        plain = [(priced, prices) for priced, prices in lost if prices.is_plain(priced.choice)]
-        others = [(priced, prices) for priced, prices in lost if not prices.is_plain(priced.choice)]
-        return tuple(self._alternative(priced, prices) for priced, prices in (*others[: self.alternatives], *plain))
+        lost = sorted(result.rejected, key=lambda priced: priced.cost_s)
+        plain = [priced for priced in lost if prices.is_plain(priced.choice)]
+        others = [priced for priced in lost if not prices.is_plain(priced.choice)]
+        return tuple(self._alternative(priced, prices) for priced in (*others[: self.alternatives], *plain))
 
     def _alternative(self, priced: Priced, prices: ModelPrices) -> Alternative:
         choice = priced.choice
@@ -189,7 +235,7 @@ class PlanWriter:
             why = tuning.rejected[0].reason if tuning is not None and tuning.rejected else ""
             reason = f"does not work: {why or failures.get(choice, 'reason unknown')}"
         return Alternative(
-            self._positions(choice),
+            self._places(choice.group.ops),
             self._label(choice),
             reason,
             _predicted_us(choice, prices) if prices.spec is not None else None,
@@ -208,13 +254,24 @@ def _alone_us(priced: Priced, prices: ModelPrices) -> float:
     return priced.cost_s * 1e6 - prices.delay_us(priced.choice)
 
 
+def _moved(one: _Placed, places: Sequence[int]) -> _Placed:
+    """The same in a region that has the part's ops at ``places``."""
+    return replace(one, ops=tuple(places[at] for at in one.ops))
+
+
+def _cost_us(record: PlanRecord) -> float:
+    """What the partition was chosen by."""
+    times = ((one.predicted_us if one.measured_us is None else one.measured_us, one) for one in record.groups)
+    return math.fsum(time_us + one.delay_us for time_us, one in times)
+
+
 def _predicted_us(choice: Choice, prices: ModelPrices) -> float:
     return prices.predict_alone_s(choice) * 1e6 if prices.spec is not None else 0.0
 
 
-def in_running_order(graph: DataflowGraph, region: Region, chosen: Iterable[Priced]) -> list[Priced]:
+def in_running_order(graph: DataflowGraph, region: Region, cover: Iterable[Candidate]) -> list[Candidate]:
     """The groups of a cover in an order in which they can run (a cover is acyclic, so there is one)."""
-    waiting = list(chosen)
+    waiting = list(cover)
     dependencies = region_dependencies(graph, region)
     flow = compute_graph_of(graph, None)
     names = [flow.names[at] for at in dependencies.members]
@@ -222,15 +279,12 @@ def in_running_order(graph: DataflowGraph, region: Region, chosen: Iterable[Pric
     for first, second in dependencies.edges():
         before[names[second]].add(names[first])
     done: set[str] = set()
-    ordered: list[Priced] = []
+    ordered: list[Candidate] = []
     while waiting:
-        ready = next(
-            priced for priced in waiting
-            if all(before[op] <= done | set(priced.choice.group.ops) for op in priced.choice.group.ops)
-        )
+        ready = next(one for one in waiting if all(before[op] <= done | set(one.ops) for op in one.ops))
         waiting.remove(ready)
         ordered.append(ready)
-        done |= set(ready.choice.group.ops)
+        done |= set(ready.ops)
     return ordered
 
 

@@ -41,11 +41,11 @@ def _choices(plan: PlanRecord) -> Iterator[_Choice]:
 
 
 def accuracy_pairs(data: ReportData) -> list[MeasuredPair]:
-    """Predicted and measured time of every kernel and op that a plan measured; one row per distinct region and op."""
+    """Predicted and measured time of every kernel and op that a plan measured; one row for each in a distinct part."""
     return [
         MeasuredPair(key.workload, f"{choice.kind} {choice.label}", choice.predicted_us, choice.measured_us,
                      kind=choice.kind, regime=key.regime)
-        for key, plan in data.plans.items()
+        for key, plan in data.decided().items()
         for choice in _choices(plan)
     ]
 
@@ -74,7 +74,10 @@ def regret_table(data: ReportData) -> pd.DataFrame:
     """
     shapes = {region.key: region for workload in data.workloads for region in workload.regions}
     rows = []
+    parts = {key for workload in data.workloads for region in workload.regions for key in workload.part_keys(region)}
     for key, plan in data.plans.items():
+        if key in parts and key.workload not in shapes:
+            continue
         choices = list(_choices(plan))
         row = _regret(choices, shapes.get(key.workload))
         if row is not None:
@@ -150,7 +153,8 @@ def phases(data: ReportData) -> dict[str, str]:
     found: dict[str, set[str]] = {}
     for workload in data.workloads:
         for region in workload.regions:
-            found.setdefault(region.key, set()).add(workload.workload.split(" ")[0])
+            for key in (region.key, *region.parts):
+                found.setdefault(key, set()).add(workload.workload.split(" ")[0])
     return {key: "+".join(sorted(words)) for key, words in found.items()}
 
 

@@ -77,6 +77,12 @@ class ReportData:
                 if plan is not None and region.has_plan(plan):
                     yield workload, region, plan
 
+    def decided(self) -> dict[RecordKey, PlanRecord]:
+        """The plans of what was decided by itself: parts in the place of their regions."""
+        regions = ((workload, region) for workload in self.workloads for region in workload.regions if region.parts)
+        joined = {one.plan_key(region) for one, region in regions if one.part_keys(region) <= self.plans.keys()}
+        return {key: plan for key, plan in self.plans.items() if key not in joined}
+
     def name_of(self, workload: WorkloadSummary) -> str:
         """Name of a workload, with its model where the report spans several."""
         return workload.workload if self.model else f"{workload.model} {workload.workload}"
@@ -117,7 +123,8 @@ def load_report(
     if not plans and not records:
         raise PlanError(f"the database has no record of device {device}; run `plan tune` first")
     if model:
-        wanted = {workload.plan_key(region) for workload in workloads for region in workload.regions}
+        regions = [(workload, region) for workload in workloads for region in workload.regions]
+        wanted = {key for one, region in regions for key in (one.plan_key(region), *one.part_keys(region))}
         plans = {key: plan for key, plan in plans.items() if key in wanted}
     if regime is not None:
         plans = {key: plan for key, plan in plans.items() if key.regime == regime}
@@ -140,13 +147,14 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     kernel was tuned for) have no row.
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
+    shipped = {group.workload for key in data.shipped for group in data.plans[key].groups if group.workload}
     for workload, region, plan in data.planned():
         for group in plan.groups:
             record = data.record_of(plan, group)
             if record is None and group.is_plain:
                 continue
             key = RecordKey(group.workload or group.label, plan.key.device, plan.key.regime, plan.key.numerics)
-            source = "shipped" if plan.key in data.shipped else "stored"
+            source = "shipped" if plan.key in data.shipped or group.workload in shipped else "stored"
             row = rows.setdefault(
                 key, {**_group_row(group, record), "source": source, "regime": key.regime, "key": key.workload}
             )

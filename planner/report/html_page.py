@@ -50,7 +50,7 @@ def html_report(data: ReportData) -> str:
 
 def _cards(data: ReportData, groups: pd.DataFrame, coverage: pd.DataFrame) -> list[tuple[str, str]]:
     """Headline numbers: (number, what it is)."""
-    plans = list(data.plans.values())
+    plans = list(data.decided().values())
     fused = int((groups["answer"] == "fuse").sum())
     speedup = frames.geometric_mean(groups["speedup"].dropna())
     cards = [(f"{speedup:.2f}×" if not math.isnan(speedup) else "–", "geometric mean over unfused, all groups")]

@@ -39,7 +39,7 @@ class Lookahead:
 
     def __init__(
         self,
-        make_problem: Callable[[DataflowGraph, Region, GroupBook], RegionProblem],
+        make_problem: Callable[[GroupBook, Region], RegionProblem],
         make_prices: Callable[[GroupBook, Region], ModelPrices],
         make_book: Callable[[DataflowGraph], GroupBook],
         search: Callable[[RegionProblem, Prices], object],
@@ -51,7 +51,8 @@ class Lookahead:
         self._search = search
         self._tuner = tuner
         self._books: dict[int, GroupBook] = {}
-        self._problems: dict[str, Future[RegionProblem]] = {}
+        self._problems: dict[Region, Future[RegionProblem]] = {}
+        self._sent: set[str] = set()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lookahead")
 
@@ -75,24 +76,25 @@ class Lookahead:
     def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
         """Prepare the parts of these regions, after those that were sent before; each key once."""
         for part in (part for region in regions for part in region_parts(graph, region)):
-            if part.key not in self._problems:
-                self._problems[part.key] = Future()
-                self._pool.submit(self._prepare, graph, part, self._problems[part.key])
+            if part.key not in self._sent:
+                self._sent.add(part.key)
+                self._problems[part] = Future()
+                self._pool.submit(self._prepare, graph, part, self._problems[part])
 
     def problem(self, region: Region) -> RegionProblem | None:
-        """The prepared problem of a region's part; waits for one under way. None for a part that was never sent.
+        """The prepared problem of exactly this part; waits for one under way. None where none was sent.
 
         Its kernels may still be on their way to the compilers: the tune times the region's ops first.
 
         Raises:
             Exception: What the enumeration raised.
         """
-        future = self._problems.get(region.key)
+        future = self._problems.get(region)
         return future.result() if future is not None else None
 
     def _prepare(self, graph: DataflowGraph, region: Region, result: Future[RegionProblem]) -> None:
         try:
-            problem = self._make_problem(graph, region, self.book(graph))
+            problem = self._make_problem(self.book(graph), region)
         except BaseException as error:
             result.set_exception(error)
             return

@@ -12,8 +12,7 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.cost.samples import region_samples
-from fuseplan.planner.cost.samples import store_samples as store_samples
+from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import CandidateLimits, Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
@@ -24,7 +23,7 @@ from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
-from fuseplan.planner.partition.plan_record import DecidedPart, PlanWriter, region_label
+from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.search.store.database import Lookup
@@ -83,12 +82,21 @@ class PlanStore(Protocol):
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """The plan of one occurrence of a region; ``shipped`` where the record comes with the package."""
+    """The plan of one occurrence of a region.
+
+    Attributes:
+        region: The occurrence.
+        record: The plan.
+        source: Where it comes from.
+        shipped: Whether the record comes with the package.
+        decided: Plans of the parts that were measured for it; other parts had plans already.
+    """
 
     region: Region
     record: PlanRecord
     source: Source
     shipped: bool = False
+    decided: tuple[PlanRecord, ...] = ()
 
     def group_ops(self, choice: GroupChoice) -> tuple[str, ...]:
         """Names of the ops of one of the record's groups in this occurrence."""
@@ -118,7 +126,7 @@ class Planner:
         backends: Kernel back ends, in order of preference.
         settings: What to plan for.
         tuner: Measures what is not stored; None leaves it to the cost model.
-        on_region: Told about each distinct region before it is planned: label, number, how many.
+        on_region: Told about each distinct region before it is planned: label, number, how many. It may be set later.
         learner: The calibration that the measurements go on improving; of ``spec`` by default.
     """
 
@@ -141,13 +149,15 @@ class Planner:
         self.backends = tuple(backends)
         self.settings = settings if settings is not None else PlanSettings()
         self.tuner = tuner
-        self._on_region = on_region
+        self.on_region = on_region
         regime = self.settings.regime
         self.implementations = implementations_for(regime, self.backends, target)
         #: What runs what nothing was measured for: a library's call is chosen by measurement alone.
         self.unmeasured = replace(self.implementations, libraries=())
         #: Why stored plans are not used although they were found, by region key.
         self.refused: dict[str, str] = {}
+        #: What was measured by this planner, by key: a part is decided once for all regions that have it.
+        self._decided: dict[str, PlanRecord] = {}
 
     @property
     def spec(self) -> DeviceSpec | None:
@@ -194,28 +204,28 @@ class Planner:
             if self.tuner is None:
                 known = self.look_up_all(graph, regions)
                 regions = [part for region in regions for part in self.parts_to_plan(graph, region, known)]
-        planned: dict[str, tuple[PlanRecord, Source, bool]] = {}
+        planned: dict[str, RegionPlan] = {}
         distinct = unique_regions(regions)
         start = time.perf_counter()
         stored = self._find_all(book, (occurrences[0] for occurrences in distinct.values()))
         spent_us = (time.perf_counter() - start) * 1e6
         for number, (key, occurrences) in enumerate(distinct.items(), 1):
             region = occurrences[0]
-            if self._on_region is not None:
-                self._on_region(region_label(graph, region), number, len(distinct))
+            if self.on_region is not None:
+                self.on_region(region_label(graph, region), number, len(distinct))
             found = stored[key]
             if found.hit is None and self.tuner is not None:
                 found = self._find_all(book, [region])[key]  # another process may have tuned it meanwhile
             try:
                 if found.hit is not None:
-                    planned[key] = found.hit, "database", found.shipped
+                    planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
                 else:
-                    planned[key] = (*self._decide(graph, region, book, lookahead), False)
+                    planned[key] = self._decide(graph, region, book, lookahead)
             except Exception as error:
                 if on_failure is None:
                     raise
                 on_failure(region, error)
-        plans = tuple(RegionPlan(region, *planned[region.key]) for region in regions if region.key in planned)
+        plans = tuple(replace(planned[region.key], region=region) for region in regions if region.key in planned)
         return GraphPlan(plans, spent_us)
 
     @staticmethod
@@ -244,13 +254,14 @@ class Planner:
         records: dict[str, PlanRecord] = {}
         for region, groups in wanted:
             if region.key not in records:
+                reason = "by the cost model: groups for these sizes are no kernels where sizes are dynamic"
                 parts = []
                 for part in region_parts(graph, region):
                     own = [ops for ops in groups if set(ops) <= set(part.ops)]
                     enumeration = enumerate_parts(graph, part, own, book.legal)
-                    parts.append(self._predicted(book, part, self._choices(book, part, enumeration, self.unmeasured)))
-                reason = "by the cost model: groups for these sizes are no kernels where sizes are dynamic"
-                records[region.key] = self._writer(book, region).record(parts, 0.0, reason)
+                    problem = self._choices(book, part, enumeration, self.unmeasured)
+                    parts.append((part, self._predicted(book, part, problem, reason)))
+                records[region.key] = self._joined(book, region, parts, 0.0, reason)
         return [RegionPlan(region, records[region.key], "model") for region, _ in wanted]
 
     def key(self, region_key: str) -> RecordKey:
@@ -290,60 +301,82 @@ class Planner:
 
     def undecided(self, graph: DataflowGraph) -> list[Region]:
         """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""
-        distinct = [occurrences[0] for occurrences in unique_regions(find_regions(graph)).values()]
+        return self._without_plan(graph, find_regions(graph))
+
+    def undecided_parts(self, graph: DataflowGraph) -> list[Region]:
+        """The distinct parts of those regions that have no stored plan themselves: what is to be measured."""
+        return self._without_plan(
+            graph, (part for region in self.undecided(graph) for part in region_parts(graph, region))
+        )
+
+    def _without_plan(self, graph: DataflowGraph, regions: Iterable[Region]) -> list[Region]:
+        distinct = [occurrences[0] for occurrences in unique_regions(regions).values()]
         stored = self.look_up_all(graph, distinct)
         return [region for region in distinct if region.key not in stored]
 
     def _decide(
         self, graph: DataflowGraph, region: Region, book: GroupBook, lookahead: Lookahead | None
-    ) -> tuple[PlanRecord, Source]:
+    ) -> RegionPlan:
+        parts = region_parts(graph, region)
         if self.tuner is None:
-            parts = [self._predicted(book, part, self._problem(graph, part, book, self.unmeasured))
-                     for part in region_parts(graph, region)]
             reason = "by the cost model, nothing was measured"
-            return self._writer(book, region).record(parts, 0.0, reason), "model"
-        record = self._by_measurement(graph, region, book, self.tuner, lookahead)
-        with self.tuner.account.spend("storing"):
-            self.tuner.database.put_plan(record)
-        return record, "tuned"
+            plans = [(part, self._predicted(book, part, self._problem(book, part, self.unmeasured), reason))
+                     for part in parts]
+            return RegionPlan(region, self._joined(book, region, plans, 0.0, reason), "model")
+        return self._by_measurement(region, parts, book, self.tuner, lookahead)
 
-    def _predicted(self, book: GroupBook, part: Region, problem: RegionProblem) -> DecidedPart:
+    def _predicted(self, book: GroupBook, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = self._model_prices(book, part)
-        return DecidedPart(prices, predicted_partition(problem, prices.predict_s, self._margin))
+        result = predicted_partition(problem, prices.predict_s, self._margin)
+        return self._writer(book, part).record(prices, result, 0.0, reason)
+
+    def _joined(
+        self, book: GroupBook, region: Region, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float, reason: str
+    ) -> PlanRecord:
+        return parts[0][1] if len(parts) == 1 else self._writer(book, region).joined(parts, elapsed_s, reason)
 
     def _by_measurement(
-        self, graph: DataflowGraph, region: Region, book: GroupBook, tuner: Tuner, lookahead: Lookahead | None
-    ) -> PlanRecord:
+        self, region: Region, parts: Sequence[Region], book: GroupBook, tuner: Tuner, lookahead: Lookahead | None
+    ) -> RegionPlan:
+        """The region's parts, those without a plan decided and stored now, and then the region as a whole."""
         began = time.monotonic()
-        parts = []
-        for part in region_parts(graph, region):
-            problem = lookahead.problem(part) if lookahead is not None else None
-            if problem is None:
-                problem = self._problem(graph, part, book)
-            parts.append(self._measured(book, part, problem, tuner))
+        stored = self._find_all(book, parts)
+        plans, decided = [], []
+        for part in parts:
+            known = self._decided.get(part.key) or stored[part.key].hit
+            if known is None:
+                known = self._decided[part.key] = self._measured(book, part, tuner, lookahead)
+                decided.append(known)
+            plans.append((part, known))
         self.learner.update()
-        verdict = beats_plain(book, region, parts, tuner)
-        reason = _joined(parts) + verdict.words
-        writer = self._writer(book, region)
-        elapsed_s = time.monotonic() - began
-        record = writer.record(verdict.parts, elapsed_s, reason, any(part.undecided for part in parts))
-        samples = [one for part in parts for one in _measured_prices(part).samples.items()]
-        found = region_samples(record.key, record.label, graph, region, record.enumerated, samples)
+        if len(parts) == 1:
+            return RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
+        verdict = beats_plain(book, region, plans, self.implementations, tuner)
+        reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
+        if not verdict.keeps:
+            aten = self.implementations.aten
+            plans = [(part, self._writer(book, part).plain(record, self._model_prices(book, part), aten))
+                     for part, record in plans]
+        record = self._joined(book, region, plans, time.monotonic() - began, reason)
         with tuner.account.spend("storing"):
-            store_samples(tuner.database, found)
-        return record
+            tuner.database.put_plan(record)
+        return RegionPlan(region, record, "tuned", decided=tuple(decided))
 
-    def _measured(self, book: GroupBook, part: Region, problem: RegionProblem, tuner: Tuner) -> DecidedPart:
-        """A part decided by measurement; a matmul or attention whose calls take long is left to ATen."""
+    def _measured(self, book: GroupBook, part: Region, tuner: Tuner, lookahead: Lookahead | None) -> PlanRecord:
+        """A part decided by measurement, and stored."""
+        began = time.monotonic()
+        problem = (lookahead.problem(part) if lookahead is not None else None) or self._problem(book, part)
         prices = MeasuredPrices(book, self.spec, tuner, self.learner, part)
-        anchors = self.spec is not None and all(book.is_anchor(one.group) for one in problem.plain)
-        if anchors and all(prices.predict_s(one) > _LONG_S for one in problem.plain):
-            plain = replace(problem, choices=problem.plain)
-            return DecidedPart(prices, predicted_partition(plain, prices.predict_s), "its calls take too long to time")
-        settings = self.settings
-        limit = self._limit(problem)
+        settings, limit = self.settings, self._limit(problem)
         decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
-        return DecidedPart(prices, decided.result, decided.reason, decided.undecided)
+        record = self._writer(book, part).record(
+            prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided
+        )
+        samples = region_samples(record.key, record.label, book.graph, part, record.enumerated, prices.samples.items())
+        with tuner.account.spend("storing"):
+            store_samples(tuner.database, samples)
+            tuner.database.put_plan(record)
+        return record
 
     def _book(self, graph: DataflowGraph) -> GroupBook:
         return GroupBook(graph, self.settings.numerics, self.target.device_type)
@@ -351,9 +384,7 @@ class Planner:
     def _model_prices(self, book: GroupBook, part: Region) -> ModelPrices:
         return ModelPrices(book, self.spec, part)
 
-    def _problem(
-        self, graph: DataflowGraph, part: Region, book: GroupBook, ways: Implementations | None = None
-    ) -> RegionProblem:
+    def _problem(self, book: GroupBook, part: Region, ways: Implementations | None = None) -> RegionProblem:
         return self._choices(book, part, book.enumerated(part, self.settings.limits), ways)
 
     def _choices(
@@ -366,17 +397,3 @@ class Planner:
         return PlanWriter(
             self.key(region.key), book, region, self.backends, self.target, seed, self.settings.alternatives
         )
-
-
-#: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
-_LONG_S = 0.02
-
-
-def _measured_prices(part: DecidedPart) -> MeasuredPrices:
-    assert isinstance(part.prices, MeasuredPrices)
-    return part.prices
-
-
-def _joined(parts: Sequence[DecidedPart]) -> str:
-    """How the parts were found, each reason once."""
-    return "; ".join(dict.fromkeys(part.reason for part in parts))

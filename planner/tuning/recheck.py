@@ -67,16 +67,16 @@ def recheck(
 def _longest(
     session: Session, planned: Iterable[tuple[DataflowGraph, GraphPlan]]
 ) -> list[tuple[GroupSubject, TuningRecord]]:
-    """The shipped kernels that take longest, each once."""
+    """The shipped kernels of the plans, or of parts of them, that take longest, each once."""
     store, settings = session.store, session.settings
     found: dict[str, tuple[TuningRecord, DataflowGraph, tuple[str, ...]]] = {}
     for graph, plan in planned:
-        groups = ((one, group) for one in plan.unique() if one.shipped for group in one.record.groups)
+        groups = ((one, group) for one in plan.unique() for group in one.record.groups if group.is_kernel)
         for region, group in groups:
             key = RecordKey(group.workload, session.device, settings.regime, settings.numerics)
-            record = store.get_record(key).hit if group.is_kernel and group.workload not in found else None
-            if record is not None and record.fused is not None:
-                found[group.workload] = record, graph, region.group_ops(group)
+            there = store.get_record(key) if group.workload not in found else None
+            if there is not None and there.shipped and there.hit is not None and there.hit.fused is not None:
+                found[group.workload] = there.hit, graph, region.group_ops(group)
     longest = sorted(found.values(), key=lambda one: -one[0].best_us)[:KERNELS]
     return [(_subject(session, graph, ops, record.key.workload), record) for record, graph, ops in longest]
 

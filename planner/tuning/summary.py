@@ -35,6 +35,7 @@ class RegionSummary:
         kinds: ``"compute"``, ``"anchor"`` or ``"view"``, per op.
         edges: Positions of producer and consumer.
         shapes: Shape and dtype of each op's first output (``1x32x2048 bfloat16``).
+        parts: Keys of the plans of its parts, where it has several.
     """
 
     key: str
@@ -43,6 +44,7 @@ class RegionSummary:
     kinds: tuple[str, ...]
     edges: tuple[tuple[int, int], ...]
     shapes: tuple[str, ...]
+    parts: tuple[str, ...] = ()
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
@@ -86,7 +88,14 @@ class WorkloadSummary:
 
     def plan_key(self, region: RegionSummary) -> RecordKey:
         """Key of the plan of one of the regions."""
-        return RecordKey(region.key, self.device, self.regime, self.numerics)
+        return self._key(region.key)
+
+    def part_keys(self, region: RegionSummary) -> set[RecordKey]:
+        """Keys of the plans of its parts, where it has several."""
+        return set(map(self._key, region.parts))
+
+    def _key(self, workload: str) -> RecordKey:
+        return RecordKey(workload, self.device, self.regime, self.numerics)
 
     @property
     def computes(self) -> int:
@@ -135,6 +144,8 @@ def summarise(
 def _region(
     graph: DataflowGraph, kinds: Mapping[str, str], region: Region, key: str, occurrences: int
 ) -> RegionSummary:
+    from fuseplan.planner.groups.regions import region_parts
+
     position = {name: number for number, name in enumerate(region.ops)}
     edges = sorted(
         (position[before], position[after])
@@ -147,6 +158,7 @@ def _region(
         kinds=tuple(kinds[name] for name in region.ops),
         edges=tuple(edges),
         shapes=tuple(_shape(graph, name) for name in region.ops),
+        parts=tuple(part.key for part in region_parts(graph, region) if part.key != key),
     )
 
 

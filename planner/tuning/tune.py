@@ -15,6 +15,7 @@ from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.errors import DatabaseError, MachineFailureError
+from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent
 from fuseplan.search.workers.worker import Executor
@@ -71,13 +72,17 @@ class TuneResult:
 
     @property
     def measured(self) -> int:
-        """Choices measured now; 0 when everything came from the database."""
-        return sum(plan.record.measured for _, plan in self.distinct() if plan.source == "tuned")
+        """Choices measured now, each once; 0 when everything came from the database."""
+        return sum(record.measured for record in self.decided())
 
     @property
     def enumerated(self) -> int:
-        """Choices enumerated in the regions planned now."""
-        return sum(plan.record.enumerated for _, plan in self.distinct() if plan.source == "tuned")
+        """Choices enumerated in the parts of regions that were decided now, each once."""
+        return sum(record.enumerated for record in self.decided())
+
+    def decided(self) -> list[PlanRecord]:
+        """The plans of the parts of regions that were measured now, each once."""
+        return [record for _, plan in self.distinct() for record in plan.decided]
 
 
 def tune(
@@ -119,15 +124,15 @@ def tune(
         stack.enter_context(account.spend("planning"))
         tuner = stack.enter_context(session.tuner(budget, seed, on_trial, account, executor))
         listed = list(graphs)
-        lookahead = session.planner(tuner).lookahead()
+        planner = session.planner(tuner, learner=learner)
+        lookahead = planner.lookahead()
         if lookahead is not None:
             stack.enter_context(lookahead)
             for _, graph in listed:
-                lookahead.send(graph, session.planner(tuner).undecided(graph))
+                lookahead.send(graph, planner.undecided_parts(graph))
         for workload, graph in listed:
-            told = _for_workload(on_region, workload)
-            note = noting(failures, workload, graph)
-            plan = session.planner(tuner, told, learner).plan_graph(graph, lookahead, note)
+            planner.on_region = _for_workload(on_region, workload)
+            plan = planner.plan_graph(graph, lookahead, noting(failures, workload, graph))
             plans.append(WorkloadPlan(workload, plan))
         taken_over = [(graph, one.plan) for (_, graph), one in zip(listed, plans, strict=True)]
         with account.spend("checking shipped times"):

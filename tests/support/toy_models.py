@@ -9,10 +9,10 @@ from torch import nn
 class Gated(nn.Module):
     """A gated feed-forward block: two matmuls, silu and a product between them."""
 
-    def __init__(self, width: int = 16, inner: int = 24) -> None:
+    def __init__(self, width: int = 16, inner: int = 24, out: int = 16) -> None:
         super().__init__()
         self.up = nn.Linear(width, 2 * inner)
-        self.down = nn.Linear(inner, width)
+        self.down = nn.Linear(inner, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.up(x).chunk(2, dim=-1)
@@ -23,6 +23,12 @@ class Gated(nn.Module):
 def gated() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Gated(), torch.randn(3, 16)
+
+
+def widened() -> tuple[nn.Module, torch.Tensor]:
+    """The block with another matmul at its end."""
+    torch.manual_seed(0)
+    return Gated(out=20), torch.randn(3, 16)
 
 
 def broken() -> tuple[nn.Module, torch.Tensor]:

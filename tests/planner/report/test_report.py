@@ -166,6 +166,35 @@ def test_regret_needs_a_choice(data: ReportData) -> None:
     assert accuracy.regret_table(data).empty
 
 
+@pytest.mark.parametrize("model", ["joined", ""])
+def test_what_regions_share_counts_once(tmp_path: Path, model: str) -> None:
+    """Two regions have the same two parts, and one a third: of the 3 choices of each part 2 were measured."""
+    parts = {"1" * 64: samples.SWIGLU_PLAN, "2" * 64: samples.NORM_PLAN, "3" * 64: samples.ROPE_PLAN}
+    shapes = {region.key: region for region in samples.REGIONS}
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        regions = []
+        for key, names in (("4" * 64, ["1" * 64, "2" * 64]), ("5" * 64, ["1" * 64, "2" * 64, "3" * 64])):
+            groups: list[GroupChoice] = []
+            ops = 0
+            for name in names:
+                groups += [replace(one, ops=tuple(ops + at for at in one.ops)) for one in parts[name].groups]
+                ops += len(shapes[name].ops)
+            one = samples.plan(key, "joined", tuple(groups), 60.0, 210.0)
+            database.put_plan(replace(one, enumerated=3 * len(names), measured=2 * len(names)))
+            regions.append(summary.RegionSummary(
+                key, 2, ("neg.default",) * ops, ("compute",) * ops, (), ("1x1 float32",) * ops, tuple(names)))
+        summary.store_summary(database, samples.workload("decode b1", tuple(regions), "joined"))
+        data = load_report(database, samples.DEVICE, samples.SPEC, model)
+    assert {key.workload for key in data.decided()} == set(parts)
+    assert "6 of 9" in html_report(data)
+    # 4 chosen groups, and an alternative in each of three plans.
+    once = accuracy.accuracy_pairs(replace(data, workloads=(), plans={plan.key: plan for plan in parts.values()}))
+    assert accuracy.accuracy_pairs(data) == once and len(once) == 7
+    assert set(accuracy.phases(data)) >= {"4" * 64, "5" * 64, *parts}
+    without = replace(data, plans={key: one for key, one in data.plans.items() if key.workload != "3" * 64})
+    assert {key.workload for key in without.decided()} == {"1" * 64, "2" * 64, "5" * 64}  # a part's plan is gone
+
+
 def test_accuracy_text_without_measurements(data: ReportData) -> None:
     assert accuracy.accuracy_text(replace(data, plans={})) == ["No prediction has been measured yet."]
 

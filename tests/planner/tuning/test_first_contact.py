@@ -107,6 +107,22 @@ def test_what_is_measured_here_lies_over_what_is_shipped(plan: Run, shipped: Pat
     assert status == 0 and "stored" in out and "shipped" not in out
 
 
+def test_shipped_plans_of_parts_serve_a_region_without_one(
+    plan: Run, shipped: Path, tmp_path: Path
+) -> None:
+    """The island and the first matmul come with the package; the second matmul and the whole region are measured."""
+    db, model = tmp_path / "mine.db", "toy_models:widened"
+    status, out, err = plan("tune", "--module", model, "--device", "cpu", *BUDGET, "--db", db)
+    assert status == 0, err
+    with Database(db) as database:
+        assert not list(database.records())  # no kernel was tuned
+        assert sorted(len(one.groups) for one in database.plans()) == [1, 3]
+    assert "in 1 regions" in out and "measured again 1 of the kernels that come with fuseplan" in out
+    for words in (out, plan("report", "--model", model, "--device", "cpu", "--db", db)[1]):
+        (line,) = [line for line in words.splitlines() if "silu+mul" in line]
+        assert "shipped" in line
+
+
 def test_shipped_records_of_other_versions_are_not_reported(plan: Run, shipped: Path, tmp_path: Path) -> None:
     (path,) = shipped.iterdir()
     with Database(tmp_path / "older.db") as database:

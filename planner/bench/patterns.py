@@ -70,7 +70,6 @@ class PatternBench:
     peers: Sequence[str]
     modes: Sequence[str]
     seconds: float
-    seed: int = 0
     _timers: dict[str, Timer] = field(default_factory=dict)
     _hopeless: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -92,7 +91,7 @@ class PatternBench:
         device = self.session.target.device_type
         traced, specs = trace_cell(cell, device)
         with torch.no_grad():
-            inputs = make_inputs(traced, specs, device, self.seed)
+            inputs = make_inputs(traced, specs, device)
             case, plan = plan_case(self.session, cell, traced, tuple(specs), inputs)
             common: dict[str, Any] = {"workload": cell.size, "subject": cell.pattern, "key": cell.key}
             own: dict[str, Any] = {

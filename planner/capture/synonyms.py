@@ -35,26 +35,15 @@ class Call:
     moves: bool
 
 
-_CASTS = frozenset(
-    (
-        "aten.to.dtype",
-        "aten.to.device",
-        "aten.to.dtype_layout",
-        "aten.to.other",
-        "aten.type_as.default",
-        "aten._to_copy.default",
-    )
-)
-_VIEWS = frozenset(("aten.view.default", "aten.view_as.default"))
-_RESHAPES = frozenset(
-    (
-        "aten.reshape.default",
-        "aten.reshape_as.default",
-        "aten._unsafe_view.default",
-        "aten.flatten.using_ints",
-        "aten.unflatten.int",
-    )
-)
+_CASTS = frozenset({
+    "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default",
+    "aten._to_copy.default",
+})
+_VIEWS = frozenset({"aten.view.default", "aten.view_as.default"})
+_RESHAPES = frozenset({
+    "aten.reshape.default", "aten.reshape_as.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
+    "aten.unflatten.int",
+})
 _EXPANDS = frozenset(("aten.expand.default", "aten.expand_as.default"))
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import networkx as nx
+
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
@@ -214,24 +216,15 @@ def _predicted_us(choice: Choice, prices: ModelPrices) -> float:
 
 def in_running_order(graph: DataflowGraph, region: Region, chosen: Iterable[Priced]) -> list[Priced]:
     """The groups of a cover in an order in which they can run (a cover is acyclic, so there is one)."""
-    waiting = list(chosen)
+    listed = list(chosen)
     dependencies = region_dependencies(graph, region)
     flow = compute_graph_of(graph, None)
-    names = [flow.names[at] for at in dependencies.members]
-    before: dict[str, set[str]] = {name: set() for name in names}
-    for first, second in dependencies.edges():
-        before[names[second]].add(names[first])
-    done: set[str] = set()
-    ordered: list[Priced] = []
-    while waiting:
-        ready = next(
-            priced for priced in waiting
-            if all(before[op] <= done | set(priced.choice.group.ops) for op in priced.choice.group.ops)
-        )
-        waiting.remove(ready)
-        ordered.append(ready)
-        done |= set(ready.choice.group.ops)
-    return ordered
+    home = {op: number for number, priced in enumerate(listed) for op in priced.choice.group.ops}
+    of_member = [home[flow.names[at]] for at in dependencies.members]
+    edges = ((of_member[before], of_member[after]) for before, after in dependencies.edges())
+    order = nx.DiGraph((before, after) for before, after in edges if before != after)
+    order.add_nodes_from(range(len(listed)))
+    return [listed[number] for number in nx.lexicographical_topological_sort(order)]
 
 
 def region_label(graph: DataflowGraph, region: Region) -> str:

@@ -295,23 +295,23 @@ def to_text(frame: pd.DataFrame, style: Literal["csv", "markdown"]) -> str:
     return str(frame.to_csv(index=False)) if style == "csv" else markdown_table(frame)
 
 
-def markdown_table(frame: pd.DataFrame, digits: int = 3) -> str:
-    """A GitHub-flavoured Markdown table; numbers to the right, ``|`` escaped."""
+def markdown_table(frame: pd.DataFrame) -> str:
+    """A GitHub-flavoured Markdown table; numbers to the right with three decimals, ``|`` escaped."""
     numeric = [bool(pd.api.types.is_numeric_dtype(frame[name])) for name in frame.columns]
     lines = [
         "| " + " | ".join(str(name) for name in frame.columns) + " |",
         "| " + " | ".join("---:" if right else "---" for right in numeric) + " |",
     ]
     lines += [
-        "| " + " | ".join(_markdown_cell(value, digits) for value in row) + " |"
+        "| " + " | ".join(_markdown_cell(value) for value in row) + " |"
         for row in frame.itertuples(index=False)
     ]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_cell(value: object, digits: int) -> str:
+def _markdown_cell(value: object) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float):
-        return f"{value:.{digits}f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
+        return f"{value:.3f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
     return plain(str(value)).replace("|", "\\|").replace("<", "&lt;")

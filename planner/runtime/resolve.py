@@ -80,7 +80,7 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     if graph.symbols and on_miss != "unfused":
         plans = _dynamic_plans(planner, graph, static, regions, plans)
     groups = tuple(_groups(session, graph, plans, tally))
-    tally.spent(time.perf_counter() - start)
+    tally.count("lookup_s", time.perf_counter() - start)
     return Resolved(tuple(plans), groups, tuple(_calls(graph, plans)))
 
 

@@ -79,9 +79,9 @@ class Session:
         self.database.put_device(self.device, json.loads(spec.to_json()))
         return replace(self, spec=spec)
 
-    def probed(self, quick: bool = True, progress: ProbeProgress | None = None) -> Session:
-        """Measure the device and store what was found."""
-        return self.with_spec(self.measure_device(quick, progress))
+    def probed(self, progress: ProbeProgress | None = None) -> Session:
+        """Measure the device quickly and store what was found."""
+        return self.with_spec(self.measure_device(progress=progress))
 
     def measure_device(self, quick: bool = True, progress: ProbeProgress | None = None) -> DeviceSpec:
         """What a probe finds; one with doubtful numbers is repeated once, and the less doubtful of the two counts.

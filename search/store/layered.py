@@ -59,10 +59,6 @@ class LayeredDatabase:
             return mine
         return _better(mine, self._shipped(self._find(TuningRecord, key)))
 
-    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
-        """The plan of exactly this region key, from the first layer that has a hit."""
-        return self.get_plans([key])[key]
-
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, each from the first layer that has a hit."""
         found = self.user.get_plans(keys)

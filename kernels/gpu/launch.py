@@ -178,9 +178,7 @@ class _Loader:
             with torch.cuda.device(device):
                 self._launch(key, direct, geometry.programs, (*passed, *sizes))
 
-    def _launch(
-        self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]
-    ) -> None:
+    def _launch(self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]) -> None:
         binary = self._binaries.get(key)
         if binary is None:
             binary = self._binaries[key] = self._load(*key)

@@ -70,11 +70,7 @@ _HARMLESS = frozenset(("aten.detach_.default", "aten.requires_grad_.default"))
 def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: SizeNames) -> Bound:
     """Bind by schema; defaults are filled in, and what only says where to allocate is left out.
 
-    Args:
-        op: Name of the overload.
-        args: Positional arguments; tensors as :class:`TracedTensor`.
-        kwargs: Keyword arguments.
-        names: Renames dynamic sizes.
+    Tensors among the arguments are :class:`TracedTensor`.
     """
     operands: list[TracedTensor] = []
     attrs: dict[str, Any] = {}

@@ -155,10 +155,7 @@ def _short_names() -> list[str]:
 def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:
     """Trace and normalise a hand-built graph, as the back end does with a model; nothing is computed.
 
-    Args:
-        graph: The graph.
-        specs: Layout of every input.
-        device: Where the inputs would be.
+    ``specs`` has the layout of every input, ``device`` says where they would be.
 
     Raises:
         GraphError: The graph is malformed.

@@ -70,10 +70,8 @@ COMPOSED: tuple[torch._ops.OpOverload, ...] = (
 
 
 def trace_predispatch(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    grouped_queries: bool | None = None,
-    attention_masks: bool = True,
+    module: fx.GraphModule, example_inputs: Sequence[Any], grouped_queries: bool | None = None,
+    attention_masks: bool = True
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 

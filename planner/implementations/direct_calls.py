@@ -46,9 +46,7 @@ def fill_namespace(namespace: dict[str, Any]) -> None:
 def bind_calls(graph: fx.Graph, traced: fx.Graph) -> None:
     """Call each ATen op of ``graph`` through the binding that :func:`find_binding` knows for it.
 
-    Args:
-        graph: The graph to change; its nodes name the traced node they stand for (``meta["traced"]``).
-        traced: The trace, whose nodes have fake values.
+    Its nodes name the node of ``traced`` that they stand for (``meta["traced"]``), which has its fake value.
     """
     values = FakeValues(traced)
     for node in graph.nodes:
@@ -135,10 +133,7 @@ _STANDINS: dict[tuple[str, str], Direct] = {}
 def find_binding(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Direct | None:
     """A function that does exactly what ``target`` does when called with arguments of this kind, None without one.
 
-    Args:
-        target: The operator.
-        args, kwargs: Arguments as it would get them: tensors on the meta device, which are not touched by an operator
-            that only reads.
+    Tensors among the arguments are on the meta device; an operator that only reads does not touch them.
     """
     if not _is_eligible(target, args, kwargs):
         return None

@@ -103,9 +103,7 @@ class PlanCheck:
 def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | None = None) -> None:
     """Raise for groups that are no cover.
 
-    Args:
-        groups: The groups of a stored plan.
-        members: Positions that are to be covered; None where the region is not known: any, then.
+    ``members`` are the positions to cover; None where the region is not known: any, then.
 
     Raises:
         RefusedPlanError: A group has no ops, or several and no kernel; a position is covered twice, negative, none of

@@ -45,14 +45,7 @@ class DecidedPart:
 class PlanWriter:
     """Turns the decisions for one region into a :class:`PlanRecord`.
 
-    Args:
-        key: Identity of the record.
-        book: The graph's groups.
-        region: The region that was planned.
-        backends: Kernel back ends, in order of preference.
-        target: What kernels are compiled for.
-        seed: Seed of the search.
-        alternatives: Rejected groups to keep.
+    Of the rejected groups it keeps as many as ``alternatives`` says.
     """
 
     def __init__(

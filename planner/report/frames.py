@@ -93,12 +93,7 @@ def load_report(
 ) -> ReportData:
     """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
 
-    Args:
-        database: The user's database, or that over the shipped records.
-        device: Identity of the device.
-        spec: The measured device.
-        model: Only what was tuned for this model.
-        regime: ``"eager"`` or ``"graph"``; None for both.
+    ``device`` is its identity; ``regime`` is ``"eager"`` or ``"graph"``, None for both.
 
     Raises:
         PlanError: Nothing is stored for this device, or for this model on it.

@@ -38,10 +38,9 @@ def rewrite_attention(
 ) -> AttentionRewrites:
     """Rewrite every attention call of a pre-dispatch trace.
 
-    Args:
-        module: The trace; every node carries its fake value in ``meta["val"]``.
-        grouped_queries: As :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it.
-        masks: Whether to rewrite masks.
+    Every node carries its fake value in ``meta["val"]``. ``grouped_queries`` is as
+    :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it; ``masks`` says whether to rewrite
+    masks.
     """
     dropped = drop_constant_masks(module) if masks else 0
     grouped = fold_grouped_queries(module, grouped_queries)

@@ -54,9 +54,7 @@ def is_pure(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
 
 
-def insert_call(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> fx.Node:
+def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
     """A call at the graph's insertion point, with its fake value."""
     made = graph.call_function(target, args, kwargs or {})
     evaluate_fake(made)
@@ -99,11 +97,8 @@ def follow(
 
     What lies in the same memory must go on doing so in the trace, since that is how writes are seen.
 
-    Args:
-        changed: The node.
-        value: Its other value.
-        corrected: The program stays as it is, whose tensors never had the layout that the trace said.
-        shared: The other value is a part of a larger tensor.
+    With ``corrected`` the program stays as it is, whose tensors never had the layout that the trace said. With
+    ``shared`` the other value is a part of a larger tensor.
 
     Returns:
         None where the program would be another: a shape changes, a view is impossible, or memory whose layout is not

@@ -33,18 +33,13 @@ _HARMLESS = (operator.getitem, *MODE_SWITCHES)
 
 
 def plan_reuse(
-    graph: fx.Graph,
-    traced: Traced,
-    options: Mapping[Callable[..., Any], ReuseOptions],
-    donated: Collection[int] = (),
+    graph: fx.Graph, traced: Traced, options: Mapping[Callable[..., Any], ReuseOptions], donated: Collection[int] = ()
 ) -> dict[Callable[..., Any], Reuse]:
     """For each fused call that can, which of its outputs take the memory of which inputs.
 
-    Args:
-        graph: The graph with groups placed, as :func:`fuseplan.planner.runtime.placement.fused_graph` returns it.
-        traced: What it was made of.
-        options: By target of a fused call, what its kernel allows.
-        donated: Positions of graph inputs that the caller gives away: nobody else sees their memory, or needs it.
+    ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
+    ``options`` say what the kernel of a fused call allows; ``donated`` are positions of graph inputs that the caller
+    gives away: nobody else sees their memory, or needs it.
 
     Returns:
         By target, positions of outputs and of the inputs they take; targets that reuse nothing are left out.

@@ -93,25 +93,14 @@ class FirstCall:
 
     Outputs are allocated in this call, whatever later ones do: the ATen ops need the inputs when it fails.
 
-    Args:
-        group: The group with its kernel.
-        unfused: Runs its ATen ops on given arguments (:func:`~fuseplan.planner.implementations.aten.run_unfused`).
-        namespace: Where calls look the kernel up, by ``name``.
-        name: Its name there.
-        tally: Counts a failure.
-        debug: Log how far the kernel is from the ATen ops.
-        in_place: What later calls use, when they write outputs over inputs.
+    Calls look the kernel up by ``name`` in ``namespace``. ``unfused`` runs its ATen ops on given arguments
+    (:func:`~fuseplan.planner.implementations.aten.run_unfused`). Later calls use ``in_place`` where they write outputs
+    over inputs.
     """
 
     def __init__(
-        self,
-        group: BuiltGroup,
-        unfused: Callable[[Sequence[Any]], tuple[Any, Fused]],
-        namespace: dict[str, Any],
-        name: str,
-        tally: Tally,
-        debug: bool,
-        in_place: Fused | None = None,
+        self, group: BuiltGroup, unfused: Callable[[Sequence[Any]], tuple[Any, Fused]], namespace: dict[str, Any],
+        name: str, tally: Tally, debug: bool, in_place: Fused | None = None
     ) -> None:
         self._group = group
         self._later = group.call if in_place is None else in_place

@@ -39,9 +39,8 @@ class Roles:
 def argument_roles(module: fx.GraphModule, stationary: Collection[int]) -> Roles:
     """The roles of a traced module's arguments.
 
-    Args:
-        module: Pre-dispatch ATen, with fake values in ``meta["val"]``.
-        stationary: Positions of tensors to keep: those that stay where they are, and those that the graph writes.
+    The module is pre-dispatch ATen, with fake values in ``meta["val"]``. Tensors at ``stationary`` positions are kept:
+    those that stay where they are, and those that the graph writes.
     """
     kept, copied, sizes, shaped = [], [], [], []
     for position, node in enumerate(module.graph.find_nodes(op="placeholder")):

@@ -262,9 +262,7 @@ def _with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
 # -- groups -----------------------------------------------------------------------------------------------
 
 
-def _groups(
-    session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally
-) -> Iterator[GroupPlan]:
+def _groups(session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally) -> Iterator[GroupPlan]:
     backends = {backend.name: backend for backend in session.backends}
     unavailable: Mapping[str, str | None] = {name: backend.unavailable() for name, backend in backends.items()}
     usable = tuple(backend for backend in session.backends if not unavailable[backend.name])

@@ -96,10 +96,8 @@ class Session:
         return min(first, second, key=lambda spec: (len(spec.problems), spec.noise))
 
     def planner(
-        self,
-        tuner: Tuner | None = None,
-        on_region: Callable[[str, int, int], None] | None = None,
-        learner: RunningCalibration | None = None,
+        self, tuner: Tuner | None = None, on_region: Callable[[str, int, int], None] | None = None,
+        learner: RunningCalibration | None = None
     ) -> Planner:
         """A planner over :attr:`store`."""
         return Planner(
@@ -112,12 +110,7 @@ class Session:
     ) -> Tuner:
         """A tuner for this device; close it when done.
 
-        Args:
-            budget: What one subject may cost.
-            seed: Seed of the search.
-            progress: Told about every step.
-            account: Where its time is booked.
-            executor: Where its jobs run, left open; worker processes of its own by default.
+        ``executor`` is where its jobs run, left open; by default worker processes of its own.
 
         Raises:
             CompilerMissingError: No kernel back end can be used here.
@@ -166,11 +159,8 @@ def open_session(
 ) -> Session:
     """Open the database and recognise the device; nothing is measured.
 
-    Args:
-        device_type: ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is a device).
-        database: File or SQLAlchemy URL; None for the user's default file.
-        settings: What plans are made for.
-        mode: How the database is opened; one in mode ``"read"`` never raises.
+    The device is ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is one). ``database`` is a file or SQLAlchemy
+    URL, None for the user's default file; one in mode ``"read"`` never raises.
 
     Raises:
         DeviceError: There is no such device here.

@@ -36,12 +36,9 @@ class LayeredDatabase:
 
     A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last.
 
-    Args:
-        user: The user's database.
-        shipped: Export files; None for those of the package. They are read when a look-up first needs them, once per
-            process; an unreadable one is skipped with a warning.
-        versions: Software versions of this process.
-        since: What was stored before this time (ISO 8601) is stale; "" for nothing.
+    ``shipped`` are export files, None for those of the package. They are read when a look-up first needs them, once per
+    process; an unreadable one is skipped with a warning. What was stored before ``since`` (ISO 8601) is stale; "" for
+    nothing.
     """
 
     def __init__(

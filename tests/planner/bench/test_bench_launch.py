@@ -16,6 +16,7 @@ import pytest
 import report_samples as samples
 import torch
 from graphs import Builder
+from inline_executor import InlineExecutor
 
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.bench import launch
@@ -164,7 +165,7 @@ def test_a_region_that_cannot_be_planned_costs_only_itself(session: Session, mon
     one = cell("swiglu", "3x33", "float32")
     said: list[str] = []
     monkeypatch.setattr(inputs, "trace_cell", lambda *_: (SimpleNamespace(graph=graph), {}))
-    with make_pool("cpu") as pool:
+    with InlineExecutor() as pool:
         bench_patterns._tune(session, _BRIEFLY, [one], pool, said)
     (failure,) = said
     assert failure.startswith(f"{one.key}: ") and "ZeroDivisionError: no groups" in failure
@@ -180,7 +181,7 @@ def test_what_would_fail_for_every_cell_is_raised(
 
     monkeypatch.setattr(Planner, "_decide", fails)
     one, said = cell("swiglu", "3x33", "float32"), list[str]()
-    with make_pool("cpu") as pool, pytest.raises(type(error), match="no space left"):
+    with InlineExecutor() as pool, pytest.raises(type(error), match="no space left"):
         bench_patterns._tune(session, _BRIEFLY, [one], pool, said)
     assert said == []
 

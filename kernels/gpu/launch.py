@@ -26,9 +26,7 @@ Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
 class Variant:
     """Assumptions a binary is compiled under.
 
-    Attributes:
-        wide: Index arithmetic in 64 bits.
-        aligned: Every buffer starts at a multiple of 16 bytes.
+    ``wide``: index arithmetic in 64 bits. ``aligned``: every buffer starts at a multiple of 16 bytes.
     """
 
     wide: bool = False

@@ -42,14 +42,9 @@ class PatternRow(BenchRow):
 
     ``subject`` is the pattern, ``workload`` its shape; ``bytes`` and what follows are of our plan for the cell.
 
-    Attributes:
-        bytes: What has to be moved.
-        kernels: Launches.
-        config: Back ends and configurations.
-        registers: Registers of a thread of each kernel.
-        measured_at: When, UTC.
-        in_place: The contestant writes results over operands.
-        predicted_us: Of ours, in the mode that its plans are made for: what the cost model says of the plan.
+    ``bytes`` have to be moved, in ``kernels`` launches; ``measured_at`` is UTC. ``in_place`` says that the contestant
+    writes results over operands. ``predicted_us`` is what the cost model says of our plan, in the mode that its plans
+    are made for.
     """
 
     dtype: str = ""

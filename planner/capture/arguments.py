@@ -52,10 +52,8 @@ class Storages:
 class Bound:
     """Arguments by role.
 
-    Attributes:
-        operands: The tensors, in schema order.
-        attrs: Every other argument by schema name, as data.
-        written: Those operands that the op writes to.
+    ``operands`` are the tensors, in schema order, ``written`` those of them that the op writes to; ``attrs`` are all
+    other arguments by schema name, as data.
     """
 
     operands: tuple[TracedTensor, ...]

@@ -26,10 +26,7 @@ _ALIASES = {"cast": "to", "rmsnorm": "rms_norm", "layernorm": "layer_norm", "con
 class SubGraph:
     """A graph of ops over named values.
 
-    Attributes:
-        nodes: The ops, in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
-        input_names: Values given by the caller.
-        output_names: Values wanted back.
+    The ops are in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
 
     >>> swiglu = SubGraph(
     ...     (OpNode("silu", ("gate",), ("act",)), OpNode("mul", ("act", "up"), ("out",))), ("gate", "up"), ("out",)

@@ -24,10 +24,7 @@ class Choice:
 class Implementations:
     """The ways to run groups on a device.
 
-    Attributes:
-        aten: Runs every single op.
-        kernel: Runs what lowers.
-        libraries: Run the groups that they do not refuse.
+    ``aten`` runs every single op, ``kernel`` what lowers; ``libraries`` run the groups that they do not refuse.
     """
 
     aten: Implementation

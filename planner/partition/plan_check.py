@@ -34,11 +34,7 @@ class RefusedPlanError(Exception):
 class PlanCheck:
     """Checks the plans of a static graph's regions.
 
-    Attributes:
-        book: The graph's groups.
-        backends: By whom a group may be compiled.
-        target: For what.
-        libraries: The library calls that there are.
+    ``libraries`` are the library calls that there are.
     """
 
     book: GroupBook

@@ -22,10 +22,9 @@ from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
 class AttentionRewrites:
     """How many attention calls of a trace were rewritten, and how.
 
-    Attributes:
-        grouped_queries: Read keys and values without a copy for every query head.
-        dropped_masks: Had a mask that is constant, and causal or true everywhere.
-        added_masks: Take their boolean mask as numbers, which are computed once for all of them.
+    ``grouped_queries`` read keys and values without a copy for every query head; ``dropped_masks`` had a mask that is
+    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers, computed once for all
+    of them.
     """
 
     grouped_queries: int = 0

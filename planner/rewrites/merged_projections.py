@@ -45,9 +45,7 @@ Pack: TypeAlias = Callable[[Sequence[int], Sequence[int]], str | None]
 class MergedProjections:
     """What was done with the linear ops of a trace.
 
-    Attributes:
-        merged: Groups of linear ops that are one op now.
-        refused: Groups that stay as they were, by reason.
+    Groups of linear ops that are one op now, and by reason those that stay as they were.
     """
 
     merged: int = 0

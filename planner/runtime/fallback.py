@@ -48,10 +48,7 @@ class GroupPlan:
 class CallPlan:
     """Ops that a library's call runs in the place of ATen's.
 
-    Attributes:
-        ops: Names of the ops in the dataflow graph.
-        library: The call.
-        label: Short name for people.
+    ``ops`` are their names in the dataflow graph; ``label`` is for people.
     """
 
     ops: tuple[str, ...]
@@ -72,11 +69,8 @@ class BuiltCall:
 class BuiltGroup:
     """A group with its kernel.
 
-    Attributes:
-        plan: The group.
-        lowered: What the kernel was made of.
-        call: Calls it; allocates its outputs.
-        kernel: The kernel itself, where some outputs can lie in inputs.
+    The kernel was made of ``lowered``. ``call`` calls it and allocates its outputs; ``kernel`` is the kernel itself,
+    where some outputs can lie in inputs.
     """
 
     plan: GroupPlan

@@ -40,10 +40,8 @@ _WARNED: set[str] = set()
 class Resolved:
     """The plans found for a graph.
 
-    Attributes:
-        regions: One per planned occurrence of a region; regions left unfused are not in it.
-        groups: Their groups that generated kernels run.
-        calls: Their ops that library calls run.
+    There is one of ``regions`` per planned occurrence; those left unfused are not in it. Generated kernels run
+    ``groups``, library calls ``calls``.
     """
 
     regions: tuple[RegionPlan, ...]

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
 from fuseplan.planner.implementations.aliasing import is_written
 from fuseplan.planner.rewrites.packing import pack_operands
+from fuseplan.planner.rewrites.trace_edit import fake_value
 
 
 class Direct:
@@ -72,14 +73,7 @@ class FakeValues:
 
     def __getitem__(self, node: fx.Node) -> Any:
         source = self._nodes.get(node.meta.get("traced", ""))
-        if source is None:
-            return None
-        value = source.meta.get("val")
-        if value is None and source.target is operator.getitem:
-            whole, number = source.args
-            items = whole.meta.get("val") if isinstance(whole, fx.Node) else None
-            value = items[number] if isinstance(items, Sequence) and isinstance(number, int) else None
-        return value
+        return None if source is None else fake_value(source)
 
 
 # -- examples of operands ---------------------------------------------------------------------------------

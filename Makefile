@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Without an NVIDIA GPU, `make TORCH="torch --index-url https://download.pytorch.org/whl/cpu" ...` saves the CUDA download.
 TORCH ?= torch==2.13.0
+# Processes that run the tests: each holds PyTorch, and starts others.
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: tune test lint types wheel clean
@@ -26,7 +28,7 @@ tune: $(VENV)/.installed
 	$(BIN)/plan report --model llama
 
 test: $(VENV)/.installed-dev lint types
-	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=85
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term --cov-fail-under=85
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 #: Where a region's plan came from.
 Source = Literal["database", "tuned", "model", "unfused"]
@@ -116,13 +116,12 @@ class Tally:
 
     def __init__(self, compile_id: str = "") -> None:
         self.compile_id = compile_id
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self._fallbacks: Counter[str] = Counter()
         self._notes: Counter[str] = Counter()
-        self._seconds = 0.0
         self._lock = threading.Lock()
 
-    def count(self, name: str, number: int = 1) -> None:
+    def count(self, name: str, number: float = 1) -> None:
         """Add to a counter; ``name`` is an attribute of :class:`CompileStats`."""
         with self._lock:
             self._counts[name] += number
@@ -155,22 +154,11 @@ class Tally:
         with self._lock:
             self._notes[reason] += number
 
-    def spent(self, seconds: float) -> None:
-        """Add planning time."""
-        with self._lock:
-            self._seconds += seconds
-
     def snapshot(self) -> CompileStats:
         """The counts as they stand."""
         with self._lock:
-            counts: dict[str, int] = {name: self._counts[name] for name in _COUNTED if name != "lookup_s"}
-            return CompileStats(
-                compile_id=self.compile_id,
-                lookup_s=self._seconds,
-                fallbacks=MappingProxyType(dict(self._fallbacks)),
-                notes=MappingProxyType(dict(self._notes)),
-                **counts,
-            )
+            fallbacks, notes = (MappingProxyType(dict(one)) for one in (self._fallbacks, self._notes))
+            return CompileStats(compile_id=self.compile_id, fallbacks=fallbacks, notes=notes, **self._counts)
 
 
 _TALLIES: list[Tally] = []
@@ -194,19 +182,13 @@ def stats() -> Stats:
 
 def total(compiles: tuple[CompileStats, ...]) -> Stats:
     """Sums over compilations."""
-    fallbacks: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
-    for one in compiles:
-        fallbacks.update(one.fallbacks)
-        notes.update(one.notes)
     sums = {name: sum(getattr(one, name) for one in compiles) for name in _COUNTED}
-    return Stats(
-        compile_id="all",
-        fallbacks=MappingProxyType(dict(fallbacks)),
-        notes=MappingProxyType(dict(notes)),
-        compiles=compiles,
-        **sums,
-    )
+    reasons: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for one in compiles:
+        reasons[0].update(one.fallbacks)
+        reasons[1].update(one.notes)
+    fallbacks, notes = (MappingProxyType(dict(found)) for found in reasons)
+    return Stats(compile_id="all", fallbacks=fallbacks, notes=notes, compiles=compiles, **sums)
 
 
 def reset_stats() -> None:

@@ -9,6 +9,9 @@ import difflib
 import re
 from collections.abc import Iterable
 
+#: Characters of somebody else's message in one of ours.
+_LONGEST = 300
+
 
 class FuseplanError(Exception):
     """Base of the family. The command line prints ``str(error)`` on one line and exits with ``exit_code``.
@@ -20,16 +23,16 @@ class FuseplanError(Exception):
     exit_code = 2
 
 
-def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """Up to ``limit`` known names closest in spelling to ``name``, best first; empty when nothing is close.
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Up to three known names closest in spelling to ``name``, best first; empty when nothing is close.
 
     >>> nearest("lama", ["llama", "gpt2"])
     ['llama']
     """
-    return difflib.get_close_matches(name, sorted(set(known)), n=limit, cutoff=0.5)
+    return difflib.get_close_matches(name, sorted(set(known)), cutoff=0.5)
 
 
-def in_words(error: BaseException, most: int = 300) -> str:
+def in_words(error: BaseException) -> str:
     """What somebody else's error says, for a line of ours: its first sentence, without the names of Python's classes.
 
     >>> in_words(ValueError("Validation error for 'size':\\nTypeError: expected int\\nand more"))
@@ -41,7 +44,7 @@ def in_words(error: BaseException, most: int = 300) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     text = re.sub(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning)\b(?:: ?)?", "", text).strip() or "no reason given"
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 class _UnknownNameError(FuseplanError):

@@ -31,9 +31,8 @@ from fuseplan.kernels.native.build import (
 class CppBackend(Backend):
     """Generated C++ loops, compiled by the system's compiler for this processor.
 
-    Args:
-        cache_dir: Where compiled kernels are kept; the user's cache folder by default.
-        compilers: Names to look for on PATH, in this order.
+    Kernels are kept in ``cache_dir``, by default the user's cache folder; ``compilers`` are looked for on PATH in this
+    order.
     """
 
     name: ClassVar[str] = "cpp"

@@ -129,9 +129,7 @@ class Values:
 
     # -- memory ---------------------------------------------------------------------------------------------
 
-    def pointer(
-        self, name: str, buffer: int, index: Index, storage: str, gather: Gather | None = None
-    ) -> str | None:
+    def pointer(self, name: str, buffer: int, index: Index, storage: str, gather: Gather | None = None) -> str | None:
         """Declaration of the address of column 0 of an index affine in the column; None for the others."""
         if not index.is_affine_in(self.segment.col_axis) or self._gathers_columns(gather):
             return None

@@ -26,9 +26,7 @@ Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
 class Variant:
     """Assumptions a binary is compiled under.
 
-    Attributes:
-        wide: Index arithmetic in 64 bits.
-        aligned: Every buffer starts at a multiple of 16 bytes.
+    ``wide``: index arithmetic in 64 bits. ``aligned``: every buffer starts at a multiple of 16 bytes.
     """
 
     wide: bool = False
@@ -178,9 +176,7 @@ class _Loader:
             with torch.cuda.device(device):
                 self._launch(key, direct, geometry.programs, (*passed, *sizes))
 
-    def _launch(
-        self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]
-    ) -> None:
+    def _launch(self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]) -> None:
         binary = self._binaries.get(key)
         if binary is None:
             binary = self._binaries[key] = self._load(*key)

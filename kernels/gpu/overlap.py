@@ -102,9 +102,7 @@ def overlapped(statements: Sequence[str], config: Config, load: str, store: str)
     next kernel may start at the very beginning (``"early"``), or (``"late"``) just ahead of the first statement that
     stores and that no other load follows. A loop that loads and stores counts as one statement.
 
-    Args:
-        load: How a load is spelled, with its parenthesis.
-        store: How a store is spelled.
+    ``load`` and ``store`` are how these are spelled, with the parenthesis.
     """
     overlap, found = overlap_of(config), list(statements)
     if overlap == "none":

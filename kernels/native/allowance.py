@@ -70,9 +70,8 @@ class Allowance:
 class Activity:
     """What a process and its descendants do.
 
-    Attributes:
-        computed_s: Processor time so far, in seconds.
-        awake: One of them computes, or waits for a processor or a disk; the others sleep, or have ended.
+    ``computed_s`` is processor time so far. ``awake``: one of them computes, or waits for a processor or a disk; the
+    others sleep, or have ended.
     """
 
     computed_s: float

@@ -72,9 +72,8 @@ class LaunchRow:
 class LookupRow:
     """Look-ups while one graph is compiled.
 
-    Attributes:
-        database_us: Microseconds per region in the database.
-        planning_us: Microseconds per region with everything else that finding a plan takes: regions, hashes, groups.
+    ``database_us`` are microseconds per region in the database, ``planning_us`` those with everything else that finding
+    a plan takes: regions, hashes, groups.
     """
 
     subject: str

@@ -16,9 +16,7 @@ from fuseplan.planner.peers.contestant import OURS
 class RowLog:
     """Rows of a bench in a CSV file that is complete after every cell, so that an interrupted bench keeps them.
 
-    Args:
-        path: The file.
-        resume: Go on with the rows that are there; otherwise they are replaced.
+    With ``resume`` it goes on with the rows that are there; otherwise they are replaced.
 
     Raises:
         ConfigError: The file's columns are not those of this version.

@@ -42,14 +42,9 @@ class PatternRow(BenchRow):
 
     ``subject`` is the pattern, ``workload`` its shape; ``bytes`` and what follows are of our plan for the cell.
 
-    Attributes:
-        bytes: What has to be moved.
-        kernels: Launches.
-        config: Back ends and configurations.
-        registers: Registers of a thread of each kernel.
-        measured_at: When, UTC.
-        in_place: The contestant writes results over operands.
-        predicted_us: Of ours, in the mode that its plans are made for: what the cost model says of the plan.
+    ``bytes`` have to be moved, in ``kernels`` launches; ``measured_at`` is UTC. ``in_place`` says that the contestant
+    writes results over operands. ``predicted_us`` is what the cost model says of our plan, in the mode that its plans
+    are made for.
     """
 
     dtype: str = ""
@@ -70,7 +65,6 @@ class PatternBench:
     peers: Sequence[str]
     modes: Sequence[str]
     seconds: float
-    seed: int = 0
     _timers: dict[str, Timer] = field(default_factory=dict)
     _hopeless: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -92,7 +86,7 @@ class PatternBench:
         device = self.session.target.device_type
         traced, specs = trace_cell(cell, device)
         with torch.no_grad():
-            inputs = make_inputs(traced, specs, device, self.seed)
+            inputs = make_inputs(traced, specs, device)
             case, plan = plan_case(self.session, cell, traced, tuple(specs), inputs)
             common: dict[str, Any] = {"workload": cell.size, "subject": cell.pattern, "key": cell.key}
             own: dict[str, Any] = {

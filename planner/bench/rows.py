@@ -61,8 +61,7 @@ class _Prepared(Timer):
 
 
 def fair_contest(
-    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float,
-    own: Mapping[str, Operands] | None = None,
+    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, own: Mapping[str, Operands] | None = None
 ) -> tuple[Contest | None, dict[str, str]]:
     """Time all contestants in interleaved rounds: the samples (None when nobody is left), and why the others failed.
 

@@ -52,10 +52,8 @@ class Storages:
 class Bound:
     """Arguments by role.
 
-    Attributes:
-        operands: The tensors, in schema order.
-        attrs: Every other argument by schema name, as data.
-        written: Those operands that the op writes to.
+    ``operands`` are the tensors, in schema order, ``written`` those of them that the op writes to; ``attrs`` are all
+    other arguments by schema name, as data.
     """
 
     operands: tuple[TracedTensor, ...]
@@ -70,11 +68,7 @@ _HARMLESS = frozenset(("aten.detach_.default", "aten.requires_grad_.default"))
 def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: SizeNames) -> Bound:
     """Bind by schema; defaults are filled in, and what only says where to allocate is left out.
 
-    Args:
-        op: Name of the overload.
-        args: Positional arguments; tensors as :class:`TracedTensor`.
-        kwargs: Keyword arguments.
-        names: Renames dynamic sizes.
+    Tensors among the arguments are :class:`TracedTensor`.
     """
     operands: list[TracedTensor] = []
     attrs: dict[str, Any] = {}

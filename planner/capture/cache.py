@@ -84,9 +84,7 @@ def _capture_to_disk(
     cached_capture(source, workload, device_type, folder, pack_weights)
 
 
-def _path(
-    source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool
-) -> Path:
+def _path(source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool) -> Path:
     return (folder or default_folder()) / f"{capture_key(source, workload, device_type, pack_weights)}.json"
 
 

@@ -53,9 +53,7 @@ def correct_layouts(module: fx.GraphModule) -> None:
 def laid_out(run: Callable[..., Any], trace: fx.GraphModule) -> Callable[..., Any]:
     """A graph whose fake results have the strides that its corrected trace says: the next graph is called with them.
 
-    Args:
-        run: Runs the graph on fake tensors.
-        trace: Its trace after :func:`correct_layouts`.
+    ``run`` runs the graph on fake tensors; ``trace`` has gone through :func:`correct_layouts`.
     """
     expected = [value_of(leaf) for leaf in pytree.tree_leaves(trace.graph.output_node().args)]
 

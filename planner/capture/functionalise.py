@@ -30,10 +30,7 @@ def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | No
 def is_read_later(written: Iterable[fx.Node], by: fx.Node, known: Mapping[fx.Node, object]) -> bool:
     """Whether one of the nodes that stand for an operand is used after the op ``by`` writes to it.
 
-    Args:
-        written: The nodes.
-        by: The op.
-        known: Holds every node before ``by`` in the trace.
+    ``known`` holds every node before ``by`` in the trace.
     """
     return any(user is not by and user not in known for node in written for user in node.users)
 

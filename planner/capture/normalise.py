@@ -79,15 +79,9 @@ MODE_SWITCHES = (
     torch.amp.autocast_mode._exit_autocast,
 )
 #: Run-time checks: they compute nothing either.
-_CHECKS = frozenset(
-    (
-        "_assert_async",
-        "_assert_scalar",
-        "_assert_tensor_metadata",
-        "sym_constrain_range",
-        "sym_constrain_range_for_size",
-    )
-)
+_CHECKS = frozenset({
+    "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size",
+})
 _DROPOUTS = frozenset(f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout"))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import networkx as nx
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,10 +26,7 @@ _ALIASES = {"cast": "to", "rmsnorm": "rms_norm", "layernorm": "layer_norm", "con
 class SubGraph:
     """A graph of ops over named values.
 
-    Attributes:
-        nodes: The ops, in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
-        input_names: Values given by the caller.
-        output_names: Values wanted back.
+    The ops are in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
 
     >>> swiglu = SubGraph(
     ...     (OpNode("silu", ("gate",), ("act",)), OpNode("mul", ("act", "up"), ("out",))), ("gate", "up"), ("out",)
@@ -63,39 +61,29 @@ class SubGraph:
 
 
 def _in_order(graph: SubGraph) -> list[OpNode]:
-    producer: dict[str, OpNode] = {}
-    for node in graph.nodes:
+    producer: dict[str, int] = {}
+    for number, node in enumerate(graph.nodes):
         for value in node.outputs:
             if value in producer or value in graph.input_names:
                 raise GraphError(f"value {value!r} is produced twice; give every op its own output names")
-            producer[value] = node
+            producer[value] = number
     for value in graph.output_names:
         if value not in producer and value not in graph.input_names:
             raise GraphError(f"output {value!r} is produced by no op; known values: {_listed(producer)}")
-    ordered: list[OpNode] = []
-    waiting = list(graph.nodes)
-    known = set(graph.input_names)
-    while waiting:
-        later = []
-        for node in waiting:  # an order that is right already is kept
-            if known.issuperset(node.inputs):
-                ordered.append(node)
-                known.update(node.outputs)
-            else:
-                later.append(node)
-        if len(later) == len(waiting):
-            raise _unorderable(waiting, producer, known)
-        waiting = later
-    return ordered
-
-
-def _unorderable(waiting: Sequence[OpNode], producer: Mapping[str, OpNode], known: set[str]) -> GraphError:
-    for node in waiting:
+    order: nx.DiGraph[int] = nx.DiGraph()
+    order.add_nodes_from(range(len(graph.nodes)))
+    for reader, node in enumerate(graph.nodes):
         for value in node.inputs:
-            if value not in producer and value not in known:
-                known_values = _listed([*known, *producer])
-                return GraphError(f"op {node.op} reads {value!r}, which nothing produces; known values: {known_values}")
-    return GraphError(f"the graph has a cycle through {_listed(node.name for node in waiting)}")
+            if value in producer:
+                order.add_edge(producer[value], reader)
+            elif value not in graph.input_names:
+                known = _listed([*graph.input_names, *producer])
+                raise GraphError(f"op {node.op} reads {value!r}, which nothing produces; known values: {known}")
+    try:  # an order that is right already is kept
+        return [graph.nodes[number] for number in nx.lexicographical_topological_sort(order)]
+    except nx.NetworkXUnfeasible:
+        cycle = _listed(graph.nodes[before].name for before, _ in nx.find_cycle(order))
+        raise GraphError(f"the graph has a cycle through {cycle}") from None
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -164,10 +152,7 @@ def _short_names() -> list[str]:
 def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:
     """Trace and normalise a hand-built graph, as the back end does with a model; nothing is computed.
 
-    Args:
-        graph: The graph.
-        specs: Layout of every input.
-        device: Where the inputs would be.
+    ``specs`` has the layout of every input, ``device`` says where they would be.
 
     Raises:
         GraphError: The graph is malformed.

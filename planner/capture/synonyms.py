@@ -18,13 +18,9 @@ from fuseplan.planner.graph.dataflow import TensorSpec
 class Call:
     """An ATen call under normalisation.
 
-    Attributes:
-        op: Name of the overload.
-        inputs: Names of the tensor operands.
-        attrs: Every other argument by schema name.
-        source: Spec of the first operand; None for an op without operands.
-        result: Spec of the first result.
-        moves: True when the first operand and the result are on different devices.
+    ``inputs`` name the tensor operands; ``attrs`` are all other arguments by schema name. ``source`` is the spec of the
+    first operand (None for an op without any), ``result`` that of the first result; ``moves`` says that they are on
+    different devices.
     """
 
     op: str
@@ -35,26 +31,15 @@ class Call:
     moves: bool
 
 
-_CASTS = frozenset(
-    (
-        "aten.to.dtype",
-        "aten.to.device",
-        "aten.to.dtype_layout",
-        "aten.to.other",
-        "aten.type_as.default",
-        "aten._to_copy.default",
-    )
-)
-_VIEWS = frozenset(("aten.view.default", "aten.view_as.default"))
-_RESHAPES = frozenset(
-    (
-        "aten.reshape.default",
-        "aten.reshape_as.default",
-        "aten._unsafe_view.default",
-        "aten.flatten.using_ints",
-        "aten.unflatten.int",
-    )
-)
+_CASTS = frozenset({
+    "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default",
+    "aten._to_copy.default",
+})
+_VIEWS = frozenset({"aten.view.default", "aten.view_as.default"})
+_RESHAPES = frozenset({
+    "aten.reshape.default", "aten.reshape_as.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
+    "aten.unflatten.int",
+})
 _EXPANDS = frozenset(("aten.expand.default", "aten.expand_as.default"))
 
 

@@ -38,10 +38,8 @@ from fuseplan.planner.rewrites.merged_projections import merge_projections
 class Captured:
     """The graphs of one model under one workload.
 
-    Attributes:
-        graphs: One per graph that Dynamo makes, in call order; a model without graph breaks has one.
-        workload: The sizes it was captured for.
-        traces: The same graphs with their fx modules; empty when the capture came from a file.
+    Dynamo makes one graph or, with graph breaks, several in call order. ``traces`` are the same with their fx modules;
+    empty when the capture came from a file.
     """
 
     graphs: tuple[DataflowGraph, ...]
@@ -70,10 +68,8 @@ COMPOSED: tuple[torch._ops.OpOverload, ...] = (
 
 
 def trace_predispatch(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    grouped_queries: bool | None = None,
-    attention_masks: bool = True,
+    module: fx.GraphModule, example_inputs: Sequence[Any], grouped_queries: bool | None = None,
+    attention_masks: bool = True
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 

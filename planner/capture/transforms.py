@@ -35,9 +35,7 @@ _LOADS = "lazy_load_decompositions"
 def without_transforms(module: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
     """``module`` itself, or a copy without functorch levels and checkpoints. Call it under the graph's fake mode.
 
-    Args:
-        module: A graph of Dynamo's.
-        arguments: Fake values of its inputs.
+    ``arguments`` are fake values of its inputs.
     """
     sections = list(_sections(module.graph))
     if not sections and not any(_is_checkpoint(node) for node in module.graph.nodes):
@@ -103,9 +101,7 @@ class _Rewrite:
 _HOLDING = ("get_attr", "call_module")
 
 
-def _joined(
-    graph: fx.Graph, sections: Sequence[list[fx.Node]], values: Mapping[fx.Node, Any]
-) -> list[list[fx.Node]]:
+def _joined(graph: fx.Graph, sections: Sequence[list[fx.Node]], values: Mapping[fx.Node, Any]) -> list[list[fx.Node]]:
     """Sections with what lies between them where a wrapper made in one is read in the other (a Jacobian's parts)."""
     order = {node: at for at, node in enumerate(graph.nodes)}
     joined: list[list[fx.Node]] = []

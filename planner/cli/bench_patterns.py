@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 
     from fuseplan.planner.bench.log import RowLog
     from fuseplan.planner.bench.patterns import PatternBench
-    from fuseplan.planner.bench.tune_cells import CellTuner
     from fuseplan.planner.patterns.cells import Cell
     from fuseplan.planner.tuning.session import Session
+    from fuseplan.search.workers.worker import Executor
 
 #: What the headline patterns are said to gain over eager.
 _HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
@@ -107,19 +106,16 @@ def launch(session: Session, wanted: Wanted) -> None:
     from fuseplan.planner.bench import launch as bench
     from fuseplan.planner.bench.rows import bench_frame
     from fuseplan.planner.patterns.cells import cell
+    from fuseplan.search.tune.tuner import make_pool
 
     named = bool(wanted.patterns or wanted.shapes)
     cells = _named_cells(wanted) if named else [cell(name, shape, wanted.dtype) for name, shape in _LAUNCHES]
-    session, tuner = _tuner(session, wanted)
     said: list[str] = []
-    with console(stderr=True).status("measuring launches") as status:
-        with tuner as tuning:
-            for one in cells:
-                if tuning is not None:
-                    status.update(f"{one.key}: tuning")
-                    _tune(tuning, one, said)
-        # Not before the tuner's processes are gone: they may still be compiling.
-        status.update("timing look-ups and launches")
+    session = _measured(session, wanted)
+    with make_pool(session.target.device_type) as pool:
+        _tune(session, wanted, cells, pool, said)
+    # Not before the pool's processes are gone: they may still be compiling.
+    with console(stderr=True).status("timing look-ups and launches"):
         lookups = [bench.bench_lookup(session, one) for one in cells]
         calls = bench.bench_launch(session, cells, wanted.seconds)
     frames = {"calls": bench_frame(calls), "lookups": bench_frame(lookups)}
@@ -175,66 +171,67 @@ def _fill(
 ) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
     from fuseplan.planner.peers.compile_ahead import CompilePool
+    from fuseplan.search.tune.tuner import make_pool
     from fuseplan.search.workers.worker import usable_cores
 
     deadline = time.monotonic() + 60 * wanted.minutes if wanted.minutes is not None else math.inf
     kind = session.target.device_type
     processes = wanted.processes if wanted.processes is not None else usable_cores() if kind == "cuda" else 0
-    session, tuner = _tuner(session, wanted)
+    session = tuned = _measured(session, wanted)
     bench = replace(bench, session=session)
     batches = [list(group) for _, group in groupby(cells, lambda cell: cell.pattern)]
     done = 0
-    with (
-        tuner as tuning,
-        CompilePool(kind, bench.peers, processes) as pool,
-        console(stderr=True).status("measuring") as status,
-    ):
+    with make_pool(kind) as workers, CompilePool(kind, bench.peers, processes) as pool:
         for batch in batches:
             if time.monotonic() >= deadline:
                 break
-            status.update(f"{batch[0].pattern}: compiling what it is compared with in {processes} processes")
-            said += [f"compiling beforehand failed: {failure}" for failure in pool.compile(batch)]
-            if tuning is not None:
-                tuning.look_ahead(batch)
-            for cell in batch:
-                if time.monotonic() >= deadline:
-                    break
-                where = f"cell {done + 1} of {len(cells)}: {cell.key}"
-                if tuning is not None:
-                    status.update(f"{where}: tuning")
-                    _tune(tuning, cell, said)
-                status.update(f"{where}: measuring")
-                log.add(bench.rows(cell))
-                done += 1
+            with console(stderr=True).status(f"{batch[0].pattern}: compiling peers in {processes} processes"):
+                said += [f"compiling beforehand failed: {failure}" for failure in pool.compile(batch)]
+            tuned = _tune(tuned, wanted, batch, workers, said)
+            with console(stderr=True).status("measuring") as status:
+                for cell in batch:
+                    if time.monotonic() >= deadline:
+                        break
+                    status.update(f"cell {done + 1} of {len(cells)}: measuring {cell.key}")
+                    log.add(bench.rows(cell))
+                    done += 1
     if done < len(cells):
         said.append(f"stopped after {wanted.minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
 
 
-def _tuner(session: Session, wanted: Wanted) -> tuple[Session, AbstractContextManager[CellTuner | None]]:
-    """The session to measure with, and a context of the tuner: None when nothing is to be tuned."""
-    from fuseplan.planner.bench.tune_cells import CellTuner
+def _measured(session: Session, wanted: Wanted) -> Session:
+    """The session, with a measured device where anything is to be tuned."""
     from fuseplan.planner.cli.tune import ready
+
+    return ready(session) if wanted.tune else session
+
+
+def _tune(session: Session, wanted: Wanted, cells: Sequence[Cell], pool: Executor, said: list[str]) -> Session:
+    """Tune what is not stored of some cells; what cannot be is said, and measured as the cost model plans it.
+
+    Returns the session with the calibration that the new records gave.
+    """
+    from fuseplan.planner.bench.rows import failure
+    from fuseplan.planner.cli.tune import run
+    from fuseplan.planner.peers.inputs import trace_cell
     from fuseplan.search.tune.tuner import Budget
 
-    if not wanted.tune:
-        return session, nullcontext()
-    session = ready(session)
-    return session, CellTuner(session, Budget(trials=wanted.trials, seconds=wanted.tune_seconds))
-
-
-def _tune(tuning: CellTuner, cell: Cell, said: list[str]) -> None:
-    """Tune a cell; what cannot be is said. Such a cell is measured as the cost model plans it."""
-    from fuseplan.planner.bench.rows import failure
-    from fuseplan.planner.errors import CompilerMissingError
-    from fuseplan.search.errors import DatabaseError, MachineFailureError
-
-    try:
-        tuning.tune(cell)
-    except (CompilerMissingError, MachineFailureError, DatabaseError):
-        raise  # every other cell would fail so
-    except Exception as error:
-        said.append(f"{cell.key} could not be tuned: {failure(error)}")
-    said += [str(one) for one in tuning.failures if one.workload == cell.key]
+    budget = Budget(trials=wanted.trials, seconds=wanted.tune_seconds)
+    for pattern, group in groupby(cells if wanted.tune else (), lambda cell: cell.pattern):
+        graphs = []
+        for cell in group:
+            try:
+                graph = trace_cell(cell, session.target.device_type)[0].graph
+            except Exception as error:
+                said.append(f"{cell.key} could not be tuned: {failure(error)}")
+                continue
+            if session.planner().undecided(graph):
+                graphs.append((f"{cell.size} {cell.dtype}", graph))
+        if graphs:
+            result = run(session, f"pattern {pattern}", graphs, budget, executor=pool)
+            said += [f"{pattern} {one}" for one in result.failures]
+            session = result.session
+    return session
 
 
 def _modes(text: str | None, kind: str) -> tuple[str, ...]:

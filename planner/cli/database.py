@@ -25,7 +25,7 @@ def list_records(db: DbOption = None) -> None:
     frame["workload"] = frame["workload"].str.slice(0, 12)
     frame["gain"] = frame["gain"].map("{:.0%}".format)
     spare = ("regime", "created", "device", "backend")
-    print_frame(frame.drop(columns=["numerics", "stale"]), title=database.where, digits=1, spare=spare)
+    print_frame(frame.drop(columns="numerics"), title=database.where, digits=1, spare=spare)
 
 
 @app.command()

@@ -90,10 +90,8 @@ def bind_call(
 class Parameter:
     """One argument of an ATen schema.
 
-    Attributes:
-        is_tensor: Takes a tensor, an optional tensor or a list of them.
-        is_variadic: A plain tensor list after which no tensor comes: it takes the remaining operands.
-        is_written: The op writes to it.
+    ``is_tensor`` says that it takes a tensor, an optional one or a list of them; ``is_variadic`` that it is a plain
+    list after which no tensor comes, so that it takes the remaining operands.
     """
 
     name: str

@@ -23,8 +23,7 @@ _address = torch.Tensor.data_ptr
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Tensors that follow one another in memory as one along the first dimension, a view; None where they do not.
 
-    Args:
-        tensors: One at least, of a rank above 0.
+    There is one tensor at least, of a rank above 0.
     """
     first = tensors[0]
     address = first.data_ptr()
@@ -47,9 +46,7 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(whole.split([one.shape[0] for one in tensors]))
 
 
-def linear_apart(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()
-) -> torch.Tensor:
+def linear_apart(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """One matrix product for each weight, written into its part of the result.
 
     Args:
@@ -85,8 +82,7 @@ class MergedLinear:
     Layers that share a compiled graph call it with their own weights, each set known by its addresses; none is kept
     alive.
 
-    Args:
-        move: Asked once for weights that do not lie side by side; None to leave them.
+    ``move`` is asked once for weights that do not lie side by side; None leaves them.
     """
 
     def __init__(self, move: Move | None = None) -> None:

@@ -18,11 +18,8 @@ from fuseplan.planner.lowering.lower import Lowered, group_nodes
 def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]) -> tuple[Any, Fused]:
     """Run the group's ops; the result, and a function of generated code that does so in later calls.
 
-    Args:
-        traced: The graph.
-        lowered: The kernel that could not be used: results are laid out like its outputs.
-        device_type: Where it runs.
-        args: What the kernel would be called with.
+    Results are laid out like the outputs of ``lowered``, the kernel that could not be used; ``args`` are what it would
+    be called with.
     """
     plain = _generated(traced, lowered, device_type)
     laid_out = _LaidOut(plain, lowered)

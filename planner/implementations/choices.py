@@ -24,10 +24,7 @@ class Choice:
 class Implementations:
     """The ways to run groups on a device.
 
-    Attributes:
-        aten: Runs every single op.
-        kernel: Runs what lowers.
-        libraries: Run the groups that they do not refuse.
+    ``aten`` runs every single op, ``kernel`` what lowers; ``libraries`` run the groups that they do not refuse.
     """
 
     aten: Implementation
@@ -63,13 +60,8 @@ def region_problem(
 ) -> RegionProblem:
     """The choices of a region.
 
-    Args:
-        graph: The graph.
-        region: A region of it, or a part of one.
-        enumeration: The groups that can be kernels.
-        implementations: The ways to run them.
-        book: The graph's groups; without it no library is asked.
-        classify: The classifier the region was found with. Default: the recipes' ``kind_of``.
+    ``enumeration`` has the groups that can be kernels. Without ``book`` no library is asked. ``classify`` is what the
+    region was found with; by default the recipes' ``kind_of``.
     """
     dependencies = region_dependencies(graph, region, classify)
     singles = single_candidates(graph, region, classify)

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
 from fuseplan.planner.implementations.aliasing import is_written
 from fuseplan.planner.rewrites.packing import pack_operands
+from fuseplan.planner.rewrites.trace_edit import fake_value
 
 
 class Direct:
@@ -46,9 +47,7 @@ def fill_namespace(namespace: dict[str, Any]) -> None:
 def bind_calls(graph: fx.Graph, traced: fx.Graph) -> None:
     """Call each ATen op of ``graph`` through the binding that :func:`find_binding` knows for it.
 
-    Args:
-        graph: The graph to change; its nodes name the traced node they stand for (``meta["traced"]``).
-        traced: The trace, whose nodes have fake values.
+    Its nodes name the node of ``traced`` that they stand for (``meta["traced"]``), which has its fake value.
     """
     values = FakeValues(traced)
     for node in graph.nodes:
@@ -74,14 +73,7 @@ class FakeValues:
 
     def __getitem__(self, node: fx.Node) -> Any:
         source = self._nodes.get(node.meta.get("traced", ""))
-        if source is None:
-            return None
-        value = source.meta.get("val")
-        if value is None and source.target is operator.getitem:
-            whole, number = source.args
-            items = whole.meta.get("val") if isinstance(whole, fx.Node) else None
-            value = items[number] if isinstance(items, Sequence) and isinstance(number, int) else None
-        return value
+        return None if source is None else fake_value(source)
 
 
 # -- examples of operands ---------------------------------------------------------------------------------
@@ -135,10 +127,7 @@ _STANDINS: dict[tuple[str, str], Direct] = {}
 def find_binding(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Direct | None:
     """A function that does exactly what ``target`` does when called with arguments of this kind, None without one.
 
-    Args:
-        target: The operator.
-        args, kwargs: Arguments as it would get them: tensors on the meta device, which are not touched by an operator
-            that only reads.
+    Tensors among the arguments are on the meta device; an operator that only reads does not touch them.
     """
     if not _is_eligible(target, args, kwargs):
         return None

@@ -17,10 +17,7 @@ from fuseplan.search.tune.tuner import Tuner
 class GeneratedKernel:
     """Runs what lowers (implements :class:`~fuseplan.planner.implementations.implementation.Implementation`).
 
-    Attributes:
-        backends: Who may compile it, in order of preference.
-        target: For what.
-        mode: How kernels are launched.
+    ``backends``, in order of preference, may compile it for ``target``.
     """
 
     backends: tuple[Backend, ...] = field(default=(), compare=False, repr=False)

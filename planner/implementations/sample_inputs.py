@@ -45,13 +45,8 @@ def sample_inputs(
     logarithm of something that could be negative. Integers are 0 to 7, or what a lookup by them can find; words that
     the chain takes apart have random bits. A table that is only looked up has at most ``MOST_TABLE_ROWS`` rows.
 
-    Args:
-        ir: The kernel.
-        nodes: The chain of ops it stands for.
-        names: Its inputs, in order.
-        specs: Layouts by name.
-        generator: Source of randomness, on the device of the tensors.
-        most: Integers are below this, too; with 1, floats are equal as well.
+    ``nodes`` are the chain of ops that the kernel stands for, ``names`` its inputs in order. Tensors are made on the
+    generator's device. Integers are below ``most``, too; where that is 1, floats are equal as well.
     """
     positive = needs_positive_inputs(nodes)
     divisors, packed, places = (_flowing_into(nodes, one) for one in (_DIVISORS, _PACKED, _PLACES))
@@ -123,12 +118,8 @@ def random_tensor(
 ) -> torch.Tensor:
     """A random tensor with exactly this layout, on the generator's device (elements at one address are equal).
 
-    Args:
-        spec: The layout.
-        generator: Source of randomness.
-        positive: Floats are spread * |N(0, 1)| + 0.1 instead of spread * N(0, 1).
-        below: Integers are at least 0 and less than this; None for all of their type's numbers (as bytes always are).
-        spread: Of the floats.
+    Floats are spread * N(0, 1), or spread * |N(0, 1)| + 0.1 if ``positive``. Integers are at least 0 and less than
+    ``below``; None stands for all of their type's numbers (as bytes always are).
     """
     device = generator.device
     span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))

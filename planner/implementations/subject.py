@@ -160,12 +160,7 @@ def reference_results(
 ) -> list[torch.Tensor]:
     """What a chain of ops gives with every float in float64.
 
-    Args:
-        nodes: The ops.
-        names: Names of the chain's inputs.
-        outputs: Names of the values to return.
-        inputs: A tensor for each name.
-        device: Where to compute when there are no inputs; theirs otherwise.
+    ``names`` are those of the chain's ``inputs``. Without any it is computed on ``device``, else where they are.
     """
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
     where = inputs[0].device.type if inputs else device
@@ -178,13 +173,8 @@ def chain_module(
 ) -> fx.GraphModule:
     """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs, *sizes) -> tuple of outputs``.
 
-    Args:
-        nodes: The ops.
-        inputs: Names of the values that are given.
-        outputs: Names of the values to return.
-        device: Where ops without operands create their result.
-        symbols: Names of the dynamic sizes that are given after the inputs, as a kernel takes them.
-        source: The graph that the sizes are of.
+    ``inputs`` and ``outputs`` are names of values, ``symbols`` of the dynamic sizes that follow the inputs, as a kernel
+    takes them; the sizes are of the graph ``source``. Ops without operands create their result on ``device``.
 
     A node of the graph that computes one value has its name as ``meta["value"]``.
     """

@@ -36,16 +36,11 @@ _PRODUCTS = frozenset({
 })
 
 
-def collapse_views(
-    graph: fx.Graph, traced: fx.Graph, allocated: Allocated, parameters: Collection[int] = ()
-) -> None:
+def collapse_views(graph: fx.Graph, traced: fx.Graph, allocated: Allocated, parameters: Collection[int] = ()) -> None:
     """Make chains of views single calls, share equal ones, and drop what nobody reads then.
 
-    Args:
-        graph: The graph to change; its nodes name the traced node they stand for (``meta["traced"]``).
-        traced: The trace, whose nodes have fake values.
-        allocated: The fused calls.
-        parameters: Positions of graph inputs that are parameters.
+    Nodes name the node of ``traced`` that they stand for (``meta["traced"]``), which has its fake value. ``parameters``
+    are positions of graph inputs.
     """
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes if is_op(node)):
         return  # a tensor's layout is changed under way
@@ -106,9 +101,7 @@ def _certain(root: fx.Node, lies: torch.Tensor) -> _Place:
 class _Places:
     """The places of all tensors of a graph with static sizes; several for a node with several results."""
 
-    def __init__(
-        self, graph: fx.Graph, values: FakeValues, allocated: Allocated, movable: Collection[fx.Node]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, values: FakeValues, allocated: Allocated, movable: Collection[fx.Node]) -> None:
         self._values = values
         self._allocated = allocated
         self._movable = movable

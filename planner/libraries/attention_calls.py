@@ -52,9 +52,8 @@ class AttentionCall:
     """Attention by one back end of PyTorch (implements
     :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
 
-    Attributes:
-        backend: ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``.
-        folded: Query heads of a group are positions of one head.
+    The back end is ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``. ``folded``: query heads of a group are
+    positions of one head.
     """
 
     backend: str

@@ -37,12 +37,8 @@ _TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": None}
 class _Matmul:
     """A matmul with static sizes.
 
-    Attributes:
-        op: Which.
-        left: Layout of ``[..., rows, k]``.
-        right: Layout of ``[..., k, n]``; of a linear's weight ``[n, k]``.
-        at: Numbers of left, right and bias among the group's inputs; None without a bias.
-        device_type: Where it runs.
+    The left operand is ``[..., rows, k]``, the right one ``[..., k, n]`` or a linear's weight ``[n, k]``. ``at`` are
+    the numbers of left, right and bias among the group's inputs; None without a bias.
     """
 
     op: str
@@ -61,9 +57,7 @@ class MatmulCall:
     """A matmul in one of PyTorch's forms (implements
     :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
 
-    Attributes:
-        name: What records call it.
-        form: How it computes.
+    Records call it by its name; ``form`` is how it computes.
     """
 
     name: str

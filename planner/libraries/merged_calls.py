@@ -24,9 +24,7 @@ class MergedCall:
     """A way to run a merged linear op (implements
     :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
 
-    Attributes:
-        name: What records call it.
-        make: Makes ``run(x, weights, biases)`` for one place in a program.
+    Records call it by its name; ``make`` makes ``run(x, weights, biases)`` for one place in a program.
     """
 
     name: str

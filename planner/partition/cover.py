@@ -87,20 +87,14 @@ class Cover:
 
 
 def solve_cover(
-    problem: CoverProblem,
-    margin: float = 0.0,
-    ceiling_s: float = math.inf,
-    break_ties: bool = True,
-    limits: CoverLimits = DEFAULT_LIMITS,
+    problem: CoverProblem, margin: float = 0.0, ceiling_s: float = math.inf, break_ties: bool = True,
+    limits: CoverLimits = DEFAULT_LIMITS
 ) -> Cover:
     """The cheapest acyclic cover.
 
-    Args:
-        problem: What to cover with what.
-        margin: Covers within ``(1 + margin)`` of the least cost count as equally good.
-        ceiling_s: ... but only those that cost no more than this (where any does).
-        break_ties: False returns any cheapest cover, sooner.
-        limits: Sizes past which the cover is found greedily.
+    Covers within ``(1 + margin)`` of the least cost count as equally good, but only those that cost no more than
+    ``ceiling_s`` (where any does). Without ``break_ties`` any cheapest cover is returned, sooner. Past ``limits`` it is
+    found greedily.
 
     Raises:
         ValueError: An op has no option that runs it alone, so a cover may not exist.

@@ -13,19 +13,14 @@ NamedReuse = Mapping[str, tuple[str, ...]]
 
 
 def peak_bytes(
-    graph: DataflowGraph,
-    groups: Sequence[Candidate],
-    escaping: Sequence[str],
-    reuse: Sequence[NamedReuse] | None = None,
+    graph: DataflowGraph, groups: Sequence[Candidate], escaping: Sequence[str],
+    reuse: Sequence[NamedReuse] | None = None
 ) -> int:
     """Largest number of bytes of produced values alive at once.
 
-    Args:
-        graph: The graph.
-        groups: The partition in running order; each allocates its outputs before it runs.
-        escaping: Values that stay alive to the end (the region's outputs).
-        reuse: For each group, which outputs need no memory of their own where an input dies in it. Only values that
-            the groups produce count as inputs that die: of others it is not known here who else needs them.
+    ``groups`` are in running order; each allocates its outputs before it runs. Values that are ``escaping`` stay alive
+    to the end. ``reuse`` says for each group which outputs need no memory of their own where an input dies in it. Only
+    values that the groups produce count as inputs that die: of others it is not known here who else needs them.
     """
     last_use: dict[str, int] = {}
     for step, group in enumerate(groups):

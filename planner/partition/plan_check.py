@@ -34,11 +34,7 @@ class RefusedPlanError(Exception):
 class PlanCheck:
     """Checks the plans of a static graph's regions.
 
-    Attributes:
-        book: The graph's groups.
-        backends: By whom a group may be compiled.
-        target: For what.
-        libraries: The library calls that there are.
+    ``libraries`` are the library calls that there are.
     """
 
     book: GroupBook
@@ -104,9 +100,7 @@ class PlanCheck:
 def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | None = None) -> None:
     """Raise for groups that are no cover.
 
-    Args:
-        groups: The groups of a stored plan.
-        members: Positions that are to be covered; None where the region is not known: any, then.
+    ``members`` are the positions to cover; None where the region is not known: any, then.
 
     Raises:
         RefusedPlanError: A group has no ops, or several and no kernel; a position is covered twice, negative, none of

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import networkx as nx
+
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
@@ -38,14 +40,7 @@ _Placed = TypeVar("_Placed", GroupChoice, Alternative)
 class PlanWriter:
     """Turns the decision for one region, or for a part of one, into a :class:`PlanRecord`.
 
-    Args:
-        key: Identity of the record.
-        book: The graph's groups.
-        region: The region or part that was planned.
-        backends: Kernel back ends, in order of preference.
-        target: What kernels are compiled for.
-        seed: Seed of the search.
-        alternatives: Rejected groups to keep.
+    Of the rejected groups it keeps as many as ``alternatives`` says.
     """
 
     def __init__(
@@ -271,21 +266,15 @@ def _predicted_us(choice: Choice, prices: ModelPrices) -> float:
 
 def in_running_order(graph: DataflowGraph, region: Region, cover: Iterable[Candidate]) -> list[Candidate]:
     """The groups of a cover in an order in which they can run (a cover is acyclic, so there is one)."""
-    waiting = list(cover)
+    listed = list(cover)
     dependencies = region_dependencies(graph, region)
     flow = compute_graph_of(graph, None)
-    names = [flow.names[at] for at in dependencies.members]
-    before: dict[str, set[str]] = {name: set() for name in names}
-    for first, second in dependencies.edges():
-        before[names[second]].add(names[first])
-    done: set[str] = set()
-    ordered: list[Candidate] = []
-    while waiting:
-        ready = next(one for one in waiting if all(before[op] <= done | set(one.ops) for op in one.ops))
-        waiting.remove(ready)
-        ordered.append(ready)
-        done |= set(ready.ops)
-    return ordered
+    home = {op: number for number, group in enumerate(listed) for op in group.ops}
+    of_member = [home[flow.names[at]] for at in dependencies.members]
+    edges = ((of_member[before], of_member[after]) for before, after in dependencies.edges())
+    order = nx.DiGraph((before, after) for before, after in edges if before != after)
+    order.add_nodes_from(range(len(listed)))
+    return [listed[number] for number in nx.lexicographical_topological_sort(order)]
 
 
 def region_label(graph: DataflowGraph, region: Region) -> str:

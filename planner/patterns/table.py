@@ -90,10 +90,7 @@ def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -
 def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, Specs]:
     """A named pattern at one shape: the graph, and the layout of each of its inputs.
 
-    Args:
-        name: A key of :data:`PATTERNS`.
-        shape: Sizes, or their text.
-        dtype: Of its activations; by default the pattern's own.
+    ``shape`` is sizes, or their text; ``dtype`` is that of its activations, by default the pattern's own.
 
     Raises:
         UnknownPatternError, ShapeError: As :func:`inputs_of`.

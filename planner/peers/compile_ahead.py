@@ -29,10 +29,7 @@ _LIMIT_S = 300.0
 class CompilePool:
     """Processes that compile; a context manager. Without any, each cell is compiled when its turn comes.
 
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-        peers: Names of the peers in the bench; those that compile nothing play no part.
-        processes: How many.
+    Of ``peers``, names of those in the bench, the ones that compile nothing play no part.
     """
 
     def __init__(self, device_type: str, peers: Sequence[str], processes: int) -> None:

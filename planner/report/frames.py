@@ -99,12 +99,7 @@ def load_report(
 ) -> ReportData:
     """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
 
-    Args:
-        database: The user's database, or that over the shipped records.
-        device: Identity of the device.
-        spec: The measured device.
-        model: Only what was tuned for this model.
-        regime: ``"eager"`` or ``"graph"``; None for both.
+    ``device`` is its identity; ``regime`` is ``"eager"`` or ``"graph"``, None for both.
 
     Raises:
         PlanError: Nothing is stored for this device, or for this model on it.
@@ -303,23 +298,23 @@ def to_text(frame: pd.DataFrame, style: Literal["csv", "markdown"]) -> str:
     return str(frame.to_csv(index=False)) if style == "csv" else markdown_table(frame)
 
 
-def markdown_table(frame: pd.DataFrame, digits: int = 3) -> str:
-    """A GitHub-flavoured Markdown table; numbers to the right, ``|`` escaped."""
+def markdown_table(frame: pd.DataFrame) -> str:
+    """A GitHub-flavoured Markdown table; numbers to the right with three decimals, ``|`` escaped."""
     numeric = [bool(pd.api.types.is_numeric_dtype(frame[name])) for name in frame.columns]
     lines = [
         "| " + " | ".join(str(name) for name in frame.columns) + " |",
         "| " + " | ".join("---:" if right else "---" for right in numeric) + " |",
     ]
     lines += [
-        "| " + " | ".join(_markdown_cell(value, digits) for value in row) + " |"
+        "| " + " | ".join(_markdown_cell(value) for value in row) + " |"
         for row in frame.itertuples(index=False)
     ]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_cell(value: object, digits: int) -> str:
+def _markdown_cell(value: object) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float):
-        return f"{value:.{digits}f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
+        return f"{value:.3f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
     return plain(str(value)).replace("|", "\\|").replace("<", "&lt;")

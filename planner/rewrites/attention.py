@@ -22,10 +22,9 @@ from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
 class AttentionRewrites:
     """How many attention calls of a trace were rewritten, and how.
 
-    Attributes:
-        grouped_queries: Read keys and values without a copy for every query head.
-        dropped_masks: Had a mask that is constant, and causal or true everywhere.
-        added_masks: Take their boolean mask as numbers, which are computed once for all of them.
+    ``grouped_queries`` read keys and values without a copy for every query head; ``dropped_masks`` had a mask that is
+    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers, computed once for all
+    of them.
     """
 
     grouped_queries: int = 0
@@ -38,10 +37,9 @@ def rewrite_attention(
 ) -> AttentionRewrites:
     """Rewrite every attention call of a pre-dispatch trace.
 
-    Args:
-        module: The trace; every node carries its fake value in ``meta["val"]``.
-        grouped_queries: As :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it.
-        masks: Whether to rewrite masks.
+    Every node carries its fake value in ``meta["val"]``. ``grouped_queries`` is as
+    :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it; ``masks`` says whether to rewrite
+    masks.
     """
     dropped = drop_constant_masks(module) if masks else 0
     grouped = fold_grouped_queries(module, grouped_queries)

@@ -51,8 +51,7 @@ def change_call(node: fx.Node, **changes: Any) -> bool:
 def chosen_backend(arguments: dict[str, Any]) -> str:
     """What PyTorch computes a call with on this CUDA device: ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``.
 
-    Args:
-        arguments: :func:`arguments_of` a call, with fake tensors in the place of nodes.
+    The arguments are :func:`arguments_of` a call, with fake tensors in the place of nodes.
 
     PyTorch settles its order of preference when attention is first called, which a trace of attention has done. Sizes
     that are symbols are asked about as they were seen: the answer would tie the graph to them.
@@ -88,8 +87,7 @@ def _as_seen(argument: Any) -> Any:
 def masked_number(arguments: dict[str, Any]) -> float:
     """The number that PyTorch itself would add where a boolean mask is false; rows of nothing else depend on it.
 
-    Args:
-        arguments: As :func:`chosen_backend` takes them.
+    The arguments are as :func:`chosen_backend` takes them.
     """
     is_finite = torch.__version__ < _FINITE_BEFORE and chosen_backend(arguments) == "cudnn"
     return _FINITE if is_finite else -torch.inf

@@ -66,9 +66,7 @@ class _Shared:
 def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> int:
     """Rewrite attention over shared keys and values in a pre-dispatch trace; how many calls there were.
 
-    Args:
-        module: The trace; every node carries its fake value in ``meta["val"]``.
-        wanted: Whether to; None where it was measured to pay.
+    Every node carries its fake value in ``meta["val"]``. ``wanted`` is None where it is done if measured to pay.
     """
     if wanted is False:
         return 0

@@ -45,9 +45,7 @@ Pack: TypeAlias = Callable[[Sequence[int], Sequence[int]], str | None]
 class MergedProjections:
     """What was done with the linear ops of a trace.
 
-    Attributes:
-        merged: Groups of linear ops that are one op now.
-        refused: Groups that stay as they were, by reason.
+    Groups of linear ops that are one op now, and by reason those that stay as they were.
     """
 
     merged: int = 0
@@ -76,10 +74,8 @@ def merge_projections(
 ) -> MergedProjections:
     """Make one op of linear ops that read one value, wherever that computes the same.
 
-    Args:
-        module: The trace; every node carries its fake value in ``meta["val"]``.
-        parameters: Positions of those arguments that are parameters.
-        pack: Moves parameters; what it refuses stays as it was. None where there are none to move, but only fakes.
+    Every node carries its fake value in ``meta["val"]``; ``parameters`` are positions of arguments. What ``pack``
+    refuses to move stays as it was; it is None where there is nothing to move, but only fakes.
     """
     graph = module.graph
     places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in parameters}
@@ -137,9 +133,7 @@ def _why_unfit(one: _Linear, places: Collection[fx.Node]) -> str | None:
     return None
 
 
-def _merge(
-    graph: fx.Graph, site: Sequence[_Linear], places: Mapping[fx.Node, int], pack: Pack | None
-) -> str | None:
+def _merge(graph: fx.Graph, site: Sequence[_Linear], places: Mapping[fx.Node, int], pack: Pack | None) -> str | None:
     """Make one op of several; why that cannot be, and then nothing is changed."""
     first, last, x = site[0].node, site[-1].node, site[0].x
     if any(may_write(one, [x]) for one in between(first, last)):

@@ -23,9 +23,8 @@ def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
     What lies so already is left alone. One group is copied at a time, and what it was copied from is freed: at most one
     group lies in memory twice.
 
-    Args:
-        arguments: What a graph is called with, the parameters among it.
-        groups: Positions of parameters of one dtype, device and inner shape; empty ones are passed over.
+    ``groups`` are positions in ``arguments`` of parameters of one dtype, device and inner shape; empty ones are passed
+    over.
 
     Returns:
         Why they do not all lie as wanted; None when they do.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,21 @@ def value_of(node: Any) -> torch.Tensor | None:
     """The fake tensor of a node, None where it is something else."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def fake_value(node: fx.Node) -> Any:
+    """The fake value of a node; where the trace has none for a ``getitem``, the item of what it takes it from."""
+    value = node.meta.get("val")
+    if value is None and node.target is operator.getitem:
+        whole, number = node.args
+        items = whole.meta.get("val") if isinstance(whole, fx.Node) else None
+        value = items[number] if isinstance(items, Sequence) and isinstance(number, int) else None
+    return value
+
+
+def fake_tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that a node stands for."""
+    return [leaf for leaf in pytree.tree_leaves(fake_value(node)) if isinstance(leaf, torch.Tensor)]
 
 
 def static_sizes(node: Any) -> tuple[int, ...] | None:
@@ -54,9 +69,7 @@ def is_pure(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
 
 
-def insert_call(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> fx.Node:
+def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
     """A call at the graph's insertion point, with its fake value."""
     made = graph.call_function(target, args, kwargs or {})
     evaluate_fake(made)
@@ -99,11 +112,8 @@ def follow(
 
     What lies in the same memory must go on doing so in the trace, since that is how writes are seen.
 
-    Args:
-        changed: The node.
-        value: Its other value.
-        corrected: The program stays as it is, whose tensors never had the layout that the trace said.
-        shared: The other value is a part of a larger tensor.
+    With ``corrected`` the program stays as it is, whose tensors never had the layout that the trace said. With
+    ``shared`` the other value is a part of a larger tensor.
 
     Returns:
         None where the program would be another: a shape changes, a view is impossible, or memory whose layout is not
@@ -127,8 +137,7 @@ def follow(
 class _Moved:
     """What is found on the way from a changed node to what reads it.
 
-    Attributes:
-        values: New fake values.
+    ``values`` are its new fake values.
     """
 
     def __init__(self, corrected: bool) -> None:

@@ -8,18 +8,18 @@ with one of these; and what an op without a schema touches.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
 from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions, choose_reuse
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 #: Library calls whose result is always new memory. (Their schemas alone do not say so: ``dropout``'s promises a new
 #: tensor, and gives its operand back in inference.)
@@ -34,20 +34,15 @@ _HARMLESS = (operator.getitem, *MODE_SWITCHES)
 
 
 def plan_reuse(
-    graph: fx.Graph,
-    traced: Traced,
-    options: Mapping[Callable[..., Any], ReuseOptions],
-    donated: Collection[int] = (),
-    overwritten: Mapping[Any, Reuse] = MappingProxyType({}),
+    graph: fx.Graph, traced: Traced, options: Mapping[Callable[..., Any], ReuseOptions],
+    donated: Collection[int] = (), overwritten: Mapping[Any, Reuse] = MappingProxyType({}),
 ) -> dict[Callable[..., Any], Reuse]:
     """For each fused call that can, which of its outputs take the memory of which inputs.
 
-    Args:
-        graph: The graph with groups placed, as :func:`fuseplan.planner.runtime.placement.fused_graph` returns it.
-        traced: What it was made of.
-        options: By target of a fused call, what its kernel allows.
-        donated: Positions of graph inputs that the caller gives away: nobody else sees their memory, or needs it.
-        overwritten: By target, positions of outputs and of the inputs to which the call writes, and which they are.
+    ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
+    ``options`` say what the kernel of a fused call allows; ``donated`` are positions of graph inputs that the caller
+    gives away: nobody else sees their memory, or needs it. ``overwritten`` says which outputs of a call are inputs that
+    it writes to.
 
     Returns:
         By target, positions of outputs and of the inputs they take; targets that reuse nothing are left out.
@@ -134,7 +129,7 @@ class _Memory:
         traced = self._traced.get(node.meta.get("traced", ""))
         if traced is None:
             return frozenset()  # a fused call with several results: each is a getitem
-        found = {tensor.untyped_storage()._cdata for tensor in _tensors(traced)}
+        found = {tensor.untyped_storage()._cdata for tensor in fake_tensors(traced)}
         if node.op == "call_function" and not self._makes_new(node):
             for source in node.all_input_nodes:  # the trace may show two storages where a call uses one
                 found |= self._storages[source]
@@ -144,14 +139,3 @@ class _Memory:
 def _is_annotated(op: torch._ops.OpOverload) -> bool:
     """Whether an op says that it may return the memory of an operand."""
     return any(one.alias_info is not None for one in op._schema.returns)
-
-
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    """The fake tensors that a traced node stands for."""
-    value = node.meta.get("val")
-    if value is None and node.target is operator.getitem:
-        source, number = node.args
-        assert isinstance(source, fx.Node)
-        whole = source.meta.get("val")
-        value = whole[number] if isinstance(whole, Sequence) and isinstance(number, int) else None
-    yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -40,22 +40,14 @@ AddressReader: TypeAlias = Callable[[tuple[Any, ...]], Hashable]
 
 
 def graphed(
-    function: Callable[..., Any],
-    module: fx.GraphModule,
-    stationary: Collection[int],
-    device_type: str,
-    tally: Tally,
-    copy_outputs: bool = True,
+    function: Callable[..., Any], module: fx.GraphModule, stationary: Collection[int], device_type: str, tally: Tally,
+    copy_outputs: bool = True
 ) -> Callable[..., Any]:
     """``function``, replayed as a CUDA graph where that is possible; itself where it is not, which is counted.
 
-    Args:
-        function: Computes what ``module`` does.
-        module: The traced graph.
-        stationary: Positions of arguments to use where they lie: those that do not move, and those it writes.
-        device_type: Where it runs.
-        tally: Counts recordings, and the reason when there can be none.
-        copy_outputs: False to return memory that the next call overwrites.
+    ``function`` computes what ``module`` does. ``stationary`` are positions of arguments to use where they lie: those
+    that do not move, and those it writes. Without ``copy_outputs`` it returns memory that the next call overwrites.
+    ``tally`` counts recordings, and the reason when there can be none.
     """
     recorder = find_recorder(device_type)
     if recorder is None:
@@ -114,25 +106,13 @@ class _Recording:
 class GraphedCall:
     """A function of tensors and sizes, replayed where it can be.
 
-    Args:
-        function: Takes a graph's arguments; returns a tuple of results.
-        roles: What each argument is.
-        recorder: The device.
-        tally: Counts recordings, and the reason when there can be none.
-        copy_outputs: False to return memory that the next call overwrites.
-        keep: Recordings to keep.
-        read_addresses: A faster :func:`address_reader` for the same roles.
+    ``function`` takes a graph's arguments and returns a tuple of results. ``keep`` recordings are kept;
+    ``read_addresses`` is a faster :func:`address_reader` for the same roles. The others are as in :func:`graphed`.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        roles: Roles,
-        recorder: Recorder,
-        tally: Tally,
-        copy_outputs: bool = True,
-        keep: int = KEPT_RECORDINGS,
-        read_addresses: AddressReader | None = None,
+        self, function: Callable[..., Any], roles: Roles, recorder: Recorder, tally: Tally, copy_outputs: bool = True,
+        keep: int = KEPT_RECORDINGS, read_addresses: AddressReader | None = None
     ) -> None:
         self._function = function
         self._roles = roles

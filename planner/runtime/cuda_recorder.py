@@ -34,11 +34,7 @@ class _Pool:
 
 
 class CudaRecorder:
-    """Records and replays on one device (a :class:`~fuseplan.planner.runtime.cuda_graphs.Recorder`).
-
-    Args:
-        device: Its index.
-    """
+    """Records and replays on one device (a :class:`~fuseplan.planner.runtime.cuda_graphs.Recorder`)."""
 
     def __init__(self, device: int) -> None:
         self._device = device

@@ -45,19 +45,14 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor
 
 
 def fuseplan(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None,
+    mode: str | None = None
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph (registered as ``backend="fuseplan"``).
 
-    Args:
-        gm: The graph.
-        example_inputs: Its inputs: tensors and integers.
-        options: See :class:`~fuseplan.planner.runtime.options.DispatchOptions`.
-        mode: A name of :data:`~fuseplan.planner.runtime.options.MODES`.
+    Example inputs are tensors and integers. For ``options`` see
+    :class:`~fuseplan.planner.runtime.options.DispatchOptions`; ``mode`` is a name of
+    :data:`~fuseplan.planner.runtime.options.MODES`.
 
     Returns:
         A function with the graph's signature. It never fails where the graph itself would not.

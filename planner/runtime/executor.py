@@ -69,16 +69,9 @@ class _Wanted:
 
 
 def executable(
-    traced: Traced,
-    plans: Sequence[GroupPlan],
-    target: Target,
-    tally: Tally,
-    numerics: str = "fp32",
-    debug: bool = False,
-    in_place: bool = True,
-    donated: Collection[int] = (),
-    parameters: Collection[int] = (),
-    calls: Sequence[CallPlan] = (),
+    traced: Traced, plans: Sequence[GroupPlan], target: Target, tally: Tally, numerics: str = "fp32",
+    debug: bool = False, in_place: bool = True, donated: Collection[int] = (), parameters: Collection[int] = (),
+    calls: Sequence[CallPlan] = ()
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``plans`` as kernels.
 
@@ -86,18 +79,10 @@ def executable(
     call of each kernel is guarded (a failure puts the group's ATen ops in its place for good); later calls are direct.
     With ``debug`` the first call also logs how far the kernel is from the ATen ops.
 
-    Args:
-        traced: The graph.
-        plans: Its fused groups.
-        target: The device.
-        tally: Counts what happens.
-        numerics: How kernels round.
-        debug: Compare each kernel with its ATen ops in its first call.
-        in_place: Let outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
-            on, where the back end can do that.
-        donated: Positions of arguments that the caller gives away: their memory may be taken so, too.
-        parameters: Positions of arguments that are parameters.
-        calls: Ops that a library's call runs.
+    With ``in_place``, outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
+    on, where the back end can do that. ``donated`` and ``parameters`` are positions of arguments: those that the caller
+    gives away, whose memory may be taken so, too, and those that are parameters. ``calls`` are ops that a library's
+    call runs.
     """
     built = _build_all(traced, plans, target, tally, numerics, in_place)
     libraries = _build_calls(traced, calls, target, tally)

@@ -48,10 +48,7 @@ class GroupPlan:
 class CallPlan:
     """Ops that a library's call runs in the place of ATen's.
 
-    Attributes:
-        ops: Names of the ops in the dataflow graph.
-        library: The call.
-        label: Short name for people.
+    ``ops`` are their names in the dataflow graph; ``label`` is for people.
     """
 
     ops: tuple[str, ...]
@@ -72,11 +69,8 @@ class BuiltCall:
 class BuiltGroup:
     """A group with its kernel.
 
-    Attributes:
-        plan: The group.
-        lowered: What the kernel was made of.
-        call: Calls it; allocates its outputs.
-        kernel: The kernel itself, where some outputs can lie in inputs.
+    The kernel was made of ``lowered``. ``call`` calls it and allocates its outputs; ``kernel`` is the kernel itself,
+    where some outputs can lie in inputs.
     """
 
     plan: GroupPlan
@@ -93,25 +87,14 @@ class FirstCall:
 
     Outputs are allocated in this call, whatever later ones do: the ATen ops need the inputs when it fails.
 
-    Args:
-        group: The group with its kernel.
-        unfused: Runs its ATen ops on given arguments (:func:`~fuseplan.planner.implementations.aten.run_unfused`).
-        namespace: Where calls look the kernel up, by ``name``.
-        name: Its name there.
-        tally: Counts a failure.
-        debug: Log how far the kernel is from the ATen ops.
-        in_place: What later calls use, when they write outputs over inputs.
+    Calls look the kernel up by ``name`` in ``namespace``. ``unfused`` runs its ATen ops on given arguments
+    (:func:`~fuseplan.planner.implementations.aten.run_unfused`). Later calls use ``in_place`` where they write outputs
+    over inputs.
     """
 
     def __init__(
-        self,
-        group: BuiltGroup,
-        unfused: Callable[[Sequence[Any]], tuple[Any, Fused]],
-        namespace: dict[str, Any],
-        name: str,
-        tally: Tally,
-        debug: bool,
-        in_place: Fused | None = None,
+        self, group: BuiltGroup, unfused: Callable[[Sequence[Any]], tuple[Any, Fused]], namespace: dict[str, Any],
+        name: str, tally: Tally, debug: bool, in_place: Fused | None = None
     ) -> None:
         self._group = group
         self._later = group.call if in_place is None else in_place

@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -19,17 +18,15 @@ from fuseplan.kernels.ir.scalars import float32_bits
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.lowering.recipes import kind_of, written_value
+from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 
 @dataclass(frozen=True)
 class Placement:
     """A group to place.
 
-    Attributes:
-        call: The target of its call; called with the inputs, then the symbols' values.
-        ops: Names of its ops.
-        inputs, outputs: Names of the values it reads and produces.
-        symbols: Names of the dynamic sizes it takes.
+    ``call`` is called with the inputs, then with the values of ``symbols``, the dynamic sizes that it takes. The rest
+    are names of ops and values.
     """
 
     call: Callable[..., Any]
@@ -168,7 +165,7 @@ class _Rewrite:
                 op = self.flow.op(name)
                 return written_value(op) is not None or kind_of(op, self.flow.specs) == "opaque"
         # Run-time checks. What gives a tensor and is not in the graph is dead, though it wrote over its operand.
-        return isinstance(node.target, torch._ops.OpOverload) and node.is_impure() and not _gives_tensor(node)
+        return isinstance(node.target, torch._ops.OpOverload) and node.is_impure() and not fake_tensors(node)
 
     def _ordering_edges(self) -> Iterator[tuple[_Unit, _Unit]]:
         """Ordering edges of the dataflow graph between the units that now run those ops."""
@@ -212,10 +209,6 @@ class _Rewrite:
         for number, value in enumerate(placement.outputs):
             result = call if len(placement.outputs) == 1 else graph.call_function(operator.getitem, (call, number))
             made.setdefault(self._node(value), result)
-
-
-def _gives_tensor(node: fx.Node) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(node.meta.get("val")))
 
 
 def _item_nodes(traced: Traced) -> dict[str, fx.Node]:

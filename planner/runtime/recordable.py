@@ -7,14 +7,15 @@ anything the host computes from data, or on the CPU, would be frozen.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,8 @@ class Roles:
 def argument_roles(module: fx.GraphModule, stationary: Collection[int]) -> Roles:
     """The roles of a traced module's arguments.
 
-    Args:
-        module: Pre-dispatch ATen, with fake values in ``meta["val"]``.
-        stationary: Positions of tensors to keep: those that stay where they are, and those that the graph writes.
+    The module is pre-dispatch ATen, with fake values in ``meta["val"]``. Tensors at ``stationary`` positions are kept:
+    those that stay where they are, and those that the graph writes.
     """
     kept, copied, sizes, shaped = [], [], [], []
     for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
@@ -72,7 +72,7 @@ def why_unrecordable(module: fx.GraphModule, device_type: str = "cuda") -> str |
     for node in module.graph.nodes:
         reason = None
         if node.op == "placeholder" and node.users:
-            if any(fake.device.type != device_type for fake in _tensors(node)):
+            if any(fake.device.type != device_type for fake in fake_tensors(node)):
                 reason = f"argument {node.name} is on the CPU: its value would be frozen"
         elif node.op == "call_function":
             reason = _unrepeatable(node) or _on_host(node, device_type)
@@ -96,7 +96,7 @@ def _unrepeatable(node: fx.Node) -> str | None:
 
 def _on_host(node: fx.Node, device_type: str) -> str | None:
     """Why an op that computes on the CPU gives something else in a replay."""
-    results = list(_tensors(node))
+    results = fake_tensors(node)
     if not isinstance(node.target, torch._ops.OpOverload) or all(one.device.type == device_type for one in results):
         return None
     if any(one.device.type == device_type for one in _operands(node)):
@@ -108,9 +108,5 @@ def _on_host(node: fx.Node, device_type: str) -> str | None:
     return None
 
 
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    yield from (leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor))
-
-
 def _operands(node: fx.Node) -> Sequence[torch.Tensor]:
-    return [fake for operand in node.all_input_nodes for fake in _tensors(operand)]
+    return [fake for operand in node.all_input_nodes for fake in fake_tensors(operand)]

@@ -21,12 +21,7 @@ class NotRecordable(Exception):
 
 
 class StaticInputs:
-    """Memory for the copied arguments of a recording, laid out like those of the call that is recorded.
-
-    Args:
-        args: The arguments of that call.
-        roles: What each of them is.
-    """
+    """Memory for the copied arguments of a recording, laid out like those of the call that is recorded."""
 
     def __init__(self, args: Sequence[Any], roles: Roles) -> None:
         self._positions: list[int] = []
@@ -67,19 +62,14 @@ class Results:
     module holds is itself. Any other lies in memory that the next replay overwrites, and is copied; results that share
     memory still share it.
 
-    Args:
-        outputs: What the function returned while it was recorded.
-        args: What it was recorded with.
-        held: Tensors that the module holds.
-        copy: False to hand out the memory of the recording itself.
+    ``args`` are what the function was recorded with, ``held`` the tensors that the module holds. Without ``copy`` the
+    memory of the recording itself is handed out.
 
     Raises:
         NotRecordable: An output is neither a tensor nor plain data, or reinterprets memory as another dtype.
     """
 
-    def __init__(
-        self, outputs: Any, args: Sequence[Any], held: Iterable[torch.Tensor] = (), copy: bool = True
-    ) -> None:
+    def __init__(self, outputs: Any, args: Sequence[Any], held: Iterable[torch.Tensor] = (), copy: bool = True) -> None:
         if not isinstance(outputs, tuple | list):
             raise NotRecordable(f"the graph returns a {type(outputs).__name__}, not a tuple")
         self._type = type(outputs)

@@ -40,10 +40,8 @@ _WARNED: set[str] = set()
 class Resolved:
     """The plans found for a graph.
 
-    Attributes:
-        regions: One per planned occurrence of a region; regions left unfused are not in it.
-        groups: Their groups that generated kernels run.
-        calls: Their ops that library calls run.
+    There is one of ``regions`` per planned occurrence; those left unfused are not in it. Generated kernels run
+    ``groups``, library calls ``calls``.
     """
 
     regions: tuple[RegionPlan, ...]
@@ -80,7 +78,7 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     if graph.symbols and on_miss != "unfused":
         plans = _dynamic_plans(planner, graph, static, regions, plans)
     groups = tuple(_groups(session, graph, plans, tally))
-    tally.spent(time.perf_counter() - start)
+    tally.count("lookup_s", time.perf_counter() - start)
     return Resolved(tuple(plans), groups, tuple(_calls(graph, plans)))
 
 
@@ -262,9 +260,7 @@ def _with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
 # -- groups -----------------------------------------------------------------------------------------------
 
 
-def _groups(
-    session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally
-) -> Iterator[GroupPlan]:
+def _groups(session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally) -> Iterator[GroupPlan]:
     backends = {backend.name: backend for backend in session.backends}
     unavailable: Mapping[str, str | None] = {name: backend.unavailable() for name, backend in backends.items()}
     usable = tuple(backend for backend in session.backends if not unavailable[backend.name])

@@ -73,9 +73,7 @@ class FusionConfig:
 class FusionScheduler:
     """Plans, builds and runs hand-built graphs. Inference only: results carry no gradient.
 
-    Args:
-        config: How to behave.
-        database: File or SQLAlchemy URL of the tuning database; None for the user's default file.
+    ``database`` is a file or SQLAlchemy URL; None for the user's default file.
     """
 
     def __init__(self, config: FusionConfig | None = None, database: str | Path | None = None) -> None:
@@ -92,9 +90,7 @@ class FusionScheduler:
     def dispatch(self, graph: SubGraph, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Run ``graph``.
 
-        Args:
-            graph: The graph.
-            inputs: A tensor for each of ``graph.input_names``, all on one device.
+        ``inputs`` has a tensor for each of ``graph.input_names``, all on one device.
 
         Returns:
             A tensor for each of ``graph.output_names``.

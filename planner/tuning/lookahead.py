@@ -28,22 +28,14 @@ _INTERVAL_S = 0.0002
 class Lookahead:
     """Prepares regions in order, on a thread of its own. A context manager: leaving it ends the thread.
 
-    Args:
-        make_problem: Enumerates the candidates of a region.
-        make_prices: Prices of a region's choices, out of a book.
-        make_book: A new book for a graph.
-        search: The guided loop over a problem, at given prices: rehearsed with predictions, it shows which groups
-            will be measured.
-        tuner: Where kernels are compiled ahead.
+    ``search`` is the guided loop over a problem at given prices: rehearsed with predictions, it shows which groups will
+    be measured. Their kernels are compiled ahead by ``tuner``.
     """
 
     def __init__(
-        self,
-        make_problem: Callable[[GroupBook, Region], RegionProblem],
-        make_prices: Callable[[GroupBook, Region], ModelPrices],
-        make_book: Callable[[DataflowGraph], GroupBook],
-        search: Callable[[RegionProblem, Prices], object],
-        tuner: Tuner,
+        self, make_problem: Callable[[GroupBook, Region], RegionProblem],
+        make_prices: Callable[[GroupBook, Region], ModelPrices], make_book: Callable[[DataflowGraph], GroupBook],
+        search: Callable[[RegionProblem, Prices], object], tuner: Tuner
     ) -> None:
         self._make_problem = make_problem
         self._make_prices = make_prices

@@ -79,9 +79,9 @@ class Session:
         self.database.put_device(self.device, json.loads(spec.to_json()))
         return replace(self, spec=spec)
 
-    def probed(self, quick: bool = True, progress: ProbeProgress | None = None) -> Session:
-        """Measure the device and store what was found."""
-        return self.with_spec(self.measure_device(quick, progress))
+    def probed(self, progress: ProbeProgress | None = None) -> Session:
+        """Measure the device quickly and store what was found."""
+        return self.with_spec(self.measure_device(progress=progress))
 
     def measure_device(self, quick: bool = True, progress: ProbeProgress | None = None) -> DeviceSpec:
         """What a probe finds; one with doubtful numbers is repeated once, and the less doubtful of the two counts.
@@ -96,10 +96,8 @@ class Session:
         return min(first, second, key=lambda spec: (len(spec.problems), spec.noise))
 
     def planner(
-        self,
-        tuner: Tuner | None = None,
-        on_region: Callable[[str, int, int], None] | None = None,
-        learner: RunningCalibration | None = None,
+        self, tuner: Tuner | None = None, on_region: Callable[[str, int, int], None] | None = None,
+        learner: RunningCalibration | None = None
     ) -> Planner:
         """A planner over :attr:`store`."""
         return Planner(
@@ -112,12 +110,7 @@ class Session:
     ) -> Tuner:
         """A tuner for this device; close it when done.
 
-        Args:
-            budget: What one subject may cost.
-            seed: Seed of the search.
-            progress: Told about every step.
-            account: Where its time is booked.
-            executor: Where its jobs run, left open; worker processes of its own by default.
+        ``executor`` is where its jobs run, left open; by default worker processes of its own.
 
         Raises:
             CompilerMissingError: No kernel back end can be used here.
@@ -166,11 +159,8 @@ def open_session(
 ) -> Session:
     """Open the database and recognise the device; nothing is measured.
 
-    Args:
-        device_type: ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is a device).
-        database: File or SQLAlchemy URL; None for the user's default file.
-        settings: What plans are made for.
-        mode: How the database is opened; one in mode ``"read"`` never raises.
+    The device is ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is one). ``database`` is a file or SQLAlchemy
+    URL, None for the user's default file; one in mode ``"read"`` never raises.
 
     Raises:
         DeviceError: There is no such device here.

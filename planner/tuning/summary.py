@@ -104,18 +104,11 @@ class WorkloadSummary:
 
 
 def summarise(
-    model: str,
-    workload: str,
-    graph: DataflowGraph,
-    planned: Iterable[tuple[Region, PlanRecord]],
+    model: str, workload: str, graph: DataflowGraph, planned: Iterable[tuple[Region, PlanRecord]]
 ) -> WorkloadSummary:
     """The summary of a planned graph.
 
-    Args:
-        model: Model name.
-        workload: Workload name.
-        graph: The captured graph.
-        planned: Every region of the graph, repeats included, with its plan.
+    ``planned`` is every region of the graph, repeats included, with its plan.
 
     Raises:
         ValueError: There is no region.

@@ -86,28 +86,17 @@ class TuneResult:
 
 
 def tune(
-    session: Session,
-    graphs: Iterable[tuple[str, DataflowGraph]],
-    budget: Budget | None = None,
-    seed: int = 0,
-    on_region: OnRegion | None = None,
-    on_trial: Callable[[ProgressEvent], None] | None = None,
-    account: TimeAccount | None = None,
-    executor: Executor | None = None,
+    session: Session, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget | None = None, seed: int = 0,
+    on_region: OnRegion | None = None, on_trial: Callable[[ProgressEvent], None] | None = None,
+    account: TimeAccount | None = None, executor: Executor | None = None
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each region and each group is stored as soon as it is done.
 
     A region that cannot be planned costs only itself, unless the fault is the machine's or the database's.
 
-    Args:
-        session: A session whose device is probed.
-        graphs: Workload names and their static graphs.
-        budget: What one group may cost.
-        seed: Seed of the search.
-        on_region: Told about each distinct region of each workload.
-        on_trial: Told about every trial.
-        account: Where the time is booked; what the tuner does not book is planning: enumerating, pricing, solving.
-        executor: Where jobs run; worker processes of its own by default.
+    The session's device is probed; ``graphs`` are static, each with the name of its workload. What the tuner does not
+    book in ``account`` is planning: enumerating, pricing, solving. Jobs run in ``executor``, by default in worker
+    processes of its own.
 
     Raises:
         CompilerMissingError: No kernel back end can be used here.
@@ -145,9 +134,7 @@ def tune(
         return replace(result, session=replace(session, spec=learner.spec).recalibrated())
 
 
-def noting(
-    failures: list[RegionFailure], workload: str, graph: DataflowGraph
-) -> Callable[[Region, Exception], None]:
+def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -> Callable[[Region, Exception], None]:
     """Adds a failure for each region that cannot be planned; raises what is the machine's or the database's fault."""
 
     def note(region: Region, error: Exception) -> None:

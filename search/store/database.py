@@ -154,10 +154,6 @@ class Database:
             tables.upsert(connection, tables.TUNINGS, record_row(record))
             connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, record.key)).values(open=0))
 
-    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
-        """The plan of exactly this region key."""
-        return self.get_plans([key])[key]
-
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, in one statement where they share a device, a regime and numerics."""
         return self._get_all(tables.PLANS, PlanRecord, keys)

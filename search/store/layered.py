@@ -36,12 +36,9 @@ class LayeredDatabase:
 
     A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last.
 
-    Args:
-        user: The user's database.
-        shipped: Export files; None for those of the package. They are read when a look-up first needs them, once per
-            process; an unreadable one is skipped with a warning.
-        versions: Software versions of this process.
-        since: What was stored before this time (ISO 8601) is stale; "" for nothing.
+    ``shipped`` are export files, None for those of the package. They are read when a look-up first needs them, once per
+    process; an unreadable one is skipped with a warning. What was stored before ``since`` (ISO 8601) is stale; "" for
+    nothing.
     """
 
     def __init__(
@@ -58,10 +55,6 @@ class LayeredDatabase:
         if mine.status == "hit":
             return mine
         return _better(mine, self._shipped(self._find(TuningRecord, key)))
-
-    def get_plan(self, key: RecordKey) -> Lookup[PlanRecord]:
-        """The plan of exactly this region key, from the first layer that has a hit."""
-        return self.get_plans([key])[key]
 
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, each from the first layer that has a hit."""

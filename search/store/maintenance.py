@@ -23,41 +23,36 @@ if TYPE_CHECKING:
 #: Columns of :func:`ls`, in order.
 LS_COLUMNS = (
     "kind", "workload", "label", "device", "regime", "numerics", "answer", "backend",
-    "best_us", "unfused_us", "gain", "created", "stale",
+    "best_us", "unfused_us", "gain", "created",
 )
 
 
-def ls(database: Database, versions: Versions | None = None) -> pd.DataFrame:
-    """One row per record and plan (columns :data:`LS_COLUMNS`); ``stale`` names version fields that differ."""
+def ls(database: Database) -> pd.DataFrame:
+    """One row per record and plan (columns :data:`LS_COLUMNS`)."""
     import pandas as pd
 
-    found = [_tuning_row(record, versions) for record in database.records()]
-    found += [_plan_row(plan, versions) for plan in database.plans()]
+    found = [*map(_tuning_row, database.records()), *map(_plan_row, database.plans())]
     return pd.DataFrame(found, columns=list(LS_COLUMNS))
 
 
-def _tuning_row(record: TuningRecord, versions: Versions | None) -> tuple[object, ...]:
+def _tuning_row(record: TuningRecord) -> tuple[object, ...]:
     key = record.key
     answer = "undecided" if record.undecided else "fuse" if record.fuse else "do not fuse"
     return (
         "tuning", key.workload, record.label, key.device, key.regime, key.numerics,
         answer, record.backend, record.best_us, record.unfused.median_us,
-        record.gain, record.evidence.created, _stale(versions, record.evidence.versions),
+        record.gain, record.evidence.created,
     )
 
 
-def _plan_row(plan: PlanRecord, versions: Versions | None) -> tuple[object, ...]:
+def _plan_row(plan: PlanRecord) -> tuple[object, ...]:
     key = plan.key
     fused = sum(group.is_kernel for group in plan.groups)
     return (
         "plan", key.workload, plan.label, key.device, key.regime, key.numerics,
         f"{fused} fused of {len(plan.groups)} groups", "", plan.planned_us, plan.unfused_us,
-        plan.margin, plan.evidence.created, _stale(versions, plan.evidence.versions),
+        plan.margin, plan.evidence.created,
     )
-
-
-def _stale(versions: Versions | None, stored: Versions) -> str:
-    return ",".join(versions.mismatch(stored)) if versions is not None else ""
 
 
 def show_record(database: Database, prefix: str) -> list[TuningRecord | PlanRecord]:
@@ -139,22 +134,16 @@ def _name(table: Table, row: Mapping[str, Any]) -> str:
 
 
 def prune_database(
-    database: Database, keep_versions: Versions | None = None, device: str | None = None, trials: bool = True,
-    misses: bool = False, damaged: bool = True
+    database: Database, keep_versions: Versions | None = None, device: str | None = None, misses: bool = False
 ) -> dict[str, int]:
-    """Delete what is no longer of use and return how many rows went, by table.
+    """Delete trials of finished tunes and rows that cannot be read, and return how many rows went, by table.
 
-    Args:
-        database: Opened for writing.
-        keep_versions: Delete records and plans that other versions produced; None keeps them.
-        device: Delete every record of this device.
-        trials: Delete trials of finished tunes.
-        misses: Delete logged misses.
-        damaged: Delete rows that cannot be read, of every table.
+    Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses``.
+    ``database`` is open for writing.
     """
     removed: dict[str, int] = {}
     with database.writing() as connection:
-        if damaged and connection.dialect.name == "sqlite":
+        if connection.dialect.name == "sqlite":
             connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
         for table in _READERS:
             records = table in (tables.TUNINGS, tables.PLANS)
@@ -164,13 +153,12 @@ def prune_database(
             place: list[ColumnElement[Any]] = [literal_column("rowid")] if lite else list(table.primary_key)
             named = [column.label(f"place{number}") for number, column in enumerate(place)]
             for row in [row._asdict() for row in connection.execute(select(table, *named))]:
-                broken = damaged and bool(_row_problem(table, row))
+                broken = bool(_row_problem(table, row))
                 outdated = records and keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
                 if broken or outdated or (records and row["device"] == device):
                     same = [column == row[name.name] for column, name in zip(place, named, strict=True)]
                     removed[table.name] += connection.execute(table.delete().where(*same)).rowcount
-        if trials:
-            removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
+        removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
         if misses:
             removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
     return removed

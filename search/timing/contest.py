@@ -161,13 +161,9 @@ def contest(
     A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
     processor is never left alone.
 
-    Args:
-        timer: How to time.
-        contestants: What to time, by name.
-        operands: Operand sets; every contestant of a round meets the same ones.
-        seconds: Time to spend on rounds; at least a few rounds are run whatever they take.
-        twice: The contestant that runs a second time for the A/A noise; the first one by default.
-        max_rounds: Undisturbed rounds after which to stop in any case.
+    Every contestant of a round meets the same operand set. At least a few rounds are run, however long they take, and
+    no more than ``max_rounds`` that are undisturbed. ``twice`` runs a second time for the A/A noise; by default the
+    first contestant.
     """
     twice = next(iter(contestants)) if twice is None else twice
     runs = {**contestants, _AGAIN: contestants[twice]}

@@ -104,11 +104,8 @@ def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[s
 
     It is straight-line code: a loop over the parts would cost the host as much as some launches.
 
-    Args:
-        parts: The parts, in the order of the model.
-        operands: Is given what they read from outside; the function takes all operands that there are by then.
-        kept: Names of values that are returned. Others are released after their last use, as in a model.
-        target: The device.
+    ``operands`` is given what they read from outside; the function takes all operands that there are by then. Values
+    that are not ``kept`` are released after their last use, as in a model; those that are, are returned.
 
     Raises:
         ValueError: Parts wait for each other, or nothing makes what is to be kept.

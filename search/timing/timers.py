@@ -249,10 +249,8 @@ class ColdTimer(Timer):
     The time lies between two events around the call; what the events add is the same for every contestant. Writing the
     buffer takes the device longer than launching takes the host, so no host time is in it.
 
-    Args:
-        l2_bytes: Last-level cache.
-        device: Where the buffer lies.
-        event: Makes an event with ``record``, ``synchronize`` and ``elapsed_time`` in milliseconds.
+    The buffer lies on ``device``; ``event`` makes an event with ``record``, ``synchronize`` and ``elapsed_time`` in
+    milliseconds.
     """
 
     regime = "cold"

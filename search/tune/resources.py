@@ -108,9 +108,8 @@ class SpaceBook:
 class TuningResources:
     """What every tune of a tuner works with.
 
-    Attributes:
-        since: Trials from before this time (ISO 8601) do not count.
-        compiles: Set once a kernel has compiled: what does not is then at fault itself.
+    Trials from before ``since`` (ISO 8601) do not count. ``compiles`` is set once a kernel has compiled: what does not
+    is then at fault itself.
     """
 
     database: Database

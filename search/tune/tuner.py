@@ -55,20 +55,11 @@ def make_pool(device_type: str) -> WorkerPool:
 class Tuner:
     """Tunes subjects on one device in one regime, with one set of worker processes.
 
-    Args:
-        database: Where trials and records go; open for writing.
-        target: The device kernels are compiled for.
-        backends: Kernel back ends to choose from, in order of preference.
-        device: Identity of the device, part of every key.
-        budget: What one subject may cost; the default :class:`Budget` when None.
-        seed: Seed of the search and of the inputs.
-        regime: ``"eager"`` or ``"graph"``.
-        numerics: ``"fp32"`` or ``"eager"``, part of every key.
-        executor: Where jobs run; a :class:`WorkerPool` of its own by default.
-        timer: How calls are timed; the one for the target and regime by default.
-        progress: Told about every step.
-        account: Where the time of every step is booked.
-        since: What was stored before this time (ISO 8601) is measured anew; "" for nothing.
+    ``database`` is open for writing; ``backends`` are in order of preference. ``device``, ``regime`` (``"eager"`` or
+    ``"graph"``) and ``numerics`` (``"fp32"`` or ``"eager"``) are part of every key; ``seed`` is that of the search and
+    of the inputs. Jobs run in ``executor``, by default a :class:`WorkerPool` of its own; calls are timed by ``timer``,
+    by default the one for the target and regime. What was stored before ``since`` (ISO 8601) is measured anew; "" for
+    nothing.
     """
 
     def __init__(
@@ -113,10 +104,8 @@ class Tuner:
     def tune(self, subject: Subject, neighbours: Iterable[TuningRecord] = (), force: bool = False) -> TuningRecord:
         """The stored answer for ``subject`` if it is current, else a newly measured one, stored.
 
-        Args:
-            subject: The fusion group.
-            neighbours: Records of similar groups; their configurations are tried early.
-            force: Measure again even where there is a current record, from nothing.
+        Configurations of ``neighbours``, records of similar groups, are tried early. With ``force`` it is measured
+        again even where there is a current record, from nothing.
 
         Raises:
             SubjectError: The unfused chain or its reference fails.
@@ -173,10 +162,8 @@ class Tuner:
     def screen_call(self, plain: Subject, subject: Subject, name: str) -> Trial:
         """A library's call, checked against the ops that it stands for and timed shortly; a stored trial serves.
 
-        Args:
-            plain: The ops as ATen runs them.
-            subject: The same, run by the library.
-            name: Of the call, kept as the trial's back end.
+        ``plain`` is the ops as ATen runs them, ``subject`` the same run by the library, ``name`` is kept as the trial's
+        back end.
         """
         key = self.key(plain)
         for trial in self._resources.trials(key):

@@ -1,4 +1,4 @@
-"""Mutated databases in use. Run by hand; CI runs 300 (test_mutated_databases.py).
+"""Mutated databases in use. Run by hand; CI runs 100 (test_mutated_databases.py).
 
     python tests/checks/check_database.py --count 10000 --seed 0 --jobs 16
     python tests/checks/check_database.py --seed 17 --count 1 --keep /tmp/case   # one case; its files are left there
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from batches import Outcome, answers, in_batches, worker
 
-#: Cases that one process runs.
+#: Cases that one process runs at most.
 _BATCH = 75
 _BATCH_LIMIT_S = 1200
 _SERVED = ("served", "quarantined", "unread", "ignored", "raised", "died")
@@ -56,7 +56,8 @@ def _check(first: int, count: int, jobs: int, folder: Path) -> int:
     _process(folder, 0, 0)  # makes the database, and compiles its kernels once for all
     counts: Counter[tuple[str, str]] = Counter()
     failed = sound = done = 0
-    for outcome in in_batches(range(first, first + count), _BATCH, jobs, partial(_batch, folder)):
+    size = min(_BATCH, -(-count // jobs))
+    for outcome in in_batches(range(first, first + count), size, jobs, partial(_batch, folder)):
         done += 1
         sound += outcome["sound"]
         counts[outcome["mutation"], outcome["served"]] += 1

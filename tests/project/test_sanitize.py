@@ -67,7 +67,9 @@ def sanitize(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
         tests_file, page = tmp_path / "test_some.py", tmp_path / "page.md"
         tests_file.write_text(TESTS + tests)
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  faulty: f\n  timed: t\n")
-        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes")}
+        # Its runs are no part of the one that this test may run in.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+        environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes")}
         command = [
             sys.executable, str(CHECKS / "sanitize.py"), "--tests", str(tests_file), "--slices", "2", "--minutes",
             "1", "--out", str(page), *([] if controls else ["--no-control"]), *args,

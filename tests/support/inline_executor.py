@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from fuseplan.search.workers.supervisor import of_machine
 from fuseplan.search.workers.worker import Outcome
 
 
 class InlineExecutor:
-    """Runs jobs in this process: no isolation and no time limit; for tests and trusted kernels."""
+    """Runs jobs in this process: no isolation and no time limit. It can stand for a pool, too."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        pass
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
         try:

@@ -1,4 +1,4 @@
-"""Launch costs, tuning cell by cell, and the three topics on the command line."""
+"""Launch costs, tuning what is not stored, and the three topics on the command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -15,23 +16,24 @@ import pytest
 import report_samples as samples
 import torch
 from graphs import Builder
+from inline_executor import InlineExecutor
 
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.bench import launch
 from fuseplan.planner.bench.launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.bench.rows import bench_frame
-from fuseplan.planner.bench.tune_cells import CellTuner
-from fuseplan.planner.cli import main
+from fuseplan.planner.cli import bench_patterns, main
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.patterns.cells import cell
+from fuseplan.planner.peers import inputs
 from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.database import Database
-from fuseplan.search.tune.tuner import Budget
+from fuseplan.search.tune.tuner import make_pool
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -129,15 +131,19 @@ def test_the_launch_verdict_answers_the_bar() -> None:
 # -- tuning -----------------------------------------------------------------------------------------------------
 
 
+_BRIEFLY = bench_patterns.Wanted(trials=1, tune_seconds=0.1)
+
+
 def test_a_cell_is_tuned_once_and_found_by_the_bench(session: Session) -> None:
-    one = cell("swiglu", "3x33", "float32")
-    with CellTuner(session, Budget(trials=1, seconds=0.1)) as tuner:
-        assert tuner._tuner is None
-        assert tuner.tune(one)
-        assert not tuner.tune(one)
-    with CellTuner(session, Budget(trials=1, seconds=0.1)) as again:
-        assert not again.tune(one)
-        assert again._tuner is None  # nothing was missing, so no process was started
+    one, said = cell("swiglu", "3x33", "float32"), list[str]()
+    graph = inputs.trace_cell(one, "cpu")[0].graph
+    assert session.planner().undecided(graph)
+    with make_pool("cpu") as pool:
+        bench_patterns._tune(session, _BRIEFLY, [one], pool, said)
+    assert not session.planner().undecided(graph) and not said
+    with make_pool("cpu") as unused:
+        bench_patterns._tune(session, _BRIEFLY, [one], unused, said)
+        assert unused._process is None  # nothing was missing, so no process was started
     (ours,) = [row for row in PatternBench(session, (), ("eager",), 0.0).rows(one) if row.contestant == OURS]
     assert "not tuned" not in ours.note and ours.median_us is not None
     assert launch.bench_lookup(session, one).regions == 1
@@ -157,11 +163,12 @@ def test_a_region_that_cannot_be_planned_costs_only_itself(session: Session, mon
     graph = b.graph(b("aten.mm.default", left, right))
     monkeypatch.setattr(Planner, "_decide", fails_for_logarithms)
     one = cell("swiglu", "3x33", "float32")
-    with CellTuner(session, Budget(trials=1, seconds=0.1)) as tuner:
-        monkeypatch.setattr(tuner, "_graph", lambda _: graph)
-        assert tuner.tune(one)
-    (failure,) = tuner.failures
-    assert failure.workload == one.key and "ZeroDivisionError: no groups" in str(failure)
+    said: list[str] = []
+    monkeypatch.setattr(inputs, "trace_cell", lambda *_: (SimpleNamespace(graph=graph), {}))
+    with InlineExecutor() as pool:
+        bench_patterns._tune(session, _BRIEFLY, [one], pool, said)
+    (failure,) = said
+    assert failure.startswith(f"{one.key}: ") and "ZeroDivisionError: no groups" in failure
     assert len(session.planner().undecided(graph)) == 1  # the other region is stored
 
 
@@ -173,9 +180,10 @@ def test_what_would_fail_for_every_cell_is_raised(
         raise error
 
     monkeypatch.setattr(Planner, "_decide", fails)
-    with CellTuner(session, Budget(trials=1, seconds=0.1)) as tuner, pytest.raises(type(error), match="no space left"):
-        tuner.tune(cell("swiglu", "3x33", "float32"))
-    assert tuner.failures == []
+    one, said = cell("swiglu", "3x33", "float32"), list[str]()
+    with InlineExecutor() as pool, pytest.raises(type(error), match="no space left"):
+        bench_patterns._tune(session, _BRIEFLY, [one], pool, said)
+    assert said == []
 
 
 # -- the command line -------------------------------------------------------------------------------------------

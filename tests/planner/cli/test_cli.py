@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import report_samples as samples
 import torch
+from inline_executor import InlineExecutor
 
 from fuseplan.costmodel.device import Peak, current_identity
 from fuseplan.costmodel.probe import load
@@ -22,6 +23,7 @@ from fuseplan.planner.cli import main
 from fuseplan.planner.tuning import session
 from fuseplan.planner.tuning.session import stored_spec
 from fuseplan.search.store.database import Database
+from fuseplan.search.tune import tuner
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -251,6 +253,7 @@ def test_a_tune_on_a_busy_machine_says_so_and_shows_its_noise(
 ) -> None:
     tune = ("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db, "--trials", "1")
     monkeypatch.setattr(load, "machine_load", lambda: load.MachineLoad(62.0, 2))
+    monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
     status, out, err = plan(*tune)
     assert status == 0
     assert "62.0 on 2 cores" in err and "--again" in err and "noise of what was measured: " in out

@@ -152,7 +152,7 @@ def test_an_incumbent_that_must_not_be_fused_gives_way_under_noise_too(tmp_path:
     assert sizes(record) == [1, 3]
     times = [group.measured_us for group in record.groups]
     assert all(time is not None and math.isfinite(time) for time in times)
-    assert Database(tmp_path / "t.db", "read").get_plan(record.key).record == record
+    assert Database(tmp_path / "t.db", "read").get_plans([record.key])[record.key].record == record
 
 
 def test_a_plan_that_rests_on_noise_is_no_hit(tmp_path: Path) -> None:
@@ -162,10 +162,10 @@ def test_a_plan_that_rests_on_noise_is_no_hit(tmp_path: Path) -> None:
 
     record, tuner = plan(tmp_path, Unsure, fused_us=lambda subject: 5.0)
     assert record.undecided and record.planned_us == pytest.approx(5.0)
-    assert tuner.database.get_plan(record.key).hit is None
-    assert tuner.database.get_plan(record.key).record == record
+    assert tuner.database.get_plans([record.key])[record.key].hit is None
+    assert tuner.database.get_plans([record.key])[record.key].record == record
     again, _ = plan(tmp_path, ScriptedTuner, fused_us=lambda subject: 5.0)
-    assert not again.undecided and tuner.database.get_plan(record.key).hit == again
+    assert not again.undecided and tuner.database.get_plans([record.key])[record.key].hit == again
 
 
 def test_a_refused_incumbent_gives_way(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import report_samples as samples
+from inline_executor import InlineExecutor
 
 from fuseplan.costmodel.device import current_identity
 from fuseplan.planner.cli import main
@@ -17,6 +19,7 @@ from fuseplan.search.store import layered, transfer
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.documents import stored
 from fuseplan.search.store.record import RecordKey
+from fuseplan.search.tune import tuner
 
 Run = Callable[..., tuple[int, str, str]]
 TOY = ("--module", "toy_models:gated", "--device", "cpu")
@@ -24,7 +27,10 @@ BUDGET = ("--trials", "1", "--seconds", "0.1")
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Run:
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Commands whose tunes run their jobs in this process; :mod:`test_cli` has one with worker processes."""
+    monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
+
     def run(*argv: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
         status = main.run([str(arg) for arg in argv])
@@ -47,17 +53,27 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a tune on another machine with this processor leaves, exported."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    database, path = folder / "tuning.db", folder / f"{current_identity('cpu').key()}-eager.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "probe", lambda *_, **__: replace(samples.SPEC, identity=current_identity("cpu")))
+        patch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
+        assert main.run(["tune", *TOY, *BUDGET, "--db", str(database)]) == 0
+    with Database(database) as opened:
+        transfer.export(opened, path)
+    return path
+
+
 @pytest.fixture
-def shipped(plan: Run, probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shipped(exported: Path, probes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with records of this machine's processor, as the package has them of an H200."""
-    elsewhere, folder = tmp_path / "elsewhere.db", tmp_path / "records"
-    assert plan("tune", *TOY, *BUDGET, "--db", elsewhere)[0] == 0
+    folder = tmp_path / "records"
     folder.mkdir()
-    device = current_identity("cpu").key()
-    with Database(elsewhere) as database:
-        transfer.export(database, folder / f"{device}-eager.jsonl")
+    shutil.copy(exported, folder)
     monkeypatch.setattr(layered, "FOLDER", folder)
-    probes.clear()
     return folder
 
 

@@ -24,6 +24,7 @@ from fuseplan.planner.cli import main
 from fuseplan.planner.partition.by_measurement import Decided, MeasuredRegion
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError
 from fuseplan.search.store.database import Database
+from fuseplan.search.tune import tuner as tuning
 from fuseplan.search.workers.worker import WorkerPool
 
 Run = Callable[..., tuple[int, str, str]]
@@ -129,7 +130,10 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Run:
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Commands whose tunes run their jobs in this process; :mod:`test_cli` has one with worker processes."""
+    monkeypatch.setattr(tuning, "make_pool", lambda _: InlineExecutor())
+
     def run(*argv: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
         status = main.run([str(arg) for arg in argv])

@@ -89,7 +89,7 @@ def check_that_they_cost_only_themselves(
         warnings.simplefilter("ignore")
         with Database(path, "read", HERE) as reader:
             assert reader.get_record(tuning("sound", device=DEVICE).key).hit
-            assert reader.get_plan(plan("sound", device=DEVICE).key).hit
+            assert reader.get_plans([plan("sound", device=DEVICE).key])[plan("sound", device=DEVICE).key].hit
             assert reader.get_device("cpu-sound") == SPEC
             assert "sound" in reader.captures("")
             assert len(reader.misses()) >= 1

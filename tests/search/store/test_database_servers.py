@@ -103,7 +103,7 @@ def test_a_silent_server_is_asked_once(silent: str, monkeypatch: pytest.MonkeyPa
         warnings.simplefilter("always")
         for _ in range(3):
             reader = Database(silent, mode="read")
-            assert reader.get_plan(plan().key).status == "miss"
+            assert reader.get_plans([plan().key])[plan().key].status == "miss"
             assert reader.log_miss(plan().key) is False
     assert [str(one.message).endswith("going on without it") for one in caught] == [True]
     assert len(asked) == 1
@@ -182,7 +182,7 @@ def test_records_plans_and_maintenance_on_a_server(server: str, tmp_path: Path) 
             connection.execute(text("update tuning_records set payload = '{}'"))
         assert [problem.table for problem in maintenance.verify_database(db)] == ["tuning_records"]
         assert maintenance.prune_database(db)["tuning_records"] == 1
-        assert db.get_plan(plan().key).hit == plan()
+        assert db.get_plans([plan().key])[plan().key].hit == plan()
 
 
 @needs_server
@@ -194,5 +194,5 @@ def test_a_table_that_another_holds_is_not_waited_for_for_ever(server: str, monk
     with holder.begin() as connection:
         connection.execute(text("lock table plan_records in access exclusive mode"))
         with Database(server, mode="read") as reader, pytest.warns(UserWarning, match="statement timeout"):
-            assert reader.get_plan(plan().key).status == "miss"
+            assert reader.get_plans([plan().key])[plan().key].status == "miss"
     holder.dispose()

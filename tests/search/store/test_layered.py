@@ -28,10 +28,10 @@ def test_the_users_layer_lies_over_the_shipped_one(exported: Path, tmp_path: Pat
     layered = LayeredDatabase(mine, [exported])
     assert layered.get_record(tuning("w1").key).hit == tuning("w1", us=2.0)
     assert layered.get_record(tuning("w0").key).hit == tuning("w0")
-    assert layered.get_plan(plan().key).hit == plan()
+    assert layered.get_plans([plan().key])[plan().key].hit == plan()
     assert layered.get_record(tuning("w77").key).status == "miss"
     mine.put_plan(plan(label="mine"))
-    assert layered.get_plan(plan().key).hit == plan(label="mine")
+    assert layered.get_plans([plan().key])[plan().key].hit == plan(label="mine")
     assert layered.log_miss(RecordKey("w77", "d"))
     assert len(mine.misses()) == 1
 

@@ -51,7 +51,7 @@ class NinetoothedBackend(GpuBackend):
             if segment.num_rows == 0 or segment.cols == 0:
                 return "an empty iteration space has no blocks"
             if any(store.scatter is not None for store in segment.stores):
-                return "what is stored where data says has no view"
+                return "an element that is stored where data says has no view"
         if needs_int64(ir):
             return "an element offset beyond 32 bits: ninetoothed computes offsets in 32 bits"
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuseplan.kernels.ir.index import Index, Size, flatten
 from fuseplan.kernels.ir.ir import NARROW, Apply, Gather, Load, Round, Store, register_type
 from fuseplan.planner.errors import NotLowerable
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.lowering.body import BodyBuilder, Group
 from fuseplan.planner.lowering.recipes import (
     find_recipe,
@@ -29,11 +29,12 @@ def check_writes(group: Group) -> None:
     """
     graph = group.graph
     written = [node for name in group.members if written_value(node := graph.op(name)) is not None]
-    read = {base for value in group.inputs for base in _bases(graph, value)} if written else set()
+    read = {base for value in group.inputs for base in _bases(group, value)} if written else set()
     for node in written:
-        if graph.producer(node.inputs[0]) in group.members:
+        bases = _bases(group, node.inputs[0])
+        if any(graph.producer(base) in group.members for base in bases):
             raise NotLowerable(f"{node.op} ({node.name}) writes to what the group makes")
-        if not read.isdisjoint(_bases(graph, node.inputs[0])):
+        if not read.isdisjoint(bases):
             raise NotLowerable(f"{node.op} ({node.name}) writes to memory that the group may read")
 
 
@@ -50,15 +51,19 @@ def stored_spec(group: Group, value: str) -> TensorSpec:
     return specs[value] if node is None else written_spec(node, specs)
 
 
-def _bases(graph: DataflowGraph, value: str) -> frozenset[str]:
-    """Values in whose memory ``value`` may lie: behind views, writes, and ops of which nothing is known."""
+def _bases(group: Group, value: str) -> frozenset[str]:
+    """Values in whose memory ``value`` may lie: behind views, writes, and ops of which nothing is known.
+
+    What the group computes is not looked behind.
+    """
+    graph = group.graph
     found: set[str] = set()
     pending = [value]
     while pending:
         one = pending.pop()
         producer = graph.producer(one)
         node = None if producer is None else graph.op(producer)
-        if node is None:
+        if node is None or producer in group.members:
             found.add(one)
         elif written_value(node) is not None:
             pending.append(node.inputs[0])

@@ -149,6 +149,9 @@ def test_no_kernel_reads_what_it_writes() -> None:
     own = Builder(cache=cache.clone(), rows=rows, at=at)
     made = own("aten.neg.default", "cache")
     assert "what the group makes" in _refusal(own, own("aten.index_copy_.default", made, "at", "rows", dim=0))
+    part = Builder(cache=cache.clone(), rows=rows, at=at)
+    made = part("aten.slice.Tensor", part("aten.neg.default", "cache"), dim=0, start=1, end=5)
+    assert "what the group makes" in _refusal(part, part("aten.index_copy_.default", made, "at", "rows", dim=0))
 
 
 def test_columns_are_not_placed_one_by_one() -> None:

@@ -12,6 +12,8 @@ _FIRST_FIT = 8
 class RunningCalibration:
     """A device spec whose calibrations follow the measurements of the running tune.
 
+    A stored calibration that rests on more of them stays: of a model that was tuned before, a tune measures little.
+
     Attributes:
         spec: The device, calibrated with the samples seen so far.
     """
@@ -19,7 +21,8 @@ class RunningCalibration:
     def __init__(self, spec: DeviceSpec | None) -> None:
         self.spec = spec
         self._samples: dict[str, dict[str, Sample]] = {}
-        self._fitted: dict[str, int] = {}
+        self._fitted = {name: one.samples for name, one in (spec.calibrations if spec is not None else {}).items()}
+        self._grown: set[str] = set()
 
     def add(self, name: str, choice: str, sample: Sample) -> None:
         """Take in one measured kernel of the back end ``name`` (or of another way to run a group).
@@ -28,14 +31,15 @@ class RunningCalibration:
         """
         if sample.work.launches and sample.measured_us > 0:
             self._samples.setdefault(name, {})[choice] = sample
+            self._grown.add(name)
 
     def update(self, final: bool = False) -> None:
         """Fit again where there are enough new samples; ``final`` fits whatever has grown since."""
         if self.spec is None:
             return
-        for name, samples in self._samples.items():
-            fitted = self._fitted.get(name, 0)
-            due = len(samples) > fitted if final else len(samples) >= 2 * fitted
-            if due and len(samples) >= _FIRST_FIT:
+        for name in sorted(self._grown):
+            samples, fitted = self._samples[name], self._fitted.get(name, 0)
+            if len(samples) >= max(_FIRST_FIT, fitted if final else 2 * fitted):
                 self.spec = self.spec.with_calibration(name, calibrate(list(samples.values()), self.spec))
                 self._fitted[name] = len(samples)
+                self._grown.discard(name)

@@ -60,6 +60,22 @@ def test_it_fits_again_when_the_samples_have_doubled() -> None:
     assert count() == 20
 
 
+@pytest.mark.parametrize(("count", "scale"), [(11, 2.0), (12, 5.0), (24, 5.0)])
+def test_a_small_tune_does_not_replace_what_a_larger_one_taught(count: int, scale: float) -> None:
+    first = RunningCalibration(CPU)
+    for number, sample in enumerate(samples(2.0, 12)):
+        first.add(UNFUSED, str(number), sample)
+    first.update(final=True)
+    later = RunningCalibration(first.spec)
+    for number, sample in enumerate(samples(5.0, count)):
+        later.add(UNFUSED, str(number), sample)
+    later.update(final=True)
+    assert later.spec is not None
+    probe = samples(scale, 30)[-1]
+    found = predict(probe.work, later.spec, "eager", backend=UNFUSED).time_us
+    assert found == pytest.approx(probe.measured_us, rel=0.1)
+
+
 def test_views_and_unprobed_devices_teach_nothing() -> None:
     learner = RunningCalibration(None)
     for number, sample in enumerate(samples(2.0, 10)):

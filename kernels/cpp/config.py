@@ -127,9 +127,13 @@ def ir_bytes(ir: KernelIR) -> int | None:
     """Distinct bytes a call touches, plus its special functions in bytes of traffic; None for dynamic sizes."""
     if ir.symbols:
         return None
-    gathered = gathered_elements(ir)
+    reached = {**gathered_elements(ir), **dict.fromkeys(ir.overwritten.values(), 0)}
+    for segment in ir.segments:
+        for store in segment.stores:
+            if ir.buffers[store.buffer].over is not None:
+                reached[store.buffer] = reached.get(store.buffer, 0) + segment.num_rows * segment.cols
     traffic = sum(
-        gathered[number] * ITEMSIZE[buffer.dtype] if number in gathered else buffer.distinct_bytes()
+        reached[number] * ITEMSIZE[buffer.dtype] if number in reached else buffer.distinct_bytes()
         for number, buffer in enumerate(ir.buffers)
     )
     functions = sum(

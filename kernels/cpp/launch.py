@@ -69,7 +69,10 @@ def load_kernel(
         getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", 0),
         openmp.parallel, openmp.thread_num, openmp.num_threads, openmp.max_threads,
     )
-    outputs = tuple((len(buffer.shape), torch_dtype(buffer.dtype)) for buffer in ir.outputs)
+    outputs = tuple(
+        (len(buffer.shape), torch_dtype(buffer.dtype), -1 if buffer.over is None else buffer.over)
+        for buffer in ir.outputs
+    )
     fixed = None
     if not ir.symbols:
         fixed = tuple((buffer.shape, buffer.strides, torch_dtype(buffer.dtype)) for buffer in ir.outputs)
@@ -81,7 +84,7 @@ def load_kernel(
         outputs,
         fixed,
     )
-    return CppKernel(kernel.run, kernel.fused if not ir.overwritten else _allocating(ir, kernel.run), resources)
+    return CppKernel(kernel.run, kernel.fused, resources)
 
 
 def _address(function: Any) -> int:
@@ -118,7 +121,7 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, res
         settings.threads, settings.grain, settings.rows_per_task, settings.col_tile,
         openmp.parallel, openmp.thread_num, openmp.num_threads, openmp.max_threads,
     )
-    tensors, symbols = len(ir.buffers), ir.symbols
+    tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
     pointers, sizes = ctypes.c_void_p * tensors, ctypes.c_longlong * max(len(symbols), 1)
 
     def run(*args: torch.Tensor | int) -> None:
@@ -127,21 +130,14 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, res
             raise TypeError(f"the kernel takes {tensors} tensors and {len(symbols)} sizes, got {len(args)} arguments")
         loaded.fuseplan_launch(pointers(*addresses), sizes(*map(int, args[tensors:])), ctypes.byref(how))
 
-    return CppKernel(run, _allocating(ir, run), resources)
-
-
-def _allocating(ir: KernelIR, run: Callable[..., None]) -> Callable[..., Any]:
-    """``fused`` of a kernel: outputs are made, or are the inputs that they lie over."""
-    inputs, symbols = len(ir.inputs), ir.symbols
-
     def fused(*args: torch.Tensor | int) -> Any:
         values = {name: int(value) for name, value in zip(symbols, args[inputs:], strict=True)}
         made = tuple(
             torch.empty_strided(buffer.shape, buffer.strides, dtype=torch_dtype(buffer.dtype))
             if buffer.over is None else args[buffer.over]
-            for buffer in (ir.bind(values) if symbols else ir).outputs
+            for buffer in ir.bind(values).outputs
         )
         run(*args[:inputs], *made, *args[inputs:])
         return made[0] if len(made) == 1 else made
 
-    return fused
+    return CppKernel(run, fused, resources)

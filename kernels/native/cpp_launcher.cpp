@@ -21,7 +21,7 @@ struct Kernel {
   Launch how;
   int inputs, symbols, release;  // release: give up the GIL while the kernel runs
   PyObject* allocate;            // (shape, strides, dtype) -> tensor
-  PyObject* outputs;             // tuple of (ndim, dtype)
+  PyObject* outputs;             // tuple of (ndim, dtype, position of the input that it is or -1)
   PyObject* fixed;               // tuple of (shape, strides, dtype) when there are no symbols, else null
 };
 
@@ -77,7 +77,8 @@ static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_
   int ready = 0;
   const i64* shape = shapes;
   for (; ready < count; ++ready) {
-    made[ready] = allocate(self, ready, shape);
+    const long over = PyLong_AsLong(PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->outputs, ready), 2));
+    made[ready] = over < 0 ? allocate(self, ready, shape) : Py_NewRef(args[over]);
     if (!made[ready]) break;
     shape += 2 * PyLong_AsSsize_t(PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->outputs, ready), 0));
     if (!address_of(self->data_ptr, made[ready], &buffers[self->inputs + ready])) {

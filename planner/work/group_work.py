@@ -73,7 +73,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         elements=float(sum(math.prod(_extents(segment)) for segment in ir.segments)),
         lanes=lanes(ir),
         threads=threads(ir),
-        more_results=len(ir.outputs) - 1,
+        more_results=max(0, len(ir.outputs) - len(ir.overwritten) - 1),
     )
 
 

@@ -203,6 +203,14 @@ def test_only_the_rows_that_are_written_count_as_work(rows: int) -> None:
         assert work.dram_bytes == 2 * moved + 8 * rows
 
 
+def test_a_large_cache_makes_no_large_kernel() -> None:
+    """A few rows are one thread's work, and no result is allocated for them."""
+    b = Builder(cache=torch.zeros(8, 4097, 64), rows=torch.randn(8, 1, 64), at=torch.tensor([4096]))
+    ir = lower(b.graph(out := b("aten.index_copy_.default", "cache", "at", "rows", dim=1)), (out,)).ir
+    assert CppBackend().default_config(ir, Target("cpu", "native", 16))["threads"] == 1
+    assert kernel_work(ir).threads == 1 and kernel_work(ir).more_results == 0
+
+
 def test_an_output_over_a_loaded_input_is_malformed() -> None:
     at = Index.coord(0, 4)
     buffers = tuple(Buffer(name, "float32", (4,), (1,), name == "y", 0 if name == "y" else None) for name in "xy")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fuseplan.kernels.ir.in_place import choose_reuse
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.lowering.recipes import written_value
 
 #: For outputs of a group, the inputs whose memory each may take, by name.
 NamedReuse = Mapping[str, tuple[str, ...]]
@@ -20,7 +21,8 @@ def peak_bytes(
 
     ``groups`` are in running order; each allocates its outputs before it runs. Values that are ``escaping`` stay alive
     to the end. ``reuse`` says for each group which outputs need no memory of their own where an input dies in it. Only
-    values that the groups produce count as inputs that die: of others it is not known here who else needs them.
+    values that the groups produce count as inputs that die: of others it is not known here who else needs them. What an
+    op writes to an operand takes none.
     """
     last_use: dict[str, int] = {}
     for step, group in enumerate(groups):
@@ -34,7 +36,13 @@ def peak_bytes(
         taken = choose_reuse(reuse[step], dying) if reuse is not None else {}
         for source in taken.values():
             del alive[source]
-        alive.update({value: graph.specs[value].nbytes(graph.symbols) for value in group.outputs})
+        made = (value for value in group.outputs if _is_new(graph, value))
+        alive.update({value: graph.specs[value].nbytes(graph.symbols) for value in made})
         peak = max(peak, sum(alive.values()))
         alive = {value: size for value, size in alive.items() if value in kept or last_use.get(value, -1) > step}
     return peak
+
+
+def _is_new(graph: DataflowGraph, value: str) -> bool:
+    producer = graph.producer(value)
+    return producer is None or written_value(graph.op(producer)) is None

@@ -14,10 +14,11 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store, validate
 from fuseplan.planner.errors import NotLowerable
-from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.lowering.recipes import kind_of, why_opaque
+from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.planner.work.group_work import kernel_work, op_work
 
 CPU = Target("cpu", "native", 2)
@@ -209,6 +210,14 @@ def test_a_large_cache_makes_no_large_kernel() -> None:
     ir = lower(b.graph(out := b("aten.index_copy_.default", "cache", "at", "rows", dim=1)), (out,)).ir
     assert CppBackend().default_config(ir, Target("cpu", "native", 16))["threads"] == 1
     assert kernel_work(ir).threads == 1 and kernel_work(ir).more_results == 0
+
+
+def test_a_written_cache_takes_no_memory_of_a_plan() -> None:
+    b = Builder(cache=torch.zeros(5, 4097), rows=torch.randn(5, 3), at=torch.tensor([4096, 7, 0]))
+    doubled = b("aten.add.Tensor", "rows", "rows")
+    graph = b.graph(doubled, b("aten.index_copy_.default", "cache", "at", doubled, dim=1))
+    (region,) = find_regions(graph)
+    assert peak_bytes(graph, single_candidates(graph, region), region.outputs) == 5 * 3 * 4
 
 
 def test_an_output_over_a_loaded_input_is_malformed() -> None:

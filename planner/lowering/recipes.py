@@ -21,20 +21,8 @@ from fuseplan.planner.lowering.recipes_reduce import reducing_recipes
 from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map, same_size
 
 __all__ = [
-    "ANCHORS",
-    "RECIPES",
-    "VIEW_MAPS",
-    "OpKind",
-    "Recipe",
-    "find_recipe",
-    "is_anchor",
-    "kind_of",
-    "mutates",
-    "why_opaque",
-    "why_refused",
-    "written_dim",
-    "written_spec",
-    "written_value",
+    "ANCHORS", "RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "is_anchor", "kind_of", "mutates",
+    "why_opaque", "why_refused", "written_dim", "written_spec", "written_value",
 ]
 
 OpKind: TypeAlias = Literal["view", "compute", "anchor", "opaque"]

@@ -95,6 +95,13 @@ def test_a_position_outside_the_cache_is_not_written() -> None:
     assert torch.equal(reference.float(), expected)
 
 
+def test_a_number_for_each_row_goes_where_its_position_says() -> None:
+    b = _Writes(scales=torch.randn(5), rows=torch.randn(3, 7), at=torch.tensor([4, 0, 2]))
+    out = b("aten.index_copy_.default", "scales", "at", b("aten.amax.default", "rows", dim=(-1,)), dim=0)
+    (result,), _ = _kernel_results(b, out)
+    assert torch.equal(result, b.tensors[out])
+
+
 @pytest.mark.parametrize("positions", [1, 3])
 def test_rotated_keys_and_values_are_written_by_one_kernel(positions: int) -> None:
     keys, values = (torch.randn(2, positions, 4, 32).transpose(1, 2) for _ in range(2))

@@ -13,6 +13,7 @@ few kernels make use.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -200,7 +201,7 @@ def _shared(node: Any, grouped: bool) -> _Shared | None:
     wide = sizes_of(expand)
     if expand.target is not _aten.expand.default or wide is None or len(wide) != 5:
         return None
-    insert = expand.args[0]
+    insert = _whole(expand.args[0])
     if not isinstance(insert, fx.Node) or insert.target is not _aten.unsqueeze.default:
         return None
     base = insert.args[0]
@@ -210,6 +211,13 @@ def _shared(node: Any, grouped: bool) -> _Shared | None:
     if sizes_of(insert) != (batch, heads, 1, length, width) or sizes != (batch, heads * times, length, width):
         return None
     return _Shared(base, merge)
+
+
+def _whole(node: Any) -> Any:
+    """What a node is all of: indexing with ``[:]`` leaves slices in a trace where a size is dynamic."""
+    while isinstance(node, fx.Node) and node.target is _aten.slice.Tensor and node.args[2:] == (0, sys.maxsize):
+        node = node.args[0]
+    return node
 
 
 def _written_between(read: Sequence[_Shared], node: fx.Node) -> bool:

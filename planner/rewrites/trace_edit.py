@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 #: Calls in traces that touch no tensor.
 _HARMLESS = (torch._C._set_grad_enabled,)
@@ -202,7 +203,8 @@ def fake_result(target: Any, args: Any, kwargs: Any, values: Mapping[fx.Node, An
         given = fx.map_arg(args, value), fx.map_arg(kwargs, value)
         mode = torch._guards.detect_fake_mode(given)
         assert mode is not None, f"{target} has no fake operand"
-        with mode:
+        # Where sizes are symbols, what C++ makes of a composite op reads them as numbers, or ties the graph to them.
+        with mode, enable_python_dispatcher():
             return target(*given[0], **given[1])
 
 

@@ -31,7 +31,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def repeated(x: torch.Tensor) -> torch.Tensor:
     batch, count, length, width = x.shape
-    return x[:, :, None].expand(batch, count, 2, length, width).reshape(batch, count * 2, length, width)
+    return x[:, :, None, :, :].expand(batch, count, 2, length, width).reshape(batch, count * 2, length, width)
 
 
 def shared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -178,3 +178,30 @@ def test_asking_for_the_backend_ties_no_graph_to_the_sizes_seen(monkeypatch: pyt
     assert chosen_backend(call) == "math"
     assert asked and all(sizes == [2, 3, 37, 8, 888, 296, 8, 1] for sizes in asked)
     assert len(environment.guards) == before
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("width", [8, 12])
+def test_dynamic_lengths_share_keys_and_stay_dynamic(width: int) -> None:
+    """With a product behind attention, whose fake value C++ alone would not work out for symbols."""
+    weight = torch.randn(5, 6 * width)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = scaled_dot_product_attention(query, repeated(key), repeated(value), mask)
+        return torch.nn.functional.linear(found.transpose(1, 2).flatten(2), weight)
+
+    done: list[AttentionRewrites] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
+        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
+        done.append(rewrite_attention(trace))
+        return trace.forward
+
+    compiled = torch.compile(attend, backend=backend)
+    for length in (9, 17, 6, 127):
+        query, key, value = (torch.randn(2, heads, length, width) for heads in (6, 3, 3))
+        mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        for one, dims in ((query, (2,)), (key, (2,)), (value, (2,)), (mask, (2, 3))):
+            torch._dynamo.mark_dynamic(one, dims)
+        torch.testing.assert_close(compiled(query, key, value, mask), attend(query, key, value, mask))
+    assert done == [AttentionRewrites(grouped_queries=1, added_masks=1)]

@@ -41,7 +41,7 @@ def traced(function: Function, *args: Any, dynamic: bool = False) -> fx.GraphMod
 
 def repeat(x: torch.Tensor, times: int) -> torch.Tensor:
     batch, heads, length, width = x.shape
-    return x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+    return x[:, :, None, :, :].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
 
 
 def inputs(

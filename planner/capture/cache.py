@@ -10,10 +10,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
 
@@ -26,12 +24,9 @@ from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.search.timing.measure import no_collection
-from fuseplan.search.workers.processes import die_with_parent
 
 #: Folders whose sources decide what a captured graph looks like.
 _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
-#: Cores for each capturing process: a second one is busy with what it imports.
-_CORES_EACH = 2
 
 
 def default_folder() -> Path:
@@ -52,7 +47,7 @@ def cached_capture(
     """
     if source.kind == "module":
         return capture(source, workload, device_type, pack_weights)
-    path = _path(source, workload, device_type, folder, pack_weights)
+    path = capture_path(source, workload, device_type, folder, pack_weights)
     found = _read(path, workload)
     if found is None:
         found = capture(source, workload, device_type, pack_weights)
@@ -60,31 +55,18 @@ def cached_capture(
     return found
 
 
-def capture_beside(
-    source: ModelSource, workloads: Sequence[Workload], device_type: str, cores: int, folder: Path | None = None,
-    pack_weights: bool = False,
-) -> None:
-    """Capture what is not on disk yet, each workload in a process of its own where there are cores for them.
-
-    A process that fails leaves its workload to :func:`cached_capture`, which then says why.
-    """
-    missing = [one for one in workloads if not _path(source, one, device_type, folder, pack_weights).exists()]
-    workers = min(len(missing), cores // _CORES_EACH)
-    if source.kind == "module" or workers < 2:
-        return
-    # Fresh processes: a fork of one that has touched a GPU cannot use it.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_with_parent) as pool:
-        wait([pool.submit(_capture_to_disk, source, one, device_type, folder, pack_weights) for one in missing])
-
-
-def _capture_to_disk(
+def capture_to_disk(
     source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool
 ) -> None:
+    """Capture on one thread, in a process that does nothing else."""
     torch.set_num_threads(1)
     cached_capture(source, workload, device_type, folder, pack_weights)
 
 
-def _path(source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool) -> Path:
+def capture_path(
+    source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool
+) -> Path:
+    """Where the capture is kept, once there is one."""
     return (folder or default_folder()) / f"{capture_key(source, workload, device_type, pack_weights)}.json"
 
 

@@ -42,7 +42,7 @@ def explain(
 
     kind = device_type(device)
     models, workloads = (model, config, module), (decode, kv_len, prefill)
-    _, graphs = opt.named_graphs(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights)
+    graphs = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights).graphs()
     settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
     session = open_session(kind, db, settings, mode="inspect")
     chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]

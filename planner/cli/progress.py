@@ -12,24 +12,8 @@ from rich.text import Text
 from fuseplan.planner.cli.common import console
 
 if TYPE_CHECKING:
-    from fuseplan.planner.graph.dataflow import DataflowGraph
-    from fuseplan.planner.tuning.session import Session
+    from fuseplan.planner.graph.dataflow import DataflowGraph, Region
     from fuseplan.search.tune.tuner import ProgressEvent
-
-
-def regions_to_tune(session: Session, graphs: Sequence[tuple[str, DataflowGraph]]) -> list[list[bool]]:
-    """For each graph, for each of its distinct regions in planning order: whether it has to be tuned."""
-    from fuseplan.planner.groups.regions import find_regions, unique_regions
-
-    planner = session.planner()
-    seen: set[str] = set()
-    found = []
-    for _, graph in graphs:
-        keys = list(unique_regions(find_regions(graph)))
-        missing = {region.key for region in planner.undecided(graph)}
-        found.append([key not in seen and key in missing for key in keys])
-        seen.update(keys)
-    return found
 
 
 class _Bar(Progress):
@@ -43,17 +27,19 @@ class _Bar(Progress):
 
 
 class TuneProgress:
-    """A progress bar over the regions that have to be tuned (:func:`regions_to_tune`); a context manager."""
+    """A progress bar over the regions that have to be tuned, as their graphs come; a context manager."""
 
-    def __init__(self, pending: Sequence[Sequence[bool]]) -> None:
-        self._pending = [flag for regions in pending for flag in regions]
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        #: For each distinct region of the graphs, in planning order: whether it has to be tuned.
+        self._pending: list[bool] = []
         self._started = 0
         self._bar = _Bar(
             TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("regions"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
             console=console(stderr=True), transient=True,
         )
-        self._task = self._bar.add_task("tuning", total=max(1, sum(self._pending)))
+        self._task = self._bar.add_task("tuning", total=1)
 
     def __enter__(self) -> TuneProgress:
         self._bar.start()
@@ -61,6 +47,16 @@ class TuneProgress:
 
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
+
+    def on_graph(self, graph: DataflowGraph, undecided: Sequence[Region]) -> None:
+        """A workload's graph was captured."""
+        from fuseplan.planner.groups.regions import find_regions, unique_regions
+
+        keys = list(unique_regions(find_regions(graph)))
+        missing = {region.key for region in undecided}
+        self._pending += [key not in self._seen and key in missing for key in keys]
+        self._seen.update(keys)
+        self._bar.update(self._task, total=max(1, sum(self._pending)))
 
     def on_region(self, workload: str, label: str, number: int, total: int) -> None:
         """A region of a workload is looked up or tuned next."""

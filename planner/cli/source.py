@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fuseplan.planner.graph.dataflow import DataflowGraph
     from fuseplan.planner.models.sources import ModelSource
     from fuseplan.planner.models.workload import Workload
+    from fuseplan.planner.tuning.graph_stream import GraphStream
 
 
 class Numerics(StrEnum):
@@ -98,12 +100,30 @@ def regime_name(kind: Literal["cpu", "cuda"], regime: Regime) -> str:
     return regime.value
 
 
-def named_graphs(
+@dataclass(frozen=True)
+class Named:
+    """What the options mean: its name, and either a model with its workloads or the one graph of a pattern."""
+
+    label: str
+    kind: Literal["cpu", "cuda"]
+    source: ModelSource | None = None
+    workloads: tuple[Workload, ...] = ()
+    pack_weights: bool = False
+    pattern: tuple[tuple[str, DataflowGraph], ...] = ()
+
+    def graphs(self) -> list[tuple[str, DataflowGraph]]:
+        """All graphs by workload name, captured now."""
+        if self.source is None:
+            return list(self.pattern)
+        return capture_all(self.source, self.workloads, self.kind, self.pack_weights)
+
+
+def named(
     kind: Literal["cpu", "cuda"], source: tuple[str | None, Path | None, str | None],
     pattern: tuple[str | None, str | None], workloads: tuple[str | None, int | None, str | None], dtype: str | None,
     layers: int | None, calls: bool = False, pack_weights: bool = False,
-) -> tuple[str, list[tuple[str, DataflowGraph]]]:
-    """Name of what the options mean, and its graphs by workload name.
+) -> Named:
+    """What the options mean; nothing is captured yet.
 
     ``source`` is (``--model``, ``--config``, ``--module``), ``pattern`` (``--pattern``, ``--shape``), and ``workloads``
     (``--decode``, ``--kv-len``, ``--prefill``).
@@ -117,12 +137,11 @@ def named_graphs(
     if pattern[0] is not None:
         if pack_weights or any(option is not None for option in (*source, *workloads, layers)):
             raise ConfigError("--pattern takes --shape and --dtype only; a model's options do not go with it")
-        return _pattern(pattern[0], pattern[1], dtype, kind)
+        return Named(f"pattern {pattern[0]}", kind, pattern=(_pattern(pattern[0], pattern[1], dtype, kind),))
     if pattern[1] is not None:
         raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")
     found = find_source(*source, kind, dtype, layers)
-    asked = workloads_for(found, kind, *workloads, calls=calls)
-    return found.label, capture_all(found, asked, kind, pack_weights)
+    return Named(found.label, kind, found, workloads_for(found, kind, *workloads, calls=calls), pack_weights)
 
 
 def memory_bytes(kind: str) -> int:
@@ -143,7 +162,7 @@ def full_dtype_name(text: str | None) -> str | None:
     return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text) if text is not None else None
 
 
-def _pattern(name: str, shape: str | None, dtype: str | None, kind: str) -> tuple[str, list[tuple[str, DataflowGraph]]]:
+def _pattern(name: str, shape: str | None, dtype: str | None, kind: str) -> tuple[str, DataflowGraph]:
     from fuseplan.planner.errors import ShapeError, UnknownPatternError
     from fuseplan.planner.patterns.table import PATTERNS, inputs_of, pattern_graph
 
@@ -158,39 +177,34 @@ def _pattern(name: str, shape: str | None, dtype: str | None, kind: str) -> tupl
             f"--shape {shape}: the inputs of {name} take {needed / 2**30:,.0f} GiB, and this device has "
             f"{there / 2**30:,.0f} GiB; give a smaller one"
         )
-    graph = pattern_graph(name, shape, full_dtype_name(dtype))
-    return f"pattern {name}", [(shape, graph)]
+    return shape, pattern_graph(name, shape, full_dtype_name(dtype))
 
 
 def capture_all(
     source: ModelSource, workloads: tuple[Workload, ...], kind: str, pack_weights: bool = False
 ) -> list[tuple[str, DataflowGraph]]:
-    """Name and graph of each workload; a model that breaks into several graphs gets numbered names.
-
-    With packed weights the names say so: reports then have both.
-
-    Calls that were not asked for, but follow from those that were, are left out where a model does not take them.
-    """
-    from fuseplan.planner.capture.cache import cached_capture, capture_beside
+    """Name and graph of each workload (:class:`~fuseplan.planner.tuning.graph_stream.GraphStream`), all captured."""
     from fuseplan.planner.cli.common import console
-    from fuseplan.planner.errors import CaptureError
-    from fuseplan.search.workers.worker import usable_cores
 
     found = []
-    with console(stderr=True).status(f"capturing {source.label}") as status:
-        capture_beside(source, workloads, kind, usable_cores(), None, pack_weights)
-        for workload in workloads:
-            status.update(f"capturing {source.label}, {workload.label}")
-            try:
-                graphs = cached_capture(source, workload, kind, None, pack_weights).graphs
-            except CaptureError as error:
-                if not workload.derived:
-                    raise
-                console(stderr=True).print(f"{workload.label} is left out: {error}", markup=False)
-                continue
-            for number, graph in enumerate(graphs, 1):
-                name = workload.label + (" packed" if pack_weights else "")
-                if len(graphs) > 1:
-                    name += f" part {number}"
-                found.append((name, graph))
+    with (
+        console(stderr=True).status(f"capturing {source.label}") as status,
+        stream(source, workloads, kind, pack_weights) as graphs,
+    ):
+        while graphs.waiting:
+            status.update(f"capturing {source.label}, {graphs.waiting}")
+            found += graphs.take()
     return found
+
+
+def stream(
+    source: ModelSource, workloads: tuple[Workload, ...], kind: str, pack_weights: bool = False
+) -> GraphStream:
+    """The graphs as they are captured; what is left out is said on stderr."""
+    from fuseplan.planner.cli.common import console
+    from fuseplan.planner.tuning.graph_stream import GraphStream
+
+    def note(text: str) -> None:
+        console(stderr=True).print(text, markup=False)
+
+    return GraphStream(source, workloads, kind, pack_weights, note)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from fuseplan.search.store.record import PlanRecord
     from fuseplan.search.tune.tuner import Budget
     from fuseplan.search.workers.worker import Executor
-
-T = TypeVar("T")
 
 
 def tune(
@@ -89,46 +87,34 @@ def tune(
         kind = common.device_type(device)
     settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
 
-    def capture() -> tuple[str, list[tuple[str, DataflowGraph]]]:
-        return opt.named_graphs(
-            kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls,
-            pack_weights,
-        )
-
+    what = opt.named(
+        kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls, pack_weights
+    )
     note = left_behind() if db is None else ""
-    with make_pool(kind) as pool:
-        if kind == "cuda" and pattern is None:
-            session = open_session(kind, db, settings)
-            if session.spec is None:  # then hardly anything is stored, and the workers will be needed
-                pool.start()
-            session, (name, graphs) = probe_beside(session, capture, account)
+    with ExitStack() as stack:
+        pool = stack.enter_context(make_pool(kind))
+        graphs: Iterable[tuple[str, DataflowGraph]]
+        if kind == "cuda" and what.source is not None:  # captured by the host beside what is measured on the GPU
+            graphs = stack.enter_context(opt.stream(what.source, what.workloads, kind, pack_weights))
         else:
             with account.spend("capturing"):
-                name, graphs = capture()
-            session = ready(open_session(kind, db, settings), account)
+                graphs = what.graphs()
+        session = open_session(kind, db, settings)
+        if session.spec is None and kind == "cuda":  # hardly anything is stored: the workers will be needed
+            pool.start()
+        session = ready(session, account)
         if session.spec is not None:
             warn_of_problems(session.spec)
         if note:
             common.console(stderr=True).print(note, markup=False, soft_wrap=True)
         load = machine_load()
         session = replace(session, shipped=shipped, since=now() if again else "")
-        result = run(session, name, graphs, Budget.on(kind, trials, seconds), seed, account, pool)
+        result = run(session, what.label, graphs, Budget.on(kind, trials, seconds), seed, account, pool)
     with account.spend("reporting"):
-        say(result, name)
+        say(result, what.label)
     typer.echo(account.line())
     if complain(result, load):
         raise typer.Exit(1)
-
-
-def probe_beside(session: Session, work: Callable[[], T], account: TimeAccount | None = None) -> tuple[Session, T]:
-    """The session with a measured GPU, probed while ``work`` waits for processes that capture, and its result."""
-    account = account if account is not None else TimeAccount()
-    with ThreadPoolExecutor(1) as beside:
-        probed = beside.submit(lambda: session if session.spec is not None else session.probed())
-        with account.spend("capturing"):
-            done = work()
-        with account.spend("probing"):
-            return probed.result(), done
 
 
 def ready(session: Session, account: TimeAccount | None = None) -> Session:
@@ -143,20 +129,23 @@ def ready(session: Session, account: TimeAccount | None = None) -> Session:
 
 
 def run(
-    session: Session, name: str, graphs: list[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
+    session: Session, name: str, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
     account: TimeAccount | None = None, executor: Executor | None = None,
 ) -> TuneResult:
     """Tune with a progress bar, and keep a summary of each workload for the reports."""
-    from fuseplan.planner.cli.progress import TuneProgress, regions_to_tune
+    from fuseplan.planner.cli.progress import TuneProgress
     from fuseplan.planner.tuning import summary
     from fuseplan.planner.tuning import tune as offline
 
-    with TuneProgress(regions_to_tune(session, graphs)) as progress:
-        result = offline.tune(session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor)
-    for (workload, graph), planned in zip(graphs, result.plans, strict=True):
+    with TuneProgress() as progress:
+        result = offline.tune(
+            session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor, progress.on_graph
+        )
+    for planned in result.plans:
         pairs = [(one.region, one.record) for one in planned.plan.regions]
         if pairs:
-            summary.store_summary(session.database, summary.summarise(name, workload, graph, pairs))
+            found = summary.summarise(name, planned.workload, planned.graph, pairs)
+            summary.store_summary(session.database, found)
     return result
 
 

@@ -303,11 +303,9 @@ class Planner:
         """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""
         return self._without_plan(graph, find_regions(graph))
 
-    def undecided_parts(self, graph: DataflowGraph) -> list[Region]:
-        """The distinct parts of those regions that have no stored plan themselves: what is to be measured."""
-        return self._without_plan(
-            graph, (part for region in self.undecided(graph) for part in region_parts(graph, region))
-        )
+    def undecided_parts(self, graph: DataflowGraph, regions: Iterable[Region]) -> list[Region]:
+        """The distinct parts of regions that have no stored plan themselves: what is to be measured."""
+        return self._without_plan(graph, (part for region in regions for part in region_parts(graph, region)))
 
     def _without_plan(self, graph: DataflowGraph, regions: Iterable[Region]) -> list[Region]:
         distinct = [occurrences[0] for occurrences in unique_regions(regions).values()]

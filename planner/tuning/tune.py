@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session
@@ -22,6 +24,8 @@ from fuseplan.search.workers.worker import Executor
 
 #: Told about each distinct region: workload, region label, number, how many.
 OnRegion = Callable[[str, str, int, int], None]
+#: Told about each workload's graph when it arrives, and its distinct regions that have no stored plan.
+OnGraph = Callable[[DataflowGraph, Sequence[Region]], None]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class WorkloadPlan:
     """The plan of one captured workload."""
 
     workload: str
+    graph: DataflowGraph
     plan: GraphPlan
 
 
@@ -88,17 +93,19 @@ class TuneResult:
 def tune(
     session: Session, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget | None = None, seed: int = 0,
     on_region: OnRegion | None = None, on_trial: Callable[[ProgressEvent], None] | None = None,
-    account: TimeAccount | None = None, executor: Executor | None = None
+    account: TimeAccount | None = None, executor: Executor | None = None, on_graph: OnGraph | None = None
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each region and each group is stored as soon as it is done.
 
     A region that cannot be planned costs only itself, unless the fault is the machine's or the database's.
 
-    The session's device is probed; ``graphs`` are static, each with the name of its workload. What the tuner does not
-    book in ``account`` is planning: enumerating, pricing, solving. Jobs run in ``executor``, by default in worker
-    processes of its own.
+    The session's device is probed; ``graphs`` are static, each with the name of its workload. Those of a
+    :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they come. What the tuner does not book in
+    ``account`` is planning: enumerating, pricing, solving. Jobs run in ``executor``, by default in worker processes of
+    its own.
 
     Raises:
+        CaptureError: Of a stream: a workload cannot be captured; what was finished is stored.
         CompilerMissingError: No kernel back end can be used here.
         MachineFailureError: The machine fails what a tune needs; what was finished is stored.
         DatabaseError: The database cannot be written.
@@ -112,18 +119,42 @@ def tune(
     with ExitStack() as stack:
         stack.enter_context(account.spend("planning"))
         tuner = stack.enter_context(session.tuner(budget, seed, on_trial, account, executor))
-        listed = list(graphs)
         planner = session.planner(tuner, learner=learner)
         lookahead = planner.lookahead()
         if lookahead is not None:
             stack.enter_context(lookahead)
-            for _, graph in listed:
-                lookahead.send(graph, planner.undecided_parts(graph))
-        for workload, graph in listed:
-            planner.on_region = _for_workload(on_region, workload)
+        waiting: deque[tuple[str, DataflowGraph]] = deque()
+
+        def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
+            for workload, graph in found:
+                undecided = planner.undecided(graph)
+                if on_graph is not None:
+                    on_graph(graph, undecided)
+                if lookahead is not None:
+                    lookahead.send(graph, planner.undecided_parts(graph, undecided))
+                waiting.append((workload, graph))
+
+        stream = graphs if isinstance(graphs, GraphStream) else None
+        if stream is None:
+            arrive(graphs)
+        while waiting or (stream is not None and stream.waiting):
+            if not waiting and stream is not None:
+                with account.spend("capturing"):
+                    found = stream.take()
+                arrive(found)
+                continue
+            workload, graph = waiting.popleft()
+
+            def at_region(label: str, number: int, total: int, workload: str = workload) -> None:
+                if stream is not None:
+                    arrive(stream.ready())
+                if on_region is not None:
+                    on_region(workload, label, number, total)
+
+            planner.on_region = at_region
             plan = planner.plan_graph(graph, lookahead, noting(failures, workload, graph))
-            plans.append(WorkloadPlan(workload, plan))
-        taken_over = [(graph, one.plan) for (_, graph), one in zip(listed, plans, strict=True)]
+            plans.append(WorkloadPlan(workload, graph, plan))
+        taken_over = [(one.graph, one.plan) for one in plans]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)
     result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(failures))
@@ -144,8 +175,3 @@ def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -
 
     return note
 
-
-def _for_workload(on_region: OnRegion | None, workload: str) -> Callable[[str, int, int], None] | None:
-    if on_region is None:
-        return None
-    return lambda label, number, total: on_region(workload, label, number, total)

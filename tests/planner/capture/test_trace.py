@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from tracing import ops, recording
 
 from fuseplan.planner.capture import cache
-from fuseplan.planner.capture.cache import cached_capture, capture_beside, capture_key
+from fuseplan.planner.capture.cache import cached_capture, capture_key
 from fuseplan.planner.capture.normalise import Normalised
 from fuseplan.planner.capture.trace import capture, record, trace_predispatch
 from fuseplan.planner.errors import CaptureError, ConfigError
@@ -349,19 +349,3 @@ def test_any_change_to_the_code_captures_anew(tmp_path: Path) -> None:
             if name.startswith(("fuseplan.planner.", "fuseplan.kernels."))]
     folders = [folder.resolve() for folder in cache._CODE]
     assert ours and all(any(path.resolve().is_relative_to(folder) for folder in folders) for path in ours)
-
-
-def test_captures_beside_each_other_are_the_captures(tmp_path: Path) -> None:
-    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
-    beside, alone, impossible = tmp_path / "beside", tmp_path / "alone", Workload("forward")
-    capture_beside(source, [DECODE, PREFILL], "cpu", 1, beside)
-    assert not beside.exists()  # one core: nothing is gained
-    capture_beside(source, [DECODE, PREFILL, impossible], "cpu", 4, beside)
-    for workload in (DECODE, PREFILL):
-        name = f"{capture_key(source, workload, 'cpu')}.json"
-        cached_capture(source, workload, "cpu", alone)
-        assert (beside / name).read_text() == (alone / name).read_text()
-    # What fails beside is left to who needs it, and says why there.
-    assert not (beside / f"{capture_key(source, impossible, 'cpu')}.json").exists()
-    with pytest.raises(ConfigError, match="runs in decode or prefill"):
-        cached_capture(source, impossible, "cpu", beside)

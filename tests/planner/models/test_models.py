@@ -6,22 +6,18 @@ import json
 import logging
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from model_samples import CONFIGS, write_config
 
-from fuseplan.planner.capture.trace import Captured
-from fuseplan.planner.cli.source import capture_all
-from fuseplan.planner.errors import CaptureError, ConfigError, ShapeError, UnknownModelError
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.errors import ConfigError, ShapeError, UnknownModelError
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.examples import rewind
 from fuseplan.planner.models.presets import PRESETS
 from fuseplan.planner.models.sources import find_source, generates, hf_config, workloads_for
-from fuseplan.planner.models.workload import Workload, decode, generate, parse_workloads, prefill
+from fuseplan.planner.models.workload import Workload, decode, parse_workloads, prefill
 
 # -- workloads --------------------------------------------------------------------------------------------
 
@@ -208,29 +204,6 @@ def test_calls_that_follow_from_the_sizes_asked_for(tmp_path: Path) -> None:
         "generate 1x32", "generate 1x80", "generate 2x8",
         "generate 1x32 @ 64", "generate 4x1 @ 64",  # 80 tokens do not fit; of 4 sequences there is no prompt
     ]
-
-
-def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    packed: list[bool] = []
-
-    def cached(source: object, workload: Workload, kind: str, folder: None, pack_weights: bool) -> Captured:
-        packed.append(pack_weights)
-        if workload.derived or workload.batch == 7:
-            raise CaptureError("the model cannot be traced: [why]")
-        return Captured((DataflowGraph([], {}, [], []),), workload)
-
-    monkeypatch.setattr("fuseplan.planner.capture.cache.cached_capture", cached)
-    monkeypatch.setattr("fuseplan.planner.capture.cache.capture_beside", lambda *_: None)
-    asked = (prefill(1, 8), replace(prefill(1, 8), masked=True), generate(1, 8))
-    assert [name for name, _ in capture_all(find_source(), asked, "cpu")] == ["prefill 1x8"]
-    assert "generate 1x8 is left out: the model cannot be traced: [why]" in capsys.readouterr().err
-    with pytest.raises(CaptureError):
-        capture_all(find_source(), (prefill(7, 8),), "cpu")
-    assert not any(packed)
-    names = [name for name, _ in capture_all(find_source(), asked[:1], "cpu", pack_weights=True)]
-    assert names == ["prefill 1x8 packed"] and packed[-1]
 
 
 # -- real modules -----------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_each_choice_is_counted_once_over_all_workloads(database: Database) -> N
 
     planner = planner_of(database, tuner_of(database, Counting))
     graphs = [graph_of((BEFORE, AFTER), (BEFORE, OTHER)), graph_of((BEFORE, AFTER), (OTHER, BEFORE), (AFTER,))]
-    plans = [WorkloadPlan(str(number), planner.plan_graph(graph)) for number, graph in enumerate(graphs)]
+    plans = [WorkloadPlan(str(number), graph, planner.plan_graph(graph)) for number, graph in enumerate(graphs)]
     result = TuneResult(tuple(plans), None, 1.0)  # type: ignore[arg-type]
     # An island that ends in a value for a matmul is the same wherever it stands.
     assert set(asked.values()) == {1}
@@ -257,12 +257,12 @@ def test_a_lookahead_prepares_exactly_the_parts_that_lack_a_plan(tmp_path: Path)
             database, None, "dev", gpu, (AnyDevice(),), settings, tuner_of(database),  # type: ignore[arg-type]
         )
         lookahead = planner.lookahead() if name == "ahead.db" else None
-        parts = planner.undecided_parts(graph)
+        parts = planner.undecided_parts(graph, planner.undecided(graph))
         keys = [part.key for region in find_regions(graph) for part in region_parts(graph, region)]
         assert [part.key for part in parts] == list(dict.fromkeys(keys))
         if lookahead is None:
             found.append(planner.plan_graph(graph))
-            assert planner.undecided_parts(graph) == []
+            assert planner.undecided_parts(graph, planner.undecided(graph)) == []
             continue
         with lookahead:
             lookahead.send(graph, parts)

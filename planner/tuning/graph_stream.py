@@ -1,0 +1,120 @@
+"""The graphs of a model's workloads, in order, as they are captured: a tune begins with the first."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Self
+
+from fuseplan.planner.capture.cache import cached_capture, capture_path, capture_to_disk
+from fuseplan.planner.errors import CaptureError
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.models.sources import ModelSource
+from fuseplan.planner.models.workload import Workload
+from fuseplan.search.workers.processes import die_with_parent
+from fuseplan.search.workers.worker import usable_cores
+
+#: Cores for each capturing process: a second one is busy with what it imports.
+_CORES_EACH = 2
+
+
+class GraphStream:
+    """Name and graph of each workload, in order; a model that breaks into several graphs gives numbered names.
+
+    What is not on disk yet is captured from now on, each workload in a process of its own where there are cores for
+    them. A process that fails leaves its workload to this one, which then says why. A user's own module is captured
+    here, when its turn comes. A context manager: leaving it ends the processes.
+
+    Calls that were not asked for, but follow from those that were, are left out where a model does not take them.
+
+    Args:
+        source: The model.
+        workloads: Its workloads.
+        device_type: Kind of device.
+        pack_weights: As with the option of this name. The names say so: reports then have both.
+        note: Told what is left out, and why.
+        cores: How many there are to use; None for all that this process may use.
+        folder: Where captures are kept; None for the user's cache.
+    """
+
+    def __init__(
+        self, source: ModelSource, workloads: Sequence[Workload], device_type: str, pack_weights: bool = False,
+        note: Callable[[str], None] | None = None, cores: int | None = None, folder: Path | None = None,
+    ) -> None:
+        self._source, self._device_type, self._pack_weights = source, device_type, pack_weights
+        self._note, self._folder = note, folder
+        self._left = deque(workloads)
+        self._jobs: dict[Workload, Future[None]] = {}
+        self._pool: ProcessPoolExecutor | None = None
+        missing = [
+            one for one in workloads if not capture_path(source, one, device_type, folder, pack_weights).exists()
+        ]
+        workers = min(len(missing), (usable_cores() if cores is None else cores) // _CORES_EACH)
+        self._here = set(missing)
+        if source.kind == "module" or workers < 2:
+            return
+        others = set(multiprocessing.active_children())
+        # Fresh processes: a fork of one that has touched a GPU cannot use it.
+        self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_with_parent)
+        self._jobs = {
+            one: self._pool.submit(capture_to_disk, source, one, device_type, folder, pack_weights) for one in missing
+        }
+        self._processes = set(multiprocessing.active_children()) - others
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._pool is not None:
+            if self._left:
+                for process in self._processes:
+                    process.terminate()
+            self._pool.shutdown(cancel_futures=True)
+
+    def __iter__(self) -> Iterator[tuple[str, DataflowGraph]]:
+        while self._left:
+            yield from self.take()
+
+    @property
+    def waiting(self) -> str:
+        """The workload whose turn it is; "" after the last."""
+        return self._left[0].label if self._left else ""
+
+    def ready(self) -> list[tuple[str, DataflowGraph]]:
+        """The next graphs that need no waiting; they are not given again."""
+        found = []
+        while self._left and self._is_there(self._left[0]):
+            found += self.take()
+        return found
+
+    def _is_there(self, workload: Workload) -> bool:
+        job = self._jobs.get(workload)
+        return job.done() if job is not None else workload not in self._here
+
+    def take(self) -> list[tuple[str, DataflowGraph]]:
+        """The graphs of the next workload, captured now unless they are there; [] where it is left out.
+
+        Raises:
+            CaptureError, ConfigError: It cannot be captured.
+        """
+        workload = self._left[0]
+        if workload in self._jobs:
+            wait([self._jobs[workload]])
+        try:
+            graphs = cached_capture(
+                self._source, workload, self._device_type, self._folder, self._pack_weights
+            ).graphs
+        except CaptureError as error:
+            if not workload.derived:
+                raise
+            graphs = ()
+            if self._note is not None:
+                self._note(f"{workload.label} is left out: {error}")
+        self._left.popleft()
+        name = workload.label + (" packed" if self._pack_weights else "")
+        if len(graphs) == 1:
+            return [(name, graphs[0])]
+        return [(f"{name} part {number}", graph) for number, graph in enumerate(graphs, 1)]

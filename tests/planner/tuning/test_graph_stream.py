@@ -1,0 +1,108 @@
+"""Graphs come in order, captured in processes of their own where there are cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_samples import write_config
+
+from fuseplan.planner.capture.cache import cached_capture, capture_key
+from fuseplan.planner.capture.trace import Captured
+from fuseplan.planner.cli.source import capture_all
+from fuseplan.planner.errors import CaptureError, ConfigError
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import Workload, decode, generate, prefill
+from fuseplan.planner.tuning import graph_stream
+from fuseplan.planner.tuning.graph_stream import GraphStream
+
+DECODE, PREFILL = decode(2, 16), prefill(1, 8)
+EMPTY = DataflowGraph([], {}, [], [])
+
+
+def test_captures_beside_each_other_are_the_captures(tmp_path: Path) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    beside, alone, impossible = tmp_path / "beside", tmp_path / "alone", Workload("forward")
+    with GraphStream(source, [DECODE], "cpu", cores=1, folder=beside) as stream:
+        assert stream.ready() == [] and not beside.exists()  # one core: it waits until somebody asks
+    with GraphStream(source, [DECODE, PREFILL, impossible], "cpu", cores=4, folder=beside) as stream:
+        names = []
+        with pytest.raises(ConfigError, match="runs in decode or prefill"):
+            for name, _ in stream:
+                names.append(name)
+    assert names == [DECODE.label, PREFILL.label]
+    for workload in (DECODE, PREFILL):
+        name = f"{capture_key(source, workload, 'cpu')}.json"
+        cached_capture(source, workload, "cpu", alone)
+        assert (beside / name).read_text() == (alone / name).read_text()
+    assert not (beside / f"{capture_key(source, impossible, 'cpu')}.json").exists()
+    with GraphStream(source, [PREFILL, DECODE], "cpu", cores=4, folder=beside) as stream:
+        assert [name for name, _ in stream.ready()] == [PREFILL.label, DECODE.label]  # from disk, without a process
+        assert stream.waiting == "" and stream.ready() == [] and list(stream) == []
+
+
+def test_leaving_a_stream_early_ends_its_processes(tmp_path: Path) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt), GraphStream(source, [DECODE, PREFILL], "cpu", cores=4, folder=tmp_path):
+        assert len(set(multiprocessing.active_children()) - before) == 2
+        raise KeyboardInterrupt
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there: set[Workload] = set()
+
+    class Pool:
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+        def submit(self, function: object, source: object, workload: Workload, *rest: object) -> Any:
+            class Job:
+                def done(self) -> bool:
+                    return workload in there
+
+            return Job()
+
+        def shutdown(self, **how: object) -> None: ...
+
+    def wait_for(jobs: Sequence[Any]) -> None:
+        there.add(DECODE)
+
+    monkeypatch.setattr(graph_stream, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(graph_stream, "wait", wait_for)
+    monkeypatch.setattr(graph_stream, "cached_capture", lambda source, one, *rest: Captured((EMPTY,), one))
+    with GraphStream(find_source(), [DECODE, PREFILL], "cpu", cores=4, folder=tmp_path) as stream:
+        there.add(PREFILL)
+        assert stream.ready() == [] and stream.waiting == DECODE.label
+        assert stream.take() == [(DECODE.label, EMPTY)]
+        assert stream.ready() == [(PREFILL.label, EMPTY)] and stream.waiting == ""
+
+
+def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed: list[bool] = []
+
+    def cached(source: object, workload: Workload, kind: str, folder: None, pack_weights: bool) -> Captured:
+        packed.append(pack_weights)
+        if workload.derived or workload.batch == 7:
+            raise CaptureError("the model cannot be traced: [why]")
+        return Captured((EMPTY,) * workload.batch, workload)
+
+    monkeypatch.setattr(graph_stream, "cached_capture", cached)
+    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
+    asked = (prefill(1, 8), replace(prefill(1, 8), masked=True), generate(1, 8), prefill(2, 8))
+    assert [name for name, _ in capture_all(find_source(), asked, "cpu")] == [
+        "prefill 1x8", "prefill 2x8 part 1", "prefill 2x8 part 2"
+    ]
+    assert "generate 1x8 is left out: the model cannot be traced: [why]" in capsys.readouterr().err
+    with pytest.raises(CaptureError):
+        capture_all(find_source(), (prefill(7, 8),), "cpu")
+    assert not any(packed)
+    names = [name for name, _ in capture_all(find_source(), asked[:1], "cpu", pack_weights=True)]
+    assert names == ["prefill 1x8 packed"] and packed[-1]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuseplan.kernels.gpu.build import ModuleStore, read_resources
+from fuseplan.kernels.gpu.build import ModuleStore, build_launcher, read_resources
 from fuseplan.kernels.gpu.direct import Layout
 from fuseplan.kernels.gpu.launch import GpuKernel, Layouts, Variant, allocating
 from fuseplan.kernels.gpu.tile import chunk_width, needs_int64, tile_of
@@ -45,7 +45,9 @@ class GpuBackend(Backend, WritesInPlace):
         key = f"{self.versions()}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{dtypes}"
         resources = self.store.resources(key)
         if resources is None:
-            resources = read_resources(self._compile(ir, config, target, Variant(wide=needs_int64(ir))))
+            compiled = self._compile(ir, config, target, Variant(wide=needs_int64(ir)))
+            build_launcher(compiled)
+            resources = read_resources(compiled)
             self.store.keep_resources(key, resources)
         return resources
 

@@ -230,6 +230,18 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
+def build_launcher(compiled: Any) -> None:
+    """Have Triton build what will launch a kernel, into its cache. Needs no GPU, but its driver's library.
+
+    Triton up to 3.6 compiles C for every signature of arguments, and would do so where the kernel is timed.
+    """
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        with suppress(Exception):  # whoever launches the kernel is told why
+            driver.CudaLauncher(compiled.src, compiled.metadata)
+
+
 def read_resources(compiled: Any) -> Resources:
     """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel, read from its cubin."""
     registers, spilled = _registers_and_spills(compiled)

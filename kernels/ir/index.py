@@ -110,10 +110,6 @@ class Mod:
 Atom: TypeAlias = Coord | FloorDiv | Mod
 
 
-def _atom_key(atom: Atom) -> str:
-    return repr(atom)
-
-
 @dataclass(frozen=True)
 class Index:
     """``const + sum(coef * atom)``; terms are merged, non-zero and in a fixed order, so equal means equal."""
@@ -127,7 +123,8 @@ class Index:
         for atom, coef in terms:
             merged[atom] = as_size(merged.get(atom, 0) + coef)
         kept = [(atom, coef) for atom, coef in merged.items() if coef != 0]
-        kept.sort(key=lambda term: _atom_key(term[0]))
+        if len(kept) > 1:
+            kept.sort(key=lambda term: repr(term[0]))
         return Index(as_size(const), tuple(kept))._rejoined()
 
     def _rejoined(self) -> Index:

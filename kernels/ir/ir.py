@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from fuseplan.kernels.ir.index import Index, Size, evaluate, product, symbols_of
@@ -239,6 +240,10 @@ class Segment:
 
     def per_row(self) -> tuple[bool, ...]:
         """For each value: True when it is one number per row (depends on no column)."""
+        return self._per_row
+
+    @cached_property
+    def _per_row(self) -> tuple[bool, ...]:
         result: list[bool] = []
         for instr in self.body:
             if isinstance(instr, Reduce):
@@ -291,6 +296,8 @@ class KernelIR:
 
     def bind(self, symbols: Mapping[str, int]) -> KernelIR:
         """The same kernel with every dynamic size replaced by a number."""
+        if not symbols:
+            return self
         buffers = tuple(
             replace(
                 buffer,

@@ -31,6 +31,8 @@ class TritonBackend(GpuBackend):
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if target.device_type != "cuda":
             return f"triton kernels run on CUDA devices, not on '{target.device_type}'"
+        if not ir.symbols:  # only a dynamic size can be one that cannot be written
+            return None
         try:
             emit_triton(ir, self.default_config(ir, target))
         except BuildError as error:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fuseplan.kernels.gpu import build, launch
-from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel, vector_bytes
+from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, build_launcher, compile_kernel, vector_bytes
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.ir.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
@@ -170,3 +170,21 @@ def test_warming_up_leaves_no_thread_behind() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1"]
+
+
+def test_what_launches_a_kernel_is_built_where_triton_compiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+
+    compiled, built = SimpleNamespace(src="source", metadata="metadata"), []
+
+    def launcher(source: str, metadata: str) -> None:
+        built.append((source, metadata))
+        raise AssertionError("libcuda.so cannot found!")
+
+    monkeypatch.setattr(driver, "CudaLauncher", launcher)
+    monkeypatch.delattr(driver, "make_launcher", raising=False)
+    build_launcher(compiled)
+    assert built == []  # one launcher for all signatures, which needs a GPU
+    monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    build_launcher(compiled)
+    assert built == [("source", "metadata")]

@@ -99,13 +99,14 @@ class MeasuredPrices(ModelPrices):
     """The same bounds; times are measured, choice by choice: what they cost each other is the model's price.
 
     What has configurations is ranked by its default one (one compilation each); :meth:`tuned` then searches those of
-    the groups that a cover uses.
+    the groups that a cover uses, with little effort where the part is ``minor``.
     """
 
     def __init__(self, book: GroupBook, spec: DeviceSpec | None, tuner: Tuner,
-                 learner: RunningCalibration | None = None, part: Region | None = None) -> None:
+                 learner: RunningCalibration | None = None, part: Region | None = None, minor: bool = False) -> None:
         super().__init__(book, spec, part)
         self.tuner = tuner
+        self.minor = minor
         self.learner = learner
         self.records: dict[tuple[str, ...], TuningRecord] = {}
         self.failures: dict[Choice, str] = {}
@@ -126,7 +127,8 @@ class MeasuredPrices(ModelPrices):
         """The group's record; its time replaces the one it was ranked by."""
         if group.ops not in self.records:
             neighbours = tuple(self.records.values())
-            self.records[group.ops] = self.tuner.tune(self.book.subject(group), neighbours=neighbours)
+            subject = self.book.subject(group)
+            self.records[group.ops] = self.tuner.tune(subject, neighbours=neighbours, minor=self.minor)
         return self.records[group.ops]
 
     def record(self, choice: Choice) -> TuningRecord | None:

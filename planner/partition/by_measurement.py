@@ -121,7 +121,7 @@ class MeasuredRegion:
     def _tune(self, choices: Iterable[Choice]) -> bool:
         """Search the configurations that were not; True when there were any."""
         groups = [choice.group for choice in choices if self.prices.untuned(choice)]
-        self.prices.tuner.prefetch(self.prices.book.subject(group) for group in groups[1:])
+        self.prices.tuner.prefetch((self.prices.book.subject(group) for group in groups[1:]), self.prices.minor)
         for group in groups:
             self.prices.tuned(group)
         return bool(groups)

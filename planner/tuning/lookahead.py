@@ -35,13 +35,14 @@ class Lookahead:
     def __init__(
         self, make_problem: Callable[[GroupBook, Region], RegionProblem],
         make_prices: Callable[[GroupBook, Region], ModelPrices], make_book: Callable[[DataflowGraph], GroupBook],
-        search: Callable[[RegionProblem, Prices], object], tuner: Tuner
+        search: Callable[[RegionProblem, Prices], object], tuner: Tuner, is_minor: Callable[[GroupBook, Region], bool]
     ) -> None:
         self._make_problem = make_problem
         self._make_prices = make_prices
         self._make_book = make_book
         self._search = search
         self._tuner = tuner
+        self._is_minor = is_minor
         self._books: dict[int, GroupBook] = {}
         self._problems: dict[Region, Future[RegionProblem]] = {}
         self._sent: set[str] = set()
@@ -102,7 +103,8 @@ class Lookahead:
         if not self._stop.is_set():
             rehearsal = _Rehearsal(prices)
             self._search(problem, rehearsal)
-            self._tuner.prefetch(book.subject(choice.group) for choice in _kernels(cover))
+            minor = self._is_minor(book, region)
+            self._tuner.prefetch((book.subject(choice.group) for choice in _kernels(cover)), minor)
             self._tuner.prefetch_default(book.subject(choice.group) for choice in rehearsal.asked)
 
 

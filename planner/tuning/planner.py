@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.planner.cost.part_shares import part_shares
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import CandidateLimits, Enumeration, enumerate_parts
+from fuseplan.planner.groups.candidates import Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Implementations, RegionProblem, region_problem
@@ -26,50 +28,16 @@ from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
+from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey
 from fuseplan.search.tune.tuner import Tuner
 
 Source = Literal["database", "tuned", "model"]
 
+__all__ = ["GraphPlan", "PlanSettings", "PlanStore", "Planner", "RegionPlan"]
+
 logger = logging.getLogger("fuseplan")
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """What a plan is made for, and how hard to look.
-
-    Attributes:
-        numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
-        regime: ``"eager"`` or ``"graph"``: how the plan will be launched.
-        tolerance: Stop when the measured partition is within this of the lower bound.
-        margin: What a partition has to gain on the nominal one to take its place, so that noise does not choose.
-            None: 5 % on CPUs, 1 % on CUDA, where noise is smaller.
-        max_fused_measured: Fused groups measured per region at most. None: 16 on CPUs, where a kernel compiles in a
-            fraction of a second, 8 on CUDA.
-        limits: Bounds on the enumeration of candidates.
-        alternatives: Rejected groups kept in a plan's record.
-    """
-
-    numerics: str = "fp32"
-    regime: str = "eager"
-    tolerance: float = 0.01
-    margin: float | None = None
-    max_fused_measured: int | None = None
-    limits: CandidateLimits = field(default_factory=CandidateLimits)
-    alternatives: int = 24
-
-    def measured_on(self, device_type: str) -> int:
-        """Fused groups measured per region at most on a device."""
-        if self.max_fused_measured is not None:
-            return self.max_fused_measured
-        return 16 if device_type == "cpu" else 8
-
-    def margin_on(self, device_type: str) -> float:
-        """The margin in force on a device."""
-        if self.margin is not None:
-            return self.margin
-        return 0.05 if device_type == "cpu" else 0.01
 
 
 class PlanStore(Protocol):
@@ -158,6 +126,7 @@ class Planner:
         self.refused: dict[str, str] = {}
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
+        self._shares: WeakKeyDictionary[GroupBook, Mapping[str, float]] = WeakKeyDictionary()
 
     @property
     def spec(self) -> DeviceSpec | None:
@@ -172,7 +141,7 @@ class Planner:
         """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
         if self.tuner is None or self.target.device_type == "cpu":
             return None
-        return Lookahead(self._problem, self._model_prices, self._book, self._rehearse, self.tuner)
+        return Lookahead(self._problem, self._model_prices, self._book, self._rehearse, self.tuner, self._is_minor)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
         guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
@@ -364,7 +333,7 @@ class Planner:
         """A part decided by measurement, and stored."""
         began = time.monotonic()
         problem = (lookahead.problem(part) if lookahead is not None else None) or self._problem(book, part)
-        prices = MeasuredPrices(book, self.spec, tuner, self.learner, part)
+        prices = MeasuredPrices(book, self.spec, tuner, self.learner, part, self._is_minor(book, part))
         settings, limit = self.settings, self._limit(problem)
         decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
         record = self._writer(book, part).record(
@@ -375,6 +344,12 @@ class Planner:
             store_samples(tuner.database, samples)
             tuner.database.put_plan(record)
         return record
+
+    def _is_minor(self, book: GroupBook, part: Region) -> bool:
+        """Whether all occurrences of a part together take too little of the graph's time for an elaborate search."""
+        if book not in self._shares:
+            self._shares[book] = part_shares(book, self.spec, self.implementations.aten)
+        return self._shares[book].get(part.key, 1.0) < self.settings.minor
 
     def _book(self, graph: DataflowGraph) -> GroupBook:
         return GroupBook(graph, self.settings.numerics, self.target.device_type)

@@ -33,6 +33,7 @@ class Budget:
 
     Attributes:
         trials: Configurations, over all back ends.
+        backends: How many of the back ends take part at most, the preferred ones; None for all that can.
         seconds: Wall time of proposing, compiling and screening.
         screen_s: Seconds of samples for one screening.
         decide_s: Seconds of interleaved rounds for the decision.
@@ -41,6 +42,7 @@ class Budget:
     """
 
     trials: int = 12
+    backends: int | None = None
     seconds: float = 6.0
     screen_s: float = 0.08
     decide_s: float = 0.5
@@ -58,6 +60,10 @@ class Budget:
             usual, trials=usual.trials if trials is None else trials,
             seconds=usual.seconds if seconds is None else seconds,
         )
+
+    def minor(self) -> Budget:
+        """For a subject that hardly counts: the preferred back end's default configuration and one more."""
+        return replace(self, trials=min(2, self.trials), backends=1, finalists=1)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,10 @@ class SubjectRun:
 
     def _take_part(self, neighbours: Sequence[TuningRecord]) -> list[_Entry]:
         resources, ir = self._resources, self._subject.ir
-        willing = [(order, backend, resources.spaces.space(backend, ir)) for order, backend in self._willing()]
+        willing = [
+            (order, backend, resources.spaces.space(backend, ir))
+            for order, backend in self._willing()[: resources.budget.backends]
+        ]
         shares = _shares(resources.budget.trials, len(willing))
         entries = []
         for (order, backend, space), share in zip(willing, shares, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -81,6 +82,8 @@ class Tuner:
         self.account = account if account is not None else TimeAccount()
         self._executor: Executor = executor if executor is not None else make_pool(target.device_type)
         self._owns_executor = executor is None
+        #: Subjects that were not minor: whatever came of it, they are searched once.
+        self._searched: set[RecordKey] = set()
         self._resources = TuningResources(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
             self._executor, budget, self.versions, SpaceBook(target), self.account, progress, since,
@@ -101,11 +104,14 @@ class Tuner:
         """The record key of a subject here."""
         return RecordKey(subject.key, self.device, self.regime, self.numerics)
 
-    def tune(self, subject: Subject, neighbours: Iterable[TuningRecord] = (), force: bool = False) -> TuningRecord:
+    def tune(
+        self, subject: Subject, neighbours: Iterable[TuningRecord] = (), force: bool = False, minor: bool = False
+    ) -> TuningRecord:
         """The stored answer for ``subject`` if it is current, else a newly measured one, stored.
 
         Configurations of ``neighbours``, records of similar groups, are tried early. With ``force`` it is measured
-        again even where there is a current record, from nothing.
+        again even where there is a current record, from nothing. A ``minor`` one takes so little of a model's time that
+        the preferred back end's default and best guess are all that is tried.
 
         Raises:
             SubjectError: The unfused chain or its reference fails.
@@ -117,14 +123,21 @@ class Tuner:
             self.database.forget_trials(key)
         elif (current := self._current(key)) is not None:
             reason = self._refuse_record(subject, current)
-            if reason is None:
+            if reason is None and (minor or key in self._searched or not self._was_minor(current)):
                 return current
-            logger.warning("the stored record of %s is not used: %s", subject.label, reason)
+            if reason is not None:
+                logger.warning("the stored record of %s is not used: %s", subject.label, reason)
         hints = [*([stored] if stored is not None else []), *neighbours]
-        record = self._released(SubjectRun(self._resources, subject, key, hints).execute)
+        if not minor:
+            self._searched.add(key)
+        record = self._released(SubjectRun(self._resources_for(minor), subject, key, hints).execute)
         with self.account.spend(STORING):
             self.database.put_record(record)
         return record
+
+    def _was_minor(self, record: TuningRecord) -> bool:
+        """Whether a record rests on fewer trials than this tuner would give its group if it counted."""
+        return record.measured <= self.budget.minor().trials < min(self.budget.trials, record.enumerated)
 
     def _refuse_record(self, subject: Subject, record: TuningRecord) -> str | None:
         """Why a stored answer can be none for ``subject`` here, or None; its numbers are taken as they are."""
@@ -231,7 +244,10 @@ class Tuner:
             pending += self._default_of(subject)
         self._resources.compile(pending)
 
-    def prefetch(self, subjects: Iterable[Subject]) -> None:
+    def _resources_for(self, minor: bool) -> TuningResources:
+        return replace(self._resources, budget=self.budget.minor()) if minor else self._resources
+
+    def prefetch(self, subjects: Iterable[Subject], minor: bool = False) -> None:
         """Compile what tunes of these subjects will try first, beside whatever else goes on. Safe from any thread.
 
         What they may try next is compiled when nothing else is left to do. On a CPU nothing happens: compilers would
@@ -242,7 +258,7 @@ class Tuner:
         for subject in subjects:
             default = self._default_of(subject)
             self._resources.compile_ahead(default)  # at once: to enumerate the others takes a while
-            run = SubjectRun(self._resources, subject, self.key(subject), ())
+            run = SubjectRun(self._resources_for(minor), subject, self.key(subject), ())
             self._resources.compile_ahead([one for one in run.first_batch() if one not in default])
             self._resources.compile_ahead(run.prospects(), spare=True)
 

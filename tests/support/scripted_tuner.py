@@ -47,6 +47,7 @@ class ScriptedTuner:
     seed: int = 0
     screened: list[str] = field(default_factory=list)
     tuned: list[str] = field(default_factory=list)
+    minor: list[bool] = field(default_factory=list)
     play_offs: list[tuple[int, ...]] = field(default_factory=list)
     kept: list[tuple[str, ...]] = field(default_factory=list)
     prefetched: list[str] = field(default_factory=list)
@@ -66,7 +67,7 @@ class ScriptedTuner:
     def precompile(self, subjects: Iterable[GroupSubject]) -> None:
         """There is nothing to compile."""
 
-    def prefetch(self, subjects: Iterable[GroupSubject]) -> None:
+    def prefetch(self, subjects: Iterable[GroupSubject], minor: bool = False) -> None:
         self.prefetched.extend(subject.label for subject in subjects)
 
     def prefetch_default(self, subjects: Iterable[GroupSubject]) -> None:
@@ -90,8 +91,11 @@ class ScriptedTuner:
             samples[side] = (sum(time_us(parts[name]) for name in names) + self.together_us(kernels),) * 5
         return Contest(samples, 0.0, "eager")
 
-    def tune(self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = ()) -> TuningRecord:
+    def tune(
+        self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = (), minor: bool = False
+    ) -> TuningRecord:
         self.tuned.append(subject.label)
+        self.minor.append(minor)
         fuse = not self.refuses(subject)
         record = TuningRecord(
             RecordKey(subject.key, "dev"), subject.label, fuse, "cpp", {"unroll": 2},

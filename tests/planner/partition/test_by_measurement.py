@@ -157,8 +157,10 @@ def test_an_incumbent_that_must_not_be_fused_gives_way_under_noise_too(tmp_path:
 
 def test_a_plan_that_rests_on_noise_is_no_hit(tmp_path: Path) -> None:
     class Unsure(ScriptedTuner):
-        def tune(self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = ()) -> TuningRecord:
-            return replace(super().tune(subject, neighbours), fuse=False, undecided=True)
+        def tune(
+            self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = (), minor: bool = False
+        ) -> TuningRecord:
+            return replace(super().tune(subject, neighbours, minor), fuse=False, undecided=True)
 
     record, tuner = plan(tmp_path, Unsure, fused_us=lambda subject: 5.0)
     assert record.undecided and record.planned_us == pytest.approx(5.0)

@@ -135,7 +135,7 @@ def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) 
         raise RuntimeError("no candidates today")
 
     with Lookahead(
-        broken, ahead._model_prices, ahead._book, ahead._rehearse, tuner,  # type: ignore[arg-type]
+        broken, ahead._model_prices, ahead._book, ahead._rehearse, tuner, ahead._is_minor,  # type: ignore[arg-type]
     ) as lookahead:
         lookahead.send(graph, regions)
         with pytest.raises(RuntimeError, match="no candidates today"):

@@ -14,6 +14,7 @@ from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, compute_nodes
 
+from fuseplan.planner.cost.part_shares import part_shares
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
@@ -88,6 +89,27 @@ def test_a_shared_part_is_measured_for_the_first_region_alone(database: Database
     decided = [{record.key.workload for record in plan.decided} for plan in (first, second)]
     assert len(shared) == 2 and shared <= decided[0] and not shared & decided[1]  # the island and the matmul
     assert {len(one) for one in decided} == {3, 1}
+
+
+def test_a_part_that_hardly_counts_is_tuned_with_little_effort(database: Database) -> None:
+    """Shares by brute force: without a probed device every op takes as long as any other."""
+    graph = graph_of((BEFORE, AFTER), (BEFORE, OTHER), (AFTER,), (BEFORE, AFTER))
+    parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
+    ops = Counter(part.key for part in parts for _ in part.ops)
+    aten = planner_of(database, None).implementations.aten
+    shares = part_shares(GroupBook(graph, "fp32", "cpu"), None, aten)
+    assert shares == pytest.approx({key: count / sum(ops.values()) for key, count in ops.items()})
+
+    threshold = (min(shares.values()) + max(shares.values())) / 2
+    tuner = tuner_of(database)
+    planner = planner_of(database, tuner)
+    planner.settings = replace(planner.settings, minor=threshold)
+    found = {record.key.workload: record for plan in planner.plan_graph(graph).regions for record in plan.decided}
+    tuned = dict(zip(tuner.tuned, tuner.minor, strict=True))
+    assert set(tuned.values()) == {True, False}
+    for key, record in found.items():
+        labels = {group.label for group in record.groups} & set(tuned)
+        assert all(tuned[label] is (shares[key] < threshold) for label in labels)
 
 
 def test_each_choice_is_counted_once_over_all_workloads(database: Database) -> None:
@@ -227,8 +249,8 @@ def test_a_killed_tune_goes_on_to_the_same_plans(tmp_path: Path, killed_at: int)
 
 def test_what_noise_hid_is_asked_once_a_tune_and_again_in_the_next(database: Database) -> None:
     class Noisy(ScriptedTuner):
-        def tune(self, subject: GroupSubject, neighbours: Any = ()) -> TuningRecord:
-            return replace(super().tune(subject, neighbours), fuse=False, undecided=True)
+        def tune(self, subject: GroupSubject, neighbours: Any = (), minor: bool = False) -> TuningRecord:
+            return replace(super().tune(subject, neighbours, minor), fuse=False, undecided=True)
 
     graph = graph_of((BEFORE, AFTER), (BEFORE, OTHER))
     planner = planner_of(database, tuner := tuner_of(database, Noisy))

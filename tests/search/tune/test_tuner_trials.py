@@ -54,6 +54,23 @@ def test_neighbours_are_tried_early(db: Database) -> None:
     assert dict(other.config) == dict(record.config)
 
 
+def test_a_minor_subject_has_two_trials_of_one_back_end_until_it_counts(db: Database) -> None:
+    tune = tuner(db, FakeBackend(), OtherBackend(), budget=replace(BUDGET, trials=8))
+    minor = tune.tune(SUBJECT, minor=True)
+    assert minor.measured <= 2 and {trial.backend for trial in db.trials(tune.key(SUBJECT))} <= {"", minor.backend}
+    assert tune.tune(SUBJECT, minor=True) == minor
+    full = tune.tune(SUBJECT)
+    assert full.measured == 8 and full.best_us <= minor.best_us
+    assert tune.tune(SUBJECT, minor=True) == full == tuner(db, FakeBackend(), OtherBackend()).tune(SUBJECT)
+
+
+@pytest.mark.parametrize("limits", [{"trials": 2}, {"trials": 1}])
+def test_a_minor_answer_stays_where_no_search_would_do_more(db: Database, limits: dict[str, int]) -> None:
+    tune = tuner(db, budget=replace(BUDGET, **limits))
+    minor = tune.tune(SUBJECT, minor=True)
+    assert tune.tune(SUBJECT) == minor
+
+
 def test_many_neighbours_leave_trials_for_the_search(db: Database) -> None:
     record = tuner(db).tune(SUBJECT)
     rows = [replace(record, config={"tile": t, "unroll": u}) for t in (16, 32, 64) for u in (1, 2, 4, 8)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import DeviceSpec
@@ -18,7 +19,9 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.search.store.record import ATEN, TuningRecord
+from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
+from fuseplan.search.workers.jobs import UNFUSED
 
 
 def shared_cache(book: GroupBook, part: Region) -> SharedCache:
@@ -118,6 +121,31 @@ class MeasuredPrices(ModelPrices):
         new = [choice.group for choice in choices if self.untuned(choice)]
         self.tuner.precompile(self.book.subject(group) for group in new)
         return [self._measure_s(choice) for choice in choices]
+
+    def contest(self, plain: Choice, calls: Sequence[Choice]) -> Contest | None:
+        """ATen's op and the libraries' calls that may run it, by name, in one interleaved run; None when that fails.
+
+        Their times are measured then; a call that is wrong has none.
+        """
+        parts = {one.implementation.name: one.implementation.part(self.book, one.group, "", {}) for one in calls}
+        found = self.tuner.contest_calls(
+            self.book.subject(plain.group), {name: part.subject for name, part in parts.items()}
+        )
+        if found is None:
+            return None
+        samples = dict(found.contest.samples)
+        samples[plain.implementation.name] = samples.pop(UNFUSED)
+        contest = replace(found.contest, samples=samples)
+        for choice in (plain, *calls):
+            name = choice.implementation.name
+            if name in samples:
+                time_us = contest.time(name).median_us
+                self._screened_s[choice] = time_us * 1e-6
+                self._learn(choice, "", time_us)
+            else:
+                self._screened_s[choice] = math.inf
+                self.failures[choice] = found.failed[name]
+        return contest
 
     def untuned(self, choice: Choice) -> bool:
         """Whether there are configurations that were not searched."""

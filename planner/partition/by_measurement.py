@@ -24,6 +24,8 @@ _MAX_INCUMBENTS = 3
 _HOPELESS = 0.5
 #: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
 _LONG_S = 0.02
+#: What a library's call has to gain on ATen's op: below, the next tune might find otherwise.
+_LIBRARY_GAIN = 0.025
 _INCUMBENT, _CHALLENGER = "incumbent", "challenger"
 #: How a gain is known, in words.
 _BY_PRICES, _INTERLEAVED = "by the times of its groups", "in an interleaved run"
@@ -62,15 +64,46 @@ class MeasuredRegion:
         self._unclear = False
 
     def decide(self) -> Decided:
-        """Measure, tune, and choose; a matmul or attention whose calls take long is left to ATen."""
+        """Measure, tune, and choose; a matmul or attention that takes long, or next to nothing, is left to ATen."""
         plain, prices = self.problem.plain, self.prices
-        anchors = prices.spec is not None and all(prices.book.is_anchor(one.group) for one in plain)
-        if anchors and all(prices.predict_s(one) > _LONG_S for one in plain):
+        anchors = all(prices.book.is_anchor(one.group) for one in plain)
+        long = prices.spec is not None and all(prices.predict_s(one) > _LONG_S for one in plain)
+        if anchors and (long or prices.minor):
             alone = replace(self.problem, choices=plain)
-            return Decided(predicted_partition(alone, prices.predict_s), "its calls take too long to time")
-        decided = self._decide()
+            why = "its calls take too long to time" if long else "too little of the model's time to choose a call"
+            return Decided(predicted_partition(alone, prices.predict_s), why)
+        decided = (self._by_contest() if anchors and len(plain) == 1 else None) or self._decide()
         unclear = self._unclear or any(record.undecided for record in self.prices.records.values())
         return replace(decided, undecided=unclear)
+
+    def _by_contest(self) -> Decided | None:
+        """A matmul or attention: ATen's op and all that libraries offer, in one run; None when that run fails."""
+        (plain,), prices = self.problem.plain, self.prices
+        calls = [one for one in self.problem.choices[1:] if math.isfinite(prices.bound_s(one))]
+        if not calls or (contest := prices.contest(plain, calls)) is None:
+            return None
+        named = {one.implementation.name: one for one in (plain, *calls)}
+        aten, *others = (name for name in named if name in contest.samples)
+        self._unclear = any(contest.undecided(name, aten) for name in others)
+        least = max(self.margin, _LIBRARY_GAIN)
+        winner = contest.winner(aten, [name for name in others if contest.gain(name, aten) > least])
+        times = dict(zip(named, prices.measure_s(tuple(named.values())), strict=True))
+        chosen = Priced(named[winner], times[winner], measured=True)
+        rejected = sorted(
+            (Priced(named[name], time_s, measured=True) for name, time_s in times.items() if name != winner),
+            key=lambda priced: priced.cost_s,
+        )
+        best_s = min(times.values())
+        result = GuidedResult(
+            (chosen,), chosen.cost_s, best_s, chosen.cost_s == best_s, len(named), len(self.problem.choices), 1,
+            times[aten], tuple(rejected),
+        )
+        gains = {name: contest.gain(name, aten) for name in others}
+        story = f"gains {gains[winner]:.1%} on ATen's op" if winner in gains else (
+            f"no call of a library gains {least:.1%} on ATen's op (the best {max(gains.values()):.1%})" if gains
+            else "no library's call of it is right"
+        )
+        return Decided(result, f"{len(named)} ways to call it in one interleaved run; {story}")
 
     def _decide(self) -> Decided:
         incumbent = self._incumbent()

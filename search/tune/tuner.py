@@ -187,6 +187,15 @@ class Tuner:
         self._resources.log(trial)
         return trial
 
+    def contest_calls(self, plain: Subject, calls: Mapping[str, Subject]) -> jobs.Calls | None:
+        """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run; None when that
+        run fails. Nothing is stored.
+        """
+        run = partial(self._resources.call, PLAYING_OFF, jobs.contest_calls, self._resources.bench)
+        outcome = self._released(lambda: run(plain, dict(calls)))
+        found: jobs.Calls | None = outcome.value if outcome.ok else None
+        return found
+
     def screen(self, subject: Subject) -> Trial:
         """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
 

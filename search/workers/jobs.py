@@ -166,6 +166,33 @@ def screen_call(bench: Bench, plain: Subject, subject: Subject) -> Screened:
         return Screened(verdict, time_us)
 
 
+@dataclass(frozen=True)
+class Calls:
+    """ATen's op (:data:`UNFUSED`) and right calls of libraries in one run; and what is wrong with the others."""
+
+    contest: Contest
+    failed: Mapping[str, str]
+
+
+def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject]) -> Calls:
+    """Check libraries' calls against the ops that they stand for, and time the right ones beside these."""
+    with torch.no_grad():
+        desk = _desk(bench, plain)
+        runs: dict[str, Run] = {UNFUSED: plain.eager}
+        failed: dict[str, str] = {}
+        for name, subject in calls.items():
+            try:
+                verdict = check_call(subject.eager, desk.oracle)
+            except Exception as error:  # a library may refuse a call for any reason
+                failed[name] = f"{type(error).__name__}: {error}"
+                continue
+            if verdict.ok:
+                runs[name] = subject.eager
+            else:
+                failed[name] = f"wrong result: {verdict.reason}"
+        return Calls(decisive(bench.timer, runs, desk.operands, bench.decide_s / 2, UNFUSED), failed)
+
+
 def screen_config(
     bench: Bench, subject: Subject, backend: Backend, config: Config, on_device: bool = False
 ) -> Screened:

@@ -12,13 +12,18 @@ from dispatch_samples import compiled
 from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
+from search_fakes import ShortTimer
 
 import fuseplan.planner
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
+from fuseplan.search.workers.jobs import UNFUSED, Bench, contest_calls
 
 LINEAR = "aten.linear.default"
 
@@ -91,6 +96,45 @@ def test_the_faster_way_to_run_a_matmul_is_chosen(
     again = Planner(planner.store, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings()).plan_graph(gated())
     assert [one.source for one in again.regions] == ["database"]
     assert again.regions[0].record.groups == plan.record.groups
+
+
+@pytest.mark.parametrize(("library_us", "name"), [(9.8, "aten"), (9.7, "fake.linear")])
+def test_a_call_that_hardly_gains_leaves_the_matmul_to_aten(
+    tmp_path: Path, library: Doubled, library_us: float, name: str
+) -> None:
+    plan, _, _ = planned(tmp_path, library_us={library.name: library_us})
+    assert name in {group.implementation for group in plan.record.groups}
+    assert ("no call of a library gains 2.5% on ATen's op" in plan.record.evidence.reason) is (name == "aten")
+
+
+def test_where_the_run_of_all_calls_fails_they_are_timed_one_by_one(
+    tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *args: None)
+    plan, _, _ = planned(tmp_path, library_us={library.name: 6.0})
+    assert {group.implementation for group in plan.record.groups} == {"cpp", library.name}
+
+
+def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> None:
+    """For real: one right, one that raises, and one that is wrong."""
+    graph = gated()
+    (linear,) = (node.name for node in graph if node.op == LINEAR)
+    book = GroupBook(graph, "fp32", "cpu")
+    (group,) = (one for region in find_regions(graph) for one in single_candidates(graph, region)
+                if one.ops == (linear,))
+
+    class Wrong(Doubled):
+        def build(self, group: OpGroup) -> Call:
+            return lambda x, w: torch.nn.functional.linear(x, w) * 1.5
+
+    plain = book.subject(group)
+    calls = {name: book.call_subject(group, call) for name, call in {
+        "right": library, "raises": Doubled(broken=True), "wrong": Wrong(),
+    }.items()}
+    found = contest_calls(Bench(TARGET, ShortTimer()), plain, calls)
+    assert set(found.contest.samples) == {UNFUSED, "right"} and CALLS
+    assert found.failed["raises"] == "RuntimeError: no such algorithm"
+    assert found.failed["wrong"].startswith("wrong result: output 0")
 
 
 def test_a_plan_whose_library_call_is_gone_is_refused(tmp_path: Path, library: Doubled, monkeypatch: Any) -> None:

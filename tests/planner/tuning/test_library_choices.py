@@ -12,7 +12,6 @@ from dispatch_samples import compiled
 from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
-from search_fakes import ShortTimer
 
 import fuseplan.planner
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -23,6 +22,7 @@ from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
+from fuseplan.search.timing.timers import CpuTimer
 from fuseplan.search.workers.jobs import UNFUSED, Bench, contest_calls
 
 LINEAR = "aten.linear.default"
@@ -131,7 +131,7 @@ def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> No
     calls = {name: book.call_subject(group, call) for name, call in {
         "right": library, "raises": Doubled(broken=True), "wrong": Wrong(),
     }.items()}
-    found = contest_calls(Bench(TARGET, ShortTimer()), plain, calls)
+    found = contest_calls(Bench(TARGET, CpuTimer(), decide_s=0.002), plain, calls)
     assert set(found.contest.samples) == {UNFUSED, "right"} and CALLS
     assert found.failed["raises"] == "RuntimeError: no such algorithm"
     assert found.failed["wrong"].startswith("wrong result: output 0")

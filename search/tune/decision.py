@@ -13,6 +13,8 @@ from fuseplan.search.timing.subject import Subject
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Executor
 
+#: What a kernel of another back end than the preferred one has to gain on that one's best.
+_OTHER_BACKEND = 0.03
 #: Reasons kept in a record; the trial log has all of them.
 _MAX_REJECTIONS = 16
 
@@ -56,7 +58,7 @@ def _record(
     contest = decision.contest
     by_name = {choice.name: choice for choice in standing}
     between = decision.device or contest
-    best = by_name[between.winner(standing[0].name, [c.name for c in standing[1:]])] if standing else None
+    best = by_name[_winner(standing, between)] if standing else None
     fuse = best is not None and contest.accepts(best.name, jobs.UNFUSED)
     gain = contest.gain(best.name, jobs.UNFUSED) if best is not None else 0.0
     undecided = best is not None and contest.undecided(best.name, jobs.UNFUSED)
@@ -94,6 +96,17 @@ def _record(
         ),
         undecided=undecided,
     )
+
+
+def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> str:
+    """The best kernel. One of another back end than the preferred has to be better by more than tunes differ in."""
+    first = standing[0]
+    best = contest.winner(first.name, [one.name for one in standing[1:]])
+    kin = {one.name for one in standing if one.backend.name == first.backend.name}
+    if best in kin:
+        return best
+    own = contest.winner(first.name, [one.name for one in standing[1:] if one.name in kin])
+    return best if contest.gain(best, own) > _OTHER_BACKEND else own
 
 
 def _finalists(standing: Sequence[jobs.Entrant], contest: Contest) -> list[Finalist]:

@@ -15,11 +15,14 @@ from search_fakes import CPU, FakeBackend, FakeSubject, OtherBackend, ShortTimer
 from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
+from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
+from fuseplan.search.tune import decision
 from fuseplan.search.tune.space import enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent, Tuner
+from fuseplan.search.workers.jobs import Entrant
 from fuseplan.search.workers.worker import Outcome
 
 
@@ -268,3 +271,17 @@ def test_a_stored_answer_that_cannot_be_one_is_measured_anew(
     built = {line.split(" ")[1] for line in journal.read_text().splitlines()}
     assert built <= {config_key(config) for config in space.configs}
     assert db.get_record(first.key).hit == again
+
+
+@pytest.mark.parametrize(("theirs", "own", "winner"), [
+    (97.5, 100.0, "challenger 1"),  # 2.5 % better than the preferred back end's best: another day it may be 3 % worse
+    (96.0, 100.0, "challenger 2"), (96.0, 99.0, "challenger 2"), (104.0, 100.0, "challenger 1"),
+])
+def test_another_back_end_has_to_be_clearly_better(theirs: float, own: float, winner: str) -> None:
+    times = {"default": 120.0, "challenger 1": own, "challenger 2": theirs, "unfused": 300.0}
+    contest = Contest({name: (time_us,) * 9 for name, time_us in times.items()}, 0.0, "eager")
+    standing = [
+        Entrant(name, backend, {})
+        for name, backend in zip(times, (FakeBackend(), FakeBackend(), OtherBackend()), strict=False)
+    ]
+    assert decision._winner(standing, contest) == winner

@@ -100,12 +100,16 @@ class Lookahead:
     def _compile_ahead(self, problem: RegionProblem, book: GroupBook, region: Region) -> None:
         prices = self._make_prices(book, region)
         cover = predicted_partition(problem, prices.nominal_s)
-        if not self._stop.is_set():
+        if self._stop.is_set():
+            return
+        minor = self._is_minor(book, region)
+        asked: list[Choice] = []
+        if not minor:  # else nothing is measured beside the cover
             rehearsal = _Rehearsal(prices)
             self._search(problem, rehearsal)
-            minor = self._is_minor(book, region)
-            self._tuner.prefetch((book.subject(choice.group) for choice in _kernels(cover)), minor)
-            self._tuner.prefetch_default(book.subject(choice.group) for choice in rehearsal.asked)
+            asked = rehearsal.asked
+        self._tuner.prefetch((book.subject(choice.group) for choice in _kernels(cover)), minor)
+        self._tuner.prefetch_default(book.subject(choice.group) for choice in asked)
 
 
 class _Rehearsal:

@@ -13,8 +13,9 @@ from fuseplan.search.timing.subject import Subject
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Executor
 
-#: What a kernel of another back end than the preferred one has to gain on that one's best.
-_OTHER_BACKEND = 0.03
+#: What a kernel of another back end than the preferred one has to gain on that one's best. Two runs of one pair of
+#: kernels differ by almost as much, with where their results lie in memory.
+_OTHER_BACKEND = 0.06
 #: Reasons kept in a record; the trial log has all of them.
 _MAX_REJECTIONS = 16
 

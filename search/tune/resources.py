@@ -63,7 +63,7 @@ class Budget:
 
     def minor(self) -> Budget:
         """For a subject that hardly counts: the preferred back end's default configuration and one more."""
-        return replace(self, trials=min(2, self.trials), backends=1, finalists=1)
+        return replace(self, trials=min(2, self.trials), backends=1, finalists=1, decide_s=self.decide_s / 4)
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,10 @@ class Tuner:
         self._resources.compile(pending)
 
     def _resources_for(self, minor: bool) -> TuningResources:
-        return replace(self._resources, budget=self.budget.minor()) if minor else self._resources
+        if not minor:
+            return self._resources
+        bench, budget = self._resources.bench, self.budget.minor()
+        return replace(self._resources, budget=budget, bench=replace(bench, decide_s=budget.decide_s))
 
     def prefetch(self, subjects: Iterable[Subject], minor: bool = False) -> None:
         """Compile what tunes of these subjects will try first, beside whatever else goes on. Safe from any thread.

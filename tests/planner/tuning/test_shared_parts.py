@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -110,6 +111,25 @@ def test_a_part_that_hardly_counts_is_tuned_with_little_effort(database: Databas
     for key, record in found.items():
         labels = {group.label for group in record.groups} & set(tuned)
         assert all(tuned[label] is (shares[key] < threshold) for label in labels)
+
+
+@pytest.mark.parametrize("refused", [(), (3,), (2, 3), (1, 2, 3)])
+def test_of_a_part_that_hardly_counts_only_the_nominal_cover_is_measured(
+    database: Database, refused: tuple[int, ...]
+) -> None:
+    """Islands of three and two ops, one launch each at best; of what is not worth fusing, the next best cover."""
+    tuner = tuner_of(database, refuses=lambda subject: len(compute_nodes(subject)) in refused)
+    planner = planner_of(database, tuner)
+    planner.settings = replace(planner.settings, minor=2.0)
+    for plan in planner.plan_graph(graph_of((BEFORE, AFTER), (OTHER,))).regions:
+        sizes = [len(group.ops) for group in plan.record.groups if not group.is_plain]
+        assert not set(sizes) & set(refused)
+        assert plan.record.measured <= plan.record.enumerated and math.isfinite(plan.record.planned_us)
+        assert 0.0 <= plan.record.gap <= 1.0
+    largest = [size for size in (3, 2) if size not in refused]
+    assert all(tuner.minor)
+    fused = {len(group.ops) for record in database.plans() for group in record.groups if not group.is_plain}
+    assert fused <= {*largest, 1} and (not largest or largest[0] in fused)
 
 
 def test_each_choice_is_counted_once_over_all_workloads(database: Database) -> None:

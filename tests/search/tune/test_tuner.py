@@ -274,8 +274,8 @@ def test_a_stored_answer_that_cannot_be_one_is_measured_anew(
 
 
 @pytest.mark.parametrize(("theirs", "own", "winner"), [
-    (97.5, 100.0, "challenger 1"),  # 2.5 % better than the preferred back end's best: another day it may be 3 % worse
-    (96.0, 100.0, "challenger 2"), (96.0, 99.0, "challenger 2"), (104.0, 100.0, "challenger 1"),
+    (95.5, 100.0, "challenger 1"),  # the next run might have it otherwise
+    (93.0, 100.0, "challenger 2"), (93.0, 99.5, "challenger 2"), (104.0, 100.0, "challenger 1"),
 ])
 def test_another_back_end_has_to_be_clearly_better(theirs: float, own: float, winner: str) -> None:
     times = {"default": 120.0, "challenger 1": own, "challenger 2": theirs, "unfused": 300.0}

@@ -118,8 +118,7 @@ class Database:
             if sqlite_file(self.url) is None:
                 _SILENT[self.url] = time.monotonic() + _SILENT_S
             self._warn(str(error))
-        if self._engine is not None:
-            tables.close_with(self, self._engine)
+
 
     @property
     def broken(self) -> bool:

@@ -1,7 +1,7 @@
 """What was measured on a device: the only source of numbers for the cost model.
 
 No datasheet constant appears here or anywhere in this package: a :class:`DeviceSpec` comes from
-:func:`fuseplan.costmodel.probe.probe.probe`, or from JSON that one wrote.
+:func:`fuseplan.costmodel.probe.probe.probe`, or from the JSON of one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
-from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
+from fuseplan.costmodel.curve import BandwidthCurve
+from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.work import FLOP_UNITS
-
-__all__ = [
-    "MODES", "SCHEMA_VERSION", "BandwidthCurve", "BandwidthPoint", "Calibration", "CallTimes", "DeviceIdentity",
-    "DeviceSpec", "DeviceSpecError", "FamilyScale", "Latency", "LinearFit", "Mode", "Peak", "current_identity",
-    "current_versions",
-]
 
 SCHEMA_VERSION = 1
 #: Units of matmuls that every device has in some form.
@@ -36,7 +30,7 @@ MODES: tuple[Mode, ...] = ("eager", "kernel", "graph", "overlapped")
 
 
 class DeviceSpecError(ValueError):
-    """A stored device spec cannot be used, or does not hold what was asked for; the message says what to do."""
+    """A device spec does not hold what was asked for; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -257,71 +251,9 @@ class DeviceSpec:
             known = next((name for name in (f"{name}.float32" for name in names) if name in self.calls), "")
         return self.calls.get(known)
 
-    @property
-    def eager_us(self) -> float:
-        return self.latency("eager").us
-
-    @property
-    def kernel_us(self) -> float:
-        return self.latency("kernel").us
-
-    @property
-    def graph_us(self) -> float | None:
-        """None where there are no CUDA graphs."""
-        return self.launch["graph"].us if "graph" in self.launch else None
-
     def with_calibration(self, backend: str, calibration: Calibration) -> DeviceSpec:
         return replace(self, calibrations={**self.calibrations, backend: calibration})
 
     def to_json(self) -> str:
-        """One JSON object; :meth:`from_json` gives an equal spec back."""
+        """One JSON object; the tuning database reads an equal spec from it."""
         return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, sort_keys=True, allow_nan=False)
-
-    @staticmethod
-    def from_json(text: str) -> DeviceSpec:
-        """The spec that :meth:`to_json` wrote.
-
-        Raises:
-            DeviceSpecError: ``text`` is not a device spec of this schema version.
-        """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DeviceSpecError(f"not a device spec: {error}; run `plan probe` to measure this device") from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise DeviceSpecError(
-                f"device spec has schema version {version}, this fuseplan reads {SCHEMA_VERSION}; run `plan probe`"
-            )
-        try:
-            return _from_dict(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DeviceSpecError(f"device spec is damaged ({error!r}); run `plan probe` again") from error
-
-
-def _from_dict(data: dict[str, Any]) -> DeviceSpec:
-    single = data["thread_bandwidth"]
-    return DeviceSpec(
-        identity=DeviceIdentity(**data["identity"]),
-        bandwidth=_curve(data["bandwidth"]),
-        launch={mode: Latency(**latency) for mode, latency in data["launch"].items()},
-        peaks={unit: Peak(**peak) for unit, peak in data["peaks"].items()},
-        noise=float(data["noise"]),
-        measured_at=str(data["measured_at"]),
-        versions=dict(data["versions"]),
-        thread_bandwidth=None if single is None else _curve(single),
-        fits={name: LinearFit(**fit) for name, fit in data["fits"].items()},
-        calibrations={name: _calibration(calibration) for name, calibration in data["calibrations"].items()},
-        problems=tuple(data["problems"]),
-        view_us=float(data.get("view_us", 0.0)),
-        calls={name: CallTimes(tuple(map(tuple, one["points"]))) for name, one in data.get("calls", {}).items()},
-    )
-
-
-def _calibration(data: dict[str, Any]) -> Calibration:
-    families = {name: FamilyScale(**one) for name, one in data.get("families", {}).items()}
-    return Calibration(**{**data, "families": families})
-
-
-def _curve(data: dict[str, Any]) -> BandwidthCurve:
-    return BandwidthCurve(tuple(BandwidthPoint(**point) for point in data["points"]))

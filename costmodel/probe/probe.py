@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 import torch
 
 from fuseplan.costmodel.curve import BandwidthCurve
-from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode, current_identity, current_versions
-from fuseplan.costmodel.identity import DeviceIdentity
+from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode
+from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
 from fuseplan.costmodel.probe.fit import (
     bandwidth_curve,
     fit_launches,

@@ -11,16 +11,9 @@ from costmodel_samples import CPU, GPU, OVERLAPPING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.costmodel.device import (
-    BandwidthCurve,
-    BandwidthPoint,
-    Calibration,
-    DeviceIdentity,
-    DeviceSpec,
-    DeviceSpecError,
-    Latency,
-    Peak,
-)
+from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
+from fuseplan.costmodel.device import Calibration, DeviceSpec, DeviceSpecError, Latency, Peak
+from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.work import FLOP_UNITS, Traffic, Work
 

@@ -11,7 +11,8 @@ import report_samples as samples
 import torch
 
 from fuseplan.costmodel.curve import BandwidthCurve
-from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak, current_identity
+from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
+from fuseplan.costmodel.identity import DeviceIdentity, current_identity
 from fuseplan.planner.bench import groups, launch
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternBench

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from fuseplan.costmodel.device import (
-    BandwidthCurve,
-    BandwidthPoint,
-    DeviceIdentity,
-    DeviceSpec,
-    Latency,
-    Peak,
-)
+from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
+from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
+from fuseplan.costmodel.identity import DeviceIdentity
 
 CPU = DeviceSpec(
     identity=DeviceIdentity("cpu", "test", 4, 1_000_000, 0),

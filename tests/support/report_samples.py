@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from fuseplan.costmodel.curve import BandwidthCurve
-from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak
+from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
+from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary

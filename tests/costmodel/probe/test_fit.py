@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.costmodel.device import DeviceIdentity
+from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import (
     RateTiming,
     StreamTiming,
@@ -160,19 +160,19 @@ RATES = [RateTiming("fp32", 1e6, exact(1.0))]
 
 def test_assembled_cpu_spec_without_a_launcher() -> None:
     spec = assemble(CPU_ID, Measurements(STREAMS, EAGER, RATES))
-    assert spec.eager_us == pytest.approx(2.0, rel=1e-2)
+    assert spec.launch["eager"].us == pytest.approx(2.0, rel=1e-2)
     assert spec.latency("eager").best_us == pytest.approx(1.80256)  # the quickest call, not an extrapolation
-    assert spec.kernel_us == spec.eager_us
+    assert spec.launch["kernel"].us == spec.launch["eager"].us
     assert spec.latency("kernel").best_us == 0.0  # no claim about a launcher that was not measured
-    assert spec.graph_us is None
+    assert "graph" not in spec.launch
     assert spec.thread_bandwidth is None
     assert set(spec.fits) == {"launch:neg", "memory", "eager"}
 
 
 def test_assembled_cuda_spec_with_a_launcher() -> None:
     spec = assemble(GPU_ID, Measurements(STREAMS, EAGER, RATES, kernel=Timing(0.5, 0.4, 0.0), graph_node=exact(0.6)))
-    assert (spec.kernel_us, spec.latency("kernel").best_us) == (0.5, 0.4)
-    assert spec.graph_us == pytest.approx(1.0, rel=1e-2)  # a streaming kernel's t0
+    assert (spec.launch["kernel"].us, spec.latency("kernel").best_us) == (0.5, 0.4)
+    assert spec.launch["graph"].us == pytest.approx(1.0, rel=1e-2)  # a streaming kernel's t0
     assert spec.latency("graph").best_us == 0.6  # an empty kernel's
 
 

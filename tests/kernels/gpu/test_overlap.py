@@ -13,7 +13,7 @@ from ir_samples import Sample, label
 from overlap_samples import one_of_each, step
 from ptx_paths import ACCESS, END, WAIT, overlap_faults, reached
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.kernels.gpu.backend import GpuBackend
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.overlap import (

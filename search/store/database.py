@@ -102,28 +102,25 @@ class Database:
         self.mode = mode
         self.versions = versions
         self._warned = False
-        self._broken = False
-        self._engine: Engine | None = None
+        #: Whether something that is there could not be read, and was taken for empty.
+        self.broken = False
+        #: None when opened for reading and there is nothing to read.
+        self.engine: Engine | None = None
         self.url = NOWHERE
         try:
             self.url = resolve_url(location)
             if mode == "read" and time.monotonic() < _SILENT.get(self.url, 0.0):
-                self._broken = True
+                self.broken = True
                 return
-            self._engine = tables.open_for_writing(self.url) if mode == "write" else tables.open_for_reading(self.url)
+            self.engine = tables.open_for_writing(self.url) if mode == "write" else tables.open_for_reading(self.url)
         except DatabaseError as error:
             if mode != "read":
                 raise
-            self._broken = True
+            self.broken = True
             if sqlite_file(self.url) is None:
                 _SILENT[self.url] = time.monotonic() + _SILENT_S
             self._warn(str(error))
 
-
-    @property
-    def broken(self) -> bool:
-        """Whether something that is there could not be read, and was taken for empty."""
-        return self._broken
 
     @property
     def where(self) -> str:
@@ -138,8 +135,8 @@ class Database:
 
     def close(self) -> None:
         """Release connections; the object may still be used."""
-        if self._engine is not None:
-            self._engine.dispose()
+        if self.engine is not None:
+            self.engine.dispose()
 
     # -- records ------------------------------------------------------------------------------------------
 
@@ -169,6 +166,10 @@ class Database:
     def plans(self) -> Iterator[PlanRecord]:
         """Every readable plan, in key order."""
         yield from self._all(tables.PLANS, PlanRecord)
+
+    def everything(self) -> list[TuningRecord | PlanRecord]:
+        """Every readable tuning record, then every plan."""
+        return [*self.records(), *self.plans()]
 
     # -- devices and captures -----------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ class Database:
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
         except (DatabaseError, *tables.DRIVER_ERRORS, TypeError, ValueError):
-            self._broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
+            self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             return False
         return True
 
@@ -242,10 +243,10 @@ class Database:
 
         What could not be read is not touched: it may be anybody's.
         """
-        if self.mode == "write" and self._engine is not None:
-            yield self._engine
+        if self.mode == "write" and self.engine is not None:
+            yield self.engine
             return
-        if self._broken:
+        if self.broken:
             raise DatabaseError(f"{self.where} cannot be read")
         engine = tables.open_for_writing(self.url, set_aside=False)
         try:
@@ -263,18 +264,13 @@ class Database:
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction that holds the write lock; driver errors come out as :class:`DatabaseError`."""
-        if self.mode != "write" or self._engine is None:
+        if self.mode != "write" or self.engine is None:
             raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
         try:
-            with tables.transaction(self._engine) as connection:
+            with tables.transaction(self.engine) as connection:
                 yield connection
         except tables.DRIVER_ERRORS as error:
-            raise tables.database_error(error, self._engine) from None
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine; None when opened for reading and there is nothing to read."""
-        return self._engine
+            raise tables.database_error(error, self.engine) from None
 
     def _select(
         self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
@@ -286,16 +282,16 @@ class Database:
         return self._run(query.order_by(*columns))
 
     def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        if self._engine is None:
+        if self.engine is None:
             return []
         try:
-            with self._engine.connect() as connection:
+            with self.engine.connect() as connection:
                 return [row._asdict() for row in connection.execute(query, parameters)]
         except tables.DRIVER_ERRORS as error:
-            explained = tables.database_error(error, self._engine)
+            explained = tables.database_error(error, self.engine)
             if self.mode != "read":
                 raise explained from None
-            self._broken = True
+            self.broken = True
             self._warn(str(explained))
             return []
 

@@ -103,7 +103,9 @@ def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ReadOnlyDatabaseError(_not_writable(url, error)) from None
+            raise ReadOnlyDatabaseError(
+                f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"
+            ) from None
         file_size(file)
     engine = _engine(url)
     for _ in range(_ATTEMPTS):
@@ -254,14 +256,14 @@ def check_schema(engine: Engine) -> bool:
 
 def check_columns(engine: Engine) -> None:
     """Raise :class:`ForeignDatabaseError` unless every table is there with the columns that this version writes."""
+    try:
+        with engine.connect() as connection:
+            found = inspect(connection).get_multi_columns()
+    except DRIVER_ERRORS as error:
+        raise database_error(error, engine) from None
+    there = {table: {column["name"] for column in columns} for (_schema, table), columns in found.items()}
     for table in METADATA.sorted_tables:
-        try:
-            with engine.connect() as connection:
-                there = inspect(connection).has_table(table.name)
-                columns = {column["name"] for column in inspect(connection).get_columns(table.name)} if there else set()
-        except DRIVER_ERRORS as error:
-            raise database_error(error, engine) from None
-        if missing := {column.name for column in table.columns} - columns:
+        if missing := {column.name for column in table.columns} - there.get(table.name, set()):
             raise ForeignDatabaseError(
                 f"{location_name(engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so this "
                 "fuseplan did not write it; it was left as it is: pass another file with --db"
@@ -304,7 +306,3 @@ def database_error(error: Exception, engine: Engine) -> DatabaseError:
 
 def _corrupt(engine: Engine, why: str) -> CorruptDatabaseError:
     return CorruptDatabaseError(f"tuning database {location_name(engine.url)} is corrupt ({why})")
-
-
-def _not_writable(url: URL, error: Exception) -> str:
-    return f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"

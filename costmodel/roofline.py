@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fuseplan.costmodel.cuda_terms import with_gpu_terms
-from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
 from fuseplan.costmodel.roofline_terms import Terms, calibrated, transfer_us
 from fuseplan.costmodel.work import Work
@@ -45,12 +44,7 @@ class Prediction:
 
 
 def predict(
-    work: Work,
-    spec: DeviceSpec,
-    mode: Mode,
-    *,
-    backend: str | None = None,
-    beside_bytes: float = 0.0,
+    work: Work, spec: DeviceSpec, mode: Mode, *, backend: str | None = None, beside_bytes: float = 0.0
 ) -> Prediction:
     """Predicted time of a kernel (or of a chain whose ``Work`` was summed) on the device ``spec`` describes.
 
@@ -137,9 +131,5 @@ def _gbps(spec: DeviceSpec, footprint_bytes: float, threads: int) -> float:
     gbps = spec.bandwidth.gbps(footprint_bytes)
     if spec.thread_bandwidth is None or threads == spec.identity.cores:
         return gbps
-    return min(gbps, threads * _single(spec.thread_bandwidth, footprint_bytes, threads))
-
-
-def _single(curve: BandwidthCurve, footprint_bytes: float, threads: int) -> float:
-    """Bandwidth of one of ``threads`` threads that share a footprint evenly."""
-    return curve.gbps(footprint_bytes / threads)
+    # Threads share the footprint evenly.
+    return min(gbps, threads * spec.thread_bandwidth.gbps(footprint_bytes / threads))

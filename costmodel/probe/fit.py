@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,11 +145,6 @@ def peaks(rates: Sequence[RateTiming]) -> dict[str, Peak]:
         typical = [rate.flops / rate.timing.typical_us * 1e6 for rate in own if rate.typical]
         found[unit] = Peak(max(typical, default=best_per_s), best_per_s)
     return found
-
-
-def noise_of(timings: Mapping[str, Sequence[Timing]]) -> float:
-    """A/A noise of a whole probe: the median over everything timed twice."""
-    return float(statistics.median(timing.noise for group in timings.values() for timing in group))
 
 
 def _transfer_us(time_us: float, t0_us: float) -> float | None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from curves import curve_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def test_json_round_trip_is_exact() -> None:
     assert device_spec(older).view_us == 1.5
     del older["view_us"]
     assert device_spec(older).view_us == 0.0
-    threaded = dataclasses.replace(spec, thread_bandwidth=BandwidthCurve.of([(1024.0, 10.0)]))
+    threaded = dataclasses.replace(spec, thread_bandwidth=curve_of([(1024.0, 10.0)]))
     assert device_spec(json.loads(threaded.to_json())) == threaded
     assert "NaN" not in spec.to_json()
 
@@ -122,7 +123,7 @@ def test_peak_rejects_impossible_rates(values: tuple[float, float]) -> None:
 
 
 def test_interpolation_is_linear_in_log_log() -> None:
-    curve = BandwidthCurve.of([(100.0, 10.0), (10_000.0, 1000.0)])
+    curve = curve_of([(100.0, 10.0), (10_000.0, 1000.0)])
     # Half way between 1e2 and 1e4 on a log axis is 1e3; half way between 10 and 1000 is 100.
     assert curve.gbps(1000.0) == pytest.approx(100.0)
     assert curve.gbps(100.0) == pytest.approx(10.0)
@@ -130,7 +131,7 @@ def test_interpolation_is_linear_in_log_log() -> None:
 
 
 def test_outside_the_range_the_nearest_point_holds() -> None:
-    curve = BandwidthCurve.of([(100.0, 10.0), (1000.0, 20.0)])
+    curve = curve_of([(100.0, 10.0), (1000.0, 20.0)])
     assert curve.gbps(0.0) == curve.gbps(1.0) == pytest.approx(10.0)
     assert curve.gbps(1e12) == pytest.approx(20.0)
 
@@ -160,7 +161,7 @@ def test_at_least_takes_the_faster_of_two_curves_at_each_point() -> None:
 @pytest.mark.parametrize("points", [[], [(1.0, 1.0), (1.0, 2.0)]])
 def test_curve_needs_distinct_sizes(points: list[tuple[float, float]]) -> None:
     with pytest.raises(ValueError, match="strictly increasing"):
-        BandwidthCurve.of(points)
+        curve_of(points)
 
 
 @pytest.mark.parametrize("point", [(0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, math.inf)])
@@ -176,7 +177,7 @@ rates = st.floats(1e-2, 1e5)
 @given(st.lists(st.tuples(sizes, rates), min_size=1, max_size=6, unique_by=lambda point: point[0]), sizes)
 @settings(max_examples=100, deadline=None)
 def test_curve_stays_between_neighbours_and_ideal_never_increases(points, size: float) -> None:
-    curve = BandwidthCurve.of(points)
+    curve = curve_of(points)
     points = sorted(points)
     left = max((point for point in points if point[0] <= size), default=points[0])
     right = min((point for point in points if point[0] >= size), default=points[-1])

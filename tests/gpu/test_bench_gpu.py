@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import report_samples as samples
 import torch
+from curves import curve_of
 
-from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity
 from fuseplan.planner.bench import groups, launch
@@ -38,7 +38,7 @@ def gpu_spec(identity: DeviceIdentity) -> DeviceSpec:
     return replace(
         samples.SPEC,
         identity=identity,
-        bandwidth=BandwidthCurve.of([(2.0**14, 100.0), (2.0**22, 3000.0), (2.0**30, 4000.0)]),
+        bandwidth=curve_of([(2.0**14, 100.0), (2.0**22, 3000.0), (2.0**30, 4000.0)]),
         launch={**samples.SPEC.launch, "graph": Latency(1.0, 0.5, "empty kernel")},
         peaks={"fp32": Peak(4e13, 5e13), "sfu": Peak(4e12, 5e12)},
     )

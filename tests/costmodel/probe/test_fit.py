@@ -16,7 +16,6 @@ from fuseplan.costmodel.probe.fit import (
     fit_launches,
     fit_linear,
     memory_fit,
-    noise_of,
     peaks,
 )
 from fuseplan.costmodel.probe.measurements import Measurements
@@ -146,11 +145,6 @@ def test_peaks_keep_cheap_operations_out_of_the_typical_rate() -> None:
     assert found["fp32"].per_s == found["fp32"].best_per_s == pytest.approx(2e12)
 
 
-def test_noise_is_the_median_over_everything() -> None:
-    timings = {"a": [exact(1.0, noise=0.1), exact(1.0, noise=0.3)], "b": [exact(1.0, noise=0.2)]}
-    assert noise_of(timings) == pytest.approx(0.2)
-
-
 CPU_ID = DeviceIdentity("cpu", "test", 2, 4 * MIB, 0)
 GPU_ID = DeviceIdentity("cuda", "test", 132, 4 * MIB, 0)
 STREAMS = [stream("neg", size, 1.0, 100.0) for size in SIZES]
@@ -167,6 +161,13 @@ def test_assembled_cpu_spec_without_a_launcher() -> None:
     assert "graph" not in spec.launch
     assert spec.thread_bandwidth is None
     assert set(spec.fits) == {"launch:neg", "memory", "eager"}
+
+
+def test_noise_is_the_median_over_everything() -> None:
+    eager = {size: Timing(2.0, 2.0, noise) for size, noise in zip((256, 4096, 16384), (0.1, 0.4, 0.3), strict=True)}
+    rates = [RateTiming("fp32", 1e6, exact(1.0, noise=noise)) for noise in (0.2, 0.5)]
+    streams = [stream("neg", size, 1.0, 100.0) for size in SIZES[-2:]]
+    assert assemble(CPU_ID, Measurements(streams, eager, rates)).noise == pytest.approx(0.2)
 
 
 def test_assembled_cuda_spec_with_a_launcher() -> None:

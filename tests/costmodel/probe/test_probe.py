@@ -19,7 +19,7 @@ from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming, peaks
 from fuseplan.costmodel.probe.load import MachineLoad, doubts, losses
 from fuseplan.costmodel.probe.measurements import Measurements
 from fuseplan.costmodel.probe.probe import probe
-from fuseplan.costmodel.probe.streams import Stream, _call, stream_sizes
+from fuseplan.costmodel.probe.streams import _call, stream_sizes
 from fuseplan.costmodel.probe.time_budget import UNLIMITED, TimeBudget
 from fuseplan.costmodel.probe.timing import Timing
 from fuseplan.costmodel.probe.yardstick import Yardstick
@@ -114,7 +114,7 @@ def test_sizes_are_denser_where_a_cache_ends() -> None:
 def test_a_stream_touches_its_footprint_and_nothing_else(pattern: str, size: int) -> None:
     buffer, total = torch.rand(size // 4 + 3 * 256), torch.empty(())
     before = buffer.clone()
-    _call(Stream(pattern, size), buffer, total)()
+    _call(pattern, size, buffer, total)()
     parts = {"copy": 2, "neg": 2, "add": 3, "read": 1}[pattern]
     length = size // 4 // parts
     pitch = (length + 255) // 256 * 256
@@ -320,9 +320,9 @@ class SlowClock:
     def nanoseconds(self) -> int:
         return round(self.seconds() * 1e9)
 
-    def stream(self, stream: Stream, *_: object) -> Callable[[], None]:
+    def stream(self, pattern: str, footprint_bytes: int, *_: object) -> Callable[[], None]:
         def call() -> None:
-            self.now_s += stream.footprint_bytes / 2**30
+            self.now_s += footprint_bytes / 2**30
 
         return call
 

@@ -6,17 +6,15 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 
-from fuseplan.kernels.gpu.direct import Entry, Launcher, Layout, entry_of
+from fuseplan.kernels.gpu.direct import NOTHING, Entry, Launcher, Layout, entry_of
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 
 logger = logging.getLogger("fuseplan")
 
-_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 #: Dynamic sizes -> layout of each output.
 Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
@@ -75,7 +73,7 @@ class GpuKernel(CompiledKernel):
     def __call__(self, *args: Any) -> None:
         self.run(*args)
 
-    def fused(self, inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING) -> Callable[..., Any]:
+    def fused(self, inputs: int, layout: Layouts, reuse: Mapping[int, int] = NOTHING) -> Callable[..., Any]:
         """``call(*inputs, *sizes)``, which allocates the outputs beside the inputs and returns them.
 
         Args:
@@ -99,7 +97,7 @@ class GpuKernel(CompiledKernel):
         return call
 
     def _bind(
-        self, counts: tuple[int, int, int], slow_fused: Callable[..., Any], reuse: Mapping[int, int] = _NOTHING
+        self, counts: tuple[int, int, int], slow_fused: Callable[..., Any], reuse: Mapping[int, int] = NOTHING
     ) -> Any | None:
         """A direct call path, None without a launcher. It knows the loader but not this object: no cycle."""
         if self._launcher is None:
@@ -113,7 +111,7 @@ def _never(*_: Any) -> None:
 
 
 def allocating(
-    run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING
+    run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = NOTHING
 ) -> Callable[..., Any]:
     """``call(*inputs, *sizes)`` for a kernel called with every buffer. Outputs are made beside the first input, but for
     those in ``reuse``, which are inputs.
@@ -147,7 +145,8 @@ class _Loader:
     num_buffers: int
     direct: bool
     _geometries: dict[tuple[int, ...], Geometry] = field(default_factory=dict)
-    _binaries: dict[tuple[int, bool, bool], _Binary] = field(default_factory=dict)
+    #: Triton's ``CompiledKernel``, and what a direct call needs (None: impossible).
+    _binaries: dict[tuple[int, bool, bool], tuple[Any, Entry | None]] = field(default_factory=dict)
 
     def geometry(self, sizes: tuple[int, ...]) -> Geometry:
         found = self._geometries.get(sizes)
@@ -177,19 +176,18 @@ class _Loader:
                 self._launch(key, direct, geometry.programs, (*passed, *sizes))
 
     def _launch(self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]) -> None:
-        binary = self._binaries.get(key)
-        if binary is None:
-            binary = self._binaries[key] = self._load(*key)
-        binary.launch(programs, _raw_stream(key[0]), *arguments)
-        if direct is not None and binary.entry is not None:
-            entry = binary.entry
-            direct.add_binary(*key, entry.function, entry.threads, entry.shared_bytes, entry.overlapped)
-
-    def _load(self, device: int, wide: bool, aligned: bool) -> _Binary:
-        with torch.cuda.device(device):
-            compiled = self.compile_variant(Variant(wide, aligned))
-            launch = triton_launcher(compiled)
-        return _Binary(launch, self._entry(compiled, wide) if self.direct else None)
+        if key not in self._binaries:
+            compiled = self.compile_variant(Variant(*key[1:]))
+            _ = compiled.run  # loads it on the current device
+            self._binaries[key] = compiled, self._entry(compiled, key[1]) if self.direct else None
+        compiled, entry = self._binaries[key]
+        # Triton's compiled launcher takes addresses as integers, and skips the inspection of arguments.
+        stream = torch.cuda.current_stream(key[0]).cuda_stream
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+        )
+        if direct is not None and entry is not None:
+            direct.add_binary(*key, *entry)
 
     def _entry(self, compiled: Any, wide: bool) -> Entry | None:
         addresses = sum(buffer is not None for buffer, _ in self.arguments)
@@ -198,36 +196,6 @@ class _Loader:
         except BuildError as error:
             logger.info("a kernel goes through Triton's launcher: %s", error)
             return None
-
-
-@dataclass(frozen=True)
-class _Binary:
-    """A loaded variant: a call through Triton's launcher, and what a direct one needs (None: impossible)."""
-
-    launch: Callable[..., None]
-    entry: Entry | None
-
-
-def _raw_stream(device: int) -> int:
-    """Handle of the current stream, without making a ``torch.cuda.Stream`` where PyTorch offers that."""
-    query = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return int(query(device) if query else torch.cuda.current_stream(device).cuda_stream)
-
-
-def triton_launcher(compiled: Any) -> Callable[..., None]:
-    """``launch(programs, stream, *arguments)`` for a Triton ``CompiledKernel``, loaded on the current device.
-
-    It calls the compiled launcher with addresses as integers, which skips Triton's argument inspection (and a driver
-    query per pointer).
-    """
-    run = compiled.run
-    function, metadata = compiled.function, compiled.packed_metadata
-
-    def launch(programs: int, stream: int, *arguments: int) -> None:
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-
-    launch.kernel = compiled  # type: ignore[attr-defined]  # Triton unloads the code of a kernel that nobody holds
-    return launch
 
 
 def interpreter_is_on() -> bool:

@@ -14,7 +14,7 @@ import torch
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.native.build import Compiler, shared_openmp
+from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, shared_openmp
 from fuseplan.kernels.native.extension import load_extension
 
 _MODULE = "fuseplan_cpp_launcher"
@@ -62,12 +62,10 @@ def load_kernel(
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:
         return _ctypes_kernel(ir, loaded, settings, resources)
-    openmp = shared_openmp()
     guards = torch._C._dynamo.guards
     addresses = (
-        _address(loaded.fuseplan_launch), _address(loaded.fuseplan_shapes),
-        getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", 0),
-        openmp.parallel, openmp.thread_num, openmp.num_threads, openmp.max_threads,
+        address(loaded.fuseplan_launch), address(loaded.fuseplan_shapes),
+        getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", 0), *shared_openmp(),
     )
     outputs = tuple(
         (len(buffer.shape), torch_dtype(buffer.dtype), -1 if buffer.over is None else buffer.over)
@@ -85,10 +83,6 @@ def load_kernel(
         fixed,
     )
     return CppKernel(kernel.run, kernel.fused, resources)
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -110,16 +104,14 @@ class _Launch(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_longlong) for name in ("threads", "grain", "rows_per_task", "col_tile")),
-        *((name, ctypes.c_void_p) for name in ("parallel", "thread_num", "num_threads", "max_threads")),
+        *((name, ctypes.c_void_p) for name in OPENMP_FUNCTIONS),
     )
 
 
 def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, resources: Resources) -> CppKernel:
     """The same call path without the extension: some microseconds a call."""
-    openmp = shared_openmp()
     how = _Launch(
-        settings.threads, settings.grain, settings.rows_per_task, settings.col_tile,
-        openmp.parallel, openmp.thread_num, openmp.num_threads, openmp.max_threads,
+        settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp()
     )
     tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
     pointers, sizes = ctypes.c_void_p * tensors, ctypes.c_longlong * max(len(symbols), 1)

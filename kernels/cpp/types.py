@@ -29,7 +29,7 @@ STORAGE_TYPE = {
     "float8_e4m3fn": "f8",
 }
 
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _interval(instr: Instr, segment: Segment, known: Sequence[Interval]) -> Inte
 
 def _apply_interval(op: str, operands: Sequence[Interval]) -> Interval:
     numbers = [interval for interval in operands if interval is not None]
-    if len(numbers) != len(operands) or op in _COMPARISONS:
+    if len(numbers) != len(operands) or op in COMPARISONS:
         return None
     if op == "where":
         (_, a, b) = numbers

@@ -19,7 +19,7 @@ from typing import Any
 
 import platformdirs
 
-from fuseplan.kernels.ir.backend import BuildError, MachineError, Resources, Target
+from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, BuildError, MachineError, Resources, Target
 from fuseplan.kernels.native.allowance import Allowance
 from fuseplan.kernels.native.own_folder import is_exposed, own_folder
 
@@ -30,8 +30,6 @@ POINTER_TYPES: Mapping[str, str] = {
     "float8_e4m3fn": "*fp8e4nv",
 }
 
-#: 32-bit registers of one multiprocessor.
-_REGISTER_FILE = 65536
 #: Name of the explicit limit on registers among a kernel's facts; 0 where there is none.
 _LIMIT = "register_limit"
 #: Seconds that NVIDIA's tools may take over one kernel.
@@ -154,7 +152,7 @@ def compile_kernel(function: Any, spec: KernelSpec, target: Target, known: Resou
         limit = int(known.extra[_LIMIT])
         return _compile(function, spec, target, {"maxnreg": limit} if limit else {})
     compiled = _compile(function, spec, target, {})
-    limit = min(target.registers_per_thread or 255, _REGISTER_FILE // (32 * spec.num_warps) // 8 * 8)
+    limit = min(MAX_REGISTERS, REGISTER_FILE // (32 * spec.num_warps) // 8 * 8)
     registers, spilled = _registers_and_spills(compiled)
     if not spilled or registers is None or registers >= limit:
         return compiled

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import default_cache_dir, required_compiler
+from fuseplan.kernels.native.build import address, default_cache_dir, required_compiler
 from fuseplan.kernels.native.extension import load_extension
 
 logger = logging.getLogger("fuseplan")
@@ -144,9 +144,7 @@ def cuda_driver() -> Driver:
     try:
         library = ctypes.CDLL("libcuda.so.1")
         names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString", "cuLaunchKernelEx")
-        launch, context, error_text, launch_config = (
-            ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names
-        )
+        launch, context, error_text, launch_config = (address(getattr(library, name)) for name in names)
     except (OSError, AttributeError) as error:
         raise BuildError(f"the CUDA driver cannot be used: {error}") from error
     return launch, context, error_text, launch_config

@@ -110,10 +110,6 @@ class Mod:
 Atom: TypeAlias = Coord | FloorDiv | Mod
 
 
-def _atom_key(atom: Atom) -> str:
-    return repr(atom)
-
-
 @dataclass(frozen=True)
 class Index:
     """``const + sum(coef * atom)``; terms are merged, non-zero and in a fixed order, so equal means equal."""
@@ -127,7 +123,7 @@ class Index:
         for atom, coef in terms:
             merged[atom] = as_size(merged.get(atom, 0) + coef)
         kept = [(atom, coef) for atom, coef in merged.items() if coef != 0]
-        kept.sort(key=lambda term: _atom_key(term[0]))
+        kept.sort(key=lambda term: repr(term[0]))
         return Index(as_size(const), tuple(kept))._rejoined()
 
     def _rejoined(self) -> Index:
@@ -173,7 +169,7 @@ class Index:
             if isinstance(atom, FloorDiv):  # (x // a) // b
                 return atom.base.__floordiv__(as_size(atom.divisor * divisor))
         whole, rest = self._split(divisor)
-        if rest.is_zero or (rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor)):
+        if rest == Index() or (rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor)):
             return whole
         return whole + Index(0, ((FloorDiv(rest, divisor), 1),))
 
@@ -204,10 +200,6 @@ class Index:
             if exact is not None:
                 const_quotient, const_rest = exact, 0
         return Index.build(const_quotient, whole), Index.build(const_rest, rest)
-
-    @property
-    def is_zero(self) -> bool:
-        return not self.terms and isinstance(self.const, int) and self.const == 0
 
     def _known_nonnegative(self) -> bool:
         return known_less_equal(0, self.const) and all(known_less_equal(0, coef) for _, coef in self.terms)
@@ -264,15 +256,14 @@ class Index:
 
     def bind(self, symbols: Mapping[str, int]) -> Index:
         """Replace dynamic sizes by numbers."""
-        def atom_of(atom: Atom) -> Index:
-            if isinstance(atom, Coord):
-                return Index.coord(atom.axis, evaluate(atom.extent, symbols))
-            base, divisor = atom.base.bind(symbols), evaluate(atom.divisor, symbols)
-            return base // divisor if isinstance(atom, FloorDiv) else base % divisor
-
         result = Index(evaluate(self.const, symbols))
         for atom, coef in self.terms:
-            result = result + atom_of(atom) * evaluate(coef, symbols)
+            if isinstance(atom, Coord):
+                part = Index.coord(atom.axis, evaluate(atom.extent, symbols))
+            else:
+                base, divisor = atom.base.bind(symbols), evaluate(atom.divisor, symbols)
+                part = base // divisor if isinstance(atom, FloorDiv) else base % divisor
+            result = result + part * evaluate(coef, symbols)
         return result
 
     def symbols(self) -> set[str]:
@@ -315,9 +306,9 @@ def row_major_strides(shape: Iterable[Size]) -> tuple[Size, ...]:
     return tuple(reversed(strides))
 
 
-def flatten(coords: Iterable[Index], strides: Iterable[Size], offset: Size = 0) -> Index:
-    """``offset + sum(coord * stride)``: the element offset of a coordinate tuple."""
-    total = Index(as_size(offset))
+def flatten(coords: Iterable[Index], strides: Iterable[Size]) -> Index:
+    """``sum(coord * stride)``: the element offset of a coordinate tuple."""
+    total = Index()
     for coord, stride in zip(coords, strides, strict=True):
         total = total + coord * stride
     return total

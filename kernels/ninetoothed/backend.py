@@ -111,7 +111,13 @@ class NinetoothedBackend(GpuBackend):
 
     def _generate(self, ir: KernelIR, config: Config) -> Any:
         """The Triton function that ninetoothed generates."""
-        return _generate(self.store, self.source(ir, config), config)
+        source, folder = self.source(ir, config), self.store.folder
+        try:
+            return _generated(folder, source, int(config["num_warps"]), overlap_of(config))
+        except BuildError:
+            raise
+        except Exception as error:
+            raise BuildError(f"ninetoothed could not generate the kernel: {type(error).__name__}: {error}") from error
 
     def _compile(
         self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
@@ -130,7 +136,7 @@ def _byte_offset(ir: KernelIR, view: View) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _generate_cached(folder: Path, source: str, num_warps: int, overlap: str) -> Any:
+def _generated(folder: Path, source: str, num_warps: int, overlap: str) -> Any:
     """The function, from the file of an earlier generation where there is one: generating takes a tenth of a second."""
     store = ModuleStore(folder.name, folder.parent)
     path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{overlap}|{source}')}.py"
@@ -170,15 +176,6 @@ def _overlapped_module(text: str, config: Config) -> str:
     placed = overlapped(statements, config, f"{_LANGUAGE}.load(", f"{_LANGUAGE}.store(")
     kernel.body = ast.parse("\n".join(placed)).body
     return f"{OVERLAP_IMPORT}\n{ast.unparse(module)}\n"
-
-
-def _generate(store: ModuleStore, source: str, config: Config) -> Any:
-    try:
-        return _generate_cached(store.folder, source, int(config["num_warps"]), overlap_of(config))
-    except BuildError:
-        raise
-    except Exception as error:
-        raise BuildError(f"ninetoothed could not generate the kernel: {type(error).__name__}: {error}") from error
 
 
 class _NoDevice:
@@ -258,10 +255,7 @@ def _bind(function: Any, views: tuple[View, ...], tensors: tuple[torch.Tensor, .
     """Arguments for the interpreter: views as tensors, strides as numbers."""
     arguments: list[Any] = []
     for _, view, dimension in _parameters(function, views):
-        if dimension is not None:
-            arguments.append(view.strides[dimension])
-            continue
         tensor = tensors[view.buffer]
         flat = tensor.as_strided((1,), (1,), tensor.storage_offset() + view.offset)
-        arguments.append(flat)
+        arguments.append(flat if dimension is None else view.strides[dimension])
     return tuple(arguments)

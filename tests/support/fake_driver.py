@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from compilers import find_compiler
 
 from fuseplan.kernels.gpu import direct as gpu_direct
 from fuseplan.kernels.gpu.direct import Launcher
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.ir.backend import Resources
-from fuseplan.kernels.native.build import find_compiler
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 

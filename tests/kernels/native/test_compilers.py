@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compilers import find_compiler
 
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.native import allowance as limited
 from fuseplan.kernels.native import build
 from fuseplan.kernels.native.allowance import Activity, Allowance, activity
-from fuseplan.kernels.native.build import Compiler, build_library, find_compiler, required_compiler
+from fuseplan.kernels.native.build import Compiler, build_library, required_compiler
 
 #: The compiler proper: a child of the driver, which would go on without it.
 HANGS = """

@@ -208,20 +208,27 @@ def interpreter_is_on() -> bool:
 class InterpretedKernel(CompiledKernel):
     """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow.
 
-    ``programs`` counts programs for given dynamic sizes; ``bind`` turns the buffers of a call into the arguments before
-    those.
+    ``programs`` counts programs for given dynamic sizes; ``arguments`` are as in :class:`GpuKernel`.
     """
 
     def __init__(
         self, function: Any, programs: Callable[[Mapping[str, int]], int], symbols: tuple[str, ...],
-        bind: Callable[[tuple[torch.Tensor, ...]], tuple[Any, ...]], num_buffers: int
+        arguments: tuple[tuple[int | None, int], ...], num_buffers: int
     ) -> None:
         self.resources = Resources()
         self._function, self._programs, self._symbols = function, programs, symbols
-        self._bind, self._num_buffers = bind, num_buffers
+        self._arguments, self._num_buffers = arguments, num_buffers
 
     def __call__(self, *args: Any) -> None:
         tensors, sizes = args[: self._num_buffers], args[self._num_buffers :]
         count = self._programs(dict(zip(self._symbols, sizes, strict=True)))
+        passed = [rest if buffer is None else _from(tensors[buffer], rest) for buffer, rest in self._arguments]
         if count:
-            self._function[(count,)](*self._bind(tensors), *sizes)
+            self._function[(count,)](*passed, *sizes)
+
+
+def _from(tensor: torch.Tensor, offset_bytes: int) -> torch.Tensor:
+    """A tensor that begins so many bytes into another."""
+    if offset_bytes == 0:
+        return tensor
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset_bytes // tensor.element_size())

@@ -17,8 +17,6 @@ class MeasuredPair:
     Attributes:
         group: Key of the workload; the rows of one group are alternatives for the same work.
         choice: Which alternative (``unfused``, a back end and config, a library call).
-        predicted_us: The cost model's time.
-        measured_us: The measured time.
         kind: What the workload is (``add+rms_norm``).
         regime: Launch mode and phase (``graph/decode``).
     """

@@ -40,12 +40,8 @@ _SAMPLES_A_VOICE, _BANDWIDTH = 20, 1
 class Sample:
     """One measured kernel: its work, how it was launched and fed, and its time.
 
-    Attributes:
-        work: What it does.
-        mode: How it was launched.
-        measured_us: Its time.
-        family: What it computes, whatever the shape (``add+mul``). Kernels of one family are left out of a fit
-            together, so that its held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
+    ``family`` is what it computes, whatever the shape (``add+mul``). Kernels of one family are left out of a fit
+    together, so that its held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
     """
 
     work: Work
@@ -94,13 +90,10 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
 
 
 def predict_left_out(samples: Sequence[Sample], spec: DeviceSpec, parts: Sequence[str]) -> list[float]:
-    """Predicted time in microseconds of each sample by a fit to those of all *other* parts.
+    """Predicted time in microseconds of each sample of one back end by a fit to those of all *other* parts.
 
-    Args:
-        samples: Measured kernels of one back end.
-        spec: The device; its calibrations play no part.
-        parts: The part that each sample belongs to: what it computes, or its phase. Those of one part are left out
-            together. NaN where fewer than :data:`MIN_SAMPLES` others remain.
+    ``parts`` are what each sample belongs to: what it computes, or its phase. The calibrations of ``spec`` play no
+    part. NaN where fewer than :data:`MIN_SAMPLES` others remain.
     """
     table, owner = _Table.of(samples, spec), np.array(parts)
     found = np.full(len(samples), np.nan)

@@ -76,8 +76,7 @@ class LinearFit:
 class CallTimes:
     """Time of one ATen op on a CPU, from the call to the result, its operands contiguous and in a cache.
 
-    Attributes:
-        points: Pairs of elements and microseconds, with strictly increasing elements.
+    ``points`` are pairs of elements and microseconds, with strictly increasing elements.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -106,10 +105,7 @@ class CallTimes:
 class FamilyScale:
     """How the calls of one name differ from all others: factors beside those of their :class:`Calibration`.
 
-    Attributes:
-        launch_scale: Multiplies the launch latency.
-        busy_scale: Multiplies moving, arithmetic and waiting.
-        samples: Measured calls behind the fit.
+    ``busy_scale`` multiplies moving, arithmetic and waiting.
     """
 
     launch_scale: float = 1.0
@@ -123,8 +119,6 @@ class Calibration:
 
     Attributes:
         launch_scale: Multiplies the launch latency, hence adds a constant to every kernel.
-        memory_scale: Multiplies the time to move the bytes.
-        compute_scale: Multiplies the time of the arithmetic.
         samples: Measured kernels behind the fit.
         error: Median ``|predicted / measured - 1|`` on those kernels.
         held_out_error: The same on kernels left out of the fit (cross-validation); the number to quote. None
@@ -176,16 +170,13 @@ class DeviceSpec:
     """Measured numbers of one device.
 
     Attributes:
-        identity: Which device.
         bandwidth: Bandwidth over footprints, using the whole device.
         launch: Latency by mode; CPUs have no ``"graph"``, and ``"overlapped"`` is there where it was measured.
         peaks: Measured peak by flop unit; a unit this device cannot run is absent.
         noise: A/A noise: the median relative change between two measurements of the same thing.
         measured_at: ISO 8601 time of the measurement, UTC.
-        versions: Software versions at that time.
         thread_bandwidth: Bandwidth of a single thread (CPUs with more than one).
         fits: Linear fits behind the latencies (``launch:<pattern>``, ``eager``) and the last level (``memory``).
-        calibrations: By kernel back end name.
         problems: What made the measurement doubtful, in words; empty when nothing did.
         view_us: Host time of an ATen call that makes a view; 0 where it was not measured (older specs).
         calls: Times of common ATen ops on a CPU, by name and type (``aten.mul.Tensor.float32``); empty where they were

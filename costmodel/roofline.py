@@ -49,9 +49,6 @@ def predict(
     """Predicted time of a kernel (or of a chain whose ``Work`` was summed) on the device ``spec`` describes.
 
     Args:
-        work: What the kernel does.
-        spec: The measured device.
-        mode: How it is launched.
         backend: Apply the calibration stored for this kernel back end, if any, and in it that of ``work.call``.
         beside_bytes: What else is used before the kernel's data are used again, and takes room in a CUDA device's
             cache: the bandwidth is that of a footprint so much larger.

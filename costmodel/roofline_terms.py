@@ -15,8 +15,6 @@ class Terms:
     Attributes:
         launch_us: Launch latency that nothing hides.
         host_us: Launch latency on the host, in parallel with the device.
-        memory_us: Moving the bytes.
-        compute_us: The arithmetic.
         latency_us: Dependent instructions that nothing hides.
         write_us: Writing the results, beside ``memory_us``.
         serial_us: Dependent instructions, beside ``memory_us`` and ``compute_us``.

@@ -27,14 +27,12 @@ class Measurements:
         streams: Streaming kernels over sizes, whole device.
         thread_streams: The same with one CPU thread; empty where that is the whole device.
         eager: ATen calls that allocate their result, by bytes touched, as unfused models run them.
-        rates: Compute-bound calls.
         kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
         graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too; None
             on CPUs.
         overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps; None where the
             device has no such launches.
         overlapped_kernel: The shortest elementwise kernel, launched so.
-        view: ATen call that makes a view.
         calls: ATen calls that compute, by name and type; none on CUDA.
     """
 

@@ -38,13 +38,10 @@ def probe(
     :attr:`DeviceSpec.problems` names what they are of.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-        quick: Fewer sizes and repetitions.
         progress: Called with the fraction done and the name of the current step.
         kernel_call: Launches one tiny fused kernel through our own launcher (this package knows no kernel); it
             gives the latency of mode ``"kernel"``. Without it that mode gets the latency of an ATen call that
             writes into a preallocated output, and no lower bound above zero.
-        load: How busy the machine is, asked before anything is measured.
         budget: The time it may take; by default several times what it takes on a quiet machine.
 
     Raises:

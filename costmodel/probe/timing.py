@@ -35,7 +35,6 @@ class Timing:
     Attributes:
         typical_us: Median of the faster half: other processes only ever add time, and on a shared machine they
             disturb more samples than not.
-        best_us: The minimum.
         noise: A/A noise: how far the typical times of two interleaved halves of the batches disagree, relative; 1
             where there is one sample, which nothing confirms.
     """
@@ -143,10 +142,7 @@ def cuda_graph(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.C
 class GraphTimer:
     """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
 
-    Attributes:
-        sample_us: How long one replay should take, so that starting it is a small part.
-        repeats: Samples in a batch.
-        max_calls: Most calls in one graph.
+    One replay should take ``sample_us``, so that starting it is a small part; a batch has ``repeats`` of them.
     """
 
     sample_us: float
@@ -206,8 +202,6 @@ def time_calls(
     A disturbance that lasts less than a pass spoils only some of a call's batches.
 
     Args:
-        calls: What to time.
-        timer: How.
         progress: Receives the fraction of the first two passes that is done.
         budget: Where it runs short, batches get smaller, and passes after the first are left out; it is noted then.
         least: Calls that are timed, with one sample at least, whatever is left; those after them may be left out. All

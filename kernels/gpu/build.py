@@ -125,8 +125,6 @@ class KernelSpec:
         aligned: Names of arguments that are multiples of 16 (addresses in bytes, integers by value).
         constants: Values of compile-time arguments (their type in ``signature`` is ``"constexpr"``).
         overlapped: The kernel waits for the one ahead of it itself, and is launched so that it may start before.
-        num_warps: Warps of one program.
-        num_stages: Software pipeline depth.
     """
 
     signature: Mapping[str, str]

@@ -39,14 +39,10 @@ Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Entry(NamedTuple):
-    """A loaded kernel as the driver sees it.
+    """A loaded kernel as the driver sees it: its handle, and what each block has.
 
-    Attributes:
-        function: Its handle.
-        threads: Threads of a block.
-        shared_bytes: Dynamic shared memory of a block.
-        overlapped: It may start before the kernel in front of it has ended, and waits for that one itself
-            (programmatic dependent launch).
+    ``overlapped``: it may start before the kernel in front of it has ended, and waits for that one itself (programmatic
+    dependent launch).
     """
 
     function: int
@@ -60,8 +56,6 @@ class Launcher:
     """The extension, and what it calls.
 
     Attributes:
-        module: The extension.
-        driver: The CUDA driver.
         allocate: ``(shape, strides, dtype)`` -> tensor on the current device.
         stream: Device index -> handle of its current stream.
         check_device: Whether tensors may be on another device than the current one, which is then looked up.

@@ -48,10 +48,8 @@ class GpuKernel(CompiledKernel):
     Args:
         compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
         geometry: Programs and index width for given dynamic sizes.
-        symbols: Names of the dynamic sizes.
         arguments: For each argument before the dynamic sizes: a buffer and the bytes to add to its address, or None and
             the value of a compile-time argument (Triton's launcher expects those in their places).
-        num_buffers: Number of tensors in a call.
         resources: Facts of the default variant.
         launcher: Makes calls direct; None to go through Triton's launcher.
 
@@ -74,12 +72,9 @@ class GpuKernel(CompiledKernel):
         self.run(*args)
 
     def fused(self, inputs: int, layout: Layouts, reuse: Mapping[int, int] = NOTHING) -> Callable[..., Any]:
-        """``call(*inputs, *sizes)``, which allocates the outputs beside the inputs and returns them.
+        """``call(*inputs, *sizes)``, which allocates the outputs as ``layout`` says, and returns them.
 
-        Args:
-            inputs: How many of the kernel's tensors are inputs.
-            layout: Dynamic sizes -> shape, strides and dtype of each output that is allocated.
-            reuse: For positions among the outputs, the position of the input that each overwrites: it is returned.
+        ``reuse``: for positions among the outputs, the position of the input that each overwrites.
         """
         loader = self._loader
 

@@ -31,7 +31,6 @@ class Target:
         device_type: ``"cpu"`` or ``"cuda"``.
         arch: ``"native"`` on CPUs, ``"sm_90"`` style on CUDA.
         cores: CPU threads available, or streaming multiprocessors.
-        l2_bytes: Last-level cache.
         in_graph: Kernels will be replayed in CUDA graphs; their defaults and tunables follow from it, nothing else.
     """
 

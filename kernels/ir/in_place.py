@@ -77,10 +77,6 @@ def reuse_options(ir: KernelIR, executions: Sequence[Execution]) -> dict[int, tu
 
     Any choice that gives an input to one output at most is right: what is asked of a pair concerns that input's memory
     alone. An input must be needed by nobody else, which a kernel cannot know.
-
-    Args:
-        ir: The kernel.
-        executions: How each segment is computed.
     """
     inputs = range(len(ir.inputs))
     found = {

@@ -21,10 +21,6 @@ class Allowance:
 
     What a command computes is counted, and what it sleeps: a compiler that hangs does one of them. What it waits for a
     processor or a disk is not, up to ten times as much: on a busy machine a sound compiler may need minutes.
-
-    Attributes:
-        total_s: The seconds it was given.
-        left_s: The seconds that are left.
     """
 
     def __init__(self, total_s: float) -> None:

@@ -20,12 +20,9 @@ class View:
     """One tensor argument.
 
     Attributes:
-        name: Name of the argument.
         buffer: Position of the buffer it looks at.
         offset: Elements between the buffer's first element and the view's.
         shape: Its dimensions: the segment's rows and columns, 1 where it does not vary.
-        strides: Elements between neighbours along each dimension.
-        segment: Number of the segment it belongs to.
         on_rows: It has the segment's row dimensions.
         on_cols: It has the segment's columns.
     """

@@ -52,7 +52,6 @@ class Lookup(Generic[R]):
     """What a look-up found.
 
     Attributes:
-        record: The stored record, or None.
         mismatch: Why it is no hit: version fields that differ from the caller's, "undecided"; empty for a hit.
         shipped: It comes with the package, not from the user's database.
     """

@@ -36,9 +36,6 @@ class Bench:
     """How subjects are checked and timed.
 
     Attributes:
-        target: The device.
-        timer: How one call is timed.
-        seed: Seed of the inputs.
         screen_s: Seconds of samples for one screening.
         decide_s: Seconds of interleaved rounds for the decision.
         operand_bytes: Memory that rotating operands may take; 0 for a quarter of what is free.

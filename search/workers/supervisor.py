@@ -73,7 +73,6 @@ class Supervisor:
         threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
         cores: What the compiling lanes may run on; the OpenMP runtime may have bound this process to one core.
         background: Workers for :data:`BACKGROUND` jobs; they have the lanes -1, -2, ...
-        clock: Seconds that the jobs' limits are counted in.
     """
 
     def __init__(

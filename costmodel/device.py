@@ -237,10 +237,8 @@ class DeviceSpec:
     def call_times(self, call: str) -> CallTimes | None:
         """Measured times of the ATen op of a name, in float32 where there are none of its type; else None."""
         names = beginnings(call)
-        known = next((name for name in names if name in self.calls), None)
-        if known is None:
-            known = next((name for name in (f"{name}.float32" for name in names) if name in self.calls), "")
-        return self.calls.get(known)
+        names += [f"{name}.float32" for name in names]
+        return next((self.calls[name] for name in names if name in self.calls), None)
 
     def with_calibration(self, backend: str, calibration: Calibration) -> DeviceSpec:
         return replace(self, calibrations={**self.calibrations, backend: calibration})

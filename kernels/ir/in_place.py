@@ -165,17 +165,13 @@ def _segment_allows(segment: Segment, execution: Execution, position: int, sourc
             continue  # nobody needs it, so it is not loaded
         if load.index != store.index or load.mask is not None or load.gather is not None:
             return False
-        done = _done_when_looped if execution.looped else _done_in_one_pass
-        if not done(segment, phases, value, runs, store, stored_in):
+        if execution.looped:
+            done = _done_when_looped(segment, phases, value, runs, store, stored_in)
+        else:  # a tile in registers is loaded once, by the first phase that needs it at the latest
+            done = runs[0] <= stored_in and value in ancestors(segment.body, [store.value])
+        if not done:
             return False
     return True
-
-
-def _done_in_one_pass(
-    segment: Segment, phases: Sequence[Phase], value: int, runs: Sequence[int], store: Store, stored_in: int
-) -> bool:
-    """A tile in registers is loaded once, by the first phase that needs it at the latest."""
-    return runs[0] <= stored_in and value in ancestors(segment.body, [store.value])
 
 
 def _done_when_looped(

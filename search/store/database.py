@@ -20,25 +20,11 @@ from typing import Any, Generic, Literal, TypeVar
 from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, and_, select
 
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
-from fuseplan.search.store import codec, tables
+from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.location import NOWHERE, location_name, resolve_url, sqlite_file
 from fuseplan.search.store.plain import plain
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
-from fuseplan.search.store.rows import (
-    R,
-    batches,
-    json_row,
-    key_columns,
-    read_device,
-    read_json,
-    read_miss,
-    read_record,
-    read_trial,
-    record_row,
-    records_of,
-    same_key,
-    trial_row,
-)
+from fuseplan.search.store.rows import R
 
 Mode = Literal["write", "inspect", "read"]
 #: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
@@ -146,8 +132,8 @@ class Database:
     def put_record(self, record: TuningRecord) -> None:
         """Store a tuning record and close the trials that led to it, in one transaction."""
         with self.writing() as connection:
-            tables.upsert(connection, tables.TUNINGS, record_row(record))
-            connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, record.key)).values(open=0))
+            tables.upsert(connection, tables.TUNINGS, rows.record_row(record))
+            connection.execute(tables.TRIALS.update().where(rows.same_key(tables.TRIALS, record.key)).values(open=0))
 
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, in one statement where they share a device, a regime and numerics."""
@@ -156,7 +142,7 @@ class Database:
     def put_plan(self, plan: PlanRecord) -> None:
         """Store a plan."""
         with self.writing() as connection:
-            tables.upsert(connection, tables.PLANS, record_row(plan))
+            tables.upsert(connection, tables.PLANS, rows.record_row(plan))
 
     def records(self) -> Iterator[TuningRecord]:
         """Every readable tuning record, in key order."""
@@ -174,8 +160,8 @@ class Database:
 
     def get_device(self, device: str) -> dict[str, Any] | None:
         """The stored device spec, as the JSON object it was stored from."""
-        rows = self._select(tables.DEVICES, tables.DEVICES.c.device == device)
-        return dict(self._sound(read_device, tables.DEVICES, rows)).get(device)
+        found = self._select(tables.DEVICES, tables.DEVICES.c.device == device)
+        return dict(self._sound(rows.read_device, tables.DEVICES, found)).get(device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
         """Store a device spec (as JSON) under the device's identity."""
@@ -183,13 +169,13 @@ class Database:
 
     def devices(self) -> dict[str, dict[str, Any]]:
         """Every readable device spec by identity, as the JSON object it was stored from."""
-        return dict(self._sound(read_device, tables.DEVICES, self._select(tables.DEVICES)))
+        return dict(self._sound(rows.read_device, tables.DEVICES, self._select(tables.DEVICES)))
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Readable captures whose names start with ``prefix``, oldest first."""
         where = tables.CAPTURES.c.name.startswith(prefix, autoescape=True)
-        rows = self._select(tables.CAPTURES, where, order=("created", "name"))
-        return dict(self._sound(read_json, tables.CAPTURES, rows))
+        found = self._select(tables.CAPTURES, where, order=("created", "name"))
+        return dict(self._sound(rows.read_json, tables.CAPTURES, found))
 
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
         """Cache a capture (any JSON object)."""
@@ -200,35 +186,35 @@ class Database:
     def log_trial(self, trial: Trial, versions: Versions) -> None:
         """Store one finished trial at once, so that a killed tune never repeats it."""
         with self.writing() as connection:
-            tables.upsert(connection, tables.TRIALS, trial_row(trial, versions))
+            tables.upsert(connection, tables.TRIALS, rows.trial_row(trial, versions))
 
     def trials(self, key: RecordKey, versions: Versions | None = None, only_open: bool = False) -> list[Trial]:
         """Finished trials of a key in the order they finished; of these versions only, when given."""
         table = tables.TRIALS
-        where = same_key(table, key)
+        where = rows.same_key(table, key)
         if only_open:
             where = and_(where, table.c.open == 1)
         if versions is not None:
             where = and_(where, table.c.versions == codec.dumps(versions))
-        rows = self._select(table, where, order=("created", "config_hash"))
-        return list(self._sound(read_trial, table, rows))
+        found = self._select(table, where, order=("created", "config_hash"))
+        return list(self._sound(rows.read_trial, table, found))
 
     def forget_trials(self, key: RecordKey) -> None:
         """Close a key's trials, so that the next tune starts from nothing."""
         with self.writing() as connection:
-            connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, key)).values(open=0))
+            connection.execute(tables.TRIALS.update().where(rows.same_key(tables.TRIALS, key)).values(open=0))
 
     # -- misses -------------------------------------------------------------------------------------------
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
         """Count a look-up that found nothing. Never raises; False when it could not be stored."""
         table = tables.MISSES
-        row = key_columns(key) | {
+        row = rows.key_columns(key) | {
             "label": label, "payload": json.dumps(dict(payload or {})), "first_seen": now(), "count": 1,
         }
         try:
             with self._miss_engine() as engine, tables.transaction(engine) as connection:
-                where = same_key(table, key)
+                where = rows.same_key(table, key)
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
         except (DatabaseError, *tables.DRIVER_ERRORS, TypeError, ValueError):
@@ -255,7 +241,7 @@ class Database:
 
     def misses(self) -> list[dict[str, Any]]:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
-        misses = self._sound(read_miss, tables.MISSES, self._select(tables.MISSES))
+        misses = self._sound(rows.read_miss, tables.MISSES, self._select(tables.MISSES))
         return sorted(misses, key=lambda miss: (-miss["count"], miss["workload"]))
 
     # -- plumbing shared with maintenance and transfer ----------------------------------------------------
@@ -296,21 +282,21 @@ class Database:
 
     def _get_all(self, table: Table, cls: type[R], keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[R]]:
         found: dict[RecordKey, Lookup[R]] = dict.fromkeys(keys, Lookup())
-        for asked in batches(found):
-            for row in self._run(records_of(table), asked):
-                for record in self._sound(functools.partial(read_record, cls), table, [{**asked, **row}]):
+        for asked in rows.batches(found):
+            for row in self._run(rows.records_of(table), asked):
+                for record in self._sound(functools.partial(rows.read_record, cls), table, [{**asked, **row}]):
                     if record.key in found:
                         found[record.key] = Lookup(record, reservations(record, self.versions))
         return found
 
     def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
-        return self._sound(functools.partial(read_record, cls), table, self._select(table))
+        return self._sound(functools.partial(rows.read_record, cls), table, self._select(table))
 
     def _sound(
-        self, read: Callable[[Mapping[str, Any]], _D], table: Table, rows: Iterable[Mapping[str, Any]]
+        self, read: Callable[[Mapping[str, Any]], _D], table: Table, found: Iterable[Mapping[str, Any]]
     ) -> Iterator[_D]:
         """What ``read`` makes of each row; a damaged one is reported and treated as absent."""
-        for row in rows:
+        for row in found:
             try:
                 yield read(row)
             except RecordError as error:
@@ -318,7 +304,7 @@ class Database:
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
     def _put_json(self, table: Table, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
-        row = json_row(key, value)
+        row = rows.json_row(key, value)
         with self.writing() as connection:
             tables.upsert(connection, table, row)
 

@@ -8,23 +8,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import (
-    Column,
-    Connection,
-    Engine,
-    Float,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    create_engine,
-    event,
-    inspect,
-    select,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -40,7 +25,7 @@ from fuseplan.search.store.location import location_name, server_limits, sqlite_
 from fuseplan.search.store.plain import brief, plain
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
-METADATA = MetaData()
+METADATA = sa.MetaData()
 _APPLICATION = "fuseplan"
 
 #: Seconds a writer waits for another process's transaction.
@@ -51,21 +36,21 @@ _ATTEMPTS = 3
 DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError)
 
 
-def _key(name: str) -> Column[str]:
-    return Column(name, String(255), primary_key=True)
+def _key(name: str) -> sa.Column[str]:
+    return sa.Column(name, sa.String(255), primary_key=True)
 
 
-def _text(name: str) -> Column[str]:
-    return Column(name, Text, nullable=False, default="")
+def _text(name: str) -> sa.Column[str]:
+    return sa.Column(name, sa.Text, nullable=False, default="")
 
 
-META = Table("fuseplan_meta", METADATA, _key("name"), _text("value"))
+META = sa.Table("fuseplan_meta", METADATA, _key("name"), _text("value"))
 #: Measured device specs, as JSON.
-DEVICES = Table("devices", METADATA, _key("device"), _text("payload"), _text("checksum"), _text("created"))
+DEVICES = sa.Table("devices", METADATA, _key("device"), _text("payload"), _text("checksum"), _text("created"))
 
 
-def _record_table(name: str) -> Table:
-    return Table(
+def _record_table(name: str) -> sa.Table:
+    return sa.Table(
         name, METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
         _text("label"), _text("versions"), _text("payload"), _text("checksum"), _text("created"),
     )
@@ -74,20 +59,20 @@ def _record_table(name: str) -> Table:
 TUNINGS = _record_table("tuning_records")
 PLANS = _record_table("plan_records")
 #: Trials of tunes under way (``open``) or finished; separate from what dispatch reads.
-TRIALS = Table(
+TRIALS = sa.Table(
     "trials", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"), _key("backend"),
-    Column("config_hash", String(64), primary_key=True), _text("versions"), _text("payload"), _text("created"),
-    Column("open", Integer, nullable=False, default=1), Column("median_us", Float),
+    sa.Column("config_hash", sa.String(64), primary_key=True), _text("versions"), _text("payload"), _text("created"),
+    sa.Column("open", sa.Integer, nullable=False, default=1), sa.Column("median_us", sa.Float),
 )
-MISSES = Table(
+MISSES = sa.Table(
     "misses", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
-    _text("label"), _text("payload"), _text("first_seen"), Column("count", Integer, nullable=False, default=1),
+    _text("label"), _text("payload"), _text("first_seen"), sa.Column("count", sa.Integer, nullable=False, default=1),
 )
 #: Captured graphs, as JSON, so that a second tune need not trace the model again.
-CAPTURES = Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
+CAPTURES = sa.Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
 
 
-def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
+def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
     """An engine whose tables exist.
 
     With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files.
@@ -126,7 +111,7 @@ def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
     )
 
 
-def open_for_reading(url: URL) -> Engine | None:
+def open_for_reading(url: sa.URL) -> sa.Engine | None:
     """An engine that never writes, or None where there is nothing to read yet; :class:`DatabaseError` where there is
     something that cannot be used.
     """
@@ -151,12 +136,12 @@ def open_for_reading(url: URL) -> Engine | None:
     return engine if usable else None
 
 
-def _engine(url: URL, sqlite_mode: str = "") -> Engine:
+def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
     file = sqlite_file(url)
     if file is None:
         try:
             limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else server_limits(url)
-            engine = create_engine(url, connect_args=limits)
+            engine = sa.create_engine(url, connect_args=limits)
         except (*DRIVER_ERRORS, ImportError) as error:
             message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
             raise DatabaseError(message) from None
@@ -165,7 +150,7 @@ def _engine(url: URL, sqlite_mode: str = "") -> Engine:
     else:
         target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
         # A connection of its own for each use: none is inherited by a fork, or stays with a file that was replaced.
-        engine = create_engine(
+        engine = sa.create_engine(
             url, creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode)), poolclass=NullPool
         )
     _own_transactions(engine)
@@ -173,10 +158,10 @@ def _engine(url: URL, sqlite_mode: str = "") -> Engine:
 
 
 
-def _own_transactions(engine: Engine) -> None:
+def _own_transactions(engine: sa.Engine) -> None:
     """Let writers take the lock when they begin, so that two processes queue instead of failing half-way."""
 
-    @event.listens_for(engine, "connect")
+    @sa.event.listens_for(engine, "connect")
     def _connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None
         # One value that is no Unicode would cost the whole result; this way it fails its own checksum.
@@ -184,8 +169,8 @@ def _own_transactions(engine: Engine) -> None:
         # What a file's schema says is not run: it may be anybody's.
         connection.execute("PRAGMA trusted_schema=OFF")
 
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
         # A reader needs neither: each of its statements sees one state of the database.
         if not connection.get_execution_options().get("fuseplan_write", False):
             return
@@ -197,7 +182,7 @@ def _own_transactions(engine: Engine) -> None:
 
 
 
-def _create_or_check(engine: Engine) -> None:
+def _create_or_check(engine: sa.Engine) -> None:
     if check_schema(engine):
         if engine.dialect.name == "sqlite":
             _quick_check(engine)
@@ -217,7 +202,7 @@ def _create_or_check(engine: Engine) -> None:
         raise database_error(error, engine) from None
 
 
-def _quick_check(engine: Engine) -> None:
+def _quick_check(engine: sa.Engine) -> None:
     try:
         with engine.connect() as connection:
             found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
@@ -227,13 +212,13 @@ def _quick_check(engine: Engine) -> None:
         raise _corrupt(engine, "; ".join(found))
 
 
-def check_schema(engine: Engine) -> bool:
+def check_schema(engine: sa.Engine) -> bool:
     """True when the tables exist and are ours; False for an empty database. :class:`DatabaseError` where it cannot be
     read, is another application's, or has another schema version.
     """
     try:
         with engine.connect() as connection:
-            names = set(inspect(connection).get_table_names())
+            names = set(sa.inspect(connection).get_table_names())
             if META.name not in names:
                 if names and engine.dialect.name == "sqlite":
                     listed = plain(", ".join(sorted(names)[:3]))
@@ -242,7 +227,7 @@ def check_schema(engine: Engine) -> bool:
                         "pass another file with --db"
                     )
                 return False
-            rows = connection.execute(select(META.c.name, META.c.value)).all()
+            rows = connection.execute(sa.select(META.c.name, META.c.value)).all()
             meta = {str(name): str(value) for name, value in rows}
     except DRIVER_ERRORS as error:
         raise database_error(error, engine) from None
@@ -254,11 +239,11 @@ def check_schema(engine: Engine) -> bool:
     return True
 
 
-def check_columns(engine: Engine) -> None:
+def check_columns(engine: sa.Engine) -> None:
     """Raise :class:`ForeignDatabaseError` unless every table is there with the columns that this version writes."""
     try:
         with engine.connect() as connection:
-            found = inspect(connection).get_multi_columns()
+            found = sa.inspect(connection).get_multi_columns()
     except DRIVER_ERRORS as error:
         raise database_error(error, engine) from None
     there = {table: {column["name"] for column in columns} for (_schema, table), columns in found.items()}
@@ -271,13 +256,13 @@ def check_columns(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def transaction(engine: Engine) -> Iterator[Connection]:
+def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A transaction that takes the write lock when it begins."""
     with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
         yield connection
 
 
-def upsert(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+def upsert(connection: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> None:
     """Insert ``row``, or replace the row of the same primary key."""
     keys = [column.name for column in table.primary_key]
     changed = {name: value for name, value in row.items() if name not in keys}
@@ -291,7 +276,7 @@ def upsert(connection: Connection, table: Table, row: Mapping[str, Any]) -> None
         connection.execute(table.insert().values(**row))
 
 
-def database_error(error: Exception, engine: Engine) -> DatabaseError:
+def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
     """The error of our family that a driver's error stands for."""
     said = "out of memory" if isinstance(error, MemoryError) else str(getattr(error, "orig", None) or error)
     text = without_secrets(said, engine.url)
@@ -304,5 +289,5 @@ def database_error(error: Exception, engine: Engine) -> DatabaseError:
     return DatabaseError(f"{name}: {text}")
 
 
-def _corrupt(engine: Engine, why: str) -> CorruptDatabaseError:
+def _corrupt(engine: sa.Engine, why: str) -> CorruptDatabaseError:
     return CorruptDatabaseError(f"tuning database {location_name(engine.url)} is corrupt ({why})")

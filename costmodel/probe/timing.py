@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -62,12 +62,6 @@ class Timing:
         return self.noise > _QUIET or self.typical_us > (1 + _QUIET) * self.best_us
 
 
-class CallTimer(Protocol):
-    def prepare(self, call: Call, limit_us: float) -> Sampler:
-        """Warm ``call`` up, decide how often to repeat it, and return its sampler. Brief once ``limit_us`` are over."""
-        ...
-
-
 @dataclass(frozen=True)
 class HostCallTimer:
     """Wall-clock time per call, averaged over enough calls that the clock's own cost vanishes.
@@ -89,6 +83,7 @@ class HostCallTimer:
     steady: Callable[[float], bool] = lambda limit_us: True
 
     def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
+        """Warm ``call`` up, decide how often to repeat it, and return its sampler. Brief once ``limit_us`` are over."""
         began_ns = time.perf_counter_ns()
         call_us = self._run(call, 2)
         if _since_us(began_ns) < limit_us:
@@ -150,6 +145,7 @@ class GraphTimer:
     max_calls: int = 1000
 
     def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
+        """As :meth:`HostCallTimer.prepare`."""
         # Capture forbids lazy initialisation, so the first calls happen outside it, on a stream of their own.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -191,6 +187,9 @@ class GraphTimer:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+CallTimer: TypeAlias = HostCallTimer | GraphTimer
 
 
 def time_calls(

@@ -39,13 +39,13 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     """
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
     simple = KernelIR(ir.buffers, simplified_segments(ir))
-    registers = assign_registers(simple)
+    kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
     rough = bool(floats) and floats <= {"bfloat16", "float16"}
-    macros = {"FP_WIDEST": registers.widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough)}
+    macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough)}
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
-        values = Values(segment, registers.kinds[number], names)
+        values = Values(segment, kinds[number], names)
         lines += _SegmentWriter(simple.buffers, segment, values, names, unroll, stage).function(number)
     lines += entry_lines(simple.segments, names)
     lines += shapes_lines(simple.outputs, names)

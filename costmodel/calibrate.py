@@ -182,9 +182,7 @@ class _Table:
         names = {name for at in chosen for name in beginnings(self.calls[at])}
         return sorted(names, key=lambda name: (len(name), name))
 
-    def families(
-        self, chosen: npt.NDArray[np.intp], factors: _Array, wanted: Sequence[str]
-    ) -> dict[str, FamilyScale]:
+    def families(self, chosen: npt.NDArray[np.intp], factors: _Array, wanted: Sequence[str]) -> dict[str, FamilyScale]:
         """How the chosen samples of each wanted name differ from those of the name that it continues.
 
         A name that no other continues differently says nothing beside the one that it continues, and is left out.
@@ -206,9 +204,7 @@ class _Table:
         launch, busy = self._solve(own, lambda family: _with_family(factors, family), start, _NAME_PRIOR)
         return FamilyScale(float(launch), float(busy), len(own))
 
-    def own_factors(
-        self, chosen: npt.NDArray[np.intp], factors: _Array, families: Mapping[str, FamilyScale]
-    ) -> _Array:
+    def own_factors(self, chosen: npt.NDArray[np.intp], factors: _Array, families: Mapping[str, FamilyScale]) -> _Array:
         """The factors of each of the chosen samples, one column for each."""
         known = [next((families[one] for one in beginnings(self.calls[at]) if one in families), None) for at in chosen]
         pairs = [(1.0, 1.0) if one is None else (one.launch_scale, one.busy_scale) for one in known]

@@ -56,9 +56,7 @@ def time_streams(
     least = sum(size <= _LEAST_BYTES for _, size in streams)
     calls = {(pattern, size): _call(pattern, size, buffer, total) for pattern, size in streams}
     timings = time_calls(calls, timer, progress, budget, least)
-    return [
-        StreamTiming(pattern, size, timing, pattern in _TYPICAL) for (pattern, size), timing in timings.items()
-    ]
+    return [StreamTiming(pattern, size, timing, pattern in _TYPICAL) for (pattern, size), timing in timings.items()]
 
 
 def _call(pattern: str, footprint_bytes: int, buffer: torch.Tensor, total: torch.Tensor) -> Call:

@@ -223,9 +223,7 @@ def time_calls(
     return {key: Timing.of(batches[key]) for key in samplers}
 
 
-def _warmed_up(
-    calls: Mapping[_Key, Call], timer: CallTimer, budget: TimeBudget, least: int
-) -> dict[_Key, Sampler]:
+def _warmed_up(calls: Mapping[_Key, Call], timer: CallTimer, budget: TimeBudget, least: int) -> dict[_Key, Sampler]:
     """The samplers of all calls, or of as many as the time is enough for, and the first ``least`` ones in any case."""
     samplers: dict[_Key, Sampler] = {}
     for number, (key, call) in enumerate(calls.items()):

@@ -8,24 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuseplan.kernels.cpp.config import (
-    PARAMETERS,
-    config_space,
-    default_settings,
-    infeasible,
-    run_settings,
-)
+from fuseplan.kernels.cpp.config import PARAMETERS, config_space, default_settings, infeasible, run_settings
 from fuseplan.kernels.cpp.emitter import emit_cpp
 from fuseplan.kernels.cpp.launch import CppKernel, load_kernel
 from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
 from fuseplan.kernels.ir.ir import KernelIR, validate
-from fuseplan.kernels.native.build import (
-    COMPILER_NAMES,
-    Compiler,
-    build_library,
-    default_cache_dir,
-    required_compiler,
-)
+from fuseplan.kernels.native.build import COMPILER_NAMES, Compiler, build_library, default_cache_dir, required_compiler
 
 
 class CppBackend(Backend):

@@ -110,9 +110,7 @@ class _Launch(ctypes.Structure):
 
 def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, resources: Resources) -> CppKernel:
     """The same call path without the extension: some microseconds a call."""
-    how = _Launch(
-        settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp()
-    )
+    how = _Launch(settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp())
     tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
     pointers, sizes = ctypes.c_void_p * tensors, ctypes.c_longlong * max(len(symbols), 1)
 

@@ -77,9 +77,7 @@ class GpuBackend(Backend, WritesInPlace):
         self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
     ) -> Any:
         """Triton's ``CompiledKernel``."""
-        return compile_kernel(
-            self._function(ir, config, variant.wide), self._spec(ir, config, variant), target, known
-        )
+        return compile_kernel(self._function(ir, config, variant.wide), self._spec(ir, config, variant), target, known)
 
     @abstractmethod
     def versions(self) -> str:

@@ -178,9 +178,7 @@ class _Loader:
         compiled, entry = self._binaries[key]
         # Triton's compiled launcher takes addresses as integers, and skips the inspection of arguments.
         stream = torch.cuda.current_stream(key[0]).cuda_stream
-        compiled.run(
-            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
-        )
+        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
         if direct is not None and entry is not None:
             direct.add_binary(*key, *entry)
 

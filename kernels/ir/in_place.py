@@ -141,9 +141,7 @@ def _is_dense(shape: Sequence[Size], strides: Sequence[Size]) -> bool:
 
 
 def _loads(segment: Segment, source: int) -> list[int]:
-    return [
-        value for value, instr in enumerate(segment.body) if isinstance(instr, Load) and instr.buffer == source
-    ]
+    return [value for value, instr in enumerate(segment.body) if isinstance(instr, Load) and instr.buffer == source]
 
 
 def _segment_allows(segment: Segment, execution: Execution, position: int, source: int) -> bool:
@@ -190,8 +188,6 @@ def _done_when_looped(
         if number == stored_in:
             if value not in beside(store.value):
                 return False
-        elif not any(
-            fold in needed and value in beside(operands(body[fold])[0]) for fold in phases[number].reductions
-        ):
+        elif not any(fold in needed and value in beside(operands(body[fold])[0]) for fold in phases[number].reductions):
             return False
     return True

@@ -7,18 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fuseplan.kernels.ir.ir import (
-    LARGEST,
-    Apply,
-    Buffer,
-    Const,
-    Instr,
-    Round,
-    Segment,
-    ancestors,
-    operands,
-    renamed,
-)
+from fuseplan.kernels.ir.ir import LARGEST, Apply, Buffer, Const, Instr, Round, Segment, ancestors, operands, renamed
 
 
 def without_repeated_clamps(segment: Segment, buffers: Sequence[Buffer]) -> Segment:

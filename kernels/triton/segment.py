@@ -224,9 +224,7 @@ class SegmentEmitter(ValueEmitter):
             ]
             for total in [value for value in folds if self.rescaled.get(value) == top]:
                 kept = f"acc{total} * {_exponential(f'acc{top} - base{top}')}"
-                lines.append(
-                    f"acc{total} = {kept} + {fold_sum}({_exponential(f'n{top} - base{top}[:, None]')}, 1)"
-                )
+                lines.append(f"acc{total} = {kept} + {fold_sum}({_exponential(f'n{top} - base{top}[:, None]')}, 1)")
             lines.append(f"acc{top} = top{top}")
         return lines
 

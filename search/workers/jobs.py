@@ -114,9 +114,7 @@ class _Desk:
 
 def _rotating(bench: Bench, inputs: Sequence[torch.Tensor], hot: Sequence[bool]) -> Operands:
     """Operand sets in at most a quarter of the memory that is free."""
-    return rotating_operands(
-        inputs, hot, cache_bytes(bench.target.l2_bytes), free_bytes(bench.target.device_type) // 4
-    )
+    return rotating_operands(inputs, hot, cache_bytes(bench.target.l2_bytes), free_bytes(bench.target.device_type) // 4)
 
 
 _desks: dict[tuple[str, int], _Desk] = {}
@@ -201,9 +199,7 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
                 runs[entrant.name] = entrant.backend.fused_callable(subject.ir, entrant.config, bench.target)
             else:
                 failed[entrant.name] = verdict.reason
-        result = decisive(
-            bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None
-        )
+        result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None)
         clocks = clocks_mhz(desk.device)
         kernels = {name: run for name, run in runs.items() if name != UNFUSED}
         device = _between_kernels(bench, result, kernels, desk.operands, twice)

@@ -158,17 +158,11 @@ class _Loader:
         if geometry.programs == 0:
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
-            bits |= address
         passed = [rest if buffer is None else addresses[buffer] + rest for buffer, rest in self.arguments]
         device = tensors[0].get_device()
-        key = (device, geometry.wide, bits % 16 == 0)
-        if device == torch.cuda.current_device():
+        key = (device, geometry.wide, all(address % 16 == 0 for address in addresses))
+        with torch.cuda.device(device):
             self._launch(key, direct, geometry.programs, (*passed, *sizes))
-        else:
-            with torch.cuda.device(device):
-                self._launch(key, direct, geometry.programs, (*passed, *sizes))
 
     def _launch(self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]) -> None:
         if key not in self._binaries:

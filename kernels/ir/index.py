@@ -74,10 +74,7 @@ def divides(k: Size, n: Size) -> Size | None:
     if n == 0:
         return 0
     quotient = sympy.cancel(sympy.sympify(n) / sympy.sympify(k))
-    _, denominator = quotient.as_numer_denom()
-    if denominator != 1:
-        return None
-    return as_size(quotient)
+    return as_size(quotient) if quotient.as_numer_denom()[1] == 1 else None
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -191,14 +188,11 @@ class Index:
                 rest.append((atom, coef))
             else:
                 whole.append((atom, quotient))
-        const_quotient: Size = 0
-        const_rest: Size = self.const
         if is_static(self.const, divisor):
             const_quotient, const_rest = divmod(self.const, divisor)
         else:
             exact = divides(divisor, self.const)
-            if exact is not None:
-                const_quotient, const_rest = exact, 0
+            const_quotient, const_rest = (0, self.const) if exact is None else (exact, 0)
         return Index.build(const_quotient, whole), Index.build(const_rest, rest)
 
     def _known_nonnegative(self) -> bool:

@@ -43,12 +43,11 @@ def from_data(cls: type[T], data: Any) -> T:
     """The ``cls`` that the parsed JSON ``data`` describes. :class:`RecordError` where a field is missing, unknown, of
     the wrong type or outside its limits (:mod:`.limits`).
     """
-    kind: Any = cls
     try:
-        value: T = _decoder(kind)(data)
+        value: T = _decoder(cls)(data)
     except _Misfit as misfit:
-        root = cls.__name__
-        raise RecordError(plain("; ".join(f"{root}{where}: {reason}" for where, reason in misfit.reasons))) from None
+        reasons = "; ".join(f"{cls.__name__}{where}: {reason}" for where, reason in misfit.reasons)
+        raise RecordError(plain(reasons)) from None
     return value
 
 

@@ -18,7 +18,6 @@ What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.cuda_terms`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fuseplan.costmodel.cuda_terms import with_gpu_terms
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
@@ -36,10 +35,9 @@ _ROTATION = 256
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted time, what limits it, and the calibrated terms it is made of."""
+    """Predicted time, and the calibrated terms it is made of."""
 
     time_us: float
-    bound_by: Literal["memory", "compute", "launch"]
     parts: Terms
 
 
@@ -61,7 +59,7 @@ def predict(
     terms = calibrated(roofline_terms(work, spec, mode, beside_bytes=beside_bytes), calibration)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
     floor_us = lower_bound(work, spec, mode)
-    return Prediction(max(terms.time_us, floor_us), terms.bound_by, terms)
+    return Prediction(max(terms.time_us, floor_us), terms)
 
 
 def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:

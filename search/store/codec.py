@@ -43,8 +43,9 @@ def from_data(cls: type[T], data: Any) -> T:
     """The ``cls`` that the parsed JSON ``data`` describes. :class:`RecordError` where a field is missing, unknown, of
     the wrong type or outside its limits (:mod:`.limits`).
     """
+    kind: Any = cls
     try:
-        value: T = _decoder(cls)(data)
+        value: T = _decoder(kind)(data)
     except _Misfit as misfit:
         reasons = "; ".join(f"{cls.__name__}{where}: {reason}" for where, reason in misfit.reasons)
         raise RecordError(plain(reasons)) from None

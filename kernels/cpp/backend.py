@@ -64,12 +64,12 @@ class CppBackend(Backend):
         return emit_cpp(ir, int(config["unroll"]), stage, stream)
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
-        return self._build(ir, config)[1]
+        self._build(ir, config)
+        return Resources()
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CppKernel:
-        library, resources = self._build(ir, config)
         settings = run_settings(ir, config, target)
-        return load_kernel(ir, library, settings, self._compiler(), self._cache_dir, resources)
+        return load_kernel(ir, self._build(ir, config), settings, self._compiler(), self._cache_dir)
 
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target
@@ -81,6 +81,5 @@ class CppBackend(Backend):
     def _compiler(self) -> Compiler:
         return required_compiler(self._compilers)
 
-    def _build(self, ir: KernelIR, config: Config) -> tuple[Path, Resources]:
-        library = build_library(self.source(ir, config), self._compiler(), self._cache_dir)
-        return library, Resources(extra={"binary": library.stem})
+    def _build(self, ir: KernelIR, config: Config) -> Path:
+        return build_library(self.source(ir, config), self._compiler(), self._cache_dir)

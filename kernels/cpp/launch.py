@@ -47,21 +47,21 @@ class CppKernel(CompiledKernel):
         fused: ``fused(*inputs, *sizes)``, which allocates the outputs and returns the tensor, or a tuple of them.
     """
 
-    def __init__(self, run: Callable[..., None], fused: Callable[..., Any], resources: Resources) -> None:
-        self.run, self.fused, self.resources = run, fused, resources
+    def __init__(self, run: Callable[..., None], fused: Callable[..., Any]) -> None:
+        self.run, self.fused, self.resources = run, fused, Resources()
 
     def __call__(self, *args: torch.Tensor | int) -> None:
         self.run(*args)
 
 
 def load_kernel(
-    ir: KernelIR, library: Path, settings: RunSettings, compiler: Compiler, cache_dir: Path, resources: Resources
+    ir: KernelIR, library: Path, settings: RunSettings, compiler: Compiler, cache_dir: Path
 ) -> CppKernel:
     """Bind a compiled kernel to a call path."""
     loaded = ctypes.CDLL(str(library))
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:
-        return _ctypes_kernel(ir, loaded, settings, resources)
+        return _ctypes_kernel(ir, loaded, settings)
     guards = torch._C._dynamo.guards
     addresses = (
         address(loaded.fuseplan_launch), address(loaded.fuseplan_shapes),
@@ -82,7 +82,7 @@ def load_kernel(
         outputs,
         fixed,
     )
-    return CppKernel(kernel.run, kernel.fused, resources)
+    return CppKernel(kernel.run, kernel.fused)
 
 
 def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _Launch(ctypes.Structure):
     )
 
 
-def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, resources: Resources) -> CppKernel:
+def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings) -> CppKernel:
     """The same call path without the extension: some microseconds a call."""
     how = _Launch(settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp())
     tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
@@ -130,4 +130,4 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, res
         run(*args[:inputs], *made, *args[inputs:])
         return made[0] if len(made) == 1 else made
 
-    return CppKernel(run, fused, resources)
+    return CppKernel(run, fused)

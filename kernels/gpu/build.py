@@ -229,17 +229,8 @@ def _innermost(error: BaseException) -> BaseException:
 def read_resources(compiled: Any) -> Resources:
     """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel, read from its cubin."""
     registers, spilled = _registers_and_spills(compiled)
-    extra = {
-        "ptx_vector_bytes": vector_bytes(compiled.asm.get("ptx", "")),
-        _LIMIT: getattr(compiled.metadata, "maxnreg", None) or 0,
-    }
-    return Resources(registers, spilled, int(compiled.metadata.shared), extra)
-
-
-def vector_bytes(ptx: str) -> int:
-    """Width of the narrowest vector load or store of more than one element in global memory; 0 without any."""
-    widths = {int(count) * int(bits) // 8 for count, bits in re.findall(r"\.global\S*\.v([248])\.\w(\d+)", ptx)}
-    return min(widths, default=0)
+    limit = getattr(compiled.metadata, "maxnreg", None) or 0
+    return Resources(registers, spilled, int(compiled.metadata.shared), {_LIMIT: limit})
 
 
 def _cubin_usage(cubin: bytes, name: str) -> dict[str, int]:

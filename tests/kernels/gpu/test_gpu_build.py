@@ -13,9 +13,10 @@ from typing import Any
 import ir_samples as samples
 import pytest
 import torch
+from ptx_paths import vector_bytes
 
 from fuseplan.kernels.gpu import build
-from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel, vector_bytes
+from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.ir.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
@@ -45,8 +46,8 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
 def test_a_damaged_resource_record_is_forgotten(tmp_path: Path) -> None:
     cache = ModuleStore("triton", tmp_path)
     assert cache.resources("key") is None
-    cache.keep_resources("key", Resources(32, 0, 16, {"ptx_vector_bytes": 16}))
-    assert cache.resources("key") == Resources(32, 0, 16, {"ptx_vector_bytes": 16})
+    cache.keep_resources("key", Resources(32, 0, 16, {"register_limit": 16}))
+    assert cache.resources("key") == Resources(32, 0, 16, {"register_limit": 16})
     next(cache.folder.glob("resources_*")).write_text("[1, 2")
     assert cache.resources("key") is None
 

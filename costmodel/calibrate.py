@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,12 +40,8 @@ _SAMPLES_A_VOICE, _BANDWIDTH = 20, 1
 class Sample:
     """One measured kernel: its work, how it was launched and fed, and its time.
 
-    Attributes:
-        work: What it does.
-        mode: How it was launched.
-        measured_us: Its time.
-        family: What it computes, whatever the shape (``add+mul``). Kernels of one family are left out of a fit
-            together, so that its held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
+    ``family`` is what it computes, whatever the shape (``add+mul``). Kernels of one family are left out of a fit
+    together, so that its held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
     """
 
     work: Work
@@ -81,9 +77,7 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
     correlation = spearman(list(held_out), list(table.measured_us))
     launch, memory, compute, latency, write = (float(factor) for factor in factors)
     return Calibration(
-        launch,
-        memory,
-        compute,
+        launch, memory, compute,
         latency_scale=latency,
         write_scale=write,
         samples=len(samples),
@@ -96,13 +90,10 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
 
 
 def predict_left_out(samples: Sequence[Sample], spec: DeviceSpec, parts: Sequence[str]) -> list[float]:
-    """Predicted time in microseconds of each sample by a fit to those of all *other* parts.
+    """Predicted time in microseconds of each sample of one back end by a fit to those of all *other* parts.
 
-    Args:
-        samples: Measured kernels of one back end.
-        spec: The device; its calibrations play no part.
-        parts: The part that each sample belongs to: what it computes, or its phase. Those of one part are left out
-            together. NaN where fewer than :data:`MIN_SAMPLES` others remain.
+    ``parts`` are what each sample belongs to: what it computes, or its phase. The calibrations of ``spec`` play no
+    part. NaN where fewer than :data:`MIN_SAMPLES` others remain.
     """
     table, owner = _Table.of(samples, spec), np.array(parts)
     found = np.full(len(samples), np.nan)
@@ -164,19 +155,26 @@ class _Table:
 
     def fit(self, chosen: npt.NDArray[np.intp]) -> _Array:
         """The factors that suit the chosen samples best."""
-        from scipy.optimize import least_squares  # slow to import, and only a tune calibrates
-
-        terms, moves, log_measured = self.terms[chosen], self.moves[chosen], np.log(self.measured_us[chosen])
         priors: _Array = np.array(_GPU_PRIORS if self.on_gpu else _PRIOR)
         if self.on_gpu:
             priors[_BANDWIDTH] = max(priors[_BANDWIDTH], len(chosen) / _SAMPLES_A_VOICE)
+        return self._solve(chosen, lambda factors: factors, np.zeros(_FACTORS), priors)
 
-        def residuals(log_factors: _Array) -> _Array:
-            times = np.maximum(_times(terms, moves, np.exp(log_factors)), 1e-9)
-            return np.concatenate([np.log(times) - log_measured, priors * log_factors])
+    def _solve(
+        self, chosen: npt.NDArray[np.intp], factors_of: Callable[[_Array], _Array], start: _Array,
+        priors: _Array | float,
+    ) -> _Array:
+        """The numbers whose factors suit the chosen samples best; ``priors`` pull their logarithms to ``start``."""
+        from scipy.optimize import least_squares  # slow to import, and only a tune calibrates
 
-        start = np.zeros(_FACTORS)
-        solution = least_squares(residuals, start, bounds=(-_LIMIT, _LIMIT), loss="soft_l1", f_scale=_OUTLIER)
+        terms, moves, log_measured = self.terms[chosen], self.moves[chosen], np.log(self.measured_us[chosen])
+
+        def residuals(logs: _Array) -> _Array:
+            times = np.maximum(_times(terms, moves, factors_of(np.exp(logs))), 1e-9)
+            return np.concatenate([np.log(times) - log_measured, priors * (logs - start)])
+
+        bounds = (start - _LIMIT, start + _LIMIT)
+        solution = least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=_OUTLIER)
         return np.asarray(np.exp(solution.x), dtype=np.float64)
 
     def beginnings(self, chosen: npt.NDArray[np.intp]) -> list[str]:
@@ -184,9 +182,7 @@ class _Table:
         names = {name for at in chosen for name in beginnings(self.calls[at])}
         return sorted(names, key=lambda name: (len(name), name))
 
-    def families(
-        self, chosen: npt.NDArray[np.intp], factors: _Array, wanted: Sequence[str]
-    ) -> dict[str, FamilyScale]:
+    def families(self, chosen: npt.NDArray[np.intp], factors: _Array, wanted: Sequence[str]) -> dict[str, FamilyScale]:
         """How the chosen samples of each wanted name differ from those of the name that it continues.
 
         A name that no other continues differently says nothing beside the one that it continues, and is left out.
@@ -204,22 +200,11 @@ class _Table:
 
     def _family(self, own: npt.NDArray[np.intp], factors: _Array, known: FamilyScale) -> FamilyScale:
         """The two factors of one name's samples, beside ``factors``; pulled to those ``known`` of a shorter name."""
-        from scipy.optimize import least_squares
-
-        terms, moves, log_measured = self.terms[own], self.moves[own], np.log(self.measured_us[own])
         start = np.log([known.launch_scale, known.busy_scale])
+        launch, busy = self._solve(own, lambda family: _with_family(factors, family), start, _NAME_PRIOR)
+        return FamilyScale(float(launch), float(busy), len(own))
 
-        def residuals(logs: _Array) -> _Array:
-            times = np.maximum(_times(terms, moves, _with_family(factors, np.exp(logs))), 1e-9)
-            return np.concatenate([np.log(times) - log_measured, _NAME_PRIOR * (logs - start)])
-
-        bounds = (start - _LIMIT, start + _LIMIT)
-        launch, busy = least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=_OUTLIER).x
-        return FamilyScale(float(np.exp(launch)), float(np.exp(busy)), len(own))
-
-    def own_factors(
-        self, chosen: npt.NDArray[np.intp], factors: _Array, families: Mapping[str, FamilyScale]
-    ) -> _Array:
+    def own_factors(self, chosen: npt.NDArray[np.intp], factors: _Array, families: Mapping[str, FamilyScale]) -> _Array:
         """The factors of each of the chosen samples, one column for each."""
         known = [next((families[one] for one in beginnings(self.calls[at]) if one in families), None) for at in chosen]
         pairs = [(1.0, 1.0) if one is None else (one.launch_scale, one.busy_scale) for one in known]

@@ -56,14 +56,10 @@ def with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode) -> Te
     )
 
 
-def _special(work: Work) -> float:
-    """Uses of a GPU's special-function unit."""
-    return work.special or work.flops.get("sfu", 0.0)
-
-
 def _issued_us(work: Work, spec: DeviceSpec, compute_us: float, rate: float) -> float:
     """The longer of the special functions and of issuing everything, those included; ``rate`` is per second."""
-    counted, special = work.flops.get("sfu", 0.0), _special(work)
+    counted = work.flops.get("sfu", 0.0)
+    special = work.special or counted
     us = 1e6 / spec.peak("sfu").per_s if special else 0.0
     return max(special * us, compute_us - counted * us + (work.instructions + special) / rate * 1e6)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -44,11 +44,6 @@ class BandwidthCurve:
         sizes = [point.footprint_bytes for point in self.points]
         if not sizes or any(a >= b for a, b in pairwise(sizes)):
             raise ValueError("a bandwidth curve needs at least one point, with footprint_bytes strictly increasing")
-
-    @staticmethod
-    def of(points: Iterable[tuple[float, float]]) -> BandwidthCurve:
-        """A curve from ``(footprint_bytes, gbps)`` pairs whose typical and best bandwidths are the same."""
-        return BandwidthCurve(tuple(BandwidthPoint(size, gbps, gbps) for size, gbps in sorted(points)))
 
     @cached_property
     def _log_sizes(self) -> list[float]:

@@ -1,7 +1,7 @@
 """What was measured on a device: the only source of numbers for the cost model.
 
 No datasheet constant appears here or anywhere in this package: a :class:`DeviceSpec` comes from
-:func:`fuseplan.costmodel.probe.probe.probe`, or from JSON that one wrote.
+:func:`fuseplan.costmodel.probe.probe.probe`, or from the JSON of one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
-from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
+from fuseplan.costmodel.curve import BandwidthCurve
+from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.work import FLOP_UNITS
-
-__all__ = [
-    "MODES", "SCHEMA_VERSION", "BandwidthCurve", "BandwidthPoint", "Calibration", "CallTimes", "DeviceIdentity",
-    "DeviceSpec", "DeviceSpecError", "FamilyScale", "Latency", "LinearFit", "Mode", "Peak", "current_identity",
-    "current_versions",
-]
 
 SCHEMA_VERSION = 1
 #: Units of matmuls that every device has in some form.
@@ -36,7 +30,7 @@ MODES: tuple[Mode, ...] = ("eager", "kernel", "graph", "overlapped")
 
 
 class DeviceSpecError(ValueError):
-    """A stored device spec cannot be used, or does not hold what was asked for; the message says what to do."""
+    """A device spec does not hold what was asked for; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +76,7 @@ class LinearFit:
 class CallTimes:
     """Time of one ATen op on a CPU, from the call to the result, its operands contiguous and in a cache.
 
-    Attributes:
-        points: Pairs of elements and microseconds, with strictly increasing elements.
+    ``points`` are pairs of elements and microseconds, with strictly increasing elements.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -112,10 +105,7 @@ class CallTimes:
 class FamilyScale:
     """How the calls of one name differ from all others: factors beside those of their :class:`Calibration`.
 
-    Attributes:
-        launch_scale: Multiplies the launch latency.
-        busy_scale: Multiplies moving, arithmetic and waiting.
-        samples: Measured calls behind the fit.
+    ``busy_scale`` multiplies moving, arithmetic and waiting.
     """
 
     launch_scale: float = 1.0
@@ -129,8 +119,6 @@ class Calibration:
 
     Attributes:
         launch_scale: Multiplies the launch latency, hence adds a constant to every kernel.
-        memory_scale: Multiplies the time to move the bytes.
-        compute_scale: Multiplies the time of the arithmetic.
         samples: Measured kernels behind the fit.
         error: Median ``|predicted / measured - 1|`` on those kernels.
         held_out_error: The same on kernels left out of the fit (cross-validation); the number to quote. None
@@ -182,16 +170,13 @@ class DeviceSpec:
     """Measured numbers of one device.
 
     Attributes:
-        identity: Which device.
         bandwidth: Bandwidth over footprints, using the whole device.
         launch: Latency by mode; CPUs have no ``"graph"``, and ``"overlapped"`` is there where it was measured.
         peaks: Measured peak by flop unit; a unit this device cannot run is absent.
         noise: A/A noise: the median relative change between two measurements of the same thing.
         measured_at: ISO 8601 time of the measurement, UTC.
-        versions: Software versions at that time.
         thread_bandwidth: Bandwidth of a single thread (CPUs with more than one).
         fits: Linear fits behind the latencies (``launch:<pattern>``, ``eager``) and the last level (``memory``).
-        calibrations: By kernel back end name.
         problems: What made the measurement doubtful, in words; empty when nothing did.
         view_us: Host time of an ATen call that makes a view; 0 where it was not measured (older specs).
         calls: Times of common ATen ops on a CPU, by name and type (``aten.mul.Tensor.float32``); empty where they were
@@ -252,76 +237,12 @@ class DeviceSpec:
     def call_times(self, call: str) -> CallTimes | None:
         """Measured times of the ATen op of a name, in float32 where there are none of its type; else None."""
         names = beginnings(call)
-        known = next((name for name in names if name in self.calls), None)
-        if known is None:
-            known = next((name for name in (f"{name}.float32" for name in names) if name in self.calls), "")
-        return self.calls.get(known)
-
-    @property
-    def eager_us(self) -> float:
-        return self.latency("eager").us
-
-    @property
-    def kernel_us(self) -> float:
-        return self.latency("kernel").us
-
-    @property
-    def graph_us(self) -> float | None:
-        """None where there are no CUDA graphs."""
-        return self.launch["graph"].us if "graph" in self.launch else None
+        names += [f"{name}.float32" for name in names]
+        return next((self.calls[name] for name in names if name in self.calls), None)
 
     def with_calibration(self, backend: str, calibration: Calibration) -> DeviceSpec:
         return replace(self, calibrations={**self.calibrations, backend: calibration})
 
     def to_json(self) -> str:
-        """One JSON object; :meth:`from_json` gives an equal spec back."""
+        """One JSON object; the tuning database reads an equal spec from it."""
         return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, sort_keys=True, allow_nan=False)
-
-    @staticmethod
-    def from_json(text: str) -> DeviceSpec:
-        """The spec that :meth:`to_json` wrote.
-
-        Raises:
-            DeviceSpecError: ``text`` is not a device spec of this schema version.
-        """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DeviceSpecError(f"not a device spec: {error}; run `plan probe` to measure this device") from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise DeviceSpecError(
-                f"device spec has schema version {version}, this fuseplan reads {SCHEMA_VERSION}; run `plan probe`"
-            )
-        try:
-            return _from_dict(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DeviceSpecError(f"device spec is damaged ({error!r}); run `plan probe` again") from error
-
-
-def _from_dict(data: dict[str, Any]) -> DeviceSpec:
-    single = data["thread_bandwidth"]
-    return DeviceSpec(
-        identity=DeviceIdentity(**data["identity"]),
-        bandwidth=_curve(data["bandwidth"]),
-        launch={mode: Latency(**latency) for mode, latency in data["launch"].items()},
-        peaks={unit: Peak(**peak) for unit, peak in data["peaks"].items()},
-        noise=float(data["noise"]),
-        measured_at=str(data["measured_at"]),
-        versions=dict(data["versions"]),
-        thread_bandwidth=None if single is None else _curve(single),
-        fits={name: LinearFit(**fit) for name, fit in data["fits"].items()},
-        calibrations={name: _calibration(calibration) for name, calibration in data["calibrations"].items()},
-        problems=tuple(data["problems"]),
-        view_us=float(data.get("view_us", 0.0)),
-        calls={name: CallTimes(tuple(map(tuple, one["points"]))) for name, one in data.get("calls", {}).items()},
-    )
-
-
-def _calibration(data: dict[str, Any]) -> Calibration:
-    families = {name: FamilyScale(**one) for name, one in data.get("families", {}).items()}
-    return Calibration(**{**data, "families": families})
-
-
-def _curve(data: dict[str, Any]) -> BandwidthCurve:
-    return BandwidthCurve(tuple(BandwidthPoint(**point) for point in data["points"]))

@@ -11,7 +11,6 @@ from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _SCALES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -32,8 +31,7 @@ def format_bytes(nbytes: float) -> str:
 def spec_table(spec: DeviceSpec) -> pd.DataFrame:
     """Every number of the spec: columns ``quantity``, ``typical``, ``best`` (NaN where there is none), ``unit``,
     ``detail``."""
-    rows: list[tuple[str, float, float, str, str]] = []
-    rows += [
+    rows: list[tuple[str, float, float, str, str]] = [
         (f"launch, {mode}", latency.us, latency.best_us, "us", latency.source)
         for mode, latency in spec.launch.items()
     ]
@@ -71,11 +69,6 @@ def bandwidth_figure(spec: DeviceSpec) -> Figure:
     if spec.identity.l2_bytes:
         label = f"last-level cache, {format_bytes(spec.identity.l2_bytes)}"
         axes.axvline(spec.identity.l2_bytes, color="grey", linestyle=":", label=label)
-    _label_axes(axes, spec, sizes)
-    return figure
-
-
-def _label_axes(axes: Axes, spec: DeviceSpec, sizes: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sizes[:: max(1, len(sizes) // 8)]
@@ -84,6 +77,7 @@ def _label_axes(axes: Axes, spec: DeviceSpec, sizes: np.ndarray[tuple[int], np.d
     axes.set_ylabel("bandwidth, GB/s")
     axes.set_title(f"{spec.identity.name}, {spec.measured_at[:10]}")
     axes.legend()
+    return figure
 
 
 def _curve_rows(name: str, curve: BandwidthCurve) -> list[tuple[str, float, float, str, str]]:

@@ -58,17 +58,15 @@ def current_identity(device_type: str) -> DeviceIdentity:
         ValueError: ``device_type`` is unknown, or ``"cuda"`` is asked for and there is no CUDA device.
     """
     if device_type == "cpu":
-        return DeviceIdentity("cpu", _cpu_name(), torch.get_num_threads(), _cpu_cache_bytes(), 0)
+        cache_bytes = max((parse_cache_bytes(path.read_text()) for path in _CACHES.glob("index*/size")), default=0)
+        return DeviceIdentity("cpu", _cpu_name(), torch.get_num_threads(), cache_bytes, 0)
     if device_type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device_type 'cuda': PyTorch finds no CUDA device here; use 'cpu'")
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        memory_bytes = round(properties.total_memory / _GIB) * _GIB
         return DeviceIdentity(
-            "cuda",
-            properties.name,
-            properties.multi_processor_count,
-            properties.L2_cache_size,
-            round(properties.total_memory / _GIB) * _GIB,
+            "cuda", properties.name, properties.multi_processor_count, properties.L2_cache_size, memory_bytes
         )
     raise ValueError(f"unknown device_type {device_type!r}; known: 'cpu', 'cuda'")
 
@@ -104,7 +102,3 @@ def parse_cache_bytes(size: str) -> int:
 def _cpu_name() -> str:
     name = parse_cpu_name(_CPUINFO.read_text(errors="replace")) if _CPUINFO.exists() else None
     return name or platform.processor() or platform.machine()
-
-
-def _cpu_cache_bytes() -> int:
-    return max((parse_cache_bytes(path.read_text()) for path in _CACHES.glob("index*/size")), default=0)

@@ -37,10 +37,7 @@ _DEVICES: Mapping[str, NominalDevice] = {
 def nominal_us(work: Work, device_type: str, fused: bool = True) -> float:
     """Microseconds of ``work`` on the imaginary device: launches, then the longer of bytes and arithmetic.
 
-    Args:
-        work: Of one kernel or call.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        fused: False for an ATen op by itself, whose launch costs more.
+    ``fused`` is False for an ATen op by itself, whose launch costs more.
     """
     device = _DEVICES[device_type]
     memory_us = (work.dram_bytes / device.gbps + work.l2_bytes / device.reread_gbps) * 1e-3

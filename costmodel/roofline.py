@@ -18,10 +18,8 @@ What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.cuda_terms`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fuseplan.costmodel.cuda_terms import with_gpu_terms
-from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
 from fuseplan.costmodel.roofline_terms import Terms, calibrated, transfer_us
 from fuseplan.costmodel.work import Work
@@ -37,27 +35,18 @@ _ROTATION = 256
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted time, what limits it, and the calibrated terms it is made of."""
+    """Predicted time, and the calibrated terms it is made of."""
 
     time_us: float
-    bound_by: Literal["memory", "compute", "launch"]
     parts: Terms
 
 
 def predict(
-    work: Work,
-    spec: DeviceSpec,
-    mode: Mode,
-    *,
-    backend: str | None = None,
-    beside_bytes: float = 0.0,
+    work: Work, spec: DeviceSpec, mode: Mode, *, backend: str | None = None, beside_bytes: float = 0.0
 ) -> Prediction:
     """Predicted time of a kernel (or of a chain whose ``Work`` was summed) on the device ``spec`` describes.
 
     Args:
-        work: What the kernel does.
-        spec: The measured device.
-        mode: How it is launched.
         backend: Apply the calibration stored for this kernel back end, if any, and in it that of ``work.call``.
         beside_bytes: What else is used before the kernel's data are used again, and takes room in a CUDA device's
             cache: the bandwidth is that of a footprint so much larger.
@@ -70,7 +59,7 @@ def predict(
     terms = calibrated(roofline_terms(work, spec, mode, beside_bytes=beside_bytes), calibration)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
     floor_us = lower_bound(work, spec, mode)
-    return Prediction(max(terms.time_us, floor_us), terms.bound_by, terms)
+    return Prediction(max(terms.time_us, floor_us), terms)
 
 
 def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:
@@ -137,9 +126,5 @@ def _gbps(spec: DeviceSpec, footprint_bytes: float, threads: int) -> float:
     gbps = spec.bandwidth.gbps(footprint_bytes)
     if spec.thread_bandwidth is None or threads == spec.identity.cores:
         return gbps
-    return min(gbps, threads * _single(spec.thread_bandwidth, footprint_bytes, threads))
-
-
-def _single(curve: BandwidthCurve, footprint_bytes: float, threads: int) -> float:
-    """Bandwidth of one of ``threads`` threads that share a footprint evenly."""
-    return curve.gbps(footprint_bytes / threads)
+    # Threads share the footprint evenly.
+    return min(gbps, threads * spec.thread_bandwidth.gbps(footprint_bytes / threads))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fuseplan.costmodel.device import Calibration
 
@@ -15,8 +14,6 @@ class Terms:
     Attributes:
         launch_us: Launch latency that nothing hides.
         host_us: Launch latency on the host, in parallel with the device.
-        memory_us: Moving the bytes.
-        compute_us: The arithmetic.
         latency_us: Dependent instructions that nothing hides.
         write_us: Writing the results, beside ``memory_us``.
         serial_us: Dependent instructions, beside ``memory_us`` and ``compute_us``.
@@ -54,14 +51,6 @@ class Terms:
     @property
     def time_us(self) -> float:
         return max(self.host_us, self.launch_us + self.latency_us + self.busy_us)
-
-    @property
-    def bound_by(self) -> Literal["memory", "compute", "launch"]:
-        """The largest term; waiting for instructions counts as launching."""
-        started_us = self.launch_us + self.latency_us
-        if started_us > self.busy_us or self.host_us > started_us + self.busy_us:
-            return "launch"
-        return "memory" if self.moving_us >= self.compute_us else "compute"
 
 
 def calibrated(terms: Terms, calibration: Calibration) -> Terms:

@@ -44,12 +44,5 @@ def local_target(device_type: str) -> Target:
     if not torch.cuda.is_available():
         raise RuntimeError("no CUDA device is visible; use --device cpu, or check the driver with nvidia-smi")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return Target(
-        device_type="cuda",
-        arch=f"sm_{properties.major}{properties.minor}",
-        cores=properties.multi_processor_count,
-        shared_memory_bytes=int(shared),
-        registers_per_thread=255,
-        l2_bytes=properties.L2_cache_size,
-    )
+    arch = f"sm_{properties.major}{properties.minor}"
+    return Target("cuda", arch, properties.multi_processor_count, properties.L2_cache_size)

@@ -70,8 +70,10 @@ def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
         "contiguous.default": partial(_aten.contiguous.default, heads) if rows > 1 else partial(_aten.clone.default, x),
         "zeros.default": partial(_aten.zeros.default, [rows, cols], dtype=dtype),
     }
-    named = {f"aten.{name}": call for name, call in found.items()}
-    typed = {_typed(name, str(dtype).removeprefix("torch.")): call for name, call in named.items()}
+    typed: dict[str, Call] = {}
+    for name, call in found.items():
+        op, number, _ = name.partition(".number")
+        typed[f"aten.{op}.{str(dtype).removeprefix('torch.')}{number}"] = call
     if dtype is torch.float32:
         typed["aten.arange.default.int64"] = partial(_aten.arange.default, elements)
         typed["aten.__and__.Tensor.bool"] = partial(_aten.__and__.Tensor, mask, mask)
@@ -82,7 +84,3 @@ def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
 
 def _op(name: str, overload: str) -> Callable[..., torch.Tensor]:
     return getattr(getattr(_aten, name), overload)  # type: ignore[no-any-return]
-
-
-def _typed(name: str, dtype: str) -> str:
-    return f"{name.removesuffix('.number')}.{dtype}{'.number' if name.endswith('.number') else ''}"

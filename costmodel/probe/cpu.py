@@ -14,7 +14,7 @@ import torch
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.aten_calls import time_aten_calls
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress, view_call
+from fuseplan.costmodel.probe.measurements import Measurements, Progress, time_host_calls
 from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
 from fuseplan.costmodel.probe.time_budget import TimeBudget
 from fuseplan.costmodel.probe.timing import Call, HostCallTimer, Timing, time_calls
@@ -23,13 +23,9 @@ from fuseplan.costmodel.probe.yardstick import processor_yardstick
 _MIB = 2**20
 _LARGEST_BYTES = 256 * _MIB
 _PATTERNS = ("neg", "add", "copy", "read")
-_EAGER_BYTES = (256, 1024, 4096, 8192, 16_384)
 _MATMUL_SIZES = (128, 256, 512, 1024, 2048, 4096)
 _MATMUL_UNITS = {
-    "fp32_matmul": torch.float32,
-    "bf16_matmul": torch.bfloat16,
-    "fp16_matmul": torch.float16,
-    "fp64": torch.float64,
+    "fp32_matmul": torch.float32, "bf16_matmul": torch.bfloat16, "fp16_matmul": torch.float16, "fp64": torch.float64,
 }
 #: Special functions and the operations one element counts as (the weights of the scalar op table). The cheap ones,
 #: and those that other libraries do better than their weight says, show what the unit can do.
@@ -49,15 +45,9 @@ def measure_cpu(
     timer = _timer(sample_us=500.0 if quick else 2000.0, repeats=9 if quick else 25)
     largest_bytes = _largest_bytes(identity)
     step = 2.0 if quick else 2.0**0.5
-    launches = budget.part(0.05, "launch latency")
-    eager = time_calls(
-        {size: _eager_call(size) for size in _EAGER_BYTES}, timer, _step(progress, 0.0, 0.05, "launch latency"),
-        launches.part(0.6),
+    eager, kernel, view = time_host_calls(
+        "cpu", timer, kernel_call, _step(progress, 0.0, 0.05, "launch latency"), budget.part(0.05, "launch latency")
     )
-    kernel = None
-    if kernel_call is not None:
-        kernel = time_calls({"kernel": kernel_call}, timer, budget=launches)["kernel"]
-    view = time_calls({"view": view_call("cpu")}, timer, budget=launches)["view"]
     calls = time_aten_calls(
         _timer(sample_us=100.0 if quick else 500.0, repeats=5 if quick else 15), identity.cores,
         budget.part(0.15, "ATen calls"),
@@ -104,11 +94,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _eager_call(footprint_bytes: int) -> Call:
-    x = torch.rand(footprint_bytes // 12)
-    return partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x))
 
 
 def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:

@@ -10,7 +10,7 @@ import torch
 
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress, view_call
+from fuseplan.costmodel.probe.measurements import Measurements, Progress, time_host_calls
 from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
 from fuseplan.costmodel.probe.time_budget import TimeBudget
 from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, time_calls
@@ -18,7 +18,6 @@ from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, tim
 _GIB = 2**30
 _DEVICE = "cuda"
 _PATTERNS = ("neg", "add", "read")
-_EAGER_BYTES = (256, 1024, 4096, 8192, 16_384)
 _MATMUL_UNITS = {"fp32_matmul": torch.float32, "bf16_matmul": torch.bfloat16, "fp16_matmul": torch.float16}
 #: Elements of one thread block and dependent steps of the arithmetic kernels: enough independent elements in each
 #: thread to hide latency, enough steps that loading and storing vanish.
@@ -42,15 +41,10 @@ def measure_cuda(
     # A few hundred calls stay inside the launch queue, so the host never waits for the device.
     host_timer = HostCallTimer(2000.0, 7 if quick else 25, finish=torch.cuda.synchronize, max_calls=500)
     launches = budget.part(0.5, "launch latency")
-    eager = time_calls(
-        {size: _eager_call(size) for size in _EAGER_BYTES}, host_timer,
-        lambda fraction: progress(0.5 + 0.1 * fraction, "launch latency"), launches,
+    eager, kernel, view = time_host_calls(
+        _DEVICE, host_timer, kernel_call, lambda fraction: progress(0.5 + 0.1 * fraction, "launch latency"), launches
     )
-    kernel = None
-    if kernel_call is not None:
-        kernel = time_calls({"kernel": kernel_call}, host_timer, budget=launches)["kernel"]
-    view = time_calls({"view": view_call(_DEVICE)}, host_timer, budget=launches)["view"]
-    nodes = time_calls({"empty": _empty_call(), **_overlapped_calls()}, graph_timer, budget=launches)
+    nodes = time_calls(_node_calls(), graph_timer, budget=launches)
     calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
     timings = time_calls(
         {unit: call for unit, (_, call) in calls.items()}, graph_timer,
@@ -63,30 +57,17 @@ def measure_cuda(
     )
 
 
-def _eager_call(footprint_bytes: int) -> Call:
-    x = torch.rand(footprint_bytes // 12, device=_DEVICE)
-    return partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x))
-
-
-def _empty_call() -> Call:
-    from fuseplan.costmodel.probe.kernels import nothing  # imports Triton
-
-    x = torch.empty(1, device=_DEVICE)
-    return lambda: nothing[(1,)](x)
-
-
-def _overlapped_calls() -> dict[str, Call]:
-    """Kernels whose launch overlaps the one before; none where the device cannot."""
-    if torch.cuda.get_device_capability() < _FIRST_OVERLAPPING:
-        return {}
-    from fuseplan.costmodel.probe.kernels import only_wait, wait_and_negate  # imports Triton
+def _node_calls() -> dict[str, Call]:
+    """Kernels that do next to nothing; some whose launch overlaps the one before, where the device can."""
+    from fuseplan.costmodel.probe.kernels import nothing, only_wait, wait_and_negate  # imports Triton
 
     x = torch.rand(_BLOCK, device=_DEVICE)
     y = torch.empty_like(x)
-    return {
-        "waiting": lambda: only_wait[(1,)](x, launch_pdl=True),
-        "negating": lambda: wait_and_negate[(1,)](x, y, block=_BLOCK, launch_pdl=True),
-    }
+    calls: dict[str, Call] = {"empty": lambda: nothing[(1,)](x)}
+    if torch.cuda.get_device_capability() >= _FIRST_OVERLAPPING:
+        calls["waiting"] = lambda: only_wait[(1,)](x, launch_pdl=True)
+        calls["negating"] = lambda: wait_and_negate[(1,)](x, y, block=_BLOCK, launch_pdl=True)
+    return calls
 
 
 def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, Call]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,8 +110,8 @@ def bandwidth_curve(streams: Sequence[StreamTiming]) -> BandwidthCurve:
         for stream in streams:
             if stream.footprint_bytes != footprint_bytes:
                 continue
-            typical_us = _transfer_us(stream.timing.typical_us, typical[stream.pattern].t0_us)
-            if typical_us is None:
+            typical_us = stream.timing.typical_us - typical[stream.pattern].t0_us
+            if typical_us < _MIN_TRANSFER_SHARE * stream.timing.typical_us:
                 continue
             floor_us = _MIN_TRANSFER_SHARE * stream.timing.best_us
             best_us = max(stream.timing.best_us - best[stream.pattern].t0_us, floor_us)
@@ -145,14 +145,3 @@ def peaks(rates: Sequence[RateTiming]) -> dict[str, Peak]:
         typical = [rate.flops / rate.timing.typical_us * 1e6 for rate in own if rate.typical]
         found[unit] = Peak(max(typical, default=best_per_s), best_per_s)
     return found
-
-
-def noise_of(timings: Mapping[str, Sequence[Timing]]) -> float:
-    """A/A noise of a whole probe: the median over everything timed twice."""
-    return float(statistics.median(timing.noise for group in timings.values() for timing in group))
-
-
-def _transfer_us(time_us: float, t0_us: float) -> float | None:
-    """Time left for moving bytes; None where launching hides it."""
-    transfer_us = time_us - t0_us
-    return transfer_us if transfer_us >= _MIN_TRANSFER_SHARE * time_us else None

@@ -45,12 +45,7 @@ def machine_load() -> MachineLoad:
 
 
 def doubts(noise: float, load: MachineLoad) -> Iterator[str]:
-    """What speaks against a probe's numbers, in words.
-
-    Args:
-        noise: Relative A/A noise of the probe; 1 where most calls were timed only once.
-        load: As it was when the probe began.
-    """
+    """What speaks against a probe's numbers, in words: its relative A/A noise, and the load when it began."""
     if load.busy:
         yield f"the machine was busy ({load}), and every number may be too low"
     if noise >= 1:

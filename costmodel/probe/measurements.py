@@ -10,8 +10,11 @@ import torch
 
 from fuseplan.costmodel.device import CallTimes
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
-from fuseplan.costmodel.probe.timing import Call, Timing
+from fuseplan.costmodel.probe.time_budget import TimeBudget
+from fuseplan.costmodel.probe.timing import Call, CallTimer, Timing, time_calls
 
+#: Bytes that the eager calls touch.
+_EAGER_BYTES = (256, 1024, 4096, 8192, 16_384)
 #: Receives the fraction done (0 to 1) and what is being measured.
 Progress = Callable[[float, str], None]
 
@@ -24,14 +27,12 @@ class Measurements:
         streams: Streaming kernels over sizes, whole device.
         thread_streams: The same with one CPU thread; empty where that is the whole device.
         eager: ATen calls that allocate their result, by bytes touched, as unfused models run them.
-        rates: Compute-bound calls.
         kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
         graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too; None
             on CPUs.
         overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps; None where the
             device has no such launches.
         overlapped_kernel: The shortest elementwise kernel, launched so.
-        view: ATen call that makes a view.
         calls: ATen calls that compute, by name and type; none on CUDA.
     """
 
@@ -47,6 +48,19 @@ class Measurements:
     calls: Mapping[str, CallTimes] = field(default_factory=dict)
 
 
-def view_call(device: str) -> Call:
-    """An ATen call that makes a view and moves nothing."""
-    return partial(torch.ops.aten.transpose.int, torch.zeros(4, 4, device=device), 0, 1)
+def time_host_calls(
+    device: str, timer: CallTimer, kernel_call: Call | None, progress: Callable[[float], None], budget: TimeBudget
+) -> tuple[dict[int, Timing], Timing | None, Timing]:
+    """What :class:`Measurements` calls ``eager``, ``kernel`` and ``view``."""
+    eager = {size: _eager_call(size, device) for size in _EAGER_BYTES}
+    timings = time_calls(eager, timer, progress, budget.part(0.6))
+    others: dict[str, Call] = {"view": partial(torch.ops.aten.transpose.int, torch.zeros(4, 4, device=device), 0, 1)}
+    if kernel_call is not None:
+        others["kernel"] = kernel_call
+    found = time_calls(others, timer, budget=budget)
+    return timings, found.get("kernel"), found["view"]
+
+
+def _eager_call(footprint_bytes: int, device: str) -> Call:
+    x = torch.rand(footprint_bytes // 12, device=device)
+    return partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x))

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
 import torch
 
 from fuseplan.costmodel.curve import BandwidthCurve
-from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode, current_identity, current_versions
-from fuseplan.costmodel.identity import DeviceIdentity
-from fuseplan.costmodel.probe.fit import (
-    bandwidth_curve,
-    fit_launches,
-    fit_linear,
-    memory_fit,
-    noise_of,
-    peaks,
-)
+from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode
+from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
+from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, memory_fit, peaks
 from fuseplan.costmodel.probe.load import IDLE, MachineLoad, doubts, machine_load
 from fuseplan.costmodel.probe.measurements import Measurements, Progress
 from fuseplan.costmodel.probe.time_budget import TimeBudget
@@ -34,12 +27,8 @@ _BUDGET_S = {"cpu": (180.0, 60.0), "cuda": (600.0, 120.0)}
 
 
 def probe(
-    device_type: str,
-    quick: bool = True,
-    progress: Progress | None = None,
-    kernel_call: Call | None = None,
-    load: Callable[[], MachineLoad] = machine_load,
-    budget: TimeBudget | None = None,
+    device_type: str, quick: bool = True, progress: Progress | None = None, kernel_call: Call | None = None,
+    load: Callable[[], MachineLoad] = machine_load, budget: TimeBudget | None = None,
 ) -> DeviceSpec:
     """Measure the processor, or the current CUDA device.
 
@@ -49,13 +38,10 @@ def probe(
     :attr:`DeviceSpec.problems` names what they are of.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
-        quick: Fewer sizes and repetitions.
         progress: Called with the fraction done and the name of the current step.
         kernel_call: Launches one tiny fused kernel through our own launcher (this package knows no kernel); it
             gives the latency of mode ``"kernel"``. Without it that mode gets the latency of an ATen call that
             writes into a preallocated output, and no lower bound above zero.
-        load: How busy the machine is, asked before anything is measured.
         budget: The time it may take; by default several times what it takes on a quiet machine.
 
     Raises:
@@ -87,12 +73,10 @@ def assemble(
     fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
     sizes = sorted(measured.eager)
     fits["eager"] = fit_linear(sizes, [measured.eager[size].typical_us for size in sizes])
-    timings = {
-        "streams": [stream.timing for stream in (*measured.streams, *measured.thread_streams)],
-        "eager": list(measured.eager.values()),
-        "rates": [rate.timing for rate in measured.rates],
-    }
-    noise = noise_of(timings)
+    timings = [stream.timing for stream in (*measured.streams, *measured.thread_streams)]
+    timings += [*measured.eager.values(), *(rate.timing for rate in measured.rates)]
+    noise = statistics.median(timing.noise for timing in timings)  # of everything that was timed twice
+    cut = [f"there was not enough time to measure everything often enough, or at all sizes: {'; '.join(short)}"]
     bandwidth = bandwidth_curve(measured.streams)
     thread_bandwidth = bandwidth_curve(measured.thread_streams) if measured.thread_streams else None
     return DeviceSpec(
@@ -106,31 +90,24 @@ def assemble(
         versions=current_versions(identity.device_type),
         thread_bandwidth=thread_bandwidth,
         fits=fits,
-        problems=(*_cut(short), *doubts(noise, load), *_problems(identity, bandwidth, thread_bandwidth)),
+        problems=(
+            *(cut if short else ()), *doubts(noise, load), *_problems(identity.cores, bandwidth, thread_bandwidth)
+        ),
         view_us=measured.view.typical_us if measured.view is not None else 0.0,
         calls=measured.calls,
     )
 
 
-def _cut(short: Sequence[str]) -> tuple[str, ...]:
-    if not short:
-        return ()
-    return (f"there was not enough time to measure everything often enough, or at all sizes: {'; '.join(short)}",)
-
-
-def _problems(
-    identity: DeviceIdentity, bandwidth: BandwidthCurve, thread_bandwidth: BandwidthCurve | None
-) -> tuple[str, ...]:
+def _problems(cores: int, bandwidth: BandwidthCurve, thread_bandwidth: BandwidthCurve | None) -> Iterator[str]:
     """A processor whose threads together stream slower than one alone is busy with something else."""
     if thread_bandwidth is None:
-        return ()
+        return
     ratios = [point.gbps / thread_bandwidth.gbps(point.footprint_bytes) for point in bandwidth.points[-_LARGEST:]]
-    if statistics.median(ratios) >= _BUSY_RATIO:
-        return ()
-    return (
-        f"{identity.cores} threads streamed at {statistics.median(ratios):.2f} times the bandwidth of one: other "
-        "processes are using the processor, and every number of this probe may be too low; probe again when it is idle",
-    )
+    if statistics.median(ratios) < _BUSY_RATIO:
+        yield (
+            f"{cores} threads streamed at {statistics.median(ratios):.2f} times the bandwidth of one: other processes "
+            "are using the processor, and every number of this probe may be too low; probe again when it is idle"
+        )
 
 
 def _latencies(measured: Measurements, eager: LinearFit, stream_us: float) -> dict[Mode, Latency]:

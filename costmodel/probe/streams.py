@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,21 +21,12 @@ _LEAST_BYTES = 16 * 2**20
 _CACHE_SHARES = (0.4, 2 / 3, 0.8)
 #: Random numbers that a buffer repeats.
 _TILE = 2**20
+#: Equal parts of a buffer that a pattern touches: ``copy`` and ``neg`` read one and write one, ``add`` reads two and
+#: writes one, ``read`` sums everything.
 _PATTERN_PARTS = {"copy": 2, "neg": 2, "add": 3, "read": 1}
-
-
-@dataclass(frozen=True)
-class Stream:
-    """One access pattern at one size: ``copy`` and ``neg`` read one part and write one, ``add`` reads two and
-    writes one, ``read`` sums everything."""
-
-    pattern: str
-    footprint_bytes: int
-
-    @property
-    def typical(self) -> bool:
-        """A library's copy may bypass the cache, which no compiled loop does; a sum writes nothing."""
-        return self.pattern in ("neg", "add")
+#: Patterns like a fused kernel's: a library's copy may bypass the cache, which no compiled loop does; a sum writes
+#: nothing.
+_TYPICAL = ("neg", "add")
 
 
 def stream_sizes(largest_bytes: int, step: float, cache_bytes: int = 0) -> list[int]:
@@ -62,25 +52,22 @@ def time_streams(
     length = max(sizes) // _ITEM_BYTES + 3 * _ALIGN
     buffer = torch.rand(_TILE, device=device).repeat(-(-length // _TILE))  # all of it random would take seconds
     total = torch.empty((), device=device)
-    streams = [Stream(pattern, size) for size in sizes for pattern in patterns]
-    least = sum(stream.footprint_bytes <= _LEAST_BYTES for stream in streams)
-    calls = {stream: _call(stream, buffer, total) for stream in streams}
+    streams = [(pattern, size) for size in sizes for pattern in patterns]
+    least = sum(size <= _LEAST_BYTES for _, size in streams)
+    calls = {(pattern, size): _call(pattern, size, buffer, total) for pattern, size in streams}
     timings = time_calls(calls, timer, progress, budget, least)
-    return [
-        StreamTiming(stream.pattern, stream.footprint_bytes, timing, stream.typical)
-        for stream, timing in timings.items()
-    ]
+    return [StreamTiming(pattern, size, timing, pattern in _TYPICAL) for (pattern, size), timing in timings.items()]
 
 
-def _call(stream: Stream, buffer: torch.Tensor, total: torch.Tensor) -> Call:
-    parts = _PATTERN_PARTS[stream.pattern]
-    length = stream.footprint_bytes // _ITEM_BYTES // parts
+def _call(pattern: str, footprint_bytes: int, buffer: torch.Tensor, total: torch.Tensor) -> Call:
+    parts = _PATTERN_PARTS[pattern]
+    length = footprint_bytes // _ITEM_BYTES // parts
     pitch = -(-length // _ALIGN) * _ALIGN
     first, *others = (buffer[part * pitch : part * pitch + length] for part in range(parts))
-    if stream.pattern == "copy":
+    if pattern == "copy":
         return partial(others[0].copy_, first)
-    if stream.pattern == "neg":
+    if pattern == "neg":
         return partial(torch.neg, first, out=others[0])
-    if stream.pattern == "add":
+    if pattern == "add":
         return partial(torch.add, first, others[0], out=others[1])
     return partial(torch.sum, first, 0, out=total)

@@ -17,8 +17,6 @@ class TimeBudget:
 
     Attributes:
         end_s: That moment, by ``clock``; infinite where nothing hurries.
-        clock: Seconds that never go backwards.
-        purpose: What the time is for.
         short: What the time was too short for, in words; a budget and its parts share it.
     """
 

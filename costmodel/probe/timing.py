@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -35,7 +35,6 @@ class Timing:
     Attributes:
         typical_us: Median of the faster half: other processes only ever add time, and on a shared machine they
             disturb more samples than not.
-        best_us: The minimum.
         noise: A/A noise: how far the typical times of two interleaved halves of the batches disagree, relative; 1
             where there is one sample, which nothing confirms.
     """
@@ -63,12 +62,6 @@ class Timing:
         return self.noise > _QUIET or self.typical_us > (1 + _QUIET) * self.best_us
 
 
-class CallTimer(Protocol):
-    def prepare(self, call: Call, limit_us: float) -> Sampler:
-        """Warm ``call`` up, decide how often to repeat it, and return its sampler. Brief once ``limit_us`` are over."""
-        ...
-
-
 @dataclass(frozen=True)
 class HostCallTimer:
     """Wall-clock time per call, averaged over enough calls that the clock's own cost vanishes.
@@ -90,6 +83,7 @@ class HostCallTimer:
     steady: Callable[[float], bool] = lambda limit_us: True
 
     def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
+        """Warm ``call`` up, decide how often to repeat it, and return its sampler. Brief once ``limit_us`` are over."""
         began_ns = time.perf_counter_ns()
         call_us = self._run(call, 2)
         if _since_us(began_ns) < limit_us:
@@ -143,10 +137,7 @@ def cuda_graph(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.C
 class GraphTimer:
     """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
 
-    Attributes:
-        sample_us: How long one replay should take, so that starting it is a small part.
-        repeats: Samples in a batch.
-        max_calls: Most calls in one graph.
+    One replay should take ``sample_us``, so that starting it is a small part; a batch has ``repeats`` of them.
     """
 
     sample_us: float
@@ -154,6 +145,7 @@ class GraphTimer:
     max_calls: int = 1000
 
     def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
+        """As :meth:`HostCallTimer.prepare`."""
         # Capture forbids lazy initialisation, so the first calls happen outside it, on a stream of their own.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -197,6 +189,9 @@ class GraphTimer:
         return float(start.elapsed_time(end)) * 1e3 / calls
 
 
+CallTimer: TypeAlias = HostCallTimer | GraphTimer
+
+
 def time_calls(
     calls: Mapping[_Key, Call], timer: CallTimer, progress: Callable[[float], None] | None = None,
     budget: TimeBudget = UNLIMITED, least: int | None = None,
@@ -206,8 +201,6 @@ def time_calls(
     A disturbance that lasts less than a pass spoils only some of a call's batches.
 
     Args:
-        calls: What to time.
-        timer: How.
         progress: Receives the fraction of the first two passes that is done.
         budget: Where it runs short, batches get smaller, and passes after the first are left out; it is noted then.
         least: Calls that are timed, with one sample at least, whatever is left; those after them may be left out. All
@@ -230,9 +223,7 @@ def time_calls(
     return {key: Timing.of(batches[key]) for key in samplers}
 
 
-def _warmed_up(
-    calls: Mapping[_Key, Call], timer: CallTimer, budget: TimeBudget, least: int
-) -> dict[_Key, Sampler]:
+def _warmed_up(calls: Mapping[_Key, Call], timer: CallTimer, budget: TimeBudget, least: int) -> dict[_Key, Sampler]:
     """The samplers of all calls, or of as many as the time is enough for, and the first ``least`` ones in any case."""
     samplers: dict[_Key, Sampler] = {}
     for number, (key, call) in enumerate(calls.items()):

@@ -34,12 +34,7 @@ _NUMBERS = 65_536
 
 
 class Yardstick:
-    """Repeats one job and compares.
-
-    Args:
-        job: The job; by default exponentials on all threads of torch's pool, out of the cache.
-        clock: Seconds.
-    """
+    """Repeats one job and compares; by default exponentials on all threads of torch's pool, out of the cache."""
 
     def __init__(self, job: Callable[[], object] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._job = job if job is not None else _exponentials()
@@ -51,8 +46,7 @@ class Yardstick:
     def steady(self, limit_s: float = math.inf) -> bool:
         """Whether the job takes no longer now than it does when nothing disturbs it.
 
-        Args:
-            limit_s: No further reading is taken once the readings add up to this. Too few to tell is False.
+        No further reading is taken once the readings add up to ``limit_s``; too few to tell is False.
         """
         while len(self._readings) < _FIRST and limit_s > 0:
             limit_s -= self._read()

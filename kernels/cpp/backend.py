@@ -8,24 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuseplan.kernels.cpp.config import (
-    PARAMETERS,
-    config_space,
-    default_settings,
-    infeasible,
-    run_settings,
-)
+from fuseplan.kernels.cpp.config import PARAMETERS, config_space, default_settings, infeasible, run_settings
 from fuseplan.kernels.cpp.emitter import emit_cpp
 from fuseplan.kernels.cpp.launch import CppKernel, load_kernel
 from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
 from fuseplan.kernels.ir.ir import KernelIR, validate
-from fuseplan.kernels.native.build import (
-    COMPILER_NAMES,
-    Compiler,
-    build_library,
-    default_cache_dir,
-    required_compiler,
-)
+from fuseplan.kernels.native.build import COMPILER_NAMES, Compiler, build_library, default_cache_dir, required_compiler
 
 
 class CppBackend(Backend):
@@ -76,12 +64,12 @@ class CppBackend(Backend):
         return emit_cpp(ir, int(config["unroll"]), stage, stream)
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
-        return self._build(ir, config)[1]
+        self._build(ir, config)
+        return Resources()
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CppKernel:
-        library, resources = self._build(ir, config)
         settings = run_settings(ir, config, target)
-        return load_kernel(ir, library, settings, self._compiler(), self._cache_dir, resources)
+        return load_kernel(ir, self._build(ir, config), settings, self._compiler(), self._cache_dir)
 
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target
@@ -93,6 +81,5 @@ class CppBackend(Backend):
     def _compiler(self) -> Compiler:
         return required_compiler(self._compilers)
 
-    def _build(self, ir: KernelIR, config: Config) -> tuple[Path, Resources]:
-        library = build_library(self.source(ir, config), self._compiler(), self._cache_dir)
-        return library, Resources(extra={"binary": library.stem})
+    def _build(self, ir: KernelIR, config: Config) -> Path:
+        return build_library(self.source(ir, config), self._compiler(), self._cache_dir)

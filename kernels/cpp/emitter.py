@@ -39,13 +39,13 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     """
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
     simple = KernelIR(ir.buffers, simplified_segments(ir))
-    registers = assign_registers(simple)
+    kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
     rough = bool(floats) and floats <= {"bfloat16", "float16"}
-    macros = {"FP_WIDEST": registers.widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough)}
+    macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough)}
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
-        values = Values(segment, registers.kinds[number], names)
+        values = Values(segment, kinds[number], names)
         lines += _SegmentWriter(simple.buffers, segment, values, names, unroll, stage).function(number)
     lines += entry_lines(simple.segments, names)
     lines += shapes_lines(simple.outputs, names)
@@ -108,17 +108,13 @@ class _SegmentWriter:
         lines = []
         count = "(high - low + L - 1) / L * L"
         for value in (value for phase in self.phases for value in phase.stages):
-            scalar = self._lane_type(value)
-            cols = self.segment.cols
-            if isinstance(cols, int) and cols * ITEMSIZE[self.kinds[value]] <= _STACK_BYTES:
+            kind, cols = self.kinds[value], self.segment.cols
+            scalar = "int" if kind == "bool" else SCALAR_TYPE[kind]
+            if isinstance(cols, int) and cols * ITEMSIZE[kind] <= _STACK_BYTES:
                 lines.append(f"alignas(64) {scalar} t{value}[({max(cols, 1)} + L - 1) / L * L];")
             else:
                 lines += [f"Scratch<{scalar}> scratch{value}({count});", f"{scalar}* t{value} = scratch{value}.data;"]
         return lines
-
-    def _lane_type(self, value: int) -> str:
-        kind = self.kinds[value]
-        return "int" if kind == "bool" else SCALAR_TYPE[kind]
 
     # -- rows -----------------------------------------------------------------------------------------------
 
@@ -157,7 +153,7 @@ class _SegmentWriter:
             scalar = SCALAR_TYPE[register_type(self.buffers[store.buffer].dtype)]
             address = values.row_address(store.buffer, store.index, store.scatter)
             lines.append(f"{values.where_stored(store)}put({address}, ({scalar})r{store.value});")
-        looped = [value for value in phase.reductions if not values.per_row[self._operand(value)]]
+        looped = [value for value in phase.reductions if not values.per_row[self._reduce(value).arg]]
         lines += [self._constant_reduction(value) for value in phase.reductions if value not in looped]
         if not looped and not phase.stores:
             return lines
@@ -173,32 +169,30 @@ class _SegmentWriter:
         self._declared.update(fresh)
         return fresh
 
-    def _operand(self, value: int) -> int:
+    def _reduce(self, value: int) -> Reduce:
         instr = self.segment.body[value]
         assert isinstance(instr, Reduce)
-        return instr.arg
+        return instr
 
     def _constant_reduction(self, value: int) -> str:
         """A row-level value folds to itself, or under a sum to itself times the number of columns."""
-        instr = self.segment.body[value]
-        assert isinstance(instr, Reduce)
-        scalar, cols = SCALAR_TYPE[self.kinds[value]], cpp_size(self.segment.cols, self.names)
+        instr, scalar = self._reduce(value), SCALAR_TYPE[self.kinds[value]]
+        cols = cpp_size(self.segment.cols, self.names)
         whole = f"({scalar})r{instr.arg}" + (f" * ({scalar})({cols})" if instr.kind == "sum" else "")
         return f"const {scalar} r{value} = ({cols}) ? {whole} : {self._identity(value, self.kinds[value])};"
 
     def _identity(self, value: int, kind: str) -> str:
-        instr = self.segment.body[value]
-        assert isinstance(instr, Reduce)
-        if instr.kind == "sum" or kind.startswith("float"):
-            return constant_text(kind, REDUCTIONS[instr.kind].identity)
+        fold = self._reduce(value).kind
+        if fold == "sum" or kind.startswith("float"):
+            return constant_text(kind, REDUCTIONS[fold].identity)
         if kind == "bool":
-            return constant_text(kind, instr.kind == "min")
+            return constant_text(kind, fold == "min")
         bits = 31 if kind == "int32" else 63
-        return constant_text(kind, -(2**bits) if instr.kind == "max" else 2**bits - 1)
+        return constant_text(kind, -(2**bits) if fold == "max" else 2**bits - 1)
 
     def _accumulator_kind(self, value: int) -> str:
         """Register type of a reduction's lanes: the result's, unless the operand is a narrowed integer or a mask."""
-        operand = self.kinds[self._operand(value)]
+        operand = self.kinds[self._reduce(value).arg]
         natural = self.segment.body[value].dtype
         if operand == "bool":
             return "int32"
@@ -206,14 +200,11 @@ class _SegmentWriter:
 
     def _accumulators(self, value: int) -> list[str]:
         kind = self._accumulator_kind(value)
-        identity = self._identity(value, kind)
-        vector = VECTOR_TYPE[kind]
+        vector, identity = VECTOR_TYPE[kind], self._identity(value, kind)
         return [f"{vector} a{value}_{lane} = splat<{vector}>({identity});" for lane in range(self.unroll)]
 
     def _combine(self, value: int, a: str, b: str) -> str:
-        instr = self.segment.body[value]
-        assert isinstance(instr, Reduce)
-        return REDUCTIONS[instr.kind].cpp_combine.format(a, b)
+        return REDUCTIONS[self._reduce(value).kind].cpp_combine.format(a, b)
 
     def _fold(self, value: int) -> list[str]:
         total = f"a{value}_0"
@@ -247,7 +238,7 @@ class _SegmentWriter:
             if value in phase.stages:
                 lines.append(f"write(t{value} + slot(m, j), e{value});")
         for value in looped:
-            kind, operand = self._accumulator_kind(value), self._operand(value)
+            kind, operand = self._accumulator_kind(value), self._reduce(value).arg
             item = conversion(self.kinds[operand], kind, f"e{operand}")
             lines.append(f"a{value} = keep(m, {self._combine(value, f'a{value}', item)}, a{value});")
         for number in phase.stores:

@@ -40,32 +40,25 @@ def symbol_lines(names: Mapping[str, str]) -> list[str]:
 def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[str]:
     """``elements``, ``tasks`` and ``run`` (see ``cpp_loops.h``)."""
     sizes = symbol_lines(names)
-    counts = [_task_counts(segment, names) for segment in segments]
-    total = " + ".join(_elements(segment, names) for segment in segments)
-    tasks = " + ".join(f"{chunks} * {tiles}" for chunks, tiles in counts)
-    runs: list[str] = []
-    for number, (segment, (chunks, tiles)) in enumerate(zip(segments, counts, strict=True)):
+    elements, tasks, runs = [], [], []
+    for number, segment in enumerate(segments):
+        rows, cols = _num_rows(segment, names), cpp_size(segment.cols, names)
+        chunks = f"ceil_div({rows}, how->rows_per_task)"
+        tiles = f"ceil_div({cols}, how->col_tile)" if is_tiled(segment) else "1"
+        elements.append(f"{rows} * {cols}")
+        tasks.append(f"{chunks} * {tiles}")
         runs += _run_segment(number, segment, chunks, tiles, names)
     return [
-        "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {total};"]), "}",
-        "static i64 tasks(const i64* sizes, const Launch* how) {", *indent([*sizes, f"return {tasks};"]), "}",
+        "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {' + '.join(elements)};"]), "}",
+        "static i64 tasks(const i64* sizes, const Launch* how) {",
+        *indent([*sizes, f"return {' + '.join(tasks)};"]), "}",
         "static void run(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
         *indent([*sizes, *runs, "results_done();"]), "}",
     ]
 
 
-def _elements(segment: Segment, names: Mapping[str, str]) -> str:
-    return f"{_num_rows(segment, names)} * {cpp_size(segment.cols, names)}"
-
-
 def _num_rows(segment: Segment, names: Mapping[str, str]) -> str:
     return f"({' * '.join(['(i64)1', *(cpp_size(extent, names) for extent in segment.rows)])})"
-
-
-def _task_counts(segment: Segment, names: Mapping[str, str]) -> tuple[str, str]:
-    """Row chunks and column tiles of a segment."""
-    chunks = f"ceil_div({_num_rows(segment, names)}, how->rows_per_task)"
-    return chunks, f"ceil_div({cpp_size(segment.cols, names)}, how->col_tile)" if is_tiled(segment) else "1"
 
 
 def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: Mapping[str, str]) -> list[str]:

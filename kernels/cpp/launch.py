@@ -14,7 +14,7 @@ import torch
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.native.build import Compiler, shared_openmp
+from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, shared_openmp
 from fuseplan.kernels.native.extension import load_extension
 
 _MODULE = "fuseplan_cpp_launcher"
@@ -47,27 +47,25 @@ class CppKernel(CompiledKernel):
         fused: ``fused(*inputs, *sizes)``, which allocates the outputs and returns the tensor, or a tuple of them.
     """
 
-    def __init__(self, run: Callable[..., None], fused: Callable[..., Any], resources: Resources) -> None:
-        self.run, self.fused, self.resources = run, fused, resources
+    def __init__(self, run: Callable[..., None], fused: Callable[..., Any]) -> None:
+        self.run, self.fused, self.resources = run, fused, Resources()
 
     def __call__(self, *args: torch.Tensor | int) -> None:
         self.run(*args)
 
 
 def load_kernel(
-    ir: KernelIR, library: Path, settings: RunSettings, compiler: Compiler, cache_dir: Path, resources: Resources
+    ir: KernelIR, library: Path, settings: RunSettings, compiler: Compiler, cache_dir: Path
 ) -> CppKernel:
     """Bind a compiled kernel to a call path."""
     loaded = ctypes.CDLL(str(library))
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:
-        return _ctypes_kernel(ir, loaded, settings, resources)
-    openmp = shared_openmp()
+        return _ctypes_kernel(ir, loaded, settings)
     guards = torch._C._dynamo.guards
     addresses = (
-        _address(loaded.fuseplan_launch), _address(loaded.fuseplan_shapes),
-        getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", 0),
-        openmp.parallel, openmp.thread_num, openmp.num_threads, openmp.max_threads,
+        address(loaded.fuseplan_launch), address(loaded.fuseplan_shapes),
+        getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", 0), *shared_openmp(),
     )
     outputs = tuple(
         (len(buffer.shape), torch_dtype(buffer.dtype), -1 if buffer.over is None else buffer.over)
@@ -84,11 +82,7 @@ def load_kernel(
         outputs,
         fixed,
     )
-    return CppKernel(kernel.run, kernel.fused, resources)
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return CppKernel(kernel.run, kernel.fused)
 
 
 def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -110,17 +104,13 @@ class _Launch(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_longlong) for name in ("threads", "grain", "rows_per_task", "col_tile")),
-        *((name, ctypes.c_void_p) for name in ("parallel", "thread_num", "num_threads", "max_threads")),
+        *((name, ctypes.c_void_p) for name in OPENMP_FUNCTIONS),
     )
 
 
-def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, resources: Resources) -> CppKernel:
+def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings) -> CppKernel:
     """The same call path without the extension: some microseconds a call."""
-    openmp = shared_openmp()
-    how = _Launch(
-        settings.threads, settings.grain, settings.rows_per_task, settings.col_tile,
-        openmp.parallel, openmp.thread_num, openmp.num_threads, openmp.max_threads,
-    )
+    how = _Launch(settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp())
     tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
     pointers, sizes = ctypes.c_void_p * tensors, ctypes.c_longlong * max(len(symbols), 1)
 
@@ -140,4 +130,4 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings, res
         run(*args[:inputs], *made, *args[inputs:])
         return made[0] if len(made) == 1 else made
 
-    return CppKernel(run, fused, resources)
+    return CppKernel(run, fused)

@@ -8,7 +8,6 @@ value computed per element fits 32 bits, they are held in int32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from fuseplan.kernels.ir.index import Coord, Index, Mod, Size
@@ -29,30 +28,24 @@ STORAGE_TYPE = {
     "float8_e4m3fn": "f8",
 }
 
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
-@dataclass(frozen=True)
-class Registers:
-    """``kinds[segment][value]``: the register type each value is held in; ``widest`` is in bytes (4 or 8)."""
+def assign_registers(ir: KernelIR) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """``kinds[segment][value]``, the register type that holds each value, and the bytes of the widest one (4 or 8).
 
-    kinds: tuple[tuple[str, ...], ...]
-    widest: int
-
-
-def assign_registers(ir: KernelIR) -> Registers:
-    """Choose register types: as the IR says, but int64 values computed per element in int32 where all of them fit."""
+    They are as the IR says, but int64 values computed per element are in int32 where all of them fit.
+    """
     natural = tuple(tuple(instr.dtype for instr in segment.body) for segment in ir.segments)
-    wide = [
+    wide = {
         instr.dtype
         for segment in ir.segments
-        for instr, row_level in zip(segment.body, segment.per_row(), strict=True)
-        if not row_level and instr.dtype in ("int64", "float64")
-    ]
-    if not wide:
-        return Registers(natural, 4)
+        for instr, row_level in zip(segment.body, segment.per_row(), strict=True) if not row_level
+    }
+    if wide.isdisjoint(("int64", "float64")):
+        return natural, 4
     if "float64" in wide or not all(_fits_int32(segment) for segment in ir.segments):
-        return Registers(natural, 8)
+        return natural, 8
     narrowed = tuple(
         tuple(
             "int32" if instr.dtype == "int64" and not row_level else instr.dtype
@@ -60,7 +53,7 @@ def assign_registers(ir: KernelIR) -> Registers:
         )
         for segment in ir.segments
     )
-    return Registers(narrowed, 4)
+    return narrowed, 4
 
 
 def _fits_int32(segment: Segment) -> bool:
@@ -104,7 +97,7 @@ def _interval(instr: Instr, segment: Segment, known: Sequence[Interval]) -> Inte
 
 def _apply_interval(op: str, operands: Sequence[Interval]) -> Interval:
     numbers = [interval for interval in operands if interval is not None]
-    if len(numbers) != len(operands) or op in _COMPARISONS:
+    if len(numbers) != len(operands) or op in COMPARISONS:
         return None
     if op == "where":
         (_, a, b) = numbers

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fuseplan.kernels.cpp.text import constant_text, cpp_size, index_text, without_column
-from fuseplan.kernels.cpp.types import SCALAR_TYPE, VECTOR_TYPE
+from fuseplan.kernels.cpp.types import COMPARISONS, SCALAR_TYPE, VECTOR_TYPE
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index
 from fuseplan.kernels.ir.ir import Apply, Cast, Const, Gather, Iota, Load, Round, Segment, Store
 from fuseplan.kernels.ir.ops import op_spec
 
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _LOGIC = frozenset({"logical_and", "logical_or", "logical_not"})
 
 
@@ -47,7 +46,7 @@ class Values:
         if isinstance(instr, Cast):
             return f"{f'r{instr.arg} != 0' if kind == 'bool' else f'({SCALAR_TYPE[kind]})r{instr.arg}'}"
         if isinstance(instr, Round):
-            return f"{_round_name(instr)}(r{instr.arg})"
+            return f"{_ROUNDS[instr.to]}(r{instr.arg})"
         assert isinstance(instr, Apply)
         operands = [f"r{arg}" for arg in instr.args]
         kinds = [self.kinds[arg] for arg in instr.args]
@@ -97,7 +96,7 @@ class Values:
         if isinstance(instr, Cast):
             return conversion(self.kinds[instr.arg], kind, self.operand(instr.arg))
         if isinstance(instr, Round):
-            return f"{_round_name(instr)}({self.operand(instr.arg)})"
+            return f"{_ROUNDS[instr.to]}({self.operand(instr.arg)})"
         assert isinstance(instr, Apply)
         return self._apply(instr, kind)
 
@@ -123,9 +122,9 @@ class Values:
         if common == "bool":
             # A mask is 0 or -1 in its lanes: arithmetic and order need 0 or 1.
             result = _spell(instr.op, [f"({self.operand(arg)} & 1)" for arg in instr.args])
-            return f"({result} != 0)" if kind == "bool" and instr.op not in _COMPARISONS else result
+            return f"({result} != 0)" if kind == "bool" and instr.op not in COMPARISONS else result
         result = _spell(instr.op, [self.operand(arg, common) for arg in instr.args])
-        return f"fp_mask({result})" if instr.op in _COMPARISONS else result
+        return f"fp_mask({result})" if instr.op in COMPARISONS else result
 
     # -- memory ---------------------------------------------------------------------------------------------
 
@@ -245,8 +244,3 @@ _ROUNDS = {
     "bfloat16": "round_bf16", "float16": "round_f16", "float8_e4m3fn": "round_f8", "int8": "round_i8",
     "uint8": "round_u8", "int16": "round_i16",
 }
-
-
-def _round_name(instr: Round) -> str:
-    return _ROUNDS[instr.to]
-

@@ -5,17 +5,26 @@ from __future__ import annotations
 import functools
 import importlib.util
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from fuseplan.kernels.gpu.build import ModuleStore, build_launcher, read_resources
-from fuseplan.kernels.gpu.direct import Layout
-from fuseplan.kernels.gpu.launch import GpuKernel, Layouts, Variant, allocating
+from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, build_launcher, compile_kernel, read_resources
+from fuseplan.kernels.gpu.direct import Layout, find_launcher
+from fuseplan.kernels.gpu.launch import (
+    Geometry,
+    GpuKernel,
+    InterpretedKernel,
+    Layouts,
+    Variant,
+    allocating,
+    interpreter_is_on,
+)
+from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.kernels.gpu.tile import chunk_width, needs_int64, tile_of
-from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target, config_key
+from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
 from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
 
@@ -51,15 +60,46 @@ class GpuBackend(Backend, WritesInPlace):
             self.store.keep_resources(key, resources)
         return resources
 
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        symbols, buffers = ir.symbols, len(ir.buffers)
+        if interpreter_is_on():
+            config = plainly(config)
+            function, programs = self._function(ir, config), functools.partial(self._programs, ir, config)
+            return InterpretedKernel(function, programs, symbols, self._arguments(ir, config), buffers)
+        if not torch.cuda.is_available():
+            raise BuildError(f"{self.name}: no CUDA device is visible to load a kernel on; prepare() needs none")
+        resources = self.prepare(ir, config, target)
+        return GpuKernel(
+            functools.partial(self._compile, ir, config, target, known=resources),
+            lambda sizes: Geometry(self._programs(ir, config, sizes), needs_int64(ir, sizes)),
+            symbols, self._arguments(ir, config), buffers, resources, find_launcher(),
+        )
+
+    def _compile(
+        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
+    ) -> Any:
+        """Triton's ``CompiledKernel``."""
+        return compile_kernel(self._function(ir, config, variant.wide), self._spec(ir, config, variant), target, known)
+
     @abstractmethod
     def versions(self) -> str:
         """Versions of what a binary depends on beside its source."""
 
     @abstractmethod
-    def _compile(
-        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
-    ) -> Any:
-        """Triton's ``CompiledKernel``."""
+    def _function(self, ir: KernelIR, config: Config, wide: bool = False) -> Any:
+        """The generated ``@triton.jit`` function; with ``wide`` its index arithmetic is in 64 bits."""
+
+    @abstractmethod
+    def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
+        """What the compiler needs beside that function."""
+
+    @abstractmethod
+    def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
+        """Programs of a launch, for given dynamic sizes."""
+
+    @abstractmethod
+    def _arguments(self, ir: KernelIR, config: Config) -> tuple[tuple[int | None, int], ...]:
+        """The function's arguments before the dynamic sizes, as :class:`GpuKernel` wants them."""
 
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target

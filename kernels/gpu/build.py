@@ -19,7 +19,7 @@ from typing import Any
 
 import platformdirs
 
-from fuseplan.kernels.ir.backend import BuildError, MachineError, Resources, Target
+from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, BuildError, MachineError, Resources, Target
 from fuseplan.kernels.native.allowance import Allowance
 from fuseplan.kernels.native.own_folder import is_exposed, own_folder
 
@@ -30,8 +30,6 @@ POINTER_TYPES: Mapping[str, str] = {
     "float8_e4m3fn": "*fp8e4nv",
 }
 
-#: 32-bit registers of one multiprocessor.
-_REGISTER_FILE = 65536
 #: Name of the explicit limit on registers among a kernel's facts; 0 where there is none.
 _LIMIT = "register_limit"
 #: Seconds that NVIDIA's tools may take over one kernel.
@@ -127,8 +125,6 @@ class KernelSpec:
         aligned: Names of arguments that are multiples of 16 (addresses in bytes, integers by value).
         constants: Values of compile-time arguments (their type in ``signature`` is ``"constexpr"``).
         overlapped: The kernel waits for the one ahead of it itself, and is launched so that it may start before.
-        num_warps: Warps of one program.
-        num_stages: Software pipeline depth.
     """
 
     signature: Mapping[str, str]
@@ -154,7 +150,7 @@ def compile_kernel(function: Any, spec: KernelSpec, target: Target, known: Resou
         limit = int(known.extra[_LIMIT])
         return _compile(function, spec, target, {"maxnreg": limit} if limit else {})
     compiled = _compile(function, spec, target, {})
-    limit = min(target.registers_per_thread or 255, _REGISTER_FILE // (32 * spec.num_warps) // 8 * 8)
+    limit = min(MAX_REGISTERS, REGISTER_FILE // (32 * spec.num_warps) // 8 * 8)
     registers, spilled = _registers_and_spills(compiled)
     if not spilled or registers is None or registers >= limit:
         return compiled
@@ -245,17 +241,8 @@ def build_launcher(compiled: Any) -> None:
 def read_resources(compiled: Any) -> Resources:
     """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel, read from its cubin."""
     registers, spilled = _registers_and_spills(compiled)
-    extra = {
-        "ptx_vector_bytes": vector_bytes(compiled.asm.get("ptx", "")),
-        _LIMIT: getattr(compiled.metadata, "maxnreg", None) or 0,
-    }
-    return Resources(registers, spilled, int(compiled.metadata.shared), extra)
-
-
-def vector_bytes(ptx: str) -> int:
-    """Width of the narrowest vector load or store of more than one element in global memory; 0 without any."""
-    widths = {int(count) * int(bits) // 8 for count, bits in re.findall(r"\.global\S*\.v([248])\.\w(\d+)", ptx)}
-    return min(widths, default=0)
+    limit = getattr(compiled.metadata, "maxnreg", None) or 0
+    return Resources(registers, spilled, int(compiled.metadata.shared), {_LIMIT: limit})
 
 
 def _cubin_usage(cubin: bytes, name: str) -> dict[str, int]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import default_cache_dir, required_compiler
+from fuseplan.kernels.native.build import address, default_cache_dir, required_compiler
 from fuseplan.kernels.native.extension import load_extension
 
 logger = logging.getLogger("fuseplan")
@@ -29,32 +29,20 @@ _SOURCE = Path(__file__).parent.parent / "native" / "gpu_launcher.cpp"
 _MAX_ARGUMENTS = 256  # of launcher.h
 _WARP = 32
 
-_NOTHING: Mapping[int, int] = MappingProxyType({})
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
+#: Addresses of the CUDA driver's functions to launch, to find the current context, to explain an error, and to launch
+#: with a configuration.
+Driver: TypeAlias = tuple[int, int, int, int]
 #: ``(shape, strides, dtype)`` of one output.
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-@dataclass(frozen=True)
-class Driver:
-    """Addresses of the CUDA driver's functions."""
+class Entry(NamedTuple):
+    """A loaded kernel as the driver sees it: its handle, and what each block has.
 
-    launch: int
-    current_context: int
-    error_text: int
-    launch_config: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A loaded kernel as the driver sees it.
-
-    Attributes:
-        function: Its handle.
-        threads: Threads of a block.
-        shared_bytes: Dynamic shared memory of a block.
-        overlapped: It may start before the kernel in front of it has ended, and waits for that one itself
-            (programmatic dependent launch).
+    ``overlapped``: it may start before the kernel in front of it has ended, and waits for that one itself (programmatic
+    dependent launch).
     """
 
     function: int
@@ -68,8 +56,6 @@ class Launcher:
     """The extension, and what it calls.
 
     Attributes:
-        module: The extension.
-        driver: The CUDA driver.
         allocate: ``(shape, strides, dtype)`` -> tensor on the current device.
         stream: Device index -> handle of its current stream.
         check_device: Whether tensors may be on another device than the current one, which is then looked up.
@@ -83,7 +69,7 @@ class Launcher:
 
     def bind(
         self, counts: tuple[int, int, int], arguments: Sequence[tuple[int, int]], slow_run: Callable[..., None],
-        slow_fused: Callable[..., Any], reuse: Mapping[int, int] = _NOTHING
+        slow_fused: Callable[..., Any], reuse: Mapping[int, int] = NOTHING
     ) -> Any | None:
         """A ``Kernel`` of the extension; None when there are more arguments than it holds.
 
@@ -96,9 +82,8 @@ class Launcher:
         """
         if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
             return None
-        driver = self.driver
         return self.module.Kernel(
-            (driver.launch, driver.current_context, driver.error_text, driver.launch_config),
+            self.driver,
             _data_ptr(),
             (*counts, self.check_device),
             tuple(arguments),
@@ -132,9 +117,13 @@ def launcher_problem() -> str | None:
 
 @lru_cache(maxsize=1)
 def _search() -> Launcher | str:
+    internals: Any = torch._C
     try:
-        return Launcher(load_cubin(), cuda_driver(), _allocator(), _stream_query(), torch.cuda.device_count() > 1)
-    except BuildError as error:
+        return Launcher(
+            load_cubin(), cuda_driver(), internals._dynamo.guards._empty_strided_cuda,
+            internals._cuda_getCurrentRawStream, torch.cuda.device_count() > 1,
+        )
+    except (BuildError, AttributeError) as error:  # AttributeError: PyTorch names its internals otherwise
         logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", error)
         return str(error)
 
@@ -149,26 +138,10 @@ def cuda_driver() -> Driver:
     try:
         library = ctypes.CDLL("libcuda.so.1")
         names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString", "cuLaunchKernelEx")
-        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+        launch, context, error_text, launch_config = (address(getattr(library, name)) for name in names)
     except (OSError, AttributeError) as error:
         raise BuildError(f"the CUDA driver cannot be used: {error}") from error
-    return Driver(*addresses)
-
-
-def _allocator() -> Callable[..., torch.Tensor]:
-    fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-    return fast or _empty_strided
-
-
-def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-def _stream_query() -> Callable[[int], int]:
-    query: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if query is None:
-        raise BuildError("this PyTorch does not show its current CUDA stream")
-    return query
+    return launch, context, error_text, launch_config
 
 
 def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:

@@ -6,17 +6,15 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 
-from fuseplan.kernels.gpu.direct import Entry, Launcher, Layout, entry_of
+from fuseplan.kernels.gpu.direct import NOTHING, Entry, Launcher, Layout, entry_of
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 
 logger = logging.getLogger("fuseplan")
 
-_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 #: Dynamic sizes -> layout of each output.
 Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
@@ -50,10 +48,8 @@ class GpuKernel(CompiledKernel):
     Args:
         compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
         geometry: Programs and index width for given dynamic sizes.
-        symbols: Names of the dynamic sizes.
         arguments: For each argument before the dynamic sizes: a buffer and the bytes to add to its address, or None and
             the value of a compile-time argument (Triton's launcher expects those in their places).
-        num_buffers: Number of tensors in a call.
         resources: Facts of the default variant.
         launcher: Makes calls direct; None to go through Triton's launcher.
 
@@ -75,13 +71,10 @@ class GpuKernel(CompiledKernel):
     def __call__(self, *args: Any) -> None:
         self.run(*args)
 
-    def fused(self, inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING) -> Callable[..., Any]:
-        """``call(*inputs, *sizes)``, which allocates the outputs beside the inputs and returns them.
+    def fused(self, inputs: int, layout: Layouts, reuse: Mapping[int, int] = NOTHING) -> Callable[..., Any]:
+        """``call(*inputs, *sizes)``, which allocates the outputs as ``layout`` says, and returns them.
 
-        Args:
-            inputs: How many of the kernel's tensors are inputs.
-            layout: Dynamic sizes -> shape, strides and dtype of each output that is allocated.
-            reuse: For positions among the outputs, the position of the input that each overwrites: it is returned.
+        ``reuse``: for positions among the outputs, the position of the input that each overwrites.
         """
         loader = self._loader
 
@@ -99,7 +92,7 @@ class GpuKernel(CompiledKernel):
         return call
 
     def _bind(
-        self, counts: tuple[int, int, int], slow_fused: Callable[..., Any], reuse: Mapping[int, int] = _NOTHING
+        self, counts: tuple[int, int, int], slow_fused: Callable[..., Any], reuse: Mapping[int, int] = NOTHING
     ) -> Any | None:
         """A direct call path, None without a launcher. It knows the loader but not this object: no cycle."""
         if self._launcher is None:
@@ -113,7 +106,7 @@ def _never(*_: Any) -> None:
 
 
 def allocating(
-    run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = _NOTHING
+    run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = NOTHING
 ) -> Callable[..., Any]:
     """``call(*inputs, *sizes)`` for a kernel called with every buffer. Outputs are made beside the first input, but for
     those in ``reuse``, which are inputs.
@@ -147,7 +140,8 @@ class _Loader:
     num_buffers: int
     direct: bool
     _geometries: dict[tuple[int, ...], Geometry] = field(default_factory=dict)
-    _binaries: dict[tuple[int, bool, bool], _Binary] = field(default_factory=dict)
+    #: Triton's ``CompiledKernel``, and what a direct call needs (None: impossible).
+    _binaries: dict[tuple[int, bool, bool], tuple[Any, Entry | None]] = field(default_factory=dict)
 
     def geometry(self, sizes: tuple[int, ...]) -> Geometry:
         found = self._geometries.get(sizes)
@@ -164,32 +158,23 @@ class _Loader:
         if geometry.programs == 0:
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
-            bits |= address
         passed = [rest if buffer is None else addresses[buffer] + rest for buffer, rest in self.arguments]
         device = tensors[0].get_device()
-        key = (device, geometry.wide, bits % 16 == 0)
-        if device == torch.cuda.current_device():
+        key = (device, geometry.wide, all(address % 16 == 0 for address in addresses))
+        with torch.cuda.device(device):
             self._launch(key, direct, geometry.programs, (*passed, *sizes))
-        else:
-            with torch.cuda.device(device):
-                self._launch(key, direct, geometry.programs, (*passed, *sizes))
 
     def _launch(self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]) -> None:
-        binary = self._binaries.get(key)
-        if binary is None:
-            binary = self._binaries[key] = self._load(*key)
-        binary.launch(programs, _raw_stream(key[0]), *arguments)
-        if direct is not None and binary.entry is not None:
-            entry = binary.entry
-            direct.add_binary(*key, entry.function, entry.threads, entry.shared_bytes, entry.overlapped)
-
-    def _load(self, device: int, wide: bool, aligned: bool) -> _Binary:
-        with torch.cuda.device(device):
-            compiled = self.compile_variant(Variant(wide, aligned))
-            launch = triton_launcher(compiled)
-        return _Binary(launch, self._entry(compiled, wide) if self.direct else None)
+        if key not in self._binaries:
+            compiled = self.compile_variant(Variant(*key[1:]))
+            _ = compiled.run  # loads it on the current device
+            self._binaries[key] = compiled, self._entry(compiled, key[1]) if self.direct else None
+        compiled, entry = self._binaries[key]
+        # Triton's compiled launcher takes addresses as integers, and skips the inspection of arguments.
+        stream = torch.cuda.current_stream(key[0]).cuda_stream
+        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        if direct is not None and entry is not None:
+            direct.add_binary(*key, *entry)
 
     def _entry(self, compiled: Any, wide: bool) -> Entry | None:
         addresses = sum(buffer is not None for buffer, _ in self.arguments)
@@ -198,36 +183,6 @@ class _Loader:
         except BuildError as error:
             logger.info("a kernel goes through Triton's launcher: %s", error)
             return None
-
-
-@dataclass(frozen=True)
-class _Binary:
-    """A loaded variant: a call through Triton's launcher, and what a direct one needs (None: impossible)."""
-
-    launch: Callable[..., None]
-    entry: Entry | None
-
-
-def _raw_stream(device: int) -> int:
-    """Handle of the current stream, without making a ``torch.cuda.Stream`` where PyTorch offers that."""
-    query = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return int(query(device) if query else torch.cuda.current_stream(device).cuda_stream)
-
-
-def triton_launcher(compiled: Any) -> Callable[..., None]:
-    """``launch(programs, stream, *arguments)`` for a Triton ``CompiledKernel``, loaded on the current device.
-
-    It calls the compiled launcher with addresses as integers, which skips Triton's argument inspection (and a driver
-    query per pointer).
-    """
-    run = compiled.run
-    function, metadata = compiled.function, compiled.packed_metadata
-
-    def launch(programs: int, stream: int, *arguments: int) -> None:
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-
-    launch.kernel = compiled  # type: ignore[attr-defined]  # Triton unloads the code of a kernel that nobody holds
-    return launch
 
 
 def interpreter_is_on() -> bool:
@@ -240,20 +195,27 @@ def interpreter_is_on() -> bool:
 class InterpretedKernel(CompiledKernel):
     """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow.
 
-    ``programs`` counts programs for given dynamic sizes; ``bind`` turns the buffers of a call into the arguments before
-    those.
+    ``programs`` counts programs for given dynamic sizes; ``arguments`` are as in :class:`GpuKernel`.
     """
 
     def __init__(
         self, function: Any, programs: Callable[[Mapping[str, int]], int], symbols: tuple[str, ...],
-        bind: Callable[[tuple[torch.Tensor, ...]], tuple[Any, ...]], num_buffers: int
+        arguments: tuple[tuple[int | None, int], ...], num_buffers: int
     ) -> None:
         self.resources = Resources()
         self._function, self._programs, self._symbols = function, programs, symbols
-        self._bind, self._num_buffers = bind, num_buffers
+        self._arguments, self._num_buffers = arguments, num_buffers
 
     def __call__(self, *args: Any) -> None:
         tensors, sizes = args[: self._num_buffers], args[self._num_buffers :]
         count = self._programs(dict(zip(self._symbols, sizes, strict=True)))
+        passed = [rest if buffer is None else _from(tensors[buffer], rest) for buffer, rest in self._arguments]
         if count:
-            self._function[(count,)](*self._bind(tensors), *sizes)
+            self._function[(count,)](*passed, *sizes)
+
+
+def _from(tensor: torch.Tensor, offset_bytes: int) -> torch.Tensor:
+    """A tensor that begins so many bytes into another."""
+    if offset_bytes == 0:
+        return tensor
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + offset_bytes // tensor.element_size())

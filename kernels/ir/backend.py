@@ -31,23 +31,20 @@ class Target:
         device_type: ``"cpu"`` or ``"cuda"``.
         arch: ``"native"`` on CPUs, ``"sm_90"`` style on CUDA.
         cores: CPU threads available, or streaming multiprocessors.
-        shared_memory_bytes: Shared memory one block may use (CUDA), 0 on CPUs.
-        registers_per_thread: Register limit of one thread (CUDA), 0 on CPUs.
-        l2_bytes: Last-level cache.
         in_graph: Kernels will be replayed in CUDA graphs; their defaults and tunables follow from it, nothing else.
     """
 
     device_type: str
     arch: str
     cores: int
-    shared_memory_bytes: int = 0
-    registers_per_thread: int = 0
     l2_bytes: int = 0
     in_graph: bool = False
 
 
+#: 32-bit registers that a GPU's thread may have, and those of one multiprocessor.
+MAX_REGISTERS, REGISTER_FILE = 255, 65536
 #: Compile-only target: what an H100/H200 offers, for machines that have no GPU.
-SM90 = Target("cuda", "sm_90", 132, 232_448, 255, 50 * 2**20)
+SM90 = Target("cuda", "sm_90", 132, 50 * 2**20)
 
 
 @dataclass(frozen=True)

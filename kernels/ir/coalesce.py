@@ -18,11 +18,7 @@ def coalesce(segment: Segment, within_divisions: bool = False) -> Segment:
 
     Neighbouring axes merge wherever every index has ``outer coefficient == inner coefficient * inner extent``. Rows
     merge into the columns, too, unless columns are reduced. A contiguous ``[B, S, H]`` pointwise kernel becomes a
-    single row of ``B * S * H`` columns.
-
-    Args:
-        segment: The segment.
-        within_divisions: Merge axes that a division takes apart as one, too.
+    single row of ``B * S * H`` columns. With ``within_divisions`` axes that a division takes apart as one merge, too.
     """
     for axis in reversed(range(segment.col_axis)):
         segment = _merged(segment, axis, within_divisions) or segment

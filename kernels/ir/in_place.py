@@ -77,10 +77,6 @@ def reuse_options(ir: KernelIR, executions: Sequence[Execution]) -> dict[int, tu
 
     Any choice that gives an input to one output at most is right: what is asked of a pair concerns that input's memory
     alone. An input must be needed by nobody else, which a kernel cannot know.
-
-    Args:
-        ir: The kernel.
-        executions: How each segment is computed.
     """
     inputs = range(len(ir.inputs))
     found = {
@@ -145,9 +141,7 @@ def _is_dense(shape: Sequence[Size], strides: Sequence[Size]) -> bool:
 
 
 def _loads(segment: Segment, source: int) -> list[int]:
-    return [
-        value for value, instr in enumerate(segment.body) if isinstance(instr, Load) and instr.buffer == source
-    ]
+    return [value for value, instr in enumerate(segment.body) if isinstance(instr, Load) and instr.buffer == source]
 
 
 def _segment_allows(segment: Segment, execution: Execution, position: int, source: int) -> bool:
@@ -169,17 +163,13 @@ def _segment_allows(segment: Segment, execution: Execution, position: int, sourc
             continue  # nobody needs it, so it is not loaded
         if load.index != store.index or load.mask is not None or load.gather is not None:
             return False
-        done = _done_when_looped if execution.looped else _done_in_one_pass
-        if not done(segment, phases, value, runs, store, stored_in):
+        if execution.looped:
+            done = _done_when_looped(segment, phases, value, runs, store, stored_in)
+        else:  # a tile in registers is loaded once, by the first phase that needs it at the latest
+            done = runs[0] <= stored_in and value in ancestors(segment.body, [store.value])
+        if not done:
             return False
     return True
-
-
-def _done_in_one_pass(
-    segment: Segment, phases: Sequence[Phase], value: int, runs: Sequence[int], store: Store, stored_in: int
-) -> bool:
-    """A tile in registers is loaded once, by the first phase that needs it at the latest."""
-    return runs[0] <= stored_in and value in ancestors(segment.body, [store.value])
 
 
 def _done_when_looped(
@@ -198,8 +188,6 @@ def _done_when_looped(
         if number == stored_in:
             if value not in beside(store.value):
                 return False
-        elif not any(
-            fold in needed and value in beside(operands(body[fold])[0]) for fold in phases[number].reductions
-        ):
+        elif not any(fold in needed and value in beside(operands(body[fold])[0]) for fold in phases[number].reductions):
             return False
     return True

@@ -74,10 +74,7 @@ def divides(k: Size, n: Size) -> Size | None:
     if n == 0:
         return 0
     quotient = sympy.cancel(sympy.sympify(n) / sympy.sympify(k))
-    _, denominator = quotient.as_numer_denom()
-    if denominator != 1:
-        return None
-    return as_size(quotient)
+    return as_size(quotient) if quotient.as_numer_denom()[1] == 1 else None
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -170,7 +167,7 @@ class Index:
             if isinstance(atom, FloorDiv):  # (x // a) // b
                 return atom.base.__floordiv__(as_size(atom.divisor * divisor))
         whole, rest = self._split(divisor)
-        if rest.is_zero or (rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor)):
+        if rest == Index() or (rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor)):
             return whole
         return whole + Index(0, ((FloorDiv(rest, divisor), 1),))
 
@@ -192,19 +189,12 @@ class Index:
                 rest.append((atom, coef))
             else:
                 whole.append((atom, quotient))
-        const_quotient: Size = 0
-        const_rest: Size = self.const
         if is_static(self.const, divisor):
             const_quotient, const_rest = divmod(self.const, divisor)
         else:
             exact = divides(divisor, self.const)
-            if exact is not None:
-                const_quotient, const_rest = exact, 0
+            const_quotient, const_rest = (0, self.const) if exact is None else (exact, 0)
         return Index.build(const_quotient, whole), Index.build(const_rest, rest)
-
-    @property
-    def is_zero(self) -> bool:
-        return not self.terms and isinstance(self.const, int) and self.const == 0
 
     def _known_nonnegative(self) -> bool:
         return known_less_equal(0, self.const) and all(known_less_equal(0, coef) for _, coef in self.terms)
@@ -261,15 +251,14 @@ class Index:
 
     def bind(self, symbols: Mapping[str, int]) -> Index:
         """Replace dynamic sizes by numbers."""
-        def atom_of(atom: Atom) -> Index:
-            if isinstance(atom, Coord):
-                return Index.coord(atom.axis, evaluate(atom.extent, symbols))
-            base, divisor = atom.base.bind(symbols), evaluate(atom.divisor, symbols)
-            return base // divisor if isinstance(atom, FloorDiv) else base % divisor
-
         result = Index(evaluate(self.const, symbols))
         for atom, coef in self.terms:
-            result = result + atom_of(atom) * evaluate(coef, symbols)
+            if isinstance(atom, Coord):
+                part = Index.coord(atom.axis, evaluate(atom.extent, symbols))
+            else:
+                base, divisor = atom.base.bind(symbols), evaluate(atom.divisor, symbols)
+                part = base // divisor if isinstance(atom, FloorDiv) else base % divisor
+            result = result + part * evaluate(coef, symbols)
         return result
 
     def symbols(self) -> set[str]:
@@ -312,9 +301,9 @@ def row_major_strides(shape: Iterable[Size]) -> tuple[Size, ...]:
     return tuple(reversed(strides))
 
 
-def flatten(coords: Iterable[Index], strides: Iterable[Size], offset: Size = 0) -> Index:
-    """``offset + sum(coord * stride)``: the element offset of a coordinate tuple."""
-    total = Index(as_size(offset))
+def flatten(coords: Iterable[Index], strides: Iterable[Size]) -> Index:
+    """``sum(coord * stride)``: the element offset of a coordinate tuple."""
+    total = Index()
     for coord, stride in zip(coords, strides, strict=True):
         total = total + coord * stride
     return total

@@ -64,12 +64,12 @@ class Buffer:
     def numel(self) -> Size:
         return product(self.shape)
 
-    def distinct_bytes(self, symbols: Mapping[str, int] | None = None) -> int:
-        """Bytes of distinct elements: a broadcast (stride 0) dimension is counted once."""
+    def distinct_bytes(self) -> int:
+        """Bytes of distinct elements of a static buffer: a broadcast (stride 0) dimension is counted once."""
         total = ITEMSIZE[self.dtype]
         for extent, stride in zip(self.shape, self.strides, strict=True):
             if not (isinstance(stride, int) and stride == 0):
-                total *= evaluate(extent, symbols or {})
+                total *= evaluate(extent, {})
         return total
 
 
@@ -167,6 +167,18 @@ def operands(instr: Instr) -> tuple[int, ...]:
     if isinstance(instr, Load) and instr.mask is not None:
         return (instr.mask,) if instr.gather is None else (instr.mask, instr.gather.value)
     return ()
+
+
+def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
+    """The same with each of its :func:`operands` renamed."""
+    if isinstance(instr, Apply):
+        return replace(instr, args=tuple(map(change, instr.args)))
+    if isinstance(instr, Cast | Round | Reduce):
+        return replace(instr, arg=change(instr.arg))
+    if isinstance(instr, Load) and instr.mask is not None:
+        gather = None if instr.gather is None else replace(instr.gather, value=change(instr.gather.value))
+        return replace(instr, mask=change(instr.mask), gather=gather)
+    return instr
 
 
 def ancestors(

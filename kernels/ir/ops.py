@@ -27,12 +27,8 @@ class OpSpec:
 
     Attributes:
         name: Key used by ``Apply.op``.
-        arity: Number of operands.
         reference: torch function with the op's exact meaning on tensors of one common dtype.
-        cpp: C++ spelling.
-        triton: Triton spelling.
         flops: Operations counted per application.
-        unit: The unit they run on.
         result: ``"same"`` as the operands' register type, or a register type.
     """
 

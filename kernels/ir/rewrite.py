@@ -7,21 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fuseplan.kernels.ir.ir import (
-    LARGEST,
-    Apply,
-    Buffer,
-    Cast,
-    Const,
-    Gather,
-    Instr,
-    Load,
-    Reduce,
-    Round,
-    Segment,
-    ancestors,
-    operands,
-)
+from fuseplan.kernels.ir.ir import LARGEST, Apply, Buffer, Const, Instr, Round, Segment, ancestors, operands, renamed
 
 
 def without_repeated_clamps(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
@@ -92,7 +78,7 @@ class _Maker:
 
     def add(self, instr: Instr) -> None:
         made = self._cheaper(instr)
-        self.places.append(self._emit(_moved(instr, self.places)) if made is None else made)
+        self.places.append(self._emit(renamed(instr, self.places.__getitem__)) if made is None else made)
 
     def _emit(self, instr: Instr) -> int:
         if instr not in self._known:
@@ -165,25 +151,12 @@ def _users(segment: Segment) -> Counter[int]:
     return counts
 
 
-def _moved(instr: Instr, places: Sequence[int]) -> Instr:
-    """``instr`` with its operands where ``places`` says."""
-    if isinstance(instr, Apply):
-        return replace(instr, args=tuple(places[arg] for arg in instr.args))
-    if isinstance(instr, Cast | Round | Reduce):
-        return replace(instr, arg=places[instr.arg])
-    if isinstance(instr, Load) and instr.mask is not None:
-        gather = instr.gather
-        moved = None if gather is None else Gather(places[gather.value], gather.stride, gather.extent)
-        return replace(instr, mask=places[instr.mask], gather=moved)
-    return instr
-
-
 def _without_unused(segment: Segment) -> Segment:
     """The segment without the values that no store needs."""
     places = [-1] * len(segment.body)
     body: list[Instr] = []
     for value in ancestors(segment.body, (value for store in segment.stores for value in store.values)):
         places[value] = len(body)
-        body.append(_moved(segment.body[value], places))
+        body.append(renamed(segment.body[value], places.__getitem__))
     stores = tuple(store.with_values(places.__getitem__) for store in segment.stores)
     return replace(segment, body=tuple(body), stores=stores)

@@ -73,6 +73,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     per_row = segment.per_row()
     live = ancestors(segment.body, (value for store in segment.stores for value in store.values))
     reductions = [value for value in live if isinstance(segment.body[value], Reduce)]
+    row_level = [value for value in live if per_row[value] and value not in reductions]
     last = max((depths[value] for value in reductions), default=0)
 
     folded = [tuple(value for value in reductions if depths[value] == number + 1) for number in range(last + 1)]
@@ -81,7 +82,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
         {operands(segment.body[beside.get(value, value)])[0] for value in folded[number]} for number in range(last + 1)
     ]
     elements = [_elements(segment.body, per_row, roots[number]) for number in range(last + 1)]
-    stores = _place_stores(segment, depths, per_row, elements)
+    stores = _place_stores(segment, depths, elements)
     row_stores = tuple(n for n, store in enumerate(segment.stores) if segment.store_per_row(store))
 
     phases: list[Phase] = []
@@ -94,11 +95,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
         evaluated.extend(value for value in own if value not in evaluated)
         phases.append(
             Phase(
-                rows=tuple(
-                    value
-                    for value in live
-                    if per_row[value] and depths[value] == number and not isinstance(segment.body[value], Reduce)
-                ),
+                rows=tuple(value for value in row_level if depths[value] == number),
                 elements=own,
                 reductions=folded[number],
                 stores=stores[number],
@@ -150,7 +147,7 @@ def rescaled_sums(segment: Segment) -> dict[int, int]:
 
 
 def _place_stores(
-    segment: Segment, depths: Sequence[int], per_row: Sequence[bool], elements: Sequence[tuple[int, ...]]
+    segment: Segment, depths: Sequence[int], elements: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
     """Positions of the per-column stores of each pass."""
     places: dict[int, int] = {}
@@ -194,11 +191,6 @@ def _worth_staging(body: Sequence[Instr], value: int) -> bool:
 def _with_stages(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     """Fill in ``stages`` from the later phases' ``reads``."""
     return tuple(
-        replace(
-            phase,
-            stages=tuple(
-                value for value in phase.elements if any(value in later.reads for later in phases[number + 1 :])
-            ),
-        )
-        for number, phase in enumerate(phases)
+        replace(phase, stages=tuple(v for v in phase.elements if any(v in later.reads for later in phases[n + 1 :])))
+        for n, phase in enumerate(phases)
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Round, Segment
+from fuseplan.kernels.ir.ir import Apply, Const, Instr, Iota, Load, Segment, renamed
 
 #: More pieces than this cost more than the masks.
 MAX_PIECES = 8
@@ -134,18 +134,12 @@ class _Folded:
 
     def _simplified(self, instr: Instr) -> Instr:
         if isinstance(instr, Load) and instr.mask is not None:
-            truth, mask = self._truth[instr.mask], instr.mask
-            if instr.gather is not None and truth is not False:
-                gather = replace(instr.gather, value=self.value(instr.gather.value))
-                return replace(instr, mask=self.value(mask), gather=gather)
-            if truth is None:
-                return replace(instr, mask=self.value(mask))
-            return replace(instr, mask=None) if truth else Const(instr.dtype, instr.other)
-        if isinstance(instr, Apply):
-            return replace(instr, args=tuple(self.value(arg) for arg in instr.args))
-        if isinstance(instr, Cast | Round):
-            return replace(instr, arg=self.value(instr.arg))
-        return instr
+            truth = self._truth[instr.mask]
+            if truth is False:
+                return Const(instr.dtype, instr.other)
+            if truth and instr.gather is None:
+                return replace(instr, mask=None)
+        return renamed(instr, self.value)
 
     def _decide(self, instr: Instr) -> bool | None:
         """The outcome of a bool that is the same in every column of the piece, else None."""

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 #: Seconds between two looks at what a command does.
 _SLICE_S = 1.0
@@ -21,10 +21,6 @@ class Allowance:
 
     What a command computes is counted, and what it sleeps: a compiler that hangs does one of them. What it waits for a
     processor or a disk is not, up to ten times as much: on a busy machine a sound compiler may need minutes.
-
-    Attributes:
-        total_s: The seconds it was given.
-        left_s: The seconds that are left.
     """
 
     def __init__(self, total_s: float) -> None:
@@ -59,31 +55,22 @@ class Allowance:
             try:
                 return process.communicate(timeout=slice_s)
             except subprocess.TimeoutExpired:
-                now = activity(process.pid)
-                self.left_s -= max(0.0, now.computed_s - computed_s) if now.awake else slice_s
+                before_s = computed_s
+                computed_s, awake = activity(process.pid)
+                self.left_s -= max(0.0, computed_s - before_s) if awake else slice_s
                 self._patience_s -= slice_s
-                computed_s = now.computed_s
         raise subprocess.TimeoutExpired(process.args, self.total_s)
 
 
-@dataclass(frozen=True)
-class Activity:
-    """What a process and its descendants do.
+def activity(root: int) -> tuple[float, bool]:
+    """What a process and its descendants do: their processor time so far in seconds, and whether one of them is awake.
 
-    ``computed_s`` is processor time so far. ``awake``: one of them computes, or waits for a processor or a disk; the
-    others sleep, or have ended.
+    Awake is who computes, or waits for a processor or a disk; nobody is where the system has no ``/proc``.
     """
-
-    computed_s: float
-    awake: bool
-
-
-def activity(root: int) -> Activity:
-    """Look at a process and its descendants; all asleep where the system has no ``/proc``."""
     stats = _stats()
     tree = [stats[pid] for pid in _descendants(root, stats) if pid in stats]
     # R: it runs or is ready to; D: it waits for a disk.
-    return Activity(sum(stat.computed_s for stat in tree), any(stat.state in "RD" for stat in tree))
+    return sum(stat.computed_s for stat in tree), any(stat.state in "RD" for stat in tree)
 
 
 def kill_tree(root: int) -> None:
@@ -102,8 +89,7 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-@dataclass(frozen=True)
-class _Stat:
+class _Stat(NamedTuple):
     """One process: its state's letter, its parent, and its processor time with that of the children it waited for."""
 
     state: str

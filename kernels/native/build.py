@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import torch
@@ -39,6 +40,8 @@ _PROBE_LIMIT_S = 10
 _STARVED = ("No space left on device", "Cannot allocate memory", "Read-only file system", "Disk quota exceeded",
             "fatal error: Killed signal")
 _DIGEST_BYTES = 32
+#: What kernels call of OpenMP.
+OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,12 @@ class Compiler:
     native: tuple[str, ...]
 
 
-def find_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler | None:
-    """The first compiler on PATH that builds a C++17 shared library, or None; searched for once in a process."""
-    found = _search(names)
-    return found if isinstance(found, Compiler) else None
-
-
 def required_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler:
-    """The compiler that :func:`find_compiler` finds, or a :class:`BuildError` that says why there is none."""
+    """The first compiler on PATH that builds a C++17 shared library; searched for once in a process.
+
+    Raises:
+        BuildError: There is none; the message says why.
+    """
     found = _search(names)
     if isinstance(found, Compiler):
         return found
@@ -194,27 +195,20 @@ def _first_error(stderr: str) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
-@dataclass(frozen=True)
-class OpenMP:
-    """Addresses of the OpenMP runtime's functions; all 0 where there is none to share."""
-
-    parallel: int = 0
-    thread_num: int = 0
-    num_threads: int = 0
-    max_threads: int = 0
+def address(function: Any) -> int:
+    """Where a function of a library that ctypes loaded lies."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @lru_cache(maxsize=1)
-def shared_openmp() -> OpenMP:
+def shared_openmp() -> tuple[int, ...]:
     """The OpenMP runtime that torch itself uses, so that kernels and ATen share one pool of threads.
 
-    A look-up through torch's own library finds the runtime that library is bound to, whatever its file is called.
+    A look-up through torch's own library finds the runtime that library is bound to, whatever its file is called. The
+    addresses of its functions :data:`OPENMP_FUNCTIONS`; all 0 where there is none to share.
     """
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        torch_cpu = ctypes.CDLL(str(library))
-        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
-        addresses = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value or 0 for name in names]
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return tuple(address(getattr(torch_cpu, name)) for name in OPENMP_FUNCTIONS)
     except (OSError, AttributeError):
-        return OpenMP()
-    return OpenMP(*addresses)
+        return (0,) * len(OPENMP_FUNCTIONS)

@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 import torch
 
 from fuseplan.kernels.gpu.backend import GpuBackend
-from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, ModuleStore, compile_kernel, digest, load_file
-from fuseplan.kernels.gpu.direct import find_launcher
-from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
-from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped, plainly
+from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, ModuleStore, digest, load_file
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
-from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable
+from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.native.own_folder import is_exposed
 from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, emit_ninetoothed
@@ -88,41 +87,53 @@ class NinetoothedBackend(GpuBackend):
 
         return f"{triton.__version__}|{_version()}"
 
-    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
-        views = Views(ir).all
-        count = _programs(ir, config)
-        if interpreter_is_on():
-            function = self._generate(ir, plainly(config))
-            return InterpretedKernel(
-                function, lambda _: count, (), functools.partial(_bind, function, views), len(ir.buffers)
-            )
-        if not torch.cuda.is_available():
-            raise BuildError("ninetoothed: no CUDA device is visible to load a kernel on; prepare() needs none")
-        resources = self.prepare(ir, config, target)
-        return GpuKernel(
-            functools.partial(self._compile, ir, config, target, known=resources),
-            lambda _: Geometry(count, False),
-            (),
-            _launch_arguments(ir, self._generate(ir, config), views),
-            len(ir.buffers),
-            resources,
-            find_launcher(),
+    def _function(self, ir: KernelIR, config: Config, wide: bool = False) -> Any:
+        """The Triton function that ninetoothed generates; what needs wide indices was refused."""
+        source, folder = self.source(ir, config), self.store.folder
+        try:
+            return _generated(folder, source, int(config["num_warps"]), overlap_of(config))
+        except BuildError:
+            raise
+        except Exception as error:
+            raise BuildError(f"ninetoothed could not generate the kernel: {type(error).__name__}: {error}") from error
+
+    def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
+        """Strides become constants; addresses stay arguments."""
+        signature: dict[str, str] = {}
+        constants: dict[str, int] = {}
+        aligned: list[str] = []
+        for name, view, dimension in self._parameters(ir, config):
+            if dimension is None:
+                signature[name] = POINTER_TYPES[ir.buffers[view.buffer].dtype]
+                if variant.aligned and _byte_offset(ir, view) % 16 == 0:
+                    aligned.append(name)
+            else:
+                signature[name] = "constexpr"
+                constants[name] = view.strides[dimension]
+        return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config))
+
+    def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
+        """Segments share programs, so the longest decides."""
+        return max(segment_programs(segment, config, sizes) for segment in ir.segments)
+
+    def _arguments(self, ir: KernelIR, config: Config) -> tuple[tuple[int | None, int], ...]:
+        """Addresses as buffer and byte offset, strides as constants."""
+        return tuple(
+            (view.buffer, _byte_offset(ir, view)) if dimension is None else (None, view.strides[dimension])
+            for _, view, dimension in self._parameters(ir, config)
         )
 
-    def _generate(self, ir: KernelIR, config: Config) -> Any:
-        """The Triton function that ninetoothed generates."""
-        return _generate(self.store, self.source(ir, config), config)
-
-    def _compile(
-        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
-    ) -> Any:
-        function = self._generate(ir, config)
-        return compile_kernel(function, _kernel_spec(ir, config, variant, function), target, known)
-
-
-def _programs(ir: KernelIR, config: Config) -> int:
-    """Segments share programs, so the longest decides."""
-    return max(segment_programs(segment, config, {}) for segment in ir.segments)
+    def _parameters(self, ir: KernelIR, config: Config) -> Iterator[tuple[str, View, int | None]]:
+        """The generated function's: ``(name, view, dimension)`` for a stride, dimension None for an address."""
+        known: dict[str, tuple[View, int | None]] = {}
+        for view in Views(ir).all:
+            known[f"ninetoothed_{view.name}_pointer"] = (view, None)
+            for dimension in range(len(view.shape)):
+                known[f"ninetoothed_{view.name}_stride_{dimension}"] = (view, dimension)
+        for name in self._function(ir, config).arg_names:
+            if name not in known:
+                raise BuildError(f"ninetoothed generated a parameter '{name}' that no argument explains")
+            yield name, *known[name]
 
 
 def _byte_offset(ir: KernelIR, view: View) -> int:
@@ -130,7 +141,7 @@ def _byte_offset(ir: KernelIR, view: View) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _generate_cached(folder: Path, source: str, num_warps: int, overlap: str) -> Any:
+def _generated(folder: Path, source: str, num_warps: int, overlap: str) -> Any:
     """The function, from the file of an earlier generation where there is one: generating takes a tenth of a second."""
     store = ModuleStore(folder.name, folder.parent)
     path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{overlap}|{source}')}.py"
@@ -172,15 +183,6 @@ def _overlapped_module(text: str, config: Config) -> str:
     return f"{OVERLAP_IMPORT}\n{ast.unparse(module)}\n"
 
 
-def _generate(store: ModuleStore, source: str, config: Config) -> Any:
-    try:
-        return _generate_cached(store.folder, source, int(config["num_warps"]), overlap_of(config))
-    except BuildError:
-        raise
-    except Exception as error:
-        raise BuildError(f"ninetoothed could not generate the kernel: {type(error).__name__}: {error}") from error
-
-
 class _NoDevice:
     """Stands for a GPU while ninetoothed generates source: it asks for limits that a fixed config never uses."""
 
@@ -215,53 +217,3 @@ def _driver_for_generation() -> Iterator[None]:
         yield
     finally:
         driver.set_active(before)
-
-
-def _parameters(function: Any, views: tuple[View, ...]) -> Iterator[tuple[str, View, int | None]]:
-    """The generated function's parameters: ``(name, view, dimension)`` for a stride, dimension None for an address."""
-    known: dict[str, tuple[View, int | None]] = {}
-    for view in views:
-        known[f"ninetoothed_{view.name}_pointer"] = (view, None)
-        for dimension in range(len(view.shape)):
-            known[f"ninetoothed_{view.name}_stride_{dimension}"] = (view, dimension)
-    for name in function.arg_names:
-        if name not in known:
-            raise BuildError(f"ninetoothed generated a parameter '{name}' that no argument explains")
-        yield name, *known[name]
-
-
-def _launch_arguments(ir: KernelIR, function: Any, views: tuple[View, ...]) -> tuple[tuple[int | None, int], ...]:
-    """For :class:`GpuKernel`: addresses as buffer and byte offset, strides as constants."""
-    return tuple(
-        (view.buffer, _byte_offset(ir, view)) if dimension is None else (None, view.strides[dimension])
-        for _, view, dimension in _parameters(function, views)
-    )
-
-
-def _kernel_spec(ir: KernelIR, config: Config, variant: Variant, function: Any) -> KernelSpec:
-    """Strides become constants; addresses stay arguments."""
-    signature: dict[str, str] = {}
-    constants: dict[str, int] = {}
-    aligned: list[str] = []
-    for name, view, dimension in _parameters(function, Views(ir).all):
-        if dimension is None:
-            signature[name] = POINTER_TYPES[ir.buffers[view.buffer].dtype]
-            if variant.aligned and _byte_offset(ir, view) % 16 == 0:
-                aligned.append(name)
-        else:
-            signature[name] = "constexpr"
-            constants[name] = view.strides[dimension]
-    return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config))
-
-
-def _bind(function: Any, views: tuple[View, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """Arguments for the interpreter: views as tensors, strides as numbers."""
-    arguments: list[Any] = []
-    for _, view, dimension in _parameters(function, views):
-        if dimension is not None:
-            arguments.append(view.strides[dimension])
-            continue
-        tensor = tensors[view.buffer]
-        flat = tensor.as_strided((1,), (1,), tensor.storage_offset() + view.offset)
-        arguments.append(flat)
-    return tuple(arguments)

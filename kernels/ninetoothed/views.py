@@ -20,12 +20,9 @@ class View:
     """One tensor argument.
 
     Attributes:
-        name: Name of the argument.
         buffer: Position of the buffer it looks at.
         offset: Elements between the buffer's first element and the view's.
         shape: Its dimensions: the segment's rows and columns, 1 where it does not vary.
-        strides: Elements between neighbours along each dimension.
-        segment: Number of the segment it belongs to.
         on_rows: It has the segment's row dimensions.
         on_cols: It has the segment's columns.
     """
@@ -67,9 +64,13 @@ class Views:
         return view.segment == number and has_rows and view.on_cols
 
     def _view(self, number: int, segment: Segment, access: Load | Store) -> View:
-        if not has_view(segment, access):
-            return self._remember(number, segment, access.buffer, None)
-        return self._remember(number, segment, access.buffer, access.index)
+        index = access.index if has_view(segment, access) else None
+        key = (number, access.buffer, index)
+        if key not in self._found:
+            same = sum(view.buffer == access.buffer for view in self.all)
+            name = self._names[access.buffer] + (f"_{same}" if same else "")
+            self._found[key] = _view_of(name, number, segment, access.buffer, index)
+        return self._found[key]
 
     def _add_anchor(self, number: int, segment: Segment) -> None:
         if any(self._is_full(number, view) for view in self.all):
@@ -80,14 +81,6 @@ class Views:
         name = f"{self._names[buffer]}_space{number}"
         view = View(name, buffer, 0, sizes, (0,) * len(sizes), number, True, True)
         self._found[number, buffer, Index(-1)] = view
-
-    def _remember(self, number: int, segment: Segment, buffer: int, index: Index | None) -> View:
-        key = (number, buffer, index)
-        if key not in self._found:
-            same = sum(view.buffer == buffer for view in self.all)
-            name = self._names[buffer] + (f"_{same}" if same else "")
-            self._found[key] = _view_of(name, number, segment, buffer, index)
-        return self._found[key]
 
 
 def has_view(segment: Segment, access: Load | Store) -> bool:

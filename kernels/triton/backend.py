@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from fuseplan.kernels.gpu.backend import GpuBackend
-from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, compile_kernel
-from fuseplan.kernels.gpu.direct import find_launcher
-from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Variant, interpreter_is_on
-from fuseplan.kernels.gpu.overlap import is_overlapped, plainly
+from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.overlap import is_overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, programs
-from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Config, Resources, Target, Tunable
+from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.config import PARAMETERS, default_config, infeasible, tunables
 from fuseplan.kernels.triton.emitter import KERNEL_NAME, buffer_names, emit_triton
@@ -59,44 +55,24 @@ class TritonBackend(GpuBackend):
 
         return str(triton.__version__)
 
-    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
-        if interpreter_is_on():
-            function = getattr(self.store.load(self.source(ir, plainly(config))), KERNEL_NAME)
-            count = functools.partial(programs, ir, config)
-            return InterpretedKernel(function, count, ir.symbols, tuple, len(ir.buffers))
-        if not torch.cuda.is_available():
-            raise BuildError("triton: no CUDA device is visible to load a kernel on; prepare() compiles without one")
-        resources = self.prepare(ir, config, target)
-        return GpuKernel(
-            functools.partial(self._compile, ir, config, target, known=resources),
-            functools.partial(_geometry, ir, config),
-            ir.symbols,
-            tuple((number, 0) for number in range(len(ir.buffers))),
-            len(ir.buffers),
-            resources,
-            find_launcher(),
+    def _function(self, ir: KernelIR, config: Config, wide: bool = False) -> Any:
+        return getattr(self.store.load(emit_triton(ir, config, wide or needs_int64(ir))), KERNEL_NAME)
+
+    def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
+        pointers = {
+            name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(buffer_names(ir), ir.buffers, strict=True)
+        }
+        sizes = {symbol_argument(name): "i64" if variant.wide else "i32" for name in ir.symbols}
+        return KernelSpec(
+            signature={**pointers, **sizes},
+            aligned=tuple(pointers) if variant.aligned else (),
+            num_warps=int(config["num_warps"]),
+            num_stages=int(config.get("num_stages", 1)),
+            overlapped=is_overlapped(config),
         )
 
-    def _compile(
-        self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
-    ) -> Any:
-        module = self.store.load(emit_triton(ir, config, variant.wide))
-        return compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(ir, config, variant), target, known)
+    def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
+        return programs(ir, config, sizes)
 
-
-def _kernel_spec(ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
-    pointers = {
-        name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(buffer_names(ir), ir.buffers, strict=True)
-    }
-    sizes = {symbol_argument(name): "i64" if variant.wide else "i32" for name in ir.symbols}
-    return KernelSpec(
-        signature={**pointers, **sizes},
-        aligned=tuple(pointers) if variant.aligned else (),
-        num_warps=int(config["num_warps"]),
-        num_stages=int(config.get("num_stages", 1)),
-        overlapped=is_overlapped(config),
-    )
-
-
-def _geometry(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> Geometry:
-    return Geometry(programs(ir, config, symbols), needs_int64(ir, symbols))
+    def _arguments(self, ir: KernelIR, config: Config) -> tuple[tuple[int | None, int], ...]:
+        return tuple((number, 0) for number in range(len(ir.buffers)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_CHOICES, default_overlap, overlap_tunables, pointless_overlap
 from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
-from fuseplan.kernels.ir.backend import Config, Target, Tunable
+from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
 from fuseplan.kernels.ir.index import Index, Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
 from fuseplan.kernels.ir.schedule import reduction_depths, schedule
@@ -16,8 +14,6 @@ DEFAULT_PERSISTENT_COLS = 16384
 MAX_PERSISTENT_COLS = 32768
 #: Registers a kernel spends on addresses, masks and the like, whatever its tile.
 _BASE_REGISTERS = 24
-#: Registers of one multiprocessor, per thread of a full one: 65536 in all.
-_REGISTER_FILE = 65536
 #: A count of programs that is as good as the fewest, and columns as good as covered exactly.
 _NEARLY = 1.25
 #: Elements of a default pointwise tile at most, and the bytes that each moves; where it moves fewer, tiles are larger.
@@ -41,8 +37,8 @@ PARAMETERS = (
 )
 
 
-def _static(size: Size, otherwise: int = _TYPICAL_SIZE) -> int:
-    return size if isinstance(size, int) else otherwise
+def _static(size: Size) -> int:
+    return size if isinstance(size, int) else _TYPICAL_SIZE
 
 
 def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
@@ -77,16 +73,11 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
 
 def _late_loads(segment: Segment) -> bool:
     """True when some load is first needed after a reduction: it may be issued before or after."""
+    phases, depths = schedule(segment), reduction_depths(segment)
     return any(
-        isinstance(segment.body[value], Load) and reduction_depths(segment)[value] == 0
-        for phase in schedule(segment)[1:]
-        for value in _new_elements(segment, phase.elements)
+        isinstance(segment.body[value], Load) and depths[value] == 0 and value not in phases[0].elements
+        for phase in phases[1:] for value in phase.elements
     )
-
-
-def _new_elements(segment: Segment, elements: Iterable[int]) -> list[int]:
-    first = set(schedule(segment)[0].elements)
-    return [value for value in elements if value not in first]
 
 
 def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
@@ -94,7 +85,7 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     threads = 32 * int(config["num_warps"])
     tiles = [tile_of(segment, config) for segment in ir.segments]
     for segment, tile in zip(ir.segments, tiles, strict=True):
-        reason = _infeasible_tile(segment, tile, threads, target)
+        reason = _infeasible_tile(segment, tile, threads)
         if reason:
             return reason
     reason = _redundant(ir, config, tiles) or _starved(ir, config, tiles, target)
@@ -103,21 +94,16 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     return pointless_overlap(config, programs(ir, config, {}), max(tile.elements for tile in tiles), target)
 
 
-def _infeasible_tile(segment: Segment, tile: Tile, threads: int, target: Target) -> str | None:
+def _infeasible_tile(segment: Segment, tile: Tile, threads: int) -> str | None:
     per_thread = tile.elements / threads
-    limit = min(target.registers_per_thread or 255, _REGISTER_FILE // threads)
-    need = estimated_registers(segment, tile, threads)
+    limit = min(MAX_REGISTERS, REGISTER_FILE // threads)
+    # Everything live is held at once, at least one element of each value.
+    need = _BASE_REGISTERS + round(max(1.0, per_thread) * live_words(segment, in_place=True))
     if need > limit:
         return f"about {need} registers a thread, the limit is {limit}"
     if not segment.has_reduction() and per_thread > 64:
         return f"{per_thread:.0f} elements a thread in a pointwise tile"
     return None
-
-
-def estimated_registers(segment: Segment, tile: Tile, threads: int) -> int:
-    """Registers of one thread if everything live is held at once, at least one element of each value."""
-    per_thread = max(1.0, tile.elements / threads)
-    return _BASE_REGISTERS + round(per_thread * live_words(segment, in_place=True))
 
 
 def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:

@@ -177,24 +177,15 @@ def {name}(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
 
 #: Helper -> its source, each after what it calls.
 _HELPERS = {
-    "_float_of_bfloat16": _FLOAT_OF_BFLOAT16,
-    "_floordiv": _FLOORDIV,
-    "_remainder": _REMAINDER,
-    "_exp": _EXP,
-    "_sigmoid": _SIGMOID,
-    "_log1p": _LOG1P,
-    "_tanh": _TANH,
-    "_erf": _ERF,
-    "_round": _ROUND,
-    "_pow": _POW,
-    "_sin": _SIN,
-    "_cos": _COS,
-    "_larger": _PAIR.format(name="_larger", function="maximum"),
-    "_row_max": _FOLD.format(name="_row_max", title="Maximum", pair="_larger"),
-    "_smaller": _PAIR.format(name="_smaller", function="minimum"),
-    "_row_min": _FOLD.format(name="_row_min", title="Minimum", pair="_smaller"),
+    re.findall(r"def (\w+)", source)[0]: source
+    for source in (
+        _FLOAT_OF_BFLOAT16, _FLOORDIV, _REMAINDER, _EXP, _SIGMOID, _LOG1P, _TANH, _ERF, _ROUND, _POW, _SIN, _COS,
+        _PAIR.format(name="_larger", function="maximum"),
+        _FOLD.format(name="_row_max", title="Maximum", pair="_larger"),
+        _PAIR.format(name="_smaller", function="minimum"),
+        _FOLD.format(name="_row_min", title="Minimum", pair="_smaller"),
+    )
 }
-
 
 _PLAIN_FOLD = '''
 def _row_{function}(x, axis, keep_dims):

@@ -32,9 +32,7 @@ def triton_size(size: Size) -> str:
     for powers, coefficient in polynomial.terms():
         if not coefficient.is_Integer:
             raise ValueError(f"size {size} has a coefficient that is not an integer")
-        factors = [
-            symbol_argument(name.name) for name, power in zip(names, powers, strict=True) for _ in range(power)
-        ]
+        factors = [symbol_argument(name.name) for name, power in zip(names, powers, strict=True) for _ in range(power)]
         if coefficient != 1 or not factors:
             factors.append(str(int(coefficient)))
         terms.append(" * ".join(factors))

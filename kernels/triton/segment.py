@@ -190,16 +190,16 @@ class SegmentEmitter(ValueEmitter):
         self.loaded.difference_update(phase.elements)
         body = self._columns("start + ") if width == 1 else self._chunked_columns(width)
         body += self.values(phase.elements)
-        body += self._rescaling(folds) if width > 1 else [self._accumulate(value) for value in folds]
+        if width > 1:
+            body += self._rescaling(folds)
+        else:
+            for value in folds:
+                combine = REDUCTIONS[self.reduction(value).kind].triton_combine
+                body.append(f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}")
         body += self.stores(phase.stores)
         bounds = f"0, {triton_size(self.segment.cols)}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"
         return [head, *(_INDENT + line for line in body)]
-
-    def _accumulate(self, value: int) -> str:
-        """Take the loop's columns into a reduction's accumulator, which has an element for each lane."""
-        combine = REDUCTIONS[self.reduction(value).kind].triton_combine
-        return f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}"
 
     # -- sums that follow a maximum -----------------------------------------------------------------------
 
@@ -224,9 +224,7 @@ class SegmentEmitter(ValueEmitter):
             ]
             for total in [value for value in folds if self.rescaled.get(value) == top]:
                 kept = f"acc{total} * {_exponential(f'acc{top} - base{top}')}"
-                lines.append(
-                    f"acc{total} = {kept} + {fold_sum}({_exponential(f'n{top} - base{top}[:, None]')}, 1)"
-                )
+                lines.append(f"acc{total} = {kept} + {fold_sum}({_exponential(f'n{top} - base{top}[:, None]')}, 1)")
             lines.append(f"acc{top} = top{top}")
         return lines
 

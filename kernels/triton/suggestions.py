@@ -21,30 +21,29 @@ def suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
     """What no single step from the default reaches, the most promising first: see the kinds below."""
     if ir.symbols:
         return ()
+    config = default_config(ir, target)
     if any(segment.has_reduction() for segment in ir.segments):
-        found = (*_looped_suggestion(ir, target), *_fitting_suggestion(ir, target))
+        found = (*_looped_suggestion(ir, config, target), *_fitting_suggestion(ir, config))
         return tuple(one for one in found if infeasible(ir, one, target) is None)
-    found = (*_late_suggestions(ir, target), *_warp_suggestion(ir, target))
+    found = (*_late_suggestions(ir, config, target), *_warp_suggestion(ir, config, target))
     return tuple(one for one in found if infeasible(ir, one, target) is None)[:1]
 
 
-def _late_suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+def _late_suggestions(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:
     """Larger tiles that let the next kernel start late: that gains in pointwise kernels of many waves, though neither
     does alone.
     """
-    config = default_config(ir, target)
     if not can_overlap(target) or not target.in_graph or not has_waves(config, programs(ir, config, {}), target):
         return ()
     return tuple({**config, name: 2 * int(config[name]), OVERLAP: "late"} for name in ("block_cols", "block_rows"))
 
 
-def _warp_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+def _warp_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:
     """One warp a program, as many fewer rows, and the next kernel starts at once: for short kernels whose rows share an
     operand that fills all threads of a block.
 
     Such an operand goes through shared memory, with barriers that a single warp does without.
     """
-    config = default_config(ir, target)
     warps, rows = int(config["num_warps"]), int(config["block_rows"])
     if not can_overlap(target) or not target.in_graph or warps == 1 or rows < warps:
         return ()
@@ -60,18 +59,17 @@ def _shares_a_row(segment: Segment, tile: Tile, threads: int) -> bool:
     return tile.rows > 1 and tile.cols >= threads and any(shared)
 
 
-def _looped_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+def _looped_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:
     """Half a wide row at a time: later passes find it in the cache, and twice the programs fit a multiprocessor.
 
     It is worth a trial where there are many rows for each multiprocessor. Where not very many, two short rows are taken
     at once. Quantised rows are left out: they would compute much a second time.
     """
-    config = default_config(ir, target)
     tiles = [tile_of(segment, config) for segment in ir.segments]
     cols = max(tile.cols for tile in tiles)
     if cols < _WIDE or any(tile.looped for tile in tiles):
         return ()
-    most = max(_rows(segment) for segment in ir.segments)
+    most = max(segment.num_rows for segment in ir.segments)
     if most <= _MANY_ROWS * target.cores:
         return ()
     rows = 2 if cols // 2 <= _SHORT and most <= _FEW_ROWS * target.cores else 1
@@ -87,14 +85,13 @@ def _passes(ir: KernelIR, segment: Segment, config: Config) -> int:
     return sum(phase.has_loop for phase in schedule(segment, rescale=rescale))
 
 
-def _fitting_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:
+def _fitting_suggestion(ir: KernelIR, config: Config) -> tuple[Config, ...]:
     """Warps whose accesses of 16 bytes end where a row does: the compiler then drops what pads it to a power of two.
 
     Loads after the first reduction leave the registers for it.
     """
-    config = default_config(ir, target)
     held = [s for s in ir.segments if s.has_reduction() and not tile_of(s, config).looped]
-    padded = {s.cols for s in held if isinstance(s.cols, int) and tile_of(s, config).cols != s.cols}
+    padded = {s.cols for s in held if tile_of(s, config).cols != s.cols}
     if len(padded) != 1:
         return ()
     warps, cols = int(config["num_warps"]), padded.pop()
@@ -104,7 +101,3 @@ def _fitting_suggestion(ir: KernelIR, target: Target) -> tuple[Config, ...]:
         return ()
     late = {"loads": "late"} if "loads" in config else {}
     return ({**config, "num_warps": fitting[0], **late},)
-
-
-def _rows(segment: Segment) -> int:
-    return segment.num_rows if isinstance(segment.num_rows, int) else 0

@@ -83,7 +83,8 @@ class ValueEmitter(ABC):
         self.buffers, self.segment, self.config, self.prefix = buffers, segment, config, prefix
         self.tile = tile_of(segment, config)
         self.depths = reduction_depths(segment)
-        self.extent = value_extents(segment)
+        #: For each value, whether its tensor has the tile's rows, and the tile's columns.
+        self.extent = [(not axes <= {segment.col_axis}, segment.col_axis in axes) for axes in value_axes(segment)]
         self.masks_cols = divides(self.tile.cols, segment.cols) is None
         #: Row coordinates and row-level values are scalars, and tiles have one dimension.
         self.flat = self.tile.flat
@@ -309,9 +310,3 @@ def index_extent(segment: Segment, index: Index) -> tuple[bool, bool]:
     """Whether an index mentions a row coordinate, and the column."""
     axes = index.axes()
     return any(axis != segment.col_axis for axis in axes), segment.col_axis in axes
-
-
-def value_extents(segment: Segment) -> list[tuple[bool, bool]]:
-    """For each value, whether its tensor has the tile's rows, and the tile's columns."""
-    column = segment.col_axis
-    return [(not axes <= {column}, column in axes) for axes in value_axes(segment)]

@@ -57,7 +57,7 @@ def accuracy_pairs_frame(data: ReportData) -> pd.DataFrame:
 
 def accuracy_table(data: ReportData) -> pd.DataFrame:
     """Median and 90th percentile of the relative error, and rank correlation: over all, and by kind of kernel."""
-    summary = accuracy_summary(accuracy_pairs_frame(data), by=("kind",), top_k=())
+    summary = accuracy_summary(accuracy_pairs_frame(data))
     return summary[list(SUMMARY_COLUMNS)]
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseplan.costmodel.calibrate import Sample, calibrate
-from fuseplan.costmodel.device import DeviceSpec, DeviceSpecError, current_identity
+from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe.probe import probe
 from fuseplan.kernels.ir.backend import Backend, Target, misfit
 from fuseplan.kernels.ir.index import Index
@@ -20,9 +21,11 @@ from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import CompilerMissingError, DeviceError
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.work.group_work import launch_mode
+from fuseplan.search.errors import RecordError
 from fuseplan.search.store.database import Database, Mode, reservations
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
 from fuseplan.search.store.record import TuningRecord, Versions
+from fuseplan.search.store.rows import device_spec
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent, Tuner
 from fuseplan.search.workers.worker import Executor
@@ -198,8 +201,8 @@ def stored_spec(database: Database | LayeredDatabase, device: str) -> DeviceSpec
     if found is None:
         return None
     try:
-        return DeviceSpec.from_json(json.dumps(found))
-    except DeviceSpecError:
+        return device_spec(found)
+    except RecordError:
         return None
 
 

@@ -47,8 +47,8 @@ def from_data(cls: type[T], data: Any) -> T:
     try:
         value: T = _decoder(kind)(data)
     except _Misfit as misfit:
-        root = cls.__name__
-        raise RecordError(plain("; ".join(f"{root}{where}: {reason}" for where, reason in misfit.reasons))) from None
+        reasons = "; ".join(f"{cls.__name__}{where}: {reason}" for where, reason in misfit.reasons)
+        raise RecordError(plain(reasons)) from None
     return value
 
 

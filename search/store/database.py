@@ -20,25 +20,11 @@ from typing import Any, Generic, Literal, TypeVar
 from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, and_, select
 
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
-from fuseplan.search.store import codec, tables
+from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.location import NOWHERE, location_name, resolve_url, sqlite_file
 from fuseplan.search.store.plain import plain
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
-from fuseplan.search.store.rows import (
-    R,
-    batches,
-    json_row,
-    key_columns,
-    read_device,
-    read_json,
-    read_miss,
-    read_record,
-    read_trial,
-    record_row,
-    records_of,
-    same_key,
-    trial_row,
-)
+from fuseplan.search.store.rows import R
 
 Mode = Literal["write", "inspect", "read"]
 #: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
@@ -52,7 +38,6 @@ class Lookup(Generic[R]):
     """What a look-up found.
 
     Attributes:
-        record: The stored record, or None.
         mismatch: Why it is no hit: version fields that differ from the caller's, "undecided"; empty for a hit.
         shipped: It comes with the package, not from the user's database.
     """
@@ -102,29 +87,25 @@ class Database:
         self.mode = mode
         self.versions = versions
         self._warned = False
-        self._broken = False
-        self._engine: Engine | None = None
+        #: Whether something that is there could not be read, and was taken for empty.
+        self.broken = False
+        #: None when opened for reading and there is nothing to read.
+        self.engine: Engine | None = None
         self.url = NOWHERE
         try:
             self.url = resolve_url(location)
             if mode == "read" and time.monotonic() < _SILENT.get(self.url, 0.0):
-                self._broken = True
+                self.broken = True
                 return
-            self._engine = tables.open_for_writing(self.url) if mode == "write" else tables.open_for_reading(self.url)
+            self.engine = tables.open_for_writing(self.url) if mode == "write" else tables.open_for_reading(self.url)
         except DatabaseError as error:
             if mode != "read":
                 raise
-            self._broken = True
+            self.broken = True
             if sqlite_file(self.url) is None:
                 _SILENT[self.url] = time.monotonic() + _SILENT_S
             self._warn(str(error))
-        if self._engine is not None:
-            tables.close_with(self, self._engine)
 
-    @property
-    def broken(self) -> bool:
-        """Whether something that is there could not be read, and was taken for empty."""
-        return self._broken
 
     @property
     def where(self) -> str:
@@ -139,8 +120,8 @@ class Database:
 
     def close(self) -> None:
         """Release connections; the object may still be used."""
-        if self._engine is not None:
-            self._engine.dispose()
+        if self.engine is not None:
+            self.engine.dispose()
 
     # -- records ------------------------------------------------------------------------------------------
 
@@ -151,8 +132,8 @@ class Database:
     def put_record(self, record: TuningRecord) -> None:
         """Store a tuning record and close the trials that led to it, in one transaction."""
         with self.writing() as connection:
-            tables.upsert(connection, tables.TUNINGS, record_row(record))
-            connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, record.key)).values(open=0))
+            tables.upsert(connection, tables.TUNINGS, rows.record_row(record))
+            connection.execute(tables.TRIALS.update().where(rows.same_key(tables.TRIALS, record.key)).values(open=0))
 
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, in one statement where they share a device, a regime and numerics."""
@@ -161,7 +142,7 @@ class Database:
     def put_plan(self, plan: PlanRecord) -> None:
         """Store a plan."""
         with self.writing() as connection:
-            tables.upsert(connection, tables.PLANS, record_row(plan))
+            tables.upsert(connection, tables.PLANS, rows.record_row(plan))
 
     def records(self) -> Iterator[TuningRecord]:
         """Every readable tuning record, in key order."""
@@ -171,12 +152,16 @@ class Database:
         """Every readable plan, in key order."""
         yield from self._all(tables.PLANS, PlanRecord)
 
+    def everything(self) -> list[TuningRecord | PlanRecord]:
+        """Every readable tuning record, then every plan."""
+        return [*self.records(), *self.plans()]
+
     # -- devices and captures -----------------------------------------------------------------------------
 
     def get_device(self, device: str) -> dict[str, Any] | None:
         """The stored device spec, as the JSON object it was stored from."""
-        rows = self._select(tables.DEVICES, tables.DEVICES.c.device == device)
-        return dict(self._sound(read_device, tables.DEVICES, rows)).get(device)
+        found = self._select(tables.DEVICES, tables.DEVICES.c.device == device)
+        return dict(self._sound(rows.read_device, tables.DEVICES, found)).get(device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
         """Store a device spec (as JSON) under the device's identity."""
@@ -184,13 +169,13 @@ class Database:
 
     def devices(self) -> dict[str, dict[str, Any]]:
         """Every readable device spec by identity, as the JSON object it was stored from."""
-        return dict(self._sound(read_device, tables.DEVICES, self._select(tables.DEVICES)))
+        return dict(self._sound(rows.read_device, tables.DEVICES, self._select(tables.DEVICES)))
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Readable captures whose names start with ``prefix``, oldest first."""
         where = tables.CAPTURES.c.name.startswith(prefix, autoescape=True)
-        rows = self._select(tables.CAPTURES, where, order=("created", "name"))
-        return dict(self._sound(read_json, tables.CAPTURES, rows))
+        found = self._select(tables.CAPTURES, where, order=("created", "name"))
+        return dict(self._sound(rows.read_json, tables.CAPTURES, found))
 
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
         """Cache a capture (any JSON object)."""
@@ -201,39 +186,39 @@ class Database:
     def log_trial(self, trial: Trial, versions: Versions) -> None:
         """Store one finished trial at once, so that a killed tune never repeats it."""
         with self.writing() as connection:
-            tables.upsert(connection, tables.TRIALS, trial_row(trial, versions))
+            tables.upsert(connection, tables.TRIALS, rows.trial_row(trial, versions))
 
     def trials(self, key: RecordKey, versions: Versions | None = None, only_open: bool = False) -> list[Trial]:
         """Finished trials of a key in the order they finished; of these versions only, when given."""
         table = tables.TRIALS
-        where = same_key(table, key)
+        where = rows.same_key(table, key)
         if only_open:
             where = and_(where, table.c.open == 1)
         if versions is not None:
             where = and_(where, table.c.versions == codec.dumps(versions))
-        rows = self._select(table, where, order=("created", "config_hash"))
-        return list(self._sound(read_trial, table, rows))
+        found = self._select(table, where, order=("created", "config_hash"))
+        return list(self._sound(rows.read_trial, table, found))
 
     def forget_trials(self, key: RecordKey) -> None:
         """Close a key's trials, so that the next tune starts from nothing."""
         with self.writing() as connection:
-            connection.execute(tables.TRIALS.update().where(same_key(tables.TRIALS, key)).values(open=0))
+            connection.execute(tables.TRIALS.update().where(rows.same_key(tables.TRIALS, key)).values(open=0))
 
     # -- misses -------------------------------------------------------------------------------------------
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
         """Count a look-up that found nothing. Never raises; False when it could not be stored."""
         table = tables.MISSES
-        row = key_columns(key) | {
+        row = rows.key_columns(key) | {
             "label": label, "payload": json.dumps(dict(payload or {})), "first_seen": now(), "count": 1,
         }
         try:
             with self._miss_engine() as engine, tables.transaction(engine) as connection:
-                where = same_key(table, key)
+                where = rows.same_key(table, key)
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
         except (DatabaseError, *tables.DRIVER_ERRORS, TypeError, ValueError):
-            self._broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
+            self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             return False
         return True
 
@@ -243,10 +228,10 @@ class Database:
 
         What could not be read is not touched: it may be anybody's.
         """
-        if self.mode == "write" and self._engine is not None:
-            yield self._engine
+        if self.mode == "write" and self.engine is not None:
+            yield self.engine
             return
-        if self._broken:
+        if self.broken:
             raise DatabaseError(f"{self.where} cannot be read")
         engine = tables.open_for_writing(self.url, set_aside=False)
         try:
@@ -256,7 +241,7 @@ class Database:
 
     def misses(self) -> list[dict[str, Any]]:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
-        misses = self._sound(read_miss, tables.MISSES, self._select(tables.MISSES))
+        misses = self._sound(rows.read_miss, tables.MISSES, self._select(tables.MISSES))
         return sorted(misses, key=lambda miss: (-miss["count"], miss["workload"]))
 
     # -- plumbing shared with maintenance and transfer ----------------------------------------------------
@@ -264,18 +249,13 @@ class Database:
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction that holds the write lock; driver errors come out as :class:`DatabaseError`."""
-        if self.mode != "write" or self._engine is None:
+        if self.mode != "write" or self.engine is None:
             raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
         try:
-            with tables.transaction(self._engine) as connection:
+            with tables.transaction(self.engine) as connection:
                 yield connection
         except tables.DRIVER_ERRORS as error:
-            raise tables.database_error(error, self._engine) from None
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine; None when opened for reading and there is nothing to read."""
-        return self._engine
+            raise tables.database_error(error, self.engine) from None
 
     def _select(
         self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
@@ -287,36 +267,36 @@ class Database:
         return self._run(query.order_by(*columns))
 
     def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        if self._engine is None:
+        if self.engine is None:
             return []
         try:
-            with self._engine.connect() as connection:
+            with self.engine.connect() as connection:
                 return [row._asdict() for row in connection.execute(query, parameters)]
         except tables.DRIVER_ERRORS as error:
-            explained = tables.database_error(error, self._engine)
+            explained = tables.database_error(error, self.engine)
             if self.mode != "read":
                 raise explained from None
-            self._broken = True
+            self.broken = True
             self._warn(str(explained))
             return []
 
     def _get_all(self, table: Table, cls: type[R], keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[R]]:
         found: dict[RecordKey, Lookup[R]] = dict.fromkeys(keys, Lookup())
-        for asked in batches(found):
-            for row in self._run(records_of(table), asked):
-                for record in self._sound(functools.partial(read_record, cls), table, [{**asked, **row}]):
+        for asked in rows.batches(found):
+            for row in self._run(rows.records_of(table), asked):
+                for record in self._sound(functools.partial(rows.read_record, cls), table, [{**asked, **row}]):
                     if record.key in found:
                         found[record.key] = Lookup(record, reservations(record, self.versions))
         return found
 
     def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
-        return self._sound(functools.partial(read_record, cls), table, self._select(table))
+        return self._sound(functools.partial(rows.read_record, cls), table, self._select(table))
 
     def _sound(
-        self, read: Callable[[Mapping[str, Any]], _D], table: Table, rows: Iterable[Mapping[str, Any]]
+        self, read: Callable[[Mapping[str, Any]], _D], table: Table, found: Iterable[Mapping[str, Any]]
     ) -> Iterator[_D]:
         """What ``read`` makes of each row; a damaged one is reported and treated as absent."""
-        for row in rows:
+        for row in found:
             try:
                 yield read(row)
             except RecordError as error:
@@ -324,7 +304,7 @@ class Database:
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
     def _put_json(self, table: Table, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
-        row = json_row(key, value)
+        row = rows.json_row(key, value)
         with self.writing() as connection:
             tables.upsert(connection, table, row)
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 from fuseplan.search.errors import DatabaseError, ForeignDatabaseError
 from fuseplan.search.store.plain import plain
@@ -56,13 +56,9 @@ def check_ours(file: Path, why: str) -> None:
     """
     try:
         with file.open("rb") as opened:
-            _check_ours(file, opened, why)
+            head = opened.read(_SCHEMA_BYTES)
     except OSError as error:
         raise DatabaseError(f"database {_shown(file)} cannot be read ({error})") from None
-
-
-def _check_ours(file: Path, opened: BinaryIO, why: str) -> None:
-    head = opened.read(_SCHEMA_BYTES)
     marked = head[_MARK] == APPLICATION_ID.to_bytes(4, "big")
     if not (head.startswith(_MAGIC) and (marked or b"CREATE TABLE fuseplan_meta" in head)):
         raise ForeignDatabaseError(
@@ -90,7 +86,7 @@ def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:
             opened = os.fstat(held.fileno())
             if identity(file) != found or (opened.st_dev, opened.st_ino) != found:
                 return None
-            _check_ours(file, held, why)
+            check_ours(file, why)
             target = _free_name(file)
             for suffix in ("-wal", "-shm", ""):
                 with contextlib.suppress(FileNotFoundError):

@@ -7,14 +7,14 @@ import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.store import codec
 from fuseplan.search.store.database import Database, Lookup, reservations
-from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord, Versions
+from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord
 from fuseplan.search.store.rows import R
 from fuseplan.search.store.transfer import checked_lines
 
@@ -36,34 +36,22 @@ class LayeredDatabase:
 
     A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last.
 
-    ``shipped`` are export files, None for those of the package. They are read when a look-up first needs them, once per
-    process; an unreadable one is skipped with a warning. What was stored before ``since`` (ISO 8601) is stale; "" for
-    nothing.
+    ``shipped`` are export files. They are read when a look-up first needs them, once per process; an unreadable one is
+    skipped with a warning. What was stored before ``since`` (ISO 8601) is stale; "" for nothing.
     """
 
-    def __init__(
-        self, user: Database, shipped: Iterable[Path] | None = None, versions: Versions | None = None, since: str = ""
-    ) -> None:
+    def __init__(self, user: Database, shipped: Iterable[Path], since: str = "") -> None:
         self.user = user
-        self._versions = versions if versions is not None else user.versions
         self._since = since
-        self._files = tuple(shipped) if shipped is not None else shipped_files()
+        self._files = tuple(shipped)
 
     def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
         """The tuning record of exactly this key, from the first layer that has a hit."""
-        mine = self._dated(self.user.get_record(key))
-        if mine.status == "hit":
-            return mine
-        return _better(mine, self._shipped(self._find(TuningRecord, key)))
+        return self._look_up(TuningRecord, key, self.user.get_record(key).record)
 
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, each from the first layer that has a hit."""
-        found = self.user.get_plans(keys)
-        for key, mine in ((key, self._dated(lookup)) for key, lookup in found.items()):
-            found[key] = mine
-            if mine.status != "hit":
-                found[key] = _better(mine, self._shipped(self._find(PlanRecord, key)))
-        return found
+        return {key: self._look_up(PlanRecord, key, mine.record) for key, mine in self.user.get_plans(keys).items()}
 
     def plans(self) -> Iterator[PlanRecord]:
         """Every plan of the user's, and the shipped ones that a look-up would find beside them."""
@@ -89,15 +77,16 @@ class LayeredDatabase:
         """Count a miss in the user's layer."""
         return self.user.log_miss(key, label, payload)
 
+    def _look_up(self, cls: type[R], key: RecordKey, users: R | None) -> Lookup[R]:
+        mine = Lookup(users, self._mismatch(users))
+        if mine.status == "hit":
+            return mine
+        found = self._find(cls, key)
+        shipped = Lookup(found, self._mismatch(found), shipped=found is not None)
+        return shipped if shipped.status == "hit" or mine.status == "miss" else mine
+
     def _mismatch(self, record: TuningRecord | PlanRecord | None) -> tuple[str, ...]:
-        return reservations(record, self._versions, self._since) if record is not None else ()
-
-    def _dated(self, lookup: Lookup[R]) -> Lookup[R]:
-        old = lookup.hit is not None and lookup.hit.evidence.created < self._since
-        return replace(lookup, mismatch=("age",)) if old else lookup
-
-    def _shipped(self, record: R | None) -> Lookup[R]:
-        return Lookup(record, self._mismatch(record), shipped=record is not None)
+        return reservations(record, self.user.versions, self._since) if record is not None else ()
 
     def _all(self, cls: type[R], users: Iterator[R]) -> Iterator[R]:
         mine = {record.key: record for record in users}
@@ -139,23 +128,14 @@ class LayeredDatabase:
         found = []
         for path in self._files:
             try:
-                found.append(_data_lines(path, _state(path)))
+                found.append(_data_lines(path))
             except DatabaseError as error:
                 warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
         return tuple(found)
 
 
-def _state(path: Path) -> tuple[int, int]:
-    """What changes with a file's content; zeros where there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
-
-
 @functools.lru_cache(maxsize=16)
-def _data_lines(path: Path, _state: tuple[int, int]) -> tuple[str, ...]:
+def _data_lines(path: Path) -> tuple[str, ...]:
     """The lines of an export file, read and checked once per process."""
     return tuple(checked_lines(path))
 
@@ -166,9 +146,3 @@ def _decode(cls: type[R], kind: str, line: str) -> R | None:
     except (RecordError, LookupError, TypeError) as error:
         warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
         return None
-
-
-def _better(mine: Lookup[R], shipped: Lookup[R]) -> Lookup[R]:
-    if shipped.status == "hit" or mine.status == "miss":
-        return shipped
-    return mine

@@ -31,33 +31,23 @@ def ls(database: Database) -> pd.DataFrame:
     """One row per record and plan (columns :data:`LS_COLUMNS`)."""
     import pandas as pd
 
-    found = [*map(_tuning_row, database.records()), *map(_plan_row, database.plans())]
+    found = []
+    for record in database.everything():
+        key, when = record.key, record.evidence.created
+        identity = (key.workload, record.label, key.device, key.regime, key.numerics)
+        if isinstance(record, TuningRecord):
+            answer = "undecided" if record.undecided else "fuse" if record.fuse else "do not fuse"
+            times = (record.best_us, record.unfused.median_us, record.gain)
+            found.append(("tuning", *identity, answer, record.backend, *times, when))
+        else:
+            answer = f"{sum(group.is_kernel for group in record.groups)} fused of {len(record.groups)} groups"
+            found.append(("plan", *identity, answer, "", record.planned_us, record.unfused_us, record.margin, when))
     return pd.DataFrame(found, columns=list(LS_COLUMNS))
-
-
-def _tuning_row(record: TuningRecord) -> tuple[object, ...]:
-    key = record.key
-    answer = "undecided" if record.undecided else "fuse" if record.fuse else "do not fuse"
-    return (
-        "tuning", key.workload, record.label, key.device, key.regime, key.numerics,
-        answer, record.backend, record.best_us, record.unfused.median_us,
-        record.gain, record.evidence.created,
-    )
-
-
-def _plan_row(plan: PlanRecord) -> tuple[object, ...]:
-    key = plan.key
-    fused = sum(group.is_kernel for group in plan.groups)
-    return (
-        "plan", key.workload, plan.label, key.device, key.regime, key.numerics,
-        f"{fused} fused of {len(plan.groups)} groups", "", plan.planned_us, plan.unfused_us,
-        plan.margin, plan.evidence.created,
-    )
 
 
 def show_record(database: Database, prefix: str) -> list[TuningRecord | PlanRecord]:
     """Records and plans whose workload key starts with ``prefix`` or whose label contains it."""
-    found: list[TuningRecord | PlanRecord] = [*database.records(), *database.plans()]
+    found = database.everything()
     return [item for item in found if item.key.workload.startswith(prefix) or prefix in item.label]
 
 

@@ -44,8 +44,6 @@ class RecordKey:
     Attributes:
         workload: Canonical hash of the group or region with shapes, dtypes and strides.
         device: Identity of the device (name, SM or core count, cache and memory sizes).
-        regime: ``"eager"`` or ``"graph"``.
-        numerics: ``"fp32"`` or ``"eager"``.
     """
 
     workload: limits.Key
@@ -102,11 +100,9 @@ class Measurement:
     """A time, as found.
 
     Attributes:
-        median_us: Median time of one call in microseconds.
         spread_us: Interquartile range in microseconds.
         samples: Timed samples (each the mean of one or more calls).
         rounds: Interleaved rounds the samples come from; 0 for a screening that was not interleaved.
-        regime: ``"eager"`` or ``"graph"``.
         noise: Relative A/A noise of the run the samples come from; 0 where it was not measured.
     """
 
@@ -125,7 +121,6 @@ class Evidence:
     Attributes:
         created: ISO 8601 UTC time.
         seed: Seed of the search and of the inputs.
-        elapsed_s: Wall time spent, in seconds.
         clocks_mhz: Clocks seen after measuring, by name; empty where they cannot be read.
         reason: Why the answer is what it is, in words.
     """
@@ -143,14 +138,10 @@ class Trial:
     """One finished attempt at one configuration; what a killed tune resumes from.
 
     Attributes:
-        key: The subject's record key.
-        backend: Kernel back end.
-        config: Configuration by parameter name.
         median_us: Screening time in microseconds, in the regime; None when it failed.
         reason: Why it failed (compile error, wrong result, crash, time limit); empty when it was measured.
         error: Normwise relative error against float64; None when it failed before it could be checked.
         duplicate_of: Canonical text of the config that runs the same code in the same way; empty when none does.
-        created: ISO 8601 UTC time.
         device_us: Screening time of the device alone, where the regime's includes the host and configurations are
             compared; None elsewhere.
     """
@@ -179,7 +170,6 @@ class Finalist:
         name: ``"unfused"``, ``"default"`` or ``"challenger"``.
         backend: Kernel back end; empty for the unfused chain.
         config: Configuration; empty for the unfused chain.
-        time: What was measured.
         gain: Median paired gain over the unfused chain, relative to it (0.5 = half its time); 0 for itself.
     """
 
@@ -213,7 +203,6 @@ class TuningRecord:
         threshold: What a gain had to exceed: max(1 %, A/A noise), and less where noise is large.
         error: Normwise relative error of the best kernel against float64.
         eager_error: The same for the unfused chain.
-        rejected: Configurations that failed, with reasons.
         refusals: Back ends that could not take part, with reasons.
         enumerated: Feasible configurations, over all back ends.
         compiled: Configurations compiled in this tune and the runs it resumes.
@@ -267,7 +256,6 @@ class GroupChoice:
         implementation: What runs the group: ``"aten"``, a kernel back end, or a library call.
         workload: Workload key of the group's tuning record; empty where there is nothing to search.
         config: Kernel configuration; empty where there is nothing to search.
-        predicted_us: What the cost model said.
         lower_bound_us: What no kernel can beat.
         measured_us: What was measured, by itself; None when the choice rests on the model.
         delay_us: How much longer it was held to take in its region, whose data share the cache.
@@ -306,9 +294,6 @@ class Alternative:
 
     Attributes:
         ops: Canonical positions in the region.
-        reason: Why the partition does without it.
-        predicted_us: What the cost model said.
-        measured_us: What was measured; None when it was not.
         implementation: What would have run it: ``"aten"``, a kernel back end or a library call.
         workload: Workload key of its tuning record; empty without one.
         delay_us: How much longer it was held to take in its region than by itself.
@@ -334,10 +319,6 @@ class PlanRecord:
         planned_us: Time of the plan: measured end to end, or the sum of its groups' times.
         unfused_us: Time of the unfused alternative, measured in the same run.
         margin: Relative gain over the unfused alternative, ``1 - planned_us / unfused_us``.
-        predicted_us: What the cost model said about this partition.
-        rejected: Candidates that were not chosen, with reasons.
-        enumerated: Candidate groups enumerated.
-        measured: Candidate groups measured.
         gap: Relative optimality gap over the candidate set; 0 is proven optimal.
         peak_bytes: Largest live intermediate memory of the plan.
         unfused_peak_bytes: The same for the unfused alternative.

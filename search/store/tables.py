@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from sqlalchemy import (
-    Column,
-    Connection,
-    Engine,
-    Float,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    create_engine,
-    event,
-    inspect,
-    select,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
-from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from fuseplan.search.errors import (
     CorruptDatabaseError,
@@ -38,17 +20,14 @@ from fuseplan.search.errors import (
     ReadOnlyDatabaseError,
     SchemaVersionError,
 )
-from fuseplan.search.store.files import APPLICATION_ID, FileIdentity, check_ours, file_size, identity, move_aside
+from fuseplan.search.store.files import APPLICATION_ID, check_ours, file_size, identity, move_aside
 from fuseplan.search.store.location import location_name, server_limits, sqlite_file, without_secrets
 from fuseplan.search.store.plain import brief, plain
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
-METADATA = MetaData()
+METADATA = sa.MetaData()
 _APPLICATION = "fuseplan"
-#: Connections of the process that this one was forked from: SQLite asks neither to use nor to close them here.
-_INHERITED: list[Any] = []
-#: SQLite's mode for a file that nobody changes.
-_FIXED = "immutable=1"
+
 #: Seconds a writer waits for another process's transaction.
 _BUSY_S = 30.0
 #: How often a corrupt file is replaced before giving up.
@@ -57,21 +36,21 @@ _ATTEMPTS = 3
 DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError)
 
 
-def _key(name: str) -> Column[str]:
-    return Column(name, String(255), primary_key=True)
+def _key(name: str) -> sa.Column[str]:
+    return sa.Column(name, sa.String(255), primary_key=True)
 
 
-def _text(name: str) -> Column[str]:
-    return Column(name, Text, nullable=False, default="")
+def _text(name: str) -> sa.Column[str]:
+    return sa.Column(name, sa.Text, nullable=False, default="")
 
 
-META = Table("fuseplan_meta", METADATA, _key("name"), _text("value"))
+META = sa.Table("fuseplan_meta", METADATA, _key("name"), _text("value"))
 #: Measured device specs, as JSON.
-DEVICES = Table("devices", METADATA, _key("device"), _text("payload"), _text("checksum"), _text("created"))
+DEVICES = sa.Table("devices", METADATA, _key("device"), _text("payload"), _text("checksum"), _text("created"))
 
 
-def _record_table(name: str) -> Table:
-    return Table(
+def _record_table(name: str) -> sa.Table:
+    return sa.Table(
         name, METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
         _text("label"), _text("versions"), _text("payload"), _text("checksum"), _text("created"),
     )
@@ -80,20 +59,20 @@ def _record_table(name: str) -> Table:
 TUNINGS = _record_table("tuning_records")
 PLANS = _record_table("plan_records")
 #: Trials of tunes under way (``open``) or finished; separate from what dispatch reads.
-TRIALS = Table(
+TRIALS = sa.Table(
     "trials", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"), _key("backend"),
-    Column("config_hash", String(64), primary_key=True), _text("versions"), _text("payload"), _text("created"),
-    Column("open", Integer, nullable=False, default=1), Column("median_us", Float),
+    sa.Column("config_hash", sa.String(64), primary_key=True), _text("versions"), _text("payload"), _text("created"),
+    sa.Column("open", sa.Integer, nullable=False, default=1), sa.Column("median_us", sa.Float),
 )
-MISSES = Table(
+MISSES = sa.Table(
     "misses", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
-    _text("label"), _text("payload"), _text("first_seen"), Column("count", Integer, nullable=False, default=1),
+    _text("label"), _text("payload"), _text("first_seen"), sa.Column("count", sa.Integer, nullable=False, default=1),
 )
 #: Captured graphs, as JSON, so that a second tune need not trace the model again.
-CAPTURES = Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
+CAPTURES = sa.Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
 
 
-def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
+def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
     """An engine whose tables exist.
 
     With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files.
@@ -109,7 +88,9 @@ def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ReadOnlyDatabaseError(_not_writable(url, error)) from None
+            raise ReadOnlyDatabaseError(
+                f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"
+            ) from None
         file_size(file)
     engine = _engine(url)
     for _ in range(_ATTEMPTS):
@@ -130,7 +111,7 @@ def open_for_writing(url: URL, set_aside: bool = True) -> Engine:
     )
 
 
-def open_for_reading(url: URL) -> Engine | None:
+def open_for_reading(url: sa.URL) -> sa.Engine | None:
     """An engine that never writes, or None where there is nothing to read yet; :class:`DatabaseError` where there is
     something that cannot be used.
     """
@@ -150,17 +131,17 @@ def open_for_reading(url: URL) -> Engine | None:
         if isinstance(error, SchemaVersionError | ForeignDatabaseError):
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
-        engine = _engine(url, _FIXED)
+        engine = _engine(url, "immutable=1")
         usable = check_schema(engine)
     return engine if usable else None
 
 
-def _engine(url: URL, sqlite_mode: str = "") -> Engine:
+def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
     file = sqlite_file(url)
     if file is None:
         try:
             limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else server_limits(url)
-            engine = create_engine(url, connect_args=limits)
+            engine = sa.create_engine(url, connect_args=limits)
         except (*DRIVER_ERRORS, ImportError) as error:
             message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
             raise DatabaseError(message) from None
@@ -168,65 +149,28 @@ def _engine(url: URL, sqlite_mode: str = "") -> Engine:
             return engine
     else:
         target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
-        # To open a file costs several times a look-up in it, so one connection is kept. A file that is declared never
-        # to change is opened each time: an open one would not show that it did.
-        pool: dict[str, Any] = {"poolclass": NullPool} if sqlite_mode == _FIXED else {"pool_size": 1}
-        engine = create_engine(
-            url,
-            creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode), check_same_thread=False),
-            **pool,
+        # A connection of its own for each use: none is inherited by a fork, or stays with a file that was replaced.
+        engine = sa.create_engine(
+            url, creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode)), poolclass=NullPool
         )
-        _leave_what_is_not_ours(engine, file)
     _own_transactions(engine)
     return engine
 
 
-def close_with(owner: object, engine: Engine) -> None:
-    """Close an engine's connections when ``owner`` is let go, at exit at the latest.
 
-    SQLite merges its log into the file when the last connection is closed: the file alone is then whole.
-    """
-    weakref.finalize(owner, _close, engine, os.getpid())
-
-
-def _close(engine: Engine, process: int) -> None:
-    if os.getpid() == process:
-        engine.dispose()
-
-
-def _leave_what_is_not_ours(engine: Engine, file: Path) -> None:
-    """Open the database again in a forked process, and when another file has taken its place."""
-
-    def owner_and_file() -> tuple[int, FileIdentity | None]:
-        return os.getpid(), identity(file)
-
-    @event.listens_for(engine, "connect")
-    def _connect(_connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
-        record.info["identity"] = owner_and_file()
-
-    @event.listens_for(engine, "checkout")
-    def _checkout(_connection: sqlite3.Connection, record: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
-        if record.info["identity"] == owner_and_file():
-            return
-        if record.info["identity"][0] != os.getpid():
-            _INHERITED.append(record.dbapi_connection)
-            record.dbapi_connection = proxy.dbapi_connection = None  # type: ignore[misc]
-        raise DisconnectionError
-
-
-def _own_transactions(engine: Engine) -> None:
+def _own_transactions(engine: sa.Engine) -> None:
     """Let writers take the lock when they begin, so that two processes queue instead of failing half-way."""
 
-    @event.listens_for(engine, "connect")
+    @sa.event.listens_for(engine, "connect")
     def _connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None
         # One value that is no Unicode would cost the whole result; this way it fails its own checksum.
-        connection.text_factory = _lenient_text
+        connection.text_factory = lambda data: data.decode(errors="replace")
         # What a file's schema says is not run: it may be anybody's.
         connection.execute("PRAGMA trusted_schema=OFF")
 
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
         # A reader needs neither: each of its statements sees one state of the database.
         if not connection.get_execution_options().get("fuseplan_write", False):
             return
@@ -237,11 +181,8 @@ def _own_transactions(engine: Engine) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _lenient_text(data: bytes) -> str:
-    return data.decode(errors="replace")
 
-
-def _create_or_check(engine: Engine) -> None:
+def _create_or_check(engine: sa.Engine) -> None:
     if check_schema(engine):
         if engine.dialect.name == "sqlite":
             _quick_check(engine)
@@ -261,7 +202,7 @@ def _create_or_check(engine: Engine) -> None:
         raise database_error(error, engine) from None
 
 
-def _quick_check(engine: Engine) -> None:
+def _quick_check(engine: sa.Engine) -> None:
     try:
         with engine.connect() as connection:
             found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
@@ -271,13 +212,13 @@ def _quick_check(engine: Engine) -> None:
         raise _corrupt(engine, "; ".join(found))
 
 
-def check_schema(engine: Engine) -> bool:
+def check_schema(engine: sa.Engine) -> bool:
     """True when the tables exist and are ours; False for an empty database. :class:`DatabaseError` where it cannot be
     read, is another application's, or has another schema version.
     """
     try:
         with engine.connect() as connection:
-            names = set(inspect(connection).get_table_names())
+            names = set(sa.inspect(connection).get_table_names())
             if META.name not in names:
                 if names and engine.dialect.name == "sqlite":
                     listed = plain(", ".join(sorted(names)[:3]))
@@ -286,7 +227,7 @@ def check_schema(engine: Engine) -> bool:
                         "pass another file with --db"
                     )
                 return False
-            rows = connection.execute(select(META.c.name, META.c.value)).all()
+            rows = connection.execute(sa.select(META.c.name, META.c.value)).all()
             meta = {str(name): str(value) for name, value in rows}
     except DRIVER_ERRORS as error:
         raise database_error(error, engine) from None
@@ -298,16 +239,16 @@ def check_schema(engine: Engine) -> bool:
     return True
 
 
-def check_columns(engine: Engine) -> None:
+def check_columns(engine: sa.Engine) -> None:
     """Raise :class:`ForeignDatabaseError` unless every table is there with the columns that this version writes."""
+    try:
+        with engine.connect() as connection:
+            found = sa.inspect(connection).get_multi_columns()
+    except DRIVER_ERRORS as error:
+        raise database_error(error, engine) from None
+    there = {table: {column["name"] for column in columns} for (_schema, table), columns in found.items()}
     for table in METADATA.sorted_tables:
-        try:
-            with engine.connect() as connection:
-                there = inspect(connection).has_table(table.name)
-                columns = {column["name"] for column in inspect(connection).get_columns(table.name)} if there else set()
-        except DRIVER_ERRORS as error:
-            raise database_error(error, engine) from None
-        if missing := {column.name for column in table.columns} - columns:
+        if missing := {column.name for column in table.columns} - there.get(table.name, set()):
             raise ForeignDatabaseError(
                 f"{location_name(engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so this "
                 "fuseplan did not write it; it was left as it is: pass another file with --db"
@@ -315,13 +256,13 @@ def check_columns(engine: Engine) -> None:
 
 
 @contextlib.contextmanager
-def transaction(engine: Engine) -> Iterator[Connection]:
+def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A transaction that takes the write lock when it begins."""
     with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
         yield connection
 
 
-def upsert(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+def upsert(connection: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -> None:
     """Insert ``row``, or replace the row of the same primary key."""
     keys = [column.name for column in table.primary_key]
     changed = {name: value for name, value in row.items() if name not in keys}
@@ -335,7 +276,7 @@ def upsert(connection: Connection, table: Table, row: Mapping[str, Any]) -> None
         connection.execute(table.insert().values(**row))
 
 
-def database_error(error: Exception, engine: Engine) -> DatabaseError:
+def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
     """The error of our family that a driver's error stands for."""
     said = "out of memory" if isinstance(error, MemoryError) else str(getattr(error, "orig", None) or error)
     text = without_secrets(said, engine.url)
@@ -348,9 +289,5 @@ def database_error(error: Exception, engine: Engine) -> DatabaseError:
     return DatabaseError(f"{name}: {text}")
 
 
-def _corrupt(engine: Engine, why: str) -> CorruptDatabaseError:
+def _corrupt(engine: sa.Engine, why: str) -> CorruptDatabaseError:
     return CorruptDatabaseError(f"tuning database {location_name(engine.url)} is corrupt ({why})")
-
-
-def _not_writable(url: URL, error: Exception) -> str:
-    return f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"

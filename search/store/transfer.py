@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Table
-
 from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError
 from fuseplan.search.store import codec, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.plain import brief
-from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, RecordKey, TuningRecord, now
+from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
 from fuseplan.search.store.rows import device_spec, json_row, record_row
 
 _FORMAT = "fuseplan-records"
@@ -67,12 +65,10 @@ def _data_lines(database: Database, device: str | None) -> Iterator[str]:
     for name, spec in sorted(database.devices().items()):
         if device in (None, name):
             yield _line({"device": name, "spec": spec})
-    for record in database.records():
+    for record in database.everything():
         if device in (None, record.key.device):
-            yield _line({"tuning_record": json.loads(codec.dumps(record))})
-    for plan in database.plans():
-        if device in (None, plan.key.device):
-            yield _line({"plan_record": json.loads(codec.dumps(plan))})
+            kind = "tuning_record" if isinstance(record, TuningRecord) else "plan_record"
+            yield _line({kind: json.loads(codec.dumps(record))})
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -82,7 +78,24 @@ def read_bundle(path: Path) -> Bundle:
         ImportRefusedError: It is missing, truncated, altered, or not an export.
         SchemaVersionError: It is of another schema version.
     """
-    return _parse([_object(line, path, number) for number, line in enumerate(checked_lines(path), 2)], path)
+    devices: dict[str, dict[str, Any]] = {}
+    records: list[TuningRecord] = []
+    plans: list[PlanRecord] = []
+    for number, line in enumerate(checked_lines(path), 2):
+        item = _object(line, path, number)
+        try:
+            if "tuning_record" in item:
+                records.append(codec.from_data(TuningRecord, item["tuning_record"]))
+            elif "plan_record" in item:
+                plans.append(codec.from_data(PlanRecord, item["plan_record"]))
+            elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
+                device_spec(item["spec"])
+                devices[item["device"]] = item["spec"]
+            else:
+                raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
+        except RecordError as error:
+            raise ImportRefusedError(f"{path}, line {number}: {error}; nothing was imported") from None
+    return Bundle(devices, tuple(records), tuple(plans))
 
 
 def checked_lines(path: Path) -> list[str]:
@@ -126,26 +139,6 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     return value
 
 
-def _parse(items: list[dict[str, Any]], path: Path) -> Bundle:
-    devices: dict[str, dict[str, Any]] = {}
-    records: list[TuningRecord] = []
-    plans: list[PlanRecord] = []
-    for number, item in enumerate(items, 2):
-        try:
-            if "tuning_record" in item:
-                records.append(codec.from_data(TuningRecord, item["tuning_record"]))
-            elif "plan_record" in item:
-                plans.append(codec.from_data(PlanRecord, item["plan_record"]))
-            elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
-                device_spec(item["spec"])
-                devices[item["device"]] = item["spec"]
-            else:
-                raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
-        except RecordError as error:
-            raise ImportRefusedError(f"{path}, line {number}: {error}; nothing was imported") from None
-    return Bundle(devices, tuple(records), tuple(plans))
-
-
 def import_bundle(database: Database, path: Path) -> int:
     """Merge an export file into the database in one transaction; a newer record of the same key wins.
 
@@ -155,14 +148,12 @@ def import_bundle(database: Database, path: Path) -> int:
     bundle = read_bundle(path)
     taken = 0
     known = database.devices()
-    newest: dict[tuple[Table, RecordKey], str] = {}
-    newest |= {(tables.TUNINGS, record.key): record.evidence.created for record in database.records()}
-    newest |= {(tables.PLANS, plan.key): plan.evidence.created for plan in database.plans()}
+    newest = {(type(record), record.key): record.evidence.created for record in database.everything()}
+    stored: list[TuningRecord | PlanRecord] = [*bundle.records, *bundle.plans]
     with database.writing() as connection:
-        stored: list[TuningRecord | PlanRecord] = [*bundle.records, *bundle.plans]
         for record in stored:
-            table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
-            if newest.get((table, record.key), "") <= record.evidence.created:
+            if newest.get((type(record), record.key), "") <= record.evidence.created:
+                table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
                 tables.upsert(connection, table, record_row(record))
                 taken += 1
         for device, spec in bundle.devices.items():

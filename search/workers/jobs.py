@@ -36,12 +36,8 @@ class Bench:
     """How subjects are checked and timed.
 
     Attributes:
-        target: The device.
-        timer: How one call is timed.
-        seed: Seed of the inputs.
         screen_s: Seconds of samples for one screening.
         decide_s: Seconds of interleaved rounds for the decision.
-        operand_bytes: Memory that rotating operands may take; 0 for a quarter of what is free.
     """
 
     target: Target
@@ -49,7 +45,6 @@ class Bench:
     seed: int = 0
     screen_s: float = 0.1
     decide_s: float = 0.6
-    operand_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,9 +109,12 @@ class _Desk:
 
     @cached_property
     def operands(self) -> Operands:
-        limit = self.bench.operand_bytes or free_bytes(self.device) // 4
-        llc = cache_bytes(self.bench.target.l2_bytes)
-        return rotating_operands(self.inputs, self.subject.hot_inputs, llc, limit)
+        return _rotating(self.bench, self.inputs, self.subject.hot_inputs)
+
+
+def _rotating(bench: Bench, inputs: Sequence[torch.Tensor], hot: Sequence[bool]) -> Operands:
+    """Operand sets in at most a quarter of the memory that is free."""
+    return rotating_operands(inputs, hot, cache_bytes(bench.target.l2_bytes), free_bytes(bench.target.device_type) // 4)
 
 
 _desks: dict[tuple[str, int], _Desk] = {}
@@ -228,9 +226,7 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
                 runs[entrant.name] = entrant.backend.fused_callable(subject.ir, entrant.config, bench.target)
             else:
                 failed[entrant.name] = verdict.reason
-        result = decisive(
-            bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None
-        )
+        result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None)
         clocks = clocks_mhz(desk.device)
         kernels = {name: run for name, run in runs.items() if name != UNFUSED}
         device = _between_kernels(bench, result, kernels, desk.operands, twice)
@@ -266,9 +262,7 @@ def decide_sides(
             side: sequence([parts[name] for name in names], shared, kept, bench.target)
             for side, names in sides.items()
         }
-        limit = bench.operand_bytes or free_bytes(device) // 4
-        llc = cache_bytes(bench.target.l2_bytes)
-        operands = rotating_operands(shared.tensors, shared.hot, llc, limit)
+        operands = _rotating(bench, shared.tensors, shared.hot)
         return decisive(bench.timer, runs, operands, bench.decide_s, next(iter(sides)))
 
 

@@ -13,7 +13,6 @@ import pickle
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -73,7 +72,6 @@ class Supervisor:
         threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
         cores: What the compiling lanes may run on; the OpenMP runtime may have bound this process to one core.
         background: Workers for :data:`BACKGROUND` jobs; they have the lanes -1, -2, ...
-        clock: Seconds that the jobs' limits are counted in.
     """
 
     def __init__(
@@ -84,8 +82,7 @@ class Supervisor:
         self._clock = clock
         self._threads = threads
         self._background = range(-1, -1 - background, -1)
-        self._backlog: deque[Request] = deque()
-        self._spare: deque[Request] = deque()
+        self._backlog: list[Request] = []
         #: Requests that wait for the same job of a background worker.
         self._held: dict[int, list[Request]] = {}
         self._cores = tuple(cores)
@@ -114,7 +111,7 @@ class Supervisor:
         if self._parent in ready:
             request = self._parent.recv()
             if request.lane == BACKGROUND:
-                (self._spare if request.spare else self._backlog).append(request)
+                self._backlog.append(request)
             else:
                 self._take(request)
         self._feed()
@@ -127,18 +124,17 @@ class Supervisor:
                 if lane is not None and lane.request is not None and lane.request.payload == request.payload:
                     self._held.setdefault(number, []).append(request)
                     return
-            for queue in (self._backlog, self._spare):
-                for waiting in [one for one in queue if one.payload == request.payload]:
-                    queue.remove(waiting)
+            self._backlog = [one for one in self._backlog if one.payload != request.payload]
         self._start(request)
 
     def _feed(self) -> None:
         """Hand waiting background jobs to idle background workers."""
         for number in self._background:
             lane = self._lanes.get(number)
-            waiting = self._backlog or self._spare
-            if waiting and (lane is None or not lane.busy):
-                self._start(replace(waiting.popleft(), lane=number))
+            if self._backlog and (lane is None or not lane.busy):
+                waiting = min(self._backlog, key=lambda request: request.spare)  # of equals the first
+                self._backlog.remove(waiting)
+                self._start(replace(waiting, lane=number))
 
     def _finish(self, number: int, request: Request | None, state: str, payload: Any) -> None:
         """Tell who waits for what a lane has done."""

@@ -95,20 +95,17 @@ class WorkerPool:
 
     Args:
         compilers: Parallel compile lanes; the usable cores by default.
-        threads: torch threads of the measuring worker; those of this process by default.
         bind: Keep each thread of the measuring worker on a core of its own. Otherwise, beside one other busy process,
             the scheduler may leave two threads that wait for each other on one core, for time slices on end.
         preload: Modules that every worker will need, imported once, before the first worker is forked; with
             ``module:function`` the function is called too.
     """
 
-    def __init__(
-        self, compilers: int | None = None, threads: int | None = None, bind: bool = False, preload: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, compilers: int | None = None, bind: bool = False, preload: Sequence[str] = ()) -> None:
         self._preload = list(preload)
         self.compilers = max(1, compilers if compilers is not None else usable_cores())
         self._bind = bind
-        self.threads = threads if threads is not None else torch.get_num_threads()
+        self._threads = torch.get_num_threads()
         self._jobs = 0
         #: Another thread may prefetch while a job is sent.
         self._sending = threading.Lock()
@@ -174,7 +171,7 @@ class WorkerPool:
             binding = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"} if self._bind else {}
             self._process = subprocess.Popen(
                 [
-                    sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self.threads), json.dumps(binding),
+                    sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self._threads), json.dumps(binding),
                     str(max(1, self.compilers - _SPARED)), json.dumps(self._preload),
                 ],
                 pass_fds=[theirs.fileno()],

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import report_samples
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.search.store import maintenance
 from fuseplan.search.store.database import Database
 

@@ -16,6 +16,7 @@ from fuseplan.costmodel.calibrate import Sample, calibrate, predict_left_out
 from fuseplan.costmodel.device import Calibration, CallTimes, DeviceSpec, FamilyScale, Peak
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
+from fuseplan.search.store.rows import device_spec
 
 NAMES = ("aten.mul.Tensor.float32", "aten.mul.Tensor.bfloat16", "aten.add.Tensor.float32", "aten.neg.default.float32")
 #: An op, its type, and how many times as long it takes as the roofline says.
@@ -158,9 +159,9 @@ def test_lanes_and_threads_price_a_kernel_on_cpus() -> None:
 def test_json_has_calls_and_families_and_older_specs_have_none() -> None:
     fitted = Calibration(1.1, samples=9, families={"aten.mul": FamilyScale(1.2, 0.9, 4)})
     spec = dataclasses.replace(TIMED, peaks={"fp32": Peak(1e11, 2e11)}).with_calibration("unfused", fitted)
-    assert DeviceSpec.from_json(spec.to_json()) == spec
+    assert device_spec(json.loads(spec.to_json())) == spec
     older = json.loads(spec.to_json())
     del older["calls"], older["calibrations"]["unfused"]["families"]
-    read = DeviceSpec.from_json(json.dumps(older))
+    read = device_spec(older)
     assert read.calls == {}
     assert read.calibrations["unfused"] == dataclasses.replace(fitted, families={})

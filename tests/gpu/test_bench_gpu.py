@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import report_samples as samples
 import torch
+from curves import curve_of
 
-from fuseplan.costmodel.curve import BandwidthCurve
-from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak, current_identity
+from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
+from fuseplan.costmodel.identity import DeviceIdentity, current_identity
 from fuseplan.planner.bench import groups, launch
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternBench
@@ -37,7 +38,7 @@ def gpu_spec(identity: DeviceIdentity) -> DeviceSpec:
     return replace(
         samples.SPEC,
         identity=identity,
-        bandwidth=BandwidthCurve.of([(2.0**14, 100.0), (2.0**22, 3000.0), (2.0**30, 4000.0)]),
+        bandwidth=curve_of([(2.0**14, 100.0), (2.0**22, 3000.0), (2.0**30, 4000.0)]),
         launch={**samples.SPEC.launch, "graph": Latency(1.0, 0.5, "empty kernel")},
         peaks={"fp32": Peak(4e13, 5e13), "sfu": Peak(4e12, 5e12)},
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from fuseplan.costmodel.device import DeviceSpec, current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe.probe import probe
 from fuseplan.costmodel.probe.timing import GraphTimer
+from fuseplan.search.store.rows import device_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -30,10 +32,10 @@ def test_a_timer_captures_while_another_thread_allocates() -> None:
 def test_probe_of_this_device() -> None:
     spec = probe("cuda")
     assert spec.identity == current_identity("cuda")
-    assert DeviceSpec.from_json(spec.to_json()) == spec
-    assert spec.graph_us is not None
+    assert device_spec(json.loads(spec.to_json())) == spec
+    assert "graph" in spec.launch
     # A graph node skips the host; a cache is faster than the memory behind it; tensor cores beat plain fp32.
-    assert spec.graph_us < spec.eager_us
+    assert spec.launch["graph"].us < spec.launch["eager"].us
     assert spec.bandwidth.ideal_gbps(spec.identity.l2_bytes / 4) > spec.bandwidth.points[-1].best_gbps
     assert spec.peak("bf16_matmul").per_s > spec.peak("fp32").per_s > spec.peak("sfu").per_s
     if torch.cuda.get_device_capability() >= (9, 0):

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from compilers import find_compiler
 from dispatch_samples import fresh_start
 from program_judging import complaints
 from program_runs import run_program
 from programs import Input, Program, Step, make_program
-
-from fuseplan.kernels.native.build import find_compiler
 
 #: The last ones pass through several dtypes, or sum what cancels.
 SEEDS = (*range(7000, 7024), 315, 833, 2866, 3735)

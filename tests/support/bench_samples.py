@@ -9,7 +9,7 @@ from typing import Any
 
 import report_samples as samples
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.patterns import PatternRow
 from fuseplan.planner.patterns.cells import cell

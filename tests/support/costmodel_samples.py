@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from fuseplan.costmodel.device import (
-    BandwidthCurve,
-    BandwidthPoint,
-    DeviceIdentity,
-    DeviceSpec,
-    Latency,
-    Peak,
-)
+from curves import curve_of
+
+from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
+from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
+from fuseplan.costmodel.identity import DeviceIdentity
 
 CPU = DeviceSpec(
     identity=DeviceIdentity("cpu", "test", 4, 1_000_000, 0),
@@ -22,7 +19,7 @@ CPU = DeviceSpec(
     noise=0.0,
     measured_at="",
     versions={},
-    thread_bandwidth=BandwidthCurve.of([(1e6, 80.0), (4e6, 30.0)]),
+    thread_bandwidth=curve_of([(1e6, 80.0), (4e6, 30.0)]),
 )
 GPU = dataclasses.replace(
     CPU,

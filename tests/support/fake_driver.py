@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from compilers import find_compiler
 
 from fuseplan.kernels.gpu import direct as gpu_direct
-from fuseplan.kernels.gpu import launch
-from fuseplan.kernels.gpu.direct import Driver, Launcher
+from fuseplan.kernels.gpu.direct import Launcher
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.ir.backend import Resources
-from fuseplan.kernels.native.build import find_compiler
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -66,6 +65,18 @@ def compiled_kernel(bits: list[int], run: Callable[..., None], function: int = 1
     )
 
 
+class Unloaded:
+    """A ``CompiledKernel`` as Triton makes it: the function has no handle before the launcher is asked for."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled, self.function = compiled, None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "run":
+            self.function = self._compiled.function
+        return getattr(self._compiled, name)
+
+
 #: Handles of the fake functions, by index width.
 FUNCTIONS = {False: 1000, True: 2**63 + 1000}
 
@@ -100,7 +111,7 @@ class Machine:
             _TEXT(self._text),
             _LAUNCH_CONFIG(self._launch_config),
         )
-        self.driver = Driver(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions))
+        self.driver = tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions)
 
     def bits(self, wide: bool) -> list[int]:
         return [64] * self.addresses + [64 if wide else 32] * self.sizes + [64, 64]
@@ -148,7 +159,7 @@ class Machine:
             def run(*args: Any) -> None:
                 self.slow.append((variant, args[0], args[9:]))
 
-            return compiled_kernel(self.bits(variant.wide), run, FUNCTIONS[variant.wide], **changes)
+            return Unloaded(compiled_kernel(self.bits(variant.wide), run, FUNCTIONS[variant.wide], **changes))
 
         symbols = tuple("nmk"[: self.sizes])
         return GpuKernel(compile_variant, geometry, symbols, arguments, buffers, Resources(), self.launcher(allocate))
@@ -158,7 +169,7 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let CPU tensors (device -1) pass for tensors of the current device, whose stream for Triton is 3."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "_raw_stream", lambda _: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=3))
 
 
 def aligned(numel: int, shift: int = 0) -> torch.Tensor:

@@ -1,8 +1,14 @@
-"""Paths through a kernel's PTX: what can be reached from its entry without passing something first."""
+"""A kernel's PTX: what can be reached from its entry without passing something first, and how wide accesses are."""
 
 from __future__ import annotations
 
 import re
+
+from fuseplan.kernels.gpu.backend import GpuBackend
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.tile import needs_int64
+from fuseplan.kernels.ir.backend import SM90, Config
+from fuseplan.kernels.ir.ir import KernelIR
 
 ACCESS = r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async\.c"
 WAIT = r"griddepcontrol\.wait"
@@ -44,3 +50,14 @@ def overlap_faults(ptx: str, overlap: str) -> list[str]:
     if overlap == "late":
         faults += [f"starts first: {line}" for line in reached(ptx, LET_NEXT_START, WAIT)]
     return faults
+
+
+def vector_bytes(ptx: str) -> int:
+    """Width of the narrowest vector load or store of more than one element in global memory; 0 without any."""
+    widths = {int(count) * int(bits) // 8 for count, bits in re.findall(r"\.global\S*\.v([248])\.\w(\d+)", ptx)}
+    return min(widths, default=0)
+
+
+def ptx_of(backend: GpuBackend, ir: KernelIR, config: Config) -> str:
+    """The PTX of a kernel for sm_90."""
+    return str(backend._compile(ir, config, SM90, Variant(wide=needs_int64(ir))).asm["ptx"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fuseplan.costmodel.curve import BandwidthCurve
-from fuseplan.costmodel.device import DeviceIdentity, DeviceSpec, Latency, Peak
+from curves import curve_of
+
+from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
+from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
@@ -28,7 +30,7 @@ EVIDENCE = Evidence("2026-11-20T10:00:00+00:00", Versions("0.1.0", "2.13.0"), 0,
 
 SPEC = DeviceSpec(
     identity=IDENTITY,
-    bandwidth=BandwidthCurve.of([(2.0**14, 60.0), (2.0**18, 90.0), (2.0**24, 45.0), (2.0**28, 20.0)]),
+    bandwidth=curve_of([(2.0**14, 60.0), (2.0**18, 90.0), (2.0**24, 45.0), (2.0**28, 20.0)]),
     launch={"eager": Latency(4.0, 3.0, "aten.add"), "kernel": Latency(0.5, 0.3, "our own launcher")},
     peaks={"fp32": Peak(1.5e11, 2.0e11), "sfu": Peak(1.0e10, 1.5e10)},
     noise=0.02,

@@ -33,7 +33,7 @@ def main(where: str) -> None:
 
     from fuseplan.search.workers.worker import WorkerPool
 
-    with WorkerPool(compilers=1, threads=1) as pool:
+    with WorkerPool(compilers=1) as pool:
         print(pool.call(sanitize_control.beyond, limit_s=120.0))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuseplan.costmodel.device import DeviceIdentity
+from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import (
     RateTiming,
     StreamTiming,
@@ -16,7 +16,6 @@ from fuseplan.costmodel.probe.fit import (
     fit_launches,
     fit_linear,
     memory_fit,
-    noise_of,
     peaks,
 )
 from fuseplan.costmodel.probe.measurements import Measurements
@@ -146,11 +145,6 @@ def test_peaks_keep_cheap_operations_out_of_the_typical_rate() -> None:
     assert found["fp32"].per_s == found["fp32"].best_per_s == pytest.approx(2e12)
 
 
-def test_noise_is_the_median_over_everything() -> None:
-    timings = {"a": [exact(1.0, noise=0.1), exact(1.0, noise=0.3)], "b": [exact(1.0, noise=0.2)]}
-    assert noise_of(timings) == pytest.approx(0.2)
-
-
 CPU_ID = DeviceIdentity("cpu", "test", 2, 4 * MIB, 0)
 GPU_ID = DeviceIdentity("cuda", "test", 132, 4 * MIB, 0)
 STREAMS = [stream("neg", size, 1.0, 100.0) for size in SIZES]
@@ -160,19 +154,26 @@ RATES = [RateTiming("fp32", 1e6, exact(1.0))]
 
 def test_assembled_cpu_spec_without_a_launcher() -> None:
     spec = assemble(CPU_ID, Measurements(STREAMS, EAGER, RATES))
-    assert spec.eager_us == pytest.approx(2.0, rel=1e-2)
+    assert spec.launch["eager"].us == pytest.approx(2.0, rel=1e-2)
     assert spec.latency("eager").best_us == pytest.approx(1.80256)  # the quickest call, not an extrapolation
-    assert spec.kernel_us == spec.eager_us
+    assert spec.launch["kernel"].us == spec.launch["eager"].us
     assert spec.latency("kernel").best_us == 0.0  # no claim about a launcher that was not measured
-    assert spec.graph_us is None
+    assert "graph" not in spec.launch
     assert spec.thread_bandwidth is None
     assert set(spec.fits) == {"launch:neg", "memory", "eager"}
 
 
+def test_noise_is_the_median_over_everything() -> None:
+    eager = {size: Timing(2.0, 2.0, noise) for size, noise in zip((256, 4096, 16384), (0.1, 0.4, 0.3), strict=True)}
+    rates = [RateTiming("fp32", 1e6, exact(1.0, noise=noise)) for noise in (0.2, 0.5)]
+    streams = [stream("neg", size, 1.0, 100.0) for size in SIZES[-2:]]
+    assert assemble(CPU_ID, Measurements(streams, eager, rates)).noise == pytest.approx(0.2)
+
+
 def test_assembled_cuda_spec_with_a_launcher() -> None:
     spec = assemble(GPU_ID, Measurements(STREAMS, EAGER, RATES, kernel=Timing(0.5, 0.4, 0.0), graph_node=exact(0.6)))
-    assert (spec.kernel_us, spec.latency("kernel").best_us) == (0.5, 0.4)
-    assert spec.graph_us == pytest.approx(1.0, rel=1e-2)  # a streaming kernel's t0
+    assert (spec.launch["kernel"].us, spec.latency("kernel").best_us) == (0.5, 0.4)
+    assert spec.launch["graph"].us == pytest.approx(1.0, rel=1e-2)  # a streaming kernel's t0
     assert spec.latency("graph").best_us == 0.6  # an empty kernel's
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import ir_samples as samples
 import pytest
 import torch
+from ptx_paths import vector_bytes
 
-from fuseplan.kernels.gpu import build, launch
-from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, build_launcher, compile_kernel, vector_bytes
+from fuseplan.kernels.gpu import build
+from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, build_launcher, compile_kernel
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
 from fuseplan.kernels.ir.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
@@ -45,8 +46,8 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
 def test_a_damaged_resource_record_is_forgotten(tmp_path: Path) -> None:
     cache = ModuleStore("triton", tmp_path)
     assert cache.resources("key") is None
-    cache.keep_resources("key", Resources(32, 0, 16, {"ptx_vector_bytes": 16}))
-    assert cache.resources("key") == Resources(32, 0, 16, {"ptx_vector_bytes": 16})
+    cache.keep_resources("key", Resources(32, 0, 16, {"register_limit": 16}))
+    assert cache.resources("key") == Resources(32, 0, 16, {"register_limit": 16})
     next(cache.folder.glob("resources_*")).write_text("[1, 2")
     assert cache.resources("key") is None
 
@@ -85,7 +86,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Records launches; CPU tensors (device -1) stand for tensors on the current device."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "_raw_stream", lambda _: 7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
     return []
 
 
@@ -141,7 +142,7 @@ def test_a_kernel_on_another_device_switches_to_it(
     monkeypatch.setattr(torch.cuda, "device", switch)
     kernel = GpuKernel(recording(launches), lambda _: Geometry(1, False), (), ((0, 0),), 1, Resources())
     kernel(torch.zeros(4))
-    assert entered == [-1, -1] and len(launches) == 1
+    assert entered == [-1] and len(launches) == 1
 
 
 def test_fused_callable_allocates_what_the_kernel_writes(monkeypatch: pytest.MonkeyPatch) -> None:

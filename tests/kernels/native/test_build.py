@@ -7,9 +7,10 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+from compilers import find_compiler
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import Compiler, build_library, find_compiler, is_sound
+from fuseplan.kernels.native.build import Compiler, build_library, is_sound
 
 FOUND = find_compiler()
 pytestmark = pytest.mark.skipif(FOUND is None, reason="no C++ compiler on PATH")

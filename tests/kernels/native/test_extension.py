@@ -6,9 +6,10 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from compilers import find_compiler
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import Compiler, find_compiler
+from fuseplan.kernels.native.build import Compiler
 from fuseplan.kernels.native.extension import load_extension
 
 _MODULE = """#include <Python.h>

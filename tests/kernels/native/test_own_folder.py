@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from compilers import find_compiler
 
 from fuseplan.kernels.gpu.build import ModuleStore
 from fuseplan.kernels.native import own_folder as module
-from fuseplan.kernels.native.build import Compiler, build_library, find_compiler
+from fuseplan.kernels.native.build import Compiler, build_library
 from fuseplan.kernels.native.own_folder import is_exposed, own_folder
 
 

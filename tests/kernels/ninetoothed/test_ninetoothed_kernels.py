@@ -12,6 +12,7 @@ import ir_samples as samples
 import pytest
 from ir_samples import Sample, label
 from paths import SUPPORT
+from ptx_paths import ptx_of, vector_bytes
 
 from fuseplan.kernels.ir.backend import SM90, BuildError, Target
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
@@ -58,7 +59,7 @@ def test_llama_defaults_compile_for_sm90_without_spills(sample: Sample, backend:
     resources = backend.prepare(sample.ir, config, SM90)
     assert resources.spill_bytes == 0
     assert resources.registers is not None and 8 < resources.registers <= 128
-    assert resources.extra["ptx_vector_bytes"] >= 8
+    assert vector_bytes(ptx_of(backend, sample.ir, config)) >= 8
 
 
 @pytest.mark.parametrize("sample", samples.static_samples(), ids=label)

@@ -52,7 +52,7 @@ def test_affine_indices_over_any_rows(data: st.DataObject) -> None:
     cols = data.draw(st.integers(1, 5))
     coords = [Index.coord(axis, extent) for axis, extent in enumerate((*rows, cols))]
     strides = [data.draw(st.sampled_from([0, 1, 3, 4, 12, 60])) for _ in coords]
-    index = flatten(coords, strides, data.draw(st.integers(0, 7)))
+    index = flatten(coords, strides) + data.draw(st.integers(0, 7))
     where = segment(rows, cols)
     assert offsets(where, index) == expected(where, index)
 

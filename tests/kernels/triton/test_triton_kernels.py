@@ -16,6 +16,7 @@ import ir_samples as samples
 import pytest
 from ir_samples import Sample, label
 from paths import SUPPORT
+from ptx_paths import ptx_of, vector_bytes
 from recipe_samples import recipe_samples
 
 from fuseplan.kernels.gpu import build
@@ -25,7 +26,7 @@ from fuseplan.kernels.gpu.tile import needs_int64, programs
 from fuseplan.kernels.ir.backend import SM90, BuildError, Config, MachineError, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.registry import local_target
-from fuseplan.kernels.triton.backend import TritonBackend, _kernel_spec
+from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.kernels.triton.emitter import KERNEL_NAME
 
 LLAMA_SHAPES = [(1, 2048, 8192), (32, 4096, 14336), (16384, 8192, 28672)]
@@ -76,7 +77,7 @@ def test_llama_defaults_compile_for_sm90_without_spills(sample: Sample, backend:
     assert resources.registers is not None and 8 < resources.registers <= 128
     assert resources.shared_bytes is not None and resources.shared_bytes < 48 * 1024
     # Every access to a whole tile is a vector one: 16 bytes, or 8 where tiles are small.
-    assert resources.extra["ptx_vector_bytes"] >= 8
+    assert vector_bytes(ptx_of(backend, sample.ir, config)) >= 8
 
 
 @pytest.mark.parametrize("sample", samples.static_samples() + samples.dynamic_samples(), ids=label)
@@ -140,7 +141,7 @@ def machine_code(backend: TritonBackend, ir: KernelIR, config: Config) -> str:
     if tool is None:
         pytest.skip("no cuobjdump")
     module = backend.store.load(backend.source(ir, config))
-    compiled = compile_kernel(getattr(module, KERNEL_NAME), _kernel_spec(ir, config, Variant()), SM90)
+    compiled = compile_kernel(getattr(module, KERNEL_NAME), TritonBackend()._spec(ir, config, Variant()), SM90)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -217,7 +218,7 @@ def test_large_tensors_use_64_bit_indices(backend: TritonBackend) -> None:
     assert not needs_int64(small.ir) and needs_int64(large.ir)
     config = backend.default_config(large.ir, SM90)
     assert "int64" in backend.source(large.ir, config)
-    assert backend.prepare(large.ir, config, SM90).extra["ptx_vector_bytes"] == 16
+    assert vector_bytes(ptx_of(backend, large.ir, config)) == 16
     dynamic = samples.dynamic_samples()[4].ir
     assert not needs_int64(dynamic, {"n": 7}) and needs_int64(dynamic, {"n": 2**25})
 

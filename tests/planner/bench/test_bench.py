@@ -15,7 +15,7 @@ import pytest
 import report_samples as samples
 import torch
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import evidence, groups
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench import rows as bench

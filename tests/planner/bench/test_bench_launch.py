@@ -18,7 +18,7 @@ import torch
 from graphs import Builder
 from inline_executor import InlineExecutor
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import launch
 from fuseplan.planner.bench.launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
 from fuseplan.planner.bench.patterns import PatternBench

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import report_samples as samples
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.patterns import PatternBench, PatternRow

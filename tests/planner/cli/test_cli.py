@@ -16,7 +16,8 @@ import report_samples as samples
 import torch
 from inline_executor import InlineExecutor
 
-from fuseplan.costmodel.device import Peak, current_identity
+from fuseplan.costmodel.device import Peak
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import load
 from fuseplan.planner.bench import scaling
 from fuseplan.planner.cli import main

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from costmodel_samples import CPU, GPU
+from curves import curve_of
 from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import ScriptedTuner, compute_nodes
 
-from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec, Mode, Peak
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
@@ -40,7 +40,7 @@ from fuseplan.search.store.record import PlanRecord, Versions
 
 #: 8 TB/s for what a cache of 32 MB holds, half of it for twice as much.
 KNEE = dataclasses.replace(
-    GPU, bandwidth=BandwidthCurve.of([(32e6, 8000.0), (64e6, 4000.0)]),
+    GPU, bandwidth=curve_of([(32e6, 8000.0), (64e6, 4000.0)]),
     identity=dataclasses.replace(GPU.identity, l2_bytes=40_000_000),
     peaks={"fp32": Peak(1e15, 1e15), "sfu": Peak(1e14, 1e14)},
 )
@@ -100,7 +100,7 @@ def test_what_the_region_makes_for_itself_is_in_the_cache() -> None:
     graph = b.graph(b("aten.mul.Tensor", middle, "y"))
     graph.fresh = frozenset({"x", "y"})
     assert neighbours_of(graph).footprint_bytes == 3 * 32_000_000
-    spec = dataclasses.replace(KNEE, bandwidth=BandwidthCurve.of([(64e6, 8000.0), (96e6, 4000.0)]))
+    spec = dataclasses.replace(KNEE, bandwidth=curve_of([(64e6, 8000.0), (96e6, 4000.0)]))
     # exp: 64 MB, of which the half that it makes is read right away. mul moves as much as the region: nothing beside.
     first, second = delays_us(graph, spec)
     assert first == pytest.approx((64e6 / 4000e9 - 64e6 / 8000e9) * 1e6 / 2)
@@ -151,13 +151,13 @@ def test_what_two_ops_read_alike_counts_once_and_halves_add_up() -> None:
     assert neighbours_of(graph).footprint_bytes == 32_000_000 + 2 * 16_000_000
 
 
-@pytest.mark.parametrize("spec", [CPU, dataclasses.replace(KNEE, bandwidth=BandwidthCurve.of([(1e6, 8000.0)]))])
+@pytest.mark.parametrize("spec", [CPU, dataclasses.replace(KNEE, bandwidth=curve_of([(1e6, 8000.0)]))])
 def test_no_delay_on_cpus_or_where_bandwidth_does_not_fall(spec: DeviceSpec) -> None:
     assert delays_us(two_scaled(4000)[0], spec, "kernel" if spec is CPU else "graph") == [0.0, 0.0]
 
 
 def test_bandwidth_that_rises_with_the_footprint_is_no_gain() -> None:
-    rising = dataclasses.replace(KNEE, bandwidth=BandwidthCurve.of([(32e6, 4000.0), (64e6, 8000.0)]))
+    rising = dataclasses.replace(KNEE, bandwidth=curve_of([(32e6, 4000.0), (64e6, 8000.0)]))
     assert delays_us(two_scaled(4000)[0], rising) == [0.0, 0.0]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import report_samples as samples
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.patterns.table import pattern_graph
 from fuseplan.planner.report.explain import explain_plan, sources

@@ -11,7 +11,7 @@ import pytest
 import report_samples as samples
 from inline_executor import InlineExecutor
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
 from fuseplan.planner.tuning import session
 from fuseplan.planner.tuning.recheck import Rechecked, recheck_verdict

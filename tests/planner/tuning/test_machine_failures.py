@@ -14,7 +14,7 @@ from fake_tuner import SUBJECT, tuner
 from inline_executor import InlineExecutor
 from search_fakes import FakeBackend
 
-from fuseplan.costmodel.device import current_identity
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import load
 from fuseplan.kernels.ir.backend import BuildError, Config, MachineError, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR

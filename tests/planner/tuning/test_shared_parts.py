@@ -215,7 +215,7 @@ def test_a_shipped_plan_of_a_part_is_taken_unless_it_is_stale(
             versions = replace(one.evidence.versions, torch=torch_version or one.evidence.versions.torch)
             elsewhere.put_plan(replace(one, evidence=replace(one.evidence, versions=versions)))
         transfer.export(elsewhere, tmp_path / "shipped.jsonl")
-    store = LayeredDatabase(database, [tmp_path / "shipped.jsonl"], Versions.current("cpu"), since)
+    store = LayeredDatabase(database, [tmp_path / "shipped.jsonl"], since)
     graph = graph_of((AFTER, BEFORE))
     (plan,) = planner_of(store, tuner := tuner_of(database)).plan_graph(graph).regions
     assert [any("tanh" in label for label in tuner.screened)] == [not taken]

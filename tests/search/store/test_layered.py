@@ -44,8 +44,8 @@ def test_staleness_across_layers(exported: Path, tmp_path: Path) -> None:
     layered = LayeredDatabase(mine, [exported])
     assert layered.get_record(tuning("w1").key).hit == tuning("w1")
     assert layered.get_record(tuning("w8").key).status == "stale"
-    nothing = Database(tmp_path / "none.db", mode="read")
-    newer = LayeredDatabase(nothing, [exported], dataclasses.replace(HERE, torch="3"))
+    nothing = Database(tmp_path / "none.db", mode="read", versions=dataclasses.replace(HERE, torch="3"))
+    newer = LayeredDatabase(nothing, [exported])
     assert newer.get_record(tuning("w1").key).status == "stale"
 
 
@@ -82,5 +82,3 @@ def test_shipped_files_are_read_once_and_decoded_where_asked(
         assert layered.get_record(dataclasses.replace(tuning("w0").key, regime="graph")).status == "miss"
         assert layered.get_record(dataclasses.replace(tuning("w0").key, workload="w")).status == "miss"
     assert read == [copy] and len(decoded) == 6  # a part of a name decodes nothing; another regime does, and is refused
-    transfer.export(Database(tmp_path / "empty.db"), copy)
-    assert LayeredDatabase(Database("sqlite://"), [copy]).get_record(tuning("w0").key).status == "miss"

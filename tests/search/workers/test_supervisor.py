@@ -134,7 +134,7 @@ def test_a_busy_background_worker_gets_no_second_job_and_spare_jobs_wait(
     supervised.ask(-1, journal, folder, "second", lane=BACKGROUND)
     supervised.ask(2, add, 1, 1)
     assert supervised.answer() == (2, OK, 2)
-    assert [len(queue) for queue in (supervised.supervisor._backlog, supervised.supervisor._spare)] == [1, 1]
+    assert [request.spare for request in supervised.supervisor._backlog] == [True, False]
     (tmp_path / "gate").touch()
     ran = tmp_path / "journal"
     wait_for(lambda: ran.exists() and ran.read_text().splitlines() == ["first", "second", "spare"])

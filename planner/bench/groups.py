@@ -37,7 +37,7 @@ def fused_groups(session: Session, planned: Sequence[tuple[str, DataflowGraph, G
     """The distinct fused groups of the plans; ``workload`` is the first one that has the group."""
     found: dict[str, BenchGroup] = {}
     for workload, graph, plan in planned:
-        flow = compute_graph_of(graph, None)
+        flow = compute_graph_of(graph)
         for region in plan.unique():
             for choice in region.record.groups:
                 if not choice.is_kernel or choice.workload in found:

@@ -12,18 +12,17 @@ from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import (
     Candidate,
-    CandidateLimits,
     Enumeration,
     Legal,
     enumerate_candidates,
     transfer,
     transfer_all,
 )
-from fuseplan.planner.groups.cycles import break_cycles
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.aten_op import AtenOp
 from fuseplan.planner.implementations.choices import Choice, Implementations, region_problem
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.partition.guided_loop import predicted_partition
 
 #: A nominal device for pricing groups, so that the table does not depend on a probe: what is timed is the planner.
@@ -47,13 +46,13 @@ def _plan_once(size: int, legal: Legal | None) -> dict[str, float | int]:
     regions = find_regions(graph)
     unique = unique_regions(regions)
     laps.append(time.perf_counter())
-    limits = CandidateLimits()
+    book = GroupBook(graph, "fp32", "cpu")
     parts = {key: region_parts(graph, found[0]) for key, found in unique.items()}
     first: dict[str, tuple[Region, Enumeration]] = {}
     enumerations: dict[Region, Enumeration] = {}
     for part in (part for of_one in parts.values() for part in of_one):
         if part.key not in first:
-            first[part.key] = part, enumerate_candidates(graph, part, limits, legal)
+            first[part.key] = part, enumerate_candidates(graph, part, legal or book.legal)
         planned, shared = first[part.key]
         enumerations[part] = transfer_all(graph, shared, planned, part)
     laps.append(time.perf_counter())
@@ -70,7 +69,6 @@ def _plan_once(size: int, legal: Legal | None) -> dict[str, float | int]:
             planned, kernels = covers[part.key]
             fused = [transfer(graph, group, planned, part) for group in kernels]
             groups += [transfer(graph, group, found[0], region) for region in found for group in fused]
-    kept, _ = break_cycles(graph, groups)
     laps.append(time.perf_counter())
     steps = dict(zip(("build_s", "regions_s", "enumerate_s", "cover_s"), np.diff(laps).tolist(), strict=True))
     total_s = sum(steps.values())
@@ -79,7 +77,7 @@ def _plan_once(size: int, legal: Legal | None) -> dict[str, float | int]:
         "regions": len(regions),
         "unique_regions": len(unique),
         "candidates": sum(len(found.candidates) for found in enumerations.values()),
-        "groups": len(kept),
+        "groups": len(groups),
         **steps,
         "total_s": total_s,
         "us_per_op": total_s / len(graph) * 1e6,

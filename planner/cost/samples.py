@@ -88,7 +88,7 @@ def region_samples(
 ) -> RegionSamples:
     """The record of a region; the samples of ``measured`` get their positions here."""
     dependencies = region_dependencies(graph, region)
-    flow = compute_graph_of(graph, None)
+    flow = compute_graph_of(graph)
     position = {name: number for number, name in enumerate(region.ops)}
     names = [position[flow.names[at]] for at in dependencies.members]
     edges = tuple(sorted((names[first], names[second]) for first, second in dependencies.edges()))

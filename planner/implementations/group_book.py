@@ -67,7 +67,7 @@ class GroupBook:
         """The groups of a region's part that can be kernels; equal parts are enumerated once."""
         known = self._enumerated.get(part.key)
         if known is None or known[1] != limits:
-            found = enumerate_candidates(self.graph, part, limits, self.legal)
+            found = enumerate_candidates(self.graph, part, self.legal, limits)
             self._enumerated[part.key] = part, limits, found
             return found
         first, _, found = known

@@ -117,7 +117,7 @@ class _RegionWords:
         """The groups of all parts of the region."""
         limits, legal = self.session.settings.limits, self.book.legal
         found = [
-            enumerate_candidates(self.graph, part, limits, legal=legal)
+            enumerate_candidates(self.graph, part, legal, limits)
             for part in region_parts(self.graph, self.plan.region)
         ]
         return Enumeration(
@@ -180,7 +180,7 @@ class _RegionWords:
         """For each two groups that exchange a value: why they are not one."""
         home = {op: group for group in self.groups for op in group.ops}
         dependencies = region_dependencies(self.graph, self.plan.region)
-        flow = compute_graph_of(self.graph, None)
+        flow = compute_graph_of(self.graph)
         names = [flow.names[at] for at in dependencies.members]
         pairs = {
             (home[names[before]].name, home[names[after]].name)
@@ -279,5 +279,5 @@ def sources(session: Session, graph: DataflowGraph, plan: GraphPlan) -> Iterator
 
 
 def _outputs_of(graph: DataflowGraph) -> Callable[[Iterable[str]], tuple[str, ...]]:
-    flow = compute_graph_of(graph, None)
+    flow = compute_graph_of(graph)
     return lambda ops: tuple(flow.needed_outside(flow.position[name] for name in ops))

@@ -82,7 +82,7 @@ def _longest(
 
 
 def _subject(session: Session, graph: DataflowGraph, ops: tuple[str, ...], key: str) -> GroupSubject:
-    flow = compute_graph_of(graph, None)
+    flow = compute_graph_of(graph)
     outputs = flow.needed_outside(flow.position[name] for name in ops)
     return group_subject(graph, ops, key, session.settings.numerics, session.target.device_type, outputs)
 

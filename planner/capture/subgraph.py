@@ -166,8 +166,7 @@ def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str
         fakes = [_fake(specs[name], device) for name in graph.input_names]
     with mode:
         module = make_fx(_runner(nodes, graph, device), pre_dispatch=True)(*fakes)
-    normalised = normalise(module)
-    return Traced(module, normalised.graph, normalised.nodes, normalised.sizes, normalised.scalars)
+    return normalise(module)
 
 
 def _fake(spec: TensorSpec, device: str) -> torch.Tensor:

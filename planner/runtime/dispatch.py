@@ -25,7 +25,6 @@ from torch import fx
 
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import parameter_positions, trace_predispatch
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally, new_tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.rewrites.merged_projections import merge_projections
@@ -87,10 +86,9 @@ def compile_graph(
         tally.count(name, number)
     if options.pack_weights:
         _merge_projections(module, example_inputs, tally)
-    normalised = normalise(module)
-    if _writes_shared(example_inputs, normalised.written):
+    traced = normalise(module)
+    if _writes_shared(example_inputs, traced.written):
         raise RefusedError("inputs share memory that the graph writes to")
-    traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes, normalised.scalars)
     device_type = _device_type(example_inputs)
     session = _open(device_type, options)
     try:
@@ -102,7 +100,7 @@ def compile_graph(
         parameters=parameter_positions(example_inputs), calls=resolved.calls,
     )
     if options.cuda_graphs:
-        stationary = normalised.written | _stationary(gm, example_inputs)
+        stationary = traced.written | _stationary(gm, example_inputs)
         return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
     return call
 

@@ -33,14 +33,7 @@ from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
-from fuseplan.planner.runtime.fallback import (
-    BuiltCall,
-    BuiltGroup,
-    CallPlan,
-    FirstCall,
-    FirstLibraryCall,
-    GroupPlan,
-)
+from fuseplan.planner.runtime.fallback import BuiltCall, BuiltGroup, CallPlan, FirstCall, FirstLibraryCall, GroupPlan
 from fuseplan.planner.runtime.placement import Placement, fused_graph
 
 logger = logging.getLogger("fuseplan")
@@ -133,7 +126,7 @@ def _build_all(
         if isinstance(kernel, Exception):
             drop(group.plan, kernel)
         else:
-            built.append(BuiltGroup(group.plan, group.lowered, *kernel))
+            built.append(BuiltGroup(group.plan, group.lowered, *kernel, group.reuse_options))
     return built
 
 
@@ -263,7 +256,7 @@ def _place(
         group = slots.pop(placement.call)
         tally.fall_back(reason)
         logger.info("group %s runs unfused: %s", group.plan.label or group.plan.ops[0], reason)
-    options: dict[Callable[..., Any], ReuseOptions] = {slot: _options(group) for slot, group in slots.items()}
+    options: dict[Callable[..., Any], ReuseOptions] = {slot: group.reuse_options for slot, group in slots.items()}
     overwritten = {slot: group.lowered.ir.overwritten for slot, group in slots.items()}
     reused = plan_reuse(graph, traced, options | {slot: {} for slot in calls}, donated, overwritten)
     allocated = {slot: group.lowered.ir.outputs for slot, group in slots.items()}
@@ -278,14 +271,6 @@ def _buffers(group: OpGroup) -> tuple[Buffer, ...]:
     """What a library's call allocates."""
     specs = ((value, group.specs[value]) for value in group.outputs)
     return tuple(Buffer(value, spec.dtype, spec.shape, spec.strides, is_output=True) for value, spec in specs)
-
-
-def _options(group: BuiltGroup) -> ReuseOptions:
-    if group.kernel is None:
-        return {}
-    backend = group.plan.backend
-    assert isinstance(backend, WritesInPlace)
-    return backend.reuse_options(group.lowered.ir, group.plan.config)
 
 
 def _overwriting(placed: _Slots, reused: _Reuses, target: Target) -> dict[Callable[..., Any], Fused]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config
 from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.dispatch_stats import Source, Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
@@ -70,13 +71,14 @@ class BuiltGroup:
     """A group with its kernel.
 
     The kernel was made of ``lowered``. ``call`` calls it and allocates its outputs; ``kernel`` is the kernel itself,
-    where some outputs can lie in inputs.
+    where some outputs can lie in inputs, as ``reuse_options`` say.
     """
 
     plan: GroupPlan
     lowered: Lowered
     call: Fused
     kernel: CompiledKernel | None = None
+    reuse_options: ReuseOptions = field(default_factory=dict)
 
 
 class FirstCall:

@@ -24,7 +24,7 @@ def run_graph(
     Args:
         inputs: A tensor for every name in ``graph.inputs``. Inputs that the model mutates are written to.
         symbols: Values of dynamic sizes that no input shape shows.
-        opaque: Callables for ops that are no ATen call, by op name in the graph (``Normalised.opaque``).
+        opaque: Callables for ops that are no ATen call, by op name in the graph.
 
     Returns:
         One tensor per ``graph.outputs``.

@@ -37,7 +37,7 @@ class SharedCache:
         self._graph = graph
         flow = compute_graph_of(graph)
         self._made = {value for name, _ in ops for value in graph.op(name).outputs}
-        self._results = frozenset(flow.needed_outside(flow.position[name] for name, _ in ops))
+        self._results = frozenset(flow.outputs_of(name for name, _ in ops))
         moved = moved_bytes(lowered for _, lowered in ops)
         #: Bytes of all that.
         self.footprint_bytes = _sum(moved, self._outer(moved, moved))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import OpKind, kind_of, written_value
 from fuseplan.planner.lowering.recipes_index import LOOKUPS
 from fuseplan.planner.lowering.views import MAY_COPY
@@ -156,6 +157,10 @@ class ComputeGraph:
             if value in self.escapes or any(reader not in members for reader in self.readers.get(value, ()))
         ]
 
+    def outputs_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The same for a group by the names of its ops."""
+        return tuple(self.needed_outside(self.position[name] for name in names))
+
     def first_blocker(self, before: int, after: int) -> int | None:
         """An op on a path ``before -> after`` that no group with both ends may contain.
 
@@ -203,3 +208,13 @@ def compute_graph_of(graph: DataflowGraph, cut_at_anchors: bool = False) -> Comp
     if key not in made:
         made[key] = ComputeGraph(graph, cut_at_anchors)
     return made[key]
+
+
+def lower_group(graph: DataflowGraph, ops: Iterable[str], numerics: str = "fp32") -> Lowered:
+    """The kernel of a group, which stores what is needed outside.
+
+    Raises:
+        NotLowerable: With the reason.
+    """
+    ops = tuple(ops)
+    return lower(graph, ops, numerics, compute_graph_of(graph).outputs_of(ops))

@@ -16,7 +16,7 @@ from fuseplan.planner.groups.candidates import (
     group_form,
     transfer_all,
 )
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
@@ -92,9 +92,9 @@ class GroupBook:
         """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
         names = tuple(ops)
         try:
-            self._lowered[names] = _as_kernel(self.graph, names, self.numerics)
+            self._lowered[names] = lower_group(self.graph, names, self.numerics)
             if self.dynamic is not None:
-                _as_kernel(self.dynamic, names, self.numerics)
+                lower_group(self.dynamic, names, self.numerics)
         except NotLowerable as refused:
             return str(refused)
         return None
@@ -139,7 +139,7 @@ class GroupBook:
             if self.is_anchor(group):
                 made = op_subject(self.graph, self.op_group(group), key)
             else:
-                made = group_subject(self.graph, group.ops, key, self.numerics, self.device_type, group.outputs)
+                made = group_subject(self.graph, group.ops, key, self.numerics, self.device_type)
             self._subjects[group.ops] = made
         return self._subjects[group.ops]
 
@@ -150,8 +150,3 @@ class GroupBook:
     def call_subject(self, group: Candidate, call: LibraryCall) -> GroupSubject:
         """The group as the search sees it when a library call runs it."""
         return replace(self.subject(group), library=call)
-
-
-def _as_kernel(graph: DataflowGraph, ops: tuple[str, ...], numerics: str) -> Lowered:
-    flow = compute_graph_of(graph)
-    return lower(graph, ops, numerics, flow.needed_outside(flow.position[name] for name in ops))

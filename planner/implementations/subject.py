@@ -20,9 +20,10 @@ from fuseplan.kernels.ir.scalars import float_of_bits
 from fuseplan.planner.graph.binding import bind_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
-from fuseplan.planner.lowering.lower import group_nodes, lower
+from fuseplan.planner.lowering.lower import group_nodes
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
@@ -245,15 +246,14 @@ def bound_specs(graph: DataflowGraph, values: Iterable[str]) -> dict[str, Tensor
 
 
 def group_subject(
-    graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu",
-    outputs: Sequence[str] | None = None,
+    graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu"
 ) -> GroupSubject:
     """The subject for the group ``ops`` of a static graph.
 
     Raises:
         NotLowerable: When the group cannot be one kernel.
     """
-    lowered = lower(graph, ops, numerics, outputs)
+    lowered = lower_group(graph, ops, numerics)
     ir = lowered.ir.bind(graph.kernel_sizes)
     nodes = group_nodes(graph, lowered)
     values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)

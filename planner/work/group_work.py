@@ -215,7 +215,7 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
 
 
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
-    lowered = lower(graph, (node.name,), outputs=node.outputs)
+    lowered = lower(graph, (node.name,), "fp32", node.outputs)
     fused = kernel_work(lowered.ir.bind(graph.kernel_sizes), hot_inputs(graph, lowered.inputs))
     effort = aten_overheads(graph, node)
     return replace(

@@ -25,11 +25,11 @@ from fuseplan.planner.groups.candidates import (
     group_form,
     transfer,
 )
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.groups.convex import Dependencies, bits
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.lowering.lower import NotLowerable, lower
+from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.lowering.recipes import kind_of
 
 #: More groups than the largest of these graphs has subsets.
@@ -217,11 +217,11 @@ def test_legality_of_a_book_is_the_lowering() -> None:
     (region,) = find_regions(graph)
     found = enumerate_candidates(graph, region, GroupBook(graph, "fp32", "cpu").legal)
     for candidate in found.candidates:
-        lower(graph, candidate.ops)
+        lower_group(graph, candidate.ops)
     refused = [refusal for refusal in found.refusals if set(refusal.ops) == {rows, cols, crossed}]
     assert len(refused) == 1
     with pytest.raises(NotLowerable) as raised:
-        lower(graph, [rows, cols, crossed])
+        lower_group(graph, [rows, cols, crossed])
     assert refused[0].reason == str(raised.value)
 
 

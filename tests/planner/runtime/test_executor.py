@@ -21,8 +21,8 @@ from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.libraries.merged_calls import MergedCall
-from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import BuiltCall, CallPlan, FirstLibraryCall, GroupPlan, check_layouts
 from fuseplan.planner.tuning.planner import Planner
@@ -95,7 +95,7 @@ def test_layouts_are_compared_where_they_matter() -> None:
     with FakeTensorMode():
         module = make_fx(lambda x, y: torch.relu(x) + y, pre_dispatch=True)(torch.ones(3, 1), torch.ones(3, 4))
     graph = normalise(module).graph
-    ir = lower(graph, [node.name for node in graph]).ir
+    ir = lower_group(graph, [node.name for node in graph]).ir
     first = [buffer.shape for buffer in ir.inputs].index((3, 1))
     x, y = torch.ones(3, 1), torch.ones(3, 4)
 

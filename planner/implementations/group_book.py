@@ -19,7 +19,7 @@ from fuseplan.planner.groups.candidates import (
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
-from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.work.library_work import library_work
 
@@ -73,11 +73,6 @@ class GroupBook:
         first, _, found = known
         return transfer_all(self.graph, found, first, part)
 
-    def static(self, group: Candidate) -> Lowered:
-        """The group's kernel with its sizes bound; errors are those of :meth:`lowered`."""
-        lowered = self.lowered(group)
-        return replace(lowered, ir=lowered.ir.bind(self.graph.kernel_sizes))
-
     def lowered(self, group: Candidate) -> Lowered:
         """The group's kernel.
 
@@ -85,7 +80,7 @@ class GroupBook:
             NotLowerable: With the reason.
         """
         if group.ops not in self._lowered:
-            self._lowered[group.ops] = lower(self.graph, group.ops, self.numerics, group.outputs)
+            self._lowered[group.ops] = lower_group(self.graph, group.ops, self.numerics)
         return self._lowered[group.ops]
 
     def legal(self, ops: Sequence[str]) -> str | None:
@@ -103,8 +98,7 @@ class GroupBook:
         """Work of the group as one kernel."""
         if group.ops not in self._works:
             lowered = self.lowered(group)
-            hot = hot_inputs(self.graph, lowered.inputs)
-            self._works[group.ops] = kernel_work(lowered.ir.bind(self.graph.kernel_sizes), hot)
+            self._works[group.ops] = kernel_work(lowered.ir, hot_inputs(self.graph, lowered.inputs))
         return self._works[group.ops]
 
     def backend_for(self, group: Candidate, backends: Sequence[Backend], target: Target) -> Backend | None:
@@ -125,7 +119,7 @@ class GroupBook:
         """Work of the group as one call of a library."""
         ops = self.op_group(group)
         cold = [value for value, hot in zip(ops.inputs, hot_inputs(self.graph, ops.inputs), strict=True) if not hot]
-        return library_work([ops.node], ops.inputs, ops.outputs, ops.specs, name, cold)
+        return library_work(ops.node, ops.inputs, ops.outputs, ops.specs, name, cold)
 
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is one that no kernel is generated for: only library calls run it."""

@@ -202,11 +202,10 @@ def _better(
         return place.root
     key = place.root, shape, strides, offset
     if key not in made:
-        call, args = _REINTERPRET, (place.root, shape, strides, *([offset] if offset else []))
-        if call is None and not offset:
-            call = _AS_STRIDED
+        call = _REINTERPRET or (None if offset else _AS_STRIDED)
         if call is None:
             return None
+        args: tuple[Any, ...] = (place.root, shape, strides, *([offset] if offset else []))
         with graph.inserting_before(node):
             made[key] = graph.call_function(call, args)
         made[key].meta = dict(node.meta)

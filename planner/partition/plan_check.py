@@ -90,7 +90,7 @@ class PlanCheck:
 
     def _refuse_kernel(self, backend: Backend, choice: GroupChoice, group: Candidate) -> None:
         try:
-            ir = self.book.static(group).ir
+            ir = self.book.lowered(group).ir
         except NotLowerable as error:
             raise RefusedPlanError(f"a group cannot be one kernel: {error}") from None
         if reason := backend.refuse_config(ir, choice.config, self.target):

@@ -210,13 +210,12 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
         except NotLowerable:
             pass
     cold = {value for value, hot in zip(node.inputs, hot_inputs(graph, node.inputs), strict=True) if not hot}
-    name = call_name(graph, node)
-    return library_work([node], node.inputs, node.outputs, graph.specs, name, cold, graph.symbols)
+    return library_work(node, node.inputs, node.outputs, graph.specs, call_name(graph, node), cold)
 
 
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     lowered = lower(graph, (node.name,), "fp32", node.outputs)
-    fused = kernel_work(lowered.ir.bind(graph.kernel_sizes), hot_inputs(graph, lowered.inputs))
+    fused = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
     effort = aten_overheads(graph, node)
     return replace(
         fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,

@@ -9,7 +9,7 @@ from graphs import Builder
 from ir_samples import Sample
 
 from fuseplan.planner.graph.dataflow import Ref
-from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.lowering.lower import lower
 
 
 def _sample(name: str, op: str, *operands: torch.Tensor, results: int = 1, **attrs: Any) -> Sample:
@@ -17,7 +17,7 @@ def _sample(name: str, op: str, *operands: torch.Tensor, results: int = 1, **att
     given = dict(zip(names, operands, strict=True))
     builder = Builder(**given)
     values = builder.many(op, *names, outputs=results, **attrs)
-    return Sample(name, lower_group(builder.graph(*values), values[:1]).ir, overrides=lambda name, _: given[name])
+    return Sample(name, lower(builder.graph(*values), values[:1], "fp32", values).ir, overrides=lambda name, _: given[name])
 
 
 def recipe_samples() -> list[Sample]:

@@ -12,7 +12,7 @@ from kernel_reference import run_reference
 from fuseplan.planner.graph.dataflow import Ref
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.subject import _widened, chain_module
-from fuseplan.planner.lowering.lower import group_nodes
+from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.lowering.recipes import RECIPES, kind_of, mutates, why_opaque
 
 torch.manual_seed(0)
@@ -239,7 +239,7 @@ def test_recipe_computes_the_aten_op(op: str, operands: tuple[torch.Tensor, ...]
     builder = Builder(**dict(zip(names, operands, strict=True)))
     value = builder(op, *names, **attrs)
     graph = builder.graph(value)
-    lowered = lower_group(graph, (value,))
+    lowered = lower(graph, (value,), "fp32", (value,))
     (result,) = run_reference(lowered.ir, builder.values(lowered.inputs))
     nodes = [_widened(node) for node in group_nodes(graph, lowered)]
     inputs = wide(builder.values(builder.inputs))

@@ -24,10 +24,10 @@ from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.cost.prices import ModelPrices, shared_cache
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups import compute_graph
 from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations import group_book
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import implementations_for
@@ -236,7 +236,7 @@ def test_the_bench_predicts_a_plan_in_its_own_numerics(monkeypatch: pytest.Monke
         asked.append(numerics)
         return lower(graph, ops, numerics, *more)
 
-    for module in (prediction, group_book):
+    for module in (prediction, compute_graph):
         monkeypatch.setattr(module, "lower", noted)
     for numerics in ("eager", "fp32"):
         asked.clear()

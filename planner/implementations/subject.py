@@ -185,7 +185,7 @@ def chain_module(
         made.meta["value"] = name
     for node in nodes:
         sized = replace(node, attrs=_computed(node.attrs, graph, sizes, source))
-        args, kwargs = bind_call(sized, [values[name] for name in node.inputs], None, device)
+        args, kwargs = bind_call(sized, [values[name] for name in node.inputs], device)
         call = graph.call_function(resolve_op(node.op), tuple(args), dict(kwargs))
         if len(node.outputs) == 1:
             values[node.outputs[0]] = call

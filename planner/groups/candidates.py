@@ -7,7 +7,7 @@ through data flow or as siblings that read one value. Every connected convex set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
@@ -163,38 +163,26 @@ def group_form(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str])
     return canonical_form(graph, names, outputs)
 
 
-def transfer(graph: DataflowGraph, candidate: Candidate, planned: Region, other: Region) -> Candidate:
-    """The candidate of region ``planned`` at the same place of ``other``, a region of the same key."""
-    return _Transfer(graph, planned, other).candidate(candidate)
-
-
 def transfer_all(graph: DataflowGraph, enumeration: Enumeration, planned: Region, other: Region) -> Enumeration:
-    """The same for all that was enumerated: regions of one key have the same groups."""
-    moved = _Transfer(graph, planned, other)
+    """What was enumerated of region ``planned`` at the same places of ``other``, a region of the same key."""
+    if planned.key != other.key:
+        raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
+    names = dict(zip(planned.ops, other.ops, strict=True))
+    values = dict(zip(planned.inputs, other.inputs, strict=True))
+    for here, there in names.items():
+        values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
+
+    def moved(ops: Iterable[str], known: Mapping[str, str] = names) -> tuple[str, ...]:
+        return tuple(known[name] for name in ops)
+
     return Enumeration(
-        tuple(map(moved.candidate, enumeration.candidates)),
-        tuple(Refusal(moved.ops(one.ops), one.reason) for one in enumeration.refusals),
+        tuple(
+            Candidate(moved(one.ops), moved(one.inputs, values), moved(one.outputs, values))
+            for one in enumeration.candidates
+        ),
+        tuple(Refusal(moved(one.ops), one.reason) for one in enumeration.refusals),
         enumeration.truncated,
     )
-
-
-class _Transfer:
-    """Names in one region by those at the same places of another."""
-
-    def __init__(self, graph: DataflowGraph, planned: Region, other: Region) -> None:
-        if planned.key != other.key:
-            raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
-        self._names = dict(zip(planned.ops, other.ops, strict=True))
-        self._values = dict(zip(planned.inputs, other.inputs, strict=True))
-        for here, there in self._names.items():
-            self._values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
-
-    def ops(self, names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(self._names[name] for name in names)
-
-    def candidate(self, one: Candidate) -> Candidate:
-        inputs, outputs = (tuple(self._values[value] for value in values) for values in (one.inputs, one.outputs))
-        return Candidate(self.ops(one.ops), inputs, outputs)
 
 
 def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Candidate:

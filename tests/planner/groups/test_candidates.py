@@ -17,13 +17,12 @@ from random_graphs import random_graph
 from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import (
-    Candidate,
     CandidateLimits,
     Enumeration,
     enumerate_candidates,
     enumerate_parts,
     group_form,
-    transfer,
+    transfer_all,
 )
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.groups.convex import Dependencies, bits
@@ -231,8 +230,7 @@ def test_transfer_and_group_form_agree_between_repeats() -> None:
     first, other = repeated[0], repeated[1]
     here = enumerated(graph, first)
     there = enumerated(graph, other)
-    moved = [transfer(graph, candidate, first, other) for candidate in here.candidates]
-    assert moved == list(there.candidates)
+    assert transfer_all(graph, here, first, other).candidates == there.candidates
     for a, b in zip(here.candidates[-5:], there.candidates[-5:], strict=True):
         assert group_form(graph, a.ops, a.outputs).key == group_form(graph, b.ops, b.outputs).key
 
@@ -242,7 +240,7 @@ def test_transfer_refuses_other_regions() -> None:
                  outputs=("b",))
     first, second = find_regions(graph)
     with pytest.raises(ValueError, match="regions differ"):
-        transfer(graph, Candidate(("a",), ("x",), ("a",)), first, second)
+        transfer_all(graph, enumerated(graph, first), first, second)
 
 
 def test_a_wide_region_stays_within_the_limits() -> None:

@@ -39,13 +39,11 @@ from fuseplan.planner.rewrites.merged_projections import merge_projections
 class Captured:
     """The graphs of one model under one workload.
 
-    Dynamo makes one graph or, with graph breaks, several in call order. ``traces`` are the same with their fx modules;
-    empty when the capture came from a file.
+    Dynamo makes one graph or, with graph breaks, several in call order.
     """
 
     graphs: tuple[DataflowGraph, ...]
     workload: Workload
-    traces: tuple[Traced, ...] = ()
 
     @property
     def graph(self) -> DataflowGraph:
@@ -140,7 +138,7 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
                 traces = record(model.module, args, kwargs, pack_weights)
     if workload.regime == "generate":
         traces = record_generation(model, workload, mode, pack_weights)
-    return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload, tuple(traces))
+    return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload)
 
 
 def record(

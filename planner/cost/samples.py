@@ -79,11 +79,7 @@ class RegionSamples:
 
 
 def region_samples(
-    key: RecordKey,
-    label: str,
-    graph: DataflowGraph,
-    region: Region,
-    enumerated: int,
+    key: RecordKey, label: str, graph: DataflowGraph, region: Region, enumerated: int,
     measured: Iterable[tuple[Choice, ChoiceSample]],
 ) -> RegionSamples:
     """The record of a region; the samples of ``measured`` get their positions here."""

@@ -20,12 +20,8 @@ class Hop:
 def short_cycles(group_of: Sequence[int], edges: Iterable[tuple[int, int]]) -> list[list[Hop]]:
     """Some cycles of the graph whose vertices are groups, disjoint and each shortest through its first group.
 
-    Args:
-        group_of: Group number of each op.
-        edges: Dependencies between ops, ``(before, after)``.
-
-    Returns:
-        An empty list exactly when the groups can be run one after the other.
+    There are none exactly when the groups can be run one after the other. ``group_of`` has the group number of each
+    op, ``edges`` are dependencies between ops, ``(before, after)``.
     """
     links: dict[tuple[int, int], tuple[int, int]] = {}
     for before, after in edges:

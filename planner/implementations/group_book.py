@@ -42,11 +42,7 @@ class Screening:
 class GroupBook:
     """What is known of a graph's groups.
 
-    Args:
-        graph: The graph.
-        numerics: How kernels round.
-        device_type: Where they run.
-        dynamic: The same graph with dynamic sizes, where a legal group has to be a kernel, too.
+    ``dynamic`` is the same graph with dynamic sizes, where a legal group has to be a kernel, too.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ import torch
 
 from fuseplan.kernels.ir.index import evaluate
 from fuseplan.planner.capture.normalise import dtype_name
-from fuseplan.planner.capture.subgraph import SubGraph, run_nodes, trace_subgraph
+from fuseplan.planner.capture.subgraph import SubGraph, runner, trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Stats, Tally, new_tally, total
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError, failure_reason
@@ -195,14 +195,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def _unfused(graph: SubGraph, tensors: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The graph as its ATen ops, called with its inputs in order."""
-    nodes = graph.ordered
-    device_type = tensors[0].device.type if tensors else "cpu"
-
-    def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return run_nodes(nodes, graph, dict(zip(graph.input_names, given, strict=True)), device_type)
-
-    return run
+    return runner(graph, tensors[0].device.type if tensors else "cpu")
 
 
 def _checked(graph: SubGraph, inputs: Tensors) -> list[torch.Tensor]:

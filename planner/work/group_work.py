@@ -19,16 +19,12 @@ from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, 
 from fuseplan.planner.lowering.recipes import kind_of, mutates
 from fuseplan.planner.work.aten_overheads import aten_overheads
 from fuseplan.planner.work.cpu_overheads import lanes, threads
-from fuseplan.planner.work.kernel_overheads import kernel_overheads, reduction_levels
+from fuseplan.planner.work.kernel_overheads import extents, kernel_overheads, reduction_levels
 from fuseplan.planner.work.library_work import library_work
 
 
 def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
-    """Work of one launch of a static kernel.
-
-    Args:
-        ir: The kernel.
-        hot: Per input, whether it was just produced; None for all of them.
+    """Work of one launch of a static kernel; ``hot`` says per input whether it was just produced (None: all of them).
 
     ``dram_bytes`` counts each distinct element once however often the body reads it; ``l2_bytes`` counts what later
     passes over a row read again; flops follow the op table. What is gathered counts as hot: popular rows come back.
@@ -36,7 +32,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
     repeated = 0.0
     flops: dict[str, float] = {}
     for segment in ir.segments:
-        sizes = _extents(segment)
+        sizes = extents(segment)
         per_row = segment.per_row()
         passes = _passes(segment, per_row)
         for instr in segment.body:
@@ -70,7 +66,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
             sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
         ),
         traffic=_traffic(ir, effort.requests) if len(ir.segments) > 1 else (),
-        elements=float(sum(math.prod(_extents(segment)) for segment in ir.segments)),
+        elements=float(sum(math.prod(extents(segment)) for segment in ir.segments)),
         lanes=lanes(ir),
         threads=threads(ir),
         more_results=max(0, len(ir.outputs) - len(ir.overwritten) - 1),
@@ -81,7 +77,7 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
     """Elements that loads and stores reach, by buffer and index; a buffer that is only gathered from has none."""
     touched: dict[int, dict[Index, int]] = {}
     for segment in ir.segments:
-        sizes = _extents(segment)
+        sizes = extents(segment)
         for instr in segment.body:
             if isinstance(instr, Load):
                 own = touched.setdefault(instr.buffer, {})
@@ -141,17 +137,13 @@ def _traffic(ir: KernelIR, requests: Sequence[float]) -> tuple[Traffic, ...]:
     """What each segment moves: their blocks follow one another."""
     found = []
     for segment, requested_bytes in zip(ir.segments, requests, strict=True):
-        sizes = _extents(segment)
+        sizes = extents(segment)
         loads = {(one.buffer, one.index) for one in segment.body if isinstance(one, Load) and one.gather is None}
         stores = {replace(store, value=0) for store in segment.stores}
         loaded_bytes = sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
         written_bytes = sum(_stored(segment, one, sizes) * ITEMSIZE[ir.buffers[one.buffer].dtype] for one in stores)
         found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes, float(written_bytes)))
     return tuple(found)
-
-
-def _extents(segment: Segment) -> tuple[int, ...]:
-    return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
 
 
 def _passes(segment: Segment, per_row: Sequence[bool]) -> int:

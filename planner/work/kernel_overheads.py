@@ -79,7 +79,7 @@ def reduction_levels(segment: Segment) -> int:
 
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> KernelOverheads:
-    sizes = _extents(segment)
+    sizes = extents(segment)
     elements, cols = math.prod(sizes), sizes[-1]
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row()
@@ -122,7 +122,7 @@ class _Issued:
 
 
 def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> _Issued:
-    sizes, column = _extents(segment), segment.col_axis
+    sizes, column = extents(segment), segment.col_axis
     rows, cols = math.prod(sizes[:-1]), sizes[-1]
     found = _Issued()
     for instr, once, axes in zip(segment.body, per_row, value_axes(segment), strict=True):
@@ -159,7 +159,7 @@ def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
     It is loaded by threads other than those that use it, and goes by way of shared memory; of fewer elements than there
     are threads, each thread loads what it uses.
     """
-    if sum(math.prod(_extents(one)) for one in ir.segments) > _SMALL_KERNEL:
+    if sum(math.prod(extents(one)) for one in ir.segments) > _SMALL_KERNEL:
         return 0
     width = min(_SMALL_TILE, next_power_of_2(sizes[-1]))
     tile_rows = min(_SMALL_TILE // width, next_power_of_2(math.prod(sizes[:-1])))
@@ -172,7 +172,8 @@ def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
     )
 
 
-def _extents(segment: Segment) -> tuple[int, ...]:
+def extents(segment: Segment) -> tuple[int, ...]:
+    """Rows of a static segment, then columns."""
     return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
 
 

@@ -129,7 +129,7 @@ class GroupBook:
             if self.is_anchor(group):
                 made = op_subject(self.graph, self.op_group(group), key)
             else:
-                made = group_subject(self.graph, group.ops, key, self.numerics, self.device_type)
+                made = group_subject(self.graph, group.ops, key, self.numerics, self.device_type, group.outputs)
             self._subjects[group.ops] = made
         return self._subjects[group.ops]
 

@@ -22,7 +22,7 @@ from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
-from fuseplan.planner.lowering.lower import group_nodes
+from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
@@ -240,14 +240,15 @@ def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
 
 
 def group_subject(
-    graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu"
+    graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu",
+    outputs: Sequence[str] | None = None,
 ) -> GroupSubject:
-    """The subject for the group ``ops`` of a static graph.
+    """The subject for the group ``ops`` of a static graph; ``outputs`` puts what is needed outside in another order.
 
     Raises:
         NotLowerable: When the group cannot be one kernel.
     """
-    lowered = lower_group(graph, ops, numerics)
+    lowered = lower_group(graph, ops, numerics) if outputs is None else lower(graph, ops, numerics, outputs)
     nodes = group_nodes(graph, lowered)
     values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)
     hot = hot_inputs(graph, lowered.inputs)

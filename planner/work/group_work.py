@@ -19,7 +19,7 @@ from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, 
 from fuseplan.planner.lowering.recipes import kind_of, mutates
 from fuseplan.planner.work.aten_overheads import aten_overheads
 from fuseplan.planner.work.cpu_overheads import lanes, threads
-from fuseplan.planner.work.kernel_overheads import extents, kernel_overheads, reduction_levels
+from fuseplan.planner.work.kernel_overheads import extents, kernel_overheads, reduction_levels, requested_bytes
 from fuseplan.planner.work.library_work import library_work
 
 
@@ -46,26 +46,19 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         for number, indices in _touched(ir).items()
     }
     cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number not in gathered]
-    effort = kernel_overheads(ir)
     tables = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number in gathered]
-    return Work(
+    return replace(
+        kernel_overheads(ir),
         flops=flops,
         dram_bytes=float(sum(moved.values())),
         l2_bytes=repeated,
         launches=1,
         written_bytes=float(sum(nbytes for number, nbytes in moved.items() if ir.buffers[number].is_output)),
         cold_bytes=float(sum(moved.get(number, 0) for number in cold)),
-        requested_bytes=effort.requested_bytes,
-        row_bytes=effort.row_bytes,
-        row_loaded_bytes=effort.row_loaded_bytes,
-        row_instructions=effort.row_instructions,
-        instructions=effort.instructions,
-        special=effort.special,
-        steps=effort.steps,
         gathered_bytes=float(
             sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
         ),
-        traffic=_traffic(ir, effort.requests) if len(ir.segments) > 1 else (),
+        traffic=_traffic(ir) if len(ir.segments) > 1 else (),
         elements=float(sum(math.prod(extents(segment)) for segment in ir.segments)),
         lanes=lanes(ir),
         threads=threads(ir),
@@ -133,16 +126,16 @@ def launch_mode(config: Config, regime: str) -> Mode:
     return "early" if overlap == "early" else "overlapped" if overlap != "none" else "graph"
 
 
-def _traffic(ir: KernelIR, requests: Sequence[float]) -> tuple[Traffic, ...]:
+def _traffic(ir: KernelIR) -> tuple[Traffic, ...]:
     """What each segment moves: their blocks follow one another."""
     found = []
-    for segment, requested_bytes in zip(ir.segments, requests, strict=True):
+    for segment in ir.segments:
         sizes = extents(segment)
         loads = {(one.buffer, one.index) for one in segment.body if isinstance(one, Load) and one.gather is None}
         stores = {replace(store, value=0) for store in segment.stores}
         loaded_bytes = sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
         written_bytes = sum(_stored(segment, one, sizes) * ITEMSIZE[ir.buffers[one.buffer].dtype] for one in stores)
-        found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes, float(written_bytes)))
+        found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes(ir, segment), float(written_bytes)))
     return tuple(found)
 
 

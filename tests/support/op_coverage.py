@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 
 from fuseplan.planner.errors import UnknownOpError
+from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
 from fuseplan.planner.graph.execute import resolve_op
 from fuseplan.planner.groups import compute_graph
@@ -93,7 +94,7 @@ def coverage(graph: DataflowGraph, fused: Collection[str]) -> Coverage:
     members = frozenset(fused)
     roles = {node.name: role_of(node, graph.specs) for node in graph}
     with mock.patch.object(compute_graph, "kind_of", lambda node, specs: _KINDS[roles[node.name]]):
-        regions = find_regions(copy(graph))  # a graph of its own, of which no kinds are remembered
+        regions = find_regions(copy(bind_graph(graph)))  # a graph of its own, of which no kinds are remembered
     groups = [[name for name in region.ops if roles[name] == "coverable"] for region in regions]
     names = [name for group in groups for name in group]
     left = Counter(graph.op(name).op for name in names if name not in members)

@@ -117,9 +117,7 @@ class _Builder:
         return fake
 
     def _attribute(self, node: fx.Node) -> Any:
-        held: Any = self.root
-        for part in str(node.target).split("."):
-            held = getattr(held, part)
+        held = operator.attrgetter(str(node.target))(self.root)
         if not isinstance(held, torch.Tensor):
             return held
         self.constants[node.name] = held

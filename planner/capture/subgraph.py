@@ -162,14 +162,13 @@ def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str
         if name not in specs:
             raise ShapeError(f"input {name!r} is missing; the graph reads {', '.join(graph.input_names)}")
     with FakeTensorMode() as mode:
-        fakes = [_fake(specs[name], device) for name in graph.input_names]
+        fakes = [
+            torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device)
+            for one in (specs[name] for name in graph.input_names)
+        ]
     with mode:
         module = make_fx(runner(graph, device), pre_dispatch=True)(*fakes)
     return normalise(module)
-
-
-def _fake(spec: TensorSpec, device: str) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)
 
 
 def runner(graph: SubGraph, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:

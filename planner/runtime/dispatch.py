@@ -142,8 +142,8 @@ def _compile_id() -> str:
 def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """Why no part of the graph may be fused, None when parts may."""
     tensors = [item for item in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(item, torch.Tensor)]
-    trainable = any(tensor.requires_grad for tensor in tensors)
-    if trainable and (torch.is_grad_enabled() or _enables_grad(gm)):
+    switched_on = any(node.target is torch._C._set_grad_enabled and node.args[:1] == (True,) for node in gm.graph.nodes)
+    if any(tensor.requires_grad for tensor in tensors) and (torch.is_grad_enabled() or switched_on):
         return "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()"
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TENSORS:
@@ -158,10 +158,6 @@ def _is_callers_fake(tensor: torch.Tensor) -> bool:
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     return isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode
-
-
-def _enables_grad(gm: fx.GraphModule) -> bool:
-    return any(node.target is torch._C._set_grad_enabled and node.args[:1] == (True,) for node in gm.graph.nodes)
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

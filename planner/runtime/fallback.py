@@ -153,15 +153,10 @@ class FirstLibraryCall:
             logger.warning("%s runs as ATen's op from now on: %s", built.plan.label or self._name, reason)
             group = built.group
             chain = chain_module([group.node], group.inputs, group.outputs, group.device_type).forward
-            self._namespace[self._name] = _only(chain) if len(group.outputs) == 1 else chain
+            self._namespace[self._name] = (lambda *given: chain(*given)[0]) if len(group.outputs) == 1 else chain
             return self._namespace[self._name](*args)
         self._namespace[self._name] = built.call
         return result
-
-
-def _only(chain: Call) -> Call:
-    """A chain with one result, as a call that returns the tensor itself."""
-    return lambda *given: chain(*given)[0]
 
 
 def largest_difference(result: Any, expected: Any) -> float:

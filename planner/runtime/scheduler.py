@@ -101,7 +101,7 @@ class FusionScheduler:
             ShapeError: An input is missing, or an op cannot take its operands' shapes.
         """
         tensors = _checked(graph, inputs)
-        key = (graph.signature, *(_layout_key(tensor) for tensor in tensors))
+        key = (graph.signature, *((one.shape, one.stride(), one.dtype, one.device) for one in tensors))
         call = self._cache.get(key)
         with torch.no_grad():
             if call is None:
@@ -157,7 +157,9 @@ class FusionScheduler:
                 calls=resolved.calls,
             )
         except FuseplanError as error:
-            if _is_mistake(error) or not self.config.fallback_on_error:
+            # What is wrong with the graph itself would fail unfused as well.
+            is_mistake = isinstance(error, GraphError | ShapeError | UnknownOpError)
+            if is_mistake or not self.config.fallback_on_error:
                 raise
             reason = failure_reason(error)
         except Exception as error:
@@ -212,15 +214,6 @@ def _checked(graph: SubGraph, inputs: Tensors) -> list[torch.Tensor]:
     if len(devices) > 1:
         raise ShapeError(f"the inputs are on {' and '.join(devices)}; move them to one device")
     return tensors
-
-
-def _layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _is_mistake(error: FuseplanError) -> bool:
-    """True for what is wrong with the graph itself: running it unfused would fail as well."""
-    return isinstance(error, GraphError | ShapeError | UnknownOpError)
 
 
 def _largest_tensor(graph: DataflowGraph, ops: tuple[str, ...]) -> int:

@@ -11,7 +11,6 @@ import torch
 
 from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
 from fuseplan.planner.peers.inductor import inductor_callable
@@ -37,15 +36,13 @@ def fused_groups(session: Session, planned: Sequence[tuple[str, DataflowGraph, G
     """The distinct fused groups of the plans; ``workload`` is the first one that has the group."""
     found: dict[str, BenchGroup] = {}
     for workload, graph, plan in planned:
-        flow = compute_graph_of(graph, None)
         for region in plan.unique():
             for choice in region.record.groups:
                 if not choice.is_kernel or choice.workload in found:
                     continue
-                ops = region.group_ops(choice)
-                outputs = tuple(flow.needed_outside(flow.position[name] for name in ops))
                 subject = group_subject(
-                    graph, ops, choice.workload, session.settings.numerics, session.target.device_type, outputs
+                    graph, region.group_ops(choice), choice.workload, session.settings.numerics,
+                    session.target.device_type,
                 )
                 found[choice.workload] = BenchGroup(workload, choice, subject)
     return list(found.values())

@@ -54,7 +54,7 @@ def predicted_us(
     alone: Mode = "graph" if regime == "graph" else "eager"
     for name in unfused:
         work = op_work(graph, name)
-        lowered = lower(graph, (name,), numerics)
+        lowered = lower(graph, (name,), numerics, graph.op(name).outputs)
         total_us += predict(work, spec, alone, backend=UNFUSED).time_us + delay_us(lowered, work, alone)
     return total_us
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,17 +115,3 @@ def _is_default(parameter: Parameter, value: Any) -> bool:
         usual = torch.contiguous_format if parameter.default == 0 else torch.preserve_format
         return value in (None, usual, parameter.default)
     return parameter.name == "generator" and value is None
-
-
-def tensor_call(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., list[torch.Tensor]]:
-    """A function of the tensors in ``args`` and ``kwargs`` alone, which calls ``function`` and lists its tensors."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-
-    def call(*operands: torch.Tensor) -> list[torch.Tensor]:
-        left = iter(operands)
-        filled = [next(left) if isinstance(leaf, TracedTensor) else leaf for leaf in leaves]
-        positional, keywords = pytree.tree_unflatten(filled, structure)
-        result = function(*positional, **keywords)
-        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-    return call

@@ -40,7 +40,7 @@ def cached_capture(
     """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before.
 
     The user's own module is always captured: its code may have changed. A folder that cannot be written is no error;
-    the capture is then just not kept. ``Captured.traces`` is empty when the graphs come from disk.
+    the capture is then just not kept.
 
     Raises:
         CaptureError, ConfigError: As :func:`~fuseplan.planner.capture.trace.capture`.

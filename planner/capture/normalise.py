@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,45 +18,18 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fuseplan.planner.capture.arguments import Bound, Storages, TracedTensor, bind_arguments, tensor_call, tensors_in
+from fuseplan.planner.capture.arguments import Bound, Storages, TracedTensor, bind_arguments, tensors_in
 from fuseplan.planner.capture.functionalise import functional_twin, is_laid_out_alike, is_read_later, unordered_readers
 from fuseplan.planner.capture.hazards import Access, live, order_edges
 from fuseplan.planner.capture.sizes import SizeNames
 from fuseplan.planner.capture.synonyms import Call, respell
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.lowering.recipes import RECIPES
 
 
-@dataclass(frozen=True)
-class Normalised:
-    """A dataflow graph, and how its values relate to the traced module.
-
-    Attributes:
-        graph: The graph.
-        nodes: The fx node that computes each value (for an op with several results, the op's own node).
-        placeholders: Position among the module's arguments of each tensor input; constants are not in it.
-        sizes: Position among the module's arguments of each dynamic size that is passed as an integer.
-        scalars: The fx node that computes a number from sizes, or reads it from an argument, by symbol.
-        constants: Tensors that the trace holds as attributes; they are graph inputs too.
-        opaque: Callables of ops that are no ATen call (higher-order ops), by op name in the graph: they take the
-            op's inputs as tensors and return a list of tensors.
-        results: What the module returns, leaf by leaf: ``Ref(i)`` for ``graph.outputs[i]``, a size, or a constant.
-        written: Positions among the module's arguments of tensors whose memory the graph writes to.
-    """
-
-    graph: DataflowGraph
-    nodes: Mapping[str, fx.Node]
-    placeholders: Mapping[str, int]
-    sizes: Mapping[str, int]
-    constants: Mapping[str, torch.Tensor]
-    opaque: Mapping[str, Callable[..., list[torch.Tensor]]]
-    results: tuple[Any, ...]
-    written: frozenset[int] = frozenset()
-    scalars: Mapping[str, fx.Node] = field(default_factory=dict)
-
-
-def normalise(module: fx.GraphModule) -> Normalised:
+def normalise(module: fx.GraphModule) -> Traced:
     """Build the dataflow graph of a pre-dispatch ATen trace whose nodes carry fake values in ``meta["val"]``.
 
     Raises:
@@ -94,7 +67,6 @@ class _Builder:
     size_arguments: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, fx.Node] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    opaque: dict[str, Callable[..., list[torch.Tensor]]] = field(default_factory=dict)
     ops: list[OpNode] = field(default_factory=list)
     accesses: dict[str, Access] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
@@ -145,9 +117,7 @@ class _Builder:
         return fake
 
     def _attribute(self, node: fx.Node) -> Any:
-        held: Any = self.root
-        for part in str(node.target).split("."):
-            held = getattr(held, part)
+        held = operator.attrgetter(str(node.target))(self.root)
         if not isinstance(held, torch.Tensor):
             return held
         self.constants[node.name] = held
@@ -334,8 +304,7 @@ class _Builder:
 
     def _higher_order(self, node: fx.Node, target: torch._ops.HigherOrderOperator) -> Any:
         """Keep a call such as ``cond`` whole, as one opaque op (the tracer has inlined the simple ones)."""
-        arguments, keywords = self._resolve(node.args), self._resolve(node.kwargs)
-        operands = tensors_in((arguments, keywords))
+        operands = tensors_in((self._resolve(node.args), self._resolve(node.kwargs)))
         results, value = self._results(node)
         if not results:
             return self._append_effect(node, f"higher_order.{target.name()}", operands, ())
@@ -350,10 +319,9 @@ class _Builder:
         # What it does inside is not looked at: it may write to anything it is given.
         touched = frozenset(map(self.storages.of, operands))
         self.accesses[made.name] = Access(touched, touched)
-        self.opaque[made.name] = tensor_call(target, arguments, keywords)
         return value
 
-    def finish(self) -> Normalised:
+    def finish(self) -> Traced:
         ops = live(self.ops, self.accesses, self.outputs)
         defined = {*self.placeholders, *self.constants}
         used = {*(name for op in ops for name in op.inputs), *self.outputs}
@@ -369,9 +337,9 @@ class _Builder:
             self.names.derived,
         )
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
-        return Normalised(
-            graph, nodes, self.placeholders, self.size_arguments, constants, self.opaque, self.results, self._written(),
-            self.scalars,
+        return Traced(
+            self.root, graph, nodes, self.placeholders, self.size_arguments, self.scalars, constants, self.results,
+            self._written(),
         )
 
     def _ordered_among(self, ops: Iterable[OpNode]) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -158,23 +158,23 @@ def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str
         GraphError: The graph is malformed.
         ShapeError: An input is missing, or an op cannot take its operands' shapes.
     """
-    nodes = graph.ordered
     for name in graph.input_names:
         if name not in specs:
             raise ShapeError(f"input {name!r} is missing; the graph reads {', '.join(graph.input_names)}")
     with FakeTensorMode() as mode:
-        fakes = [_fake(specs[name], device) for name in graph.input_names]
+        fakes = [
+            torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device)
+            for one in (specs[name] for name in graph.input_names)
+        ]
     with mode:
-        module = make_fx(_runner(nodes, graph, device), pre_dispatch=True)(*fakes)
-    normalised = normalise(module)
-    return Traced(module, normalised.graph, normalised.nodes, normalised.sizes, normalised.scalars)
+        module = make_fx(runner(graph, device), pre_dispatch=True)(*fakes)
+    return normalise(module)
 
 
-def _fake(spec: TensorSpec, device: str) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)
+def runner(graph: SubGraph, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The graph as its ATen ops, called with its inputs in order; raises what :func:`run_nodes` and its order do."""
+    nodes = graph.ordered
 
-
-def _runner(nodes: Sequence[OpNode], graph: SubGraph, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return run_nodes(nodes, graph, dict(zip(graph.input_names, tensors, strict=True)), device)
 

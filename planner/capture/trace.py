@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.capture.fake_layouts import correct_layouts, laid_out
-from fuseplan.planner.capture.normalise import Normalised, normalise
+from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.capture.transforms import modes_restored, without_transforms
 from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
 from fuseplan.planner.graph.binding import bind_graph
@@ -38,13 +39,11 @@ from fuseplan.planner.rewrites.merged_projections import merge_projections
 class Captured:
     """The graphs of one model under one workload.
 
-    Dynamo makes one graph or, with graph breaks, several in call order. ``traces`` are the same with their fx modules;
-    empty when the capture came from a file.
+    Dynamo makes one graph or, with graph breaks, several in call order.
     """
 
     graphs: tuple[DataflowGraph, ...]
     workload: Workload
-    traces: tuple[Normalised, ...] = ()
 
     @property
     def graph(self) -> DataflowGraph:
@@ -139,12 +138,12 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
                 traces = record(model.module, args, kwargs, pack_weights)
     if workload.regime == "generate":
         traces = record_generation(model, workload, mode, pack_weights)
-    return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload, tuple(traces))
+    return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload)
 
 
 def record(
     module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], pack_weights: bool = False
-) -> list[Normalised]:
+) -> list[Traced]:
     """Call ``module`` once under ``torch.compile`` and give every graph it makes, normalised.
 
     Raises:
@@ -157,7 +156,7 @@ def record(
 
 def record_generation(
     model: Model, workload: Workload, mode: FakeTensorMode, pack_weights: bool = False
-) -> list[Normalised]:
+) -> list[Traced]:
     """Let ``generate()`` call the model until it makes no new graphs, and give these, normalised.
 
     The loop of ``transformers`` runs for real, on tokens; its calls only trace, and every token has the same score. So
@@ -247,7 +246,7 @@ class _Recorder:
 
     def __init__(self, pack_weights: bool) -> None:
         self._pack_weights = pack_weights
-        self.traces: list[Normalised] = []
+        self.traces: list[Traced] = []
         self.errors: list[FuseplanError] = []
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -264,7 +264,7 @@ def _planner(session: Session, out: Path | None) -> None:
     from fuseplan.planner.bench.scaling import plan_scaling
 
     with common.console(stderr=True).status("planning synthetic graphs of 1k, 10k and 100k ops"):
-        frame = plan_scaling()
+        frame = plan_scaling(session.planner)
     common.print_frame(frame, title="Planning time by graph size")
     words = [
         f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"

@@ -90,13 +90,11 @@ def device_type(device: Device) -> Literal["cpu", "cuda"]:
     raise DeviceError(f"--device cuda: PyTorch sees no CUDA GPU{built}; use --device cpu, or check with nvidia-smi")
 
 
-def open_database(url: str | None, kind: Literal["cpu", "cuda"] | None = None, write: bool = True) -> Database:
-    """The tuning database; look-ups compare versions when ``kind`` is given. One that cannot be used is an error."""
+def open_database(url: str | None, write: bool = True) -> Database:
+    """The tuning database. One that cannot be used is an error."""
     from fuseplan.search.store.database import Database
-    from fuseplan.search.store.record import Versions
 
-    versions = Versions.current(kind) if kind is not None else None
-    return Database(url, mode="write" if write else "inspect", versions=versions)
+    return Database(url, mode="write" if write else "inspect")
 
 
 def console(stderr: bool = False) -> Console:

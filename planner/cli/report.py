@@ -129,7 +129,7 @@ def _text(data: ReportData, topic: ReportTopic, style: Format) -> str:
 
     if style is Format.CSV:
         frame = accuracy_samples(data) if topic is ReportTopic.ACCURACY else frames.group_frame(data)
-        return frames.to_text(frame, "csv")
+        return str(frame.to_csv(index=False))
     if topic is ReportTopic.ACCURACY:
         parts = [("Predicted against measured", accuracy_table(data)), *accuracy_tables(data)]
     else:

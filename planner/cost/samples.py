@@ -79,16 +79,12 @@ class RegionSamples:
 
 
 def region_samples(
-    key: RecordKey,
-    label: str,
-    graph: DataflowGraph,
-    region: Region,
-    enumerated: int,
+    key: RecordKey, label: str, graph: DataflowGraph, region: Region, enumerated: int,
     measured: Iterable[tuple[Choice, ChoiceSample]],
 ) -> RegionSamples:
     """The record of a region; the samples of ``measured`` get their positions here."""
     dependencies = region_dependencies(graph, region)
-    flow = compute_graph_of(graph, None)
+    flow = compute_graph_of(graph)
     position = {name: number for number, name in enumerate(region.ops)}
     names = [position[flow.names[at]] for at in dependencies.members]
     edges = tuple(sorted((names[first], names[second]) for first, second in dependencies.edges()))

@@ -28,29 +28,20 @@ class SharedCache:
     What one op of the region makes for another is not among them: that is read right after it was written. Weights
     are, for they pass through the cache; but they come from memory in any case, so their bytes are not delayed.
 
-    Args:
-        graph: A static graph.
-        ops: Each compute op of the region as a kernel of its own.
+    The graph is static; ``ops`` are the region's compute ops, each as a kernel of its own.
     """
 
     def __init__(self, graph: DataflowGraph, ops: Sequence[tuple[str, Lowered]]) -> None:
         self._graph = graph
         flow = compute_graph_of(graph)
         self._made = {value for name, _ in ops for value in graph.op(name).outputs}
-        self._results = frozenset(flow.needed_outside(flow.position[name] for name, _ in ops))
+        self._results = frozenset(flow.outputs_of(name for name, _ in ops))
         moved = moved_bytes(lowered for _, lowered in ops)
         #: Bytes of all that.
         self.footprint_bytes = _sum(moved, self._outer(moved, moved))
 
     def delay_us(self, work: Work, spec: DeviceSpec, mode: Mode, lowered: Lowered) -> float:
-        """How much longer a kernel takes in the region than by itself, in microseconds; 0 on CPUs.
-
-        Args:
-            work: What the kernel does.
-            spec: The device.
-            mode: How it is launched.
-            lowered: The kernel, or that of an ATen op by itself.
-        """
+        """How much longer a kernel (or that of an ATen op by itself) takes in the region than alone; 0 on CPUs."""
         beside_bytes = self.footprint_bytes - work.dram_bytes
         if beside_bytes <= 0 or spec.identity.device_type != "cuda":
             return 0.0

@@ -10,7 +10,6 @@ import networkx as nx
 
 from fuseplan.kernels.ir.index import Size, evaluate, is_static, number, product, row_major_strides
 from fuseplan.kernels.ir.ir import ITEMSIZE
-from fuseplan.kernels.ir.scalars import float32_bits
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,6 @@ class DataflowGraph:
     def is_returned(self, value: str) -> bool:
         """True when the graph returns ``value``."""
         return value in self._returned
-
-    @property
-    def kernel_sizes(self) -> dict[str, int]:
-        """The symbols' hints as kernels take them."""
-        return {name: float32_bits(hint) if isinstance(hint, float) else hint for name, hint in self.symbols.items()}
 
     def completed(self, sizes: Mapping[str, int | float]) -> dict[str, int | float]:
         """``sizes`` and the values of those derived symbols that they determine."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import sympy
 import torch
 import torch.utils._pytree as pytree
 
 import fuseplan.planner.graph.merged_linear  # noqa: F401  (an op that graphs may hold: it registers it)
-from fuseplan.kernels.ir.index import number
 from fuseplan.planner.errors import ShapeError, UnknownOpError
 from fuseplan.planner.graph.dataflow import OpNode, Ref
 
@@ -45,15 +43,12 @@ def _known_ops(namespace: str, packet: str) -> list[str]:
 
 
 def bind_call(
-    node: OpNode, values: Sequence[Any], symbols: Mapping[str, int | float] | None = None,
-    device: torch.device | str | None = None,
+    node: OpNode, values: Sequence[Any], device: torch.device | str | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments of the ATen call ``node`` stands for.
 
-    Args:
-        values: What stands for ``node.inputs``, in order: tensors, or proxies such as ``fx.Node``.
-        symbols: Values of the dynamic sizes in ``node.attrs``.
-        device: Given to ops that create a tensor from nothing (``arange``); the attribute ``device`` wins.
+    ``values`` stand for ``node.inputs``, in order: tensors, or proxies such as ``fx.Node``. ``device`` is given to ops
+    that create a tensor from nothing (``arange``); the attribute ``device`` wins.
 
     Raises:
         ShapeError: An argument without a default is missing, or operands are left over.
@@ -66,7 +61,7 @@ def bind_call(
     kwargs: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.name in node.attrs:
-            value = _argument_value(parameter.name, node.attrs[parameter.name], values, symbols or {})
+            value = _argument_value(parameter.name, node.attrs[parameter.name], values)
         elif parameter.is_tensor:
             value = _next_operand(node, parameter, remaining)
         elif parameter.name == "device" and device is not None and makes_tensor:
@@ -140,22 +135,19 @@ def _refs(values: Any) -> Iterator[Ref]:
             yield from _refs(value)
 
 
-def _argument_value(name: str, value: Any, values: Sequence[Any], symbols: Mapping[str, int | float]) -> Any:
-    """What ATen takes for an attribute: names become torch objects, symbols numbers, ``Ref`` the operand."""
+def _argument_value(name: str, value: Any, values: Sequence[Any]) -> Any:
+    """What ATen takes for an attribute: names become torch objects, ``Ref`` the operand."""
     if isinstance(value, Ref):
         return values[value.position]
     if isinstance(value, tuple | list):
-        return [_argument_value(name, item, values, symbols) for item in value]
-    if isinstance(value, sympy.Expr):
-        return number(value, symbols)
+        return [_argument_value(name, item, values) for item in value]
     if isinstance(value, str) and name in _TORCH_ARGUMENTS:
         return getattr(torch, value)
     return torch.device(value) if isinstance(value, str) and name == "device" else value
 
 
 def run_node(
-    node: OpNode, inputs: Sequence[torch.Tensor], device: torch.device | str | None = None,
-    symbols: Mapping[str, int | float] | None = None,
+    node: OpNode, inputs: Sequence[torch.Tensor], device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
     """Execute one op eagerly: one tensor per ``node.outputs``; that of an in-place op is the tensor it wrote to.
 
@@ -163,6 +155,6 @@ def run_node(
     """
     if device is None and inputs:
         device = inputs[0].device
-    args, kwargs = bind_call(node, inputs, symbols, device)
+    args, kwargs = bind_call(node, inputs, device)
     result = resolve_op(node.op)(*args, **kwargs)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -131,16 +131,10 @@ def _empty_result(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Ten
     return x.new_empty((*x.shape[:-1], sum(one.shape[0] for one in weights)))
 
 
-def _run(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    return MergedLinear()(x, weights, biases)
-
-
-def _fake(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _empty_result(x, weights)
-
-
-_LIBRARY.impl("merged_linear", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("fuseplan::merged_linear", _fake, lib=_LIBRARY)
+_LIBRARY.impl("merged_linear", lambda *operands: MergedLinear()(*operands), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fuseplan::merged_linear", lambda x, weights, biases: _empty_result(x, weights), lib=_LIBRARY
+)
 
 #: The op: ``MERGED(x, weights, biases)``.
 MERGED: torch._ops.OpOverload = torch.ops.fuseplan.merged_linear.default

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import sympy
-from torch.utils._sympy.functions import FloorDiv, Mod
-
-from fuseplan.kernels.ir.index import Size, as_size, symbol
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 
 
 def graph_to_json(graph: DataflowGraph) -> dict[str, Any]:
-    """The graph as lists, dicts, strings and numbers.
+    """A static graph as lists, dicts, strings and numbers.
 
     Raises:
-        ValueError: An attribute is no data, or a size is no sum, product, quotient or remainder.
+        ValueError: An attribute is no data, or a size is dynamic.
     """
     return {
         "nodes": [
@@ -32,7 +26,6 @@ def graph_to_json(graph: DataflowGraph) -> dict[str, Any]:
         },
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
-        "symbols": dict(graph.symbols),
         "order": [[a, b] for a, b, data in graph.graph.edges(data=True) if not data["values"]],
     }
 
@@ -53,7 +46,7 @@ def graph_from_json(data: Mapping[str, Any]) -> DataflowGraph:
         for name, (shape, dtype, strides) in data["specs"].items()
     }
     order = [(before, after) for before, after in data["order"]]
-    return DataflowGraph(nodes, specs, data["inputs"], data["outputs"], data["symbols"], order)
+    return DataflowGraph(nodes, specs, data["inputs"], data["outputs"], order=order)
 
 
 def _to_json(value: Any) -> Any:
@@ -65,11 +58,6 @@ def _to_json(value: Any) -> Any:
         return [_to_json(item) for item in value]
     if isinstance(value, Ref):
         return {"ref": value.position}
-    if isinstance(value, sympy.Expr):
-        text = str(value)
-        if parse_size(text) != value:
-            raise ValueError(f"size {text} cannot be written as text")
-        return {"size": text}
     raise ValueError(f"a {type(value).__name__} is no data")
 
 
@@ -77,44 +65,5 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_from_json(item) for item in value)
     if isinstance(value, dict):
-        ((kind, content),) = value.items()
-        if kind == "ref":
-            return Ref(int(content))
-        return float(content) if kind == "float" else parse_size(content)
+        return Ref(int(value["ref"])) if "ref" in value else float(value["float"])
     return value
-
-
-def parse_size(text: str) -> Size:
-    """A size from its text: numbers, symbols, ``+ - * // **`` and ``Mod(a, b)``. Nothing is evaluated as code.
-
-    Raises:
-        ValueError: The text holds anything else.
-
-    >>> parse_size("2*s0 + 1")
-    2*s0 + 1
-    """
-    try:
-        return as_size(_size_of(ast.parse(text, mode="eval").body))
-    except SyntaxError:
-        raise ValueError(f"{text!r} is no size") from None
-
-
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: FloorDiv, ast.Pow: operator.pow,
-}
-
-
-def _size_of(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.Name):
-        return symbol(node.id)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_size_of(node.operand)
-    if isinstance(node, ast.BinOp):
-        combine = _BINARY.get(type(node.op))
-        if combine is not None:
-            return combine(_size_of(node.left), _size_of(node.right))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Mod" and len(node.args) == 2:
-        return Mod(*(sympy.sympify(_size_of(argument)) for argument in node.args))
-    raise ValueError(f"{ast.unparse(node)!r} is no size")

@@ -7,30 +7,19 @@ through data flow or as siblings that read one value. Every connected convex set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Literal, TypeAlias
+from functools import cache
+from typing import TypeAlias
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import CanonicalForm, canonical_form
-from fuseplan.planner.groups.compute_graph import Classify, ComputeGraph, compute_graph_of
+from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.connected_sets import ConnectedSets, connected_sets, parts
 from fuseplan.planner.groups.convex import Dependencies, bits
 
 #: The reason why a set of compute ops cannot be one kernel, None when it can.
 Legal: TypeAlias = Callable[[Sequence[str]], str | None]
-Tag: TypeAlias = Literal["vertical", "horizontal", "multi-output", "reduction"]
-
-#: ATen ops (overload left off) that fold a dimension.
-REDUCTIONS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "var", "var_mean", "std", "norm",
-        "any", "all", "logsumexp", "cumsum", "softmax", "_softmax", "log_softmax", "_log_softmax", "layer_norm",
-        "native_layer_norm", "rms_norm", "group_norm", "adaptive_avg_pool2d", "linalg_vector_norm",
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -56,13 +45,11 @@ class Candidate:
         ops: Compute ops, in the region's canonical order.
         inputs: Source values read (behind views), in first-use order.
         outputs: Values needed outside the group.
-        tags: What kind of fusion it is.
     """
 
     ops: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    tags: frozenset[Tag] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -83,26 +70,14 @@ class Enumeration:
 
 
 def enumerate_candidates(
-    graph: DataflowGraph,
-    region: Region,
-    limits: CandidateLimits = CandidateLimits(),
-    legal: Legal | None = None,
-    classify: Classify | None = None,
+    graph: DataflowGraph, region: Region, legal: Legal, limits: CandidateLimits = CandidateLimits()
 ) -> Enumeration:
-    """Enumerate the fusion groups of ``region``.
-
-    Args:
-        graph: The graph the region was found in.
-        region: A region of it.
-        limits: Bounds on the enumeration.
-        legal: The reason why ops cannot be one kernel, None when they can. Default: whether they lower.
-        classify: The classifier the region was found with. Default: the recipes' ``kind_of``.
-    """
-    flow = compute_graph_of(graph, classify)
+    """Enumerate the fusion groups of ``region``, a region of ``graph``."""
+    flow = compute_graph_of(graph)
     members = member_positions(flow, region)
     dependencies = Dependencies.of(flow, members)
     grown = connected_sets(dependencies, limits.max_ops, limits.max_candidates, [flow.nodes[at].op for at in members])
-    refused = _reasons(flow, members, legal if legal is not None else partial(why_not_lowerable, graph, flow))
+    refused = _reasons(flow, members, legal)
     masks = grown.masks
     if not grown.complete:  # what was kept may be illegal around some ops: legal groups cover them all
         everything = (1 << len(members)) - 1
@@ -120,11 +95,10 @@ def enumerate_candidates(
 
 
 def enumerate_parts(
-    graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal,
-    classify: Classify | None = None,
+    graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal
 ) -> Enumeration:
     """Single ops of a region, its ``groups`` where they are legal, and legal parts that cover those that are not."""
-    flow = compute_graph_of(graph, classify)
+    flow = compute_graph_of(graph)
     members = member_positions(flow, region)
     dependencies = Dependencies.of(flow, members)
     bit_of = {flow.names[at]: bit for bit, at in enumerate(members)}
@@ -155,18 +129,15 @@ def member_positions(flow: ComputeGraph, region: Region) -> list[int]:
     return [at for at in positions if flow.is_member(at)]
 
 
-def region_dependencies(graph: DataflowGraph, region: Region, classify: Classify | None = None) -> Dependencies:
+def region_dependencies(graph: DataflowGraph, region: Region) -> Dependencies:
     """How the region's compute ops and anchors depend on each other (bit ``i``: the ``i``-th of them)."""
-    flow = compute_graph_of(graph, classify)
+    flow = compute_graph_of(graph)
     return Dependencies.of(flow, member_positions(flow, region))
 
 
-def region_candidates(
-    graph: DataflowGraph, region: Region, masks: Iterable[int], classify: Classify | None = None
-) -> list[Candidate]:
+def region_candidates(graph: DataflowGraph, region: Region, masks: Iterable[int]) -> list[Candidate]:
     """The candidates that ``masks`` stand for, whether or not they are legal."""
-    flow = compute_graph_of(graph, classify)
-    dependencies = Dependencies.of(flow, member_positions(flow, region))
+    flow, dependencies = compute_graph_of(graph), region_dependencies(graph, region)
     return [_candidate(flow, dependencies, mask) for mask in masks]
 
 
@@ -178,65 +149,40 @@ def placed_candidates(graph: DataflowGraph, region: Region, places: Iterable[Ite
     return region_candidates(graph, region, masks)
 
 
-def single_candidates(graph: DataflowGraph, region: Region, classify: Classify | None = None) -> list[Candidate]:
+def single_candidates(graph: DataflowGraph, region: Region) -> list[Candidate]:
     """Every compute op and anchor of a region by itself, in canonical order."""
-    count = len(region_dependencies(graph, region, classify))
-    return region_candidates(graph, region, [1 << bit for bit in range(count)], classify)
+    count = len(region_dependencies(graph, region))
+    return region_candidates(graph, region, [1 << bit for bit in range(count)])
 
 
-def group_form(
-    graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], classify: Classify | None = None
-) -> CanonicalForm:
+def group_form(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) -> CanonicalForm:
     """Canonical form of a group: its compute ops, and the views it reads through."""
-    flow = compute_graph_of(graph, classify)
+    flow = compute_graph_of(graph)
     members = [flow.position[name] for name in ops]
     names = [flow.names[at] for at in (*members, *flow.views_behind(members))]
     return canonical_form(graph, names, outputs)
 
 
-def transfer(graph: DataflowGraph, candidate: Candidate, planned: Region, other: Region) -> Candidate:
-    """The candidate of region ``planned`` at the same place of ``other``, a region of the same key."""
-    return _Transfer(graph, planned, other).candidate(candidate)
-
-
 def transfer_all(graph: DataflowGraph, enumeration: Enumeration, planned: Region, other: Region) -> Enumeration:
-    """The same for all that was enumerated: regions of one key have the same groups."""
-    moved = _Transfer(graph, planned, other)
+    """What was enumerated of region ``planned`` at the same places of ``other``, a region of the same key."""
+    if planned.key != other.key:
+        raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
+    names = dict(zip(planned.ops, other.ops, strict=True))
+    values = dict(zip(planned.inputs, other.inputs, strict=True))
+    for here, there in names.items():
+        values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
+
+    def moved(ops: Iterable[str], known: Mapping[str, str] = names) -> tuple[str, ...]:
+        return tuple(known[name] for name in ops)
+
     return Enumeration(
-        tuple(map(moved.candidate, enumeration.candidates)),
-        tuple(Refusal(moved.ops(one.ops), one.reason) for one in enumeration.refusals),
+        tuple(
+            Candidate(moved(one.ops), moved(one.inputs, values), moved(one.outputs, values))
+            for one in enumeration.candidates
+        ),
+        tuple(Refusal(moved(one.ops), one.reason) for one in enumeration.refusals),
         enumeration.truncated,
     )
-
-
-class _Transfer:
-    """Names in one region by those at the same places of another."""
-
-    def __init__(self, graph: DataflowGraph, planned: Region, other: Region) -> None:
-        if planned.key != other.key:
-            raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
-        self._names = dict(zip(planned.ops, other.ops, strict=True))
-        self._values = dict(zip(planned.inputs, other.inputs, strict=True))
-        for here, there in self._names.items():
-            self._values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
-
-    def ops(self, names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(self._names[name] for name in names)
-
-    def candidate(self, one: Candidate) -> Candidate:
-        inputs, outputs = (tuple(self._values[value] for value in values) for values in (one.inputs, one.outputs))
-        return Candidate(self.ops(one.ops), inputs, outputs, one.tags)
-
-
-def why_not_lowerable(graph: DataflowGraph, flow: ComputeGraph, ops: Sequence[str]) -> str | None:
-    """The default legality: the reason why the lowering refuses ``ops``, None when it lowers them."""
-    from fuseplan.planner.lowering.lower import NotLowerable, lower
-
-    try:
-        lower(graph, ops, outputs=flow.needed_outside(flow.position[name] for name in ops))
-    except NotLowerable as refused:
-        return str(refused)
-    return None
 
 
 def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Candidate:
@@ -245,16 +191,7 @@ def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Can
     needed = set(flow.needed_outside(members))
     inputs = dict.fromkeys(source for at in members for source in flow.sources[at] if source not in made)
     outputs = tuple(value for at in members for value in flow.nodes[at].outputs if value in needed)
-    tags: set[Tag] = set()
-    if any(dependencies.reads[bit] & mask for bit in bits(mask)):
-        tags.add("vertical")
-    if not dependencies.is_connected(mask, dependencies.dataflow):
-        tags.add("horizontal")
-    if len(outputs) > 1:
-        tags.add("multi-output")
-    if any(flow.nodes[at].op.rsplit(".", 1)[0] in REDUCTIONS for at in members):
-        tags.add("reduction")
-    return Candidate(tuple(flow.names[at] for at in members), tuple(inputs), outputs, frozenset(tags))
+    return Candidate(tuple(flow.names[at] for at in members), tuple(inputs), outputs)
 
 
 def _separated_pairs(flow: ComputeGraph, dependencies: Dependencies) -> list[Refusal]:
@@ -274,7 +211,7 @@ def _separation(flow: ComputeGraph, dependencies: Dependencies, pair: int, bit: 
     before, after = sorted((dependencies.members[bit], dependencies.members[other]))
     between = dependencies.between(pair)
     if dependencies.has_detour(pair | between):
-        blocker = flow.first_blocker(before, after, budget=2 * len(flow.nodes))
+        blocker = flow.first_blocker(before, after)
         what = "another region" if blocker is None else f"{flow.nodes[blocker].op} ({flow.names[blocker]})"
         return f"path through {what}"
     if not between:

@@ -6,21 +6,14 @@ input or an op that is no view holds. Positions are capture order, which is a to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
-from fuseplan.planner.lowering.recipes import kind_of, written_value
+from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.recipes import OpKind, kind_of, written_value
 from fuseplan.planner.lowering.recipes_index import LOOKUPS
 from fuseplan.planner.lowering.views import MAY_COPY
-
-Kind: TypeAlias = Literal["view", "compute", "anchor", "opaque"]
-Classify: TypeAlias = Callable[[OpNode], Kind]
-
-#: Ops of a graph for each of which a bit mask over all ops is kept: eight megabytes at most.
-MAX_MASKED = 8192
 
 
 class ComputeGraph:
@@ -41,11 +34,11 @@ class ComputeGraph:
         live: False for a compute or view op on which no opaque op, no write and no graph output depends.
     """
 
-    def __init__(self, graph: DataflowGraph, classify: Classify, cut_at_anchors: bool = False) -> None:
+    def __init__(self, graph: DataflowGraph, cut_at_anchors: bool = False) -> None:
         self.nodes: list[OpNode] = list(graph)
         self.names: list[str] = [node.name for node in self.nodes]
         self.position: dict[str, int] = {name: at for at, name in enumerate(self.names)}
-        self.kinds: list[Kind] = [classify(node) for node in self.nodes]
+        self.kinds: list[OpKind] = [kind_of(node, graph.specs) for node in self.nodes]
         if cut_at_anchors:
             self.kinds = ["opaque" if kind == "anchor" else kind for kind in self.kinds]
         self._producer: dict[str, int] = {
@@ -55,7 +48,9 @@ class ComputeGraph:
             value: at for at, node in enumerate(self.nodes) for value in node.outputs if self.kinds[at] == "view"
         }
         self.sources: list[tuple[str, ...]] = []
-        self._resolve_sources()
+        for node in self.nodes:
+            found = dict.fromkeys(source for value in node.inputs for source in self.sources_of(value))
+            self.sources.append(tuple(found))
         self.preds: list[list[int]] = [[] for _ in self.nodes]
         self.barriers: set[tuple[int, int]] = set()
         self._read_edges(graph)
@@ -107,13 +102,6 @@ class ComputeGraph:
             )
         return depth
 
-    def _resolve_sources(self) -> None:
-        for node in self.nodes:
-            found: dict[str, None] = {}
-            for value in node.inputs:
-                found.update(dict.fromkeys(self.sources_of(value)))
-            self.sources.append(tuple(found))
-
     def _liveness(self) -> list[bool]:
         live = [kind == "opaque" for kind in self.kinds]
         for source in self.escapes:
@@ -148,38 +136,6 @@ class ComputeGraph:
                 seen.add(producer)
                 yield producer
 
-    @cached_property
-    def preds_behind_views(self) -> list[list[int]]:
-        """What :attr:`preds` becomes when views are looked through: positions of compute and opaque ops."""
-        result: list[list[int]] = []
-        for preds in self.preds:
-            found: dict[int, None] = {}
-            for pred in preds:
-                found.update(dict.fromkeys(result[pred] if self.kinds[pred] == "view" else (pred,)))
-            result.append(list(found))
-        return result
-
-    @cached_property
-    def _separated(self) -> list[int] | None:
-        """For each op, the ops it is :meth:`separated` from, as a bit mask of positions; None in too large a graph."""
-        if len(self.nodes) > MAX_MASKED:
-            return None
-        ancestors: list[int] = []
-        result: list[int] = []
-        for at, preds in enumerate(self.preds):
-            above = apart = 0
-            for pred in preds:
-                path = ancestors[pred] | 1 << pred
-                above |= path
-                apart |= result[pred]
-                if (pred, at) in self.barriers:
-                    apart |= path
-                elif self.kinds[pred] == "opaque":
-                    apart |= ancestors[pred]
-            ancestors.append(above)
-            result.append(apart)
-        return result
-
     def views_behind(self, ops: Iterable[int]) -> list[int]:
         """View ops on the way from source values to ``ops``, in capture order."""
         found: set[int] = set()
@@ -201,28 +157,16 @@ class ComputeGraph:
             if value in self.escapes or any(reader not in members for reader in self.readers.get(value, ()))
         ]
 
-    def separated(self, before: int, after: int, budget: int) -> bool:
-        """True when a path ``before -> after`` runs through an op that no group with both ends may contain.
+    def outputs_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The same for a group by the names of its ops."""
+        return tuple(self.needed_outside(self.position[name] for name in names))
 
-        Raises:
-            TimeoutError: In a graph of more than :data:`MAX_MASKED` ops, more than ``budget`` ops were visited without
-                an answer.
-        """
-        if self.depth[before] >= self.depth[after]:
-            return False
-        if self._separated is None:
-            return self.first_blocker(before, after, budget) is not None
-        return bool(self._separated[after] & 1 << before)
-
-    def first_blocker(self, before: int, after: int, budget: int) -> int | None:
+    def first_blocker(self, before: int, after: int) -> int | None:
         """An op on a path ``before -> after`` that no group with both ends may contain.
 
         Returns:
             The position of an opaque op on such a path (the later op of a barrier); None when there is
             no such path.
-
-        Raises:
-            TimeoutError: More than ``budget`` ops were visited without an answer.
         """
         if self.depth[before] >= self.depth[after]:
             return None
@@ -246,37 +190,31 @@ class ComputeGraph:
                 state = (pred, found is not None)
                 if state in seen or (pred, True) in seen:
                     continue
-                if len(seen) >= budget:
-                    raise TimeoutError(f"no answer within {budget} ops")
                 seen.add(state)
                 pending.append((pred, found))
         return None
 
 
-_FLOWS: WeakKeyDictionary[DataflowGraph, dict[bool, tuple[Classify | None, int, ComputeGraph]]] = WeakKeyDictionary()
+_FLOWS: WeakKeyDictionary[DataflowGraph, dict[tuple[bool, int], ComputeGraph]] = WeakKeyDictionary()
 
 
-def compute_graph_of(
-    graph: DataflowGraph, classify: Classify | None = None, cut_at_anchors: bool = False
-) -> ComputeGraph:
-    """The graph's :class:`ComputeGraph`, remembered for the latest ``classify``.
+def compute_graph_of(graph: DataflowGraph, cut_at_anchors: bool = False) -> ComputeGraph:
+    """The graph's :class:`ComputeGraph`, remembered until it grows.
 
-    Args:
-        graph: The graph.
-        classify: The kind of an op. Default: the recipes' ``kind_of``.
-        cut_at_anchors: Take anchors for opaque ops: what is left between them are the islands of compute ops.
+    With ``cut_at_anchors`` anchors are taken for opaque ops: what is left between them are the islands of compute ops.
     """
     made = _FLOWS.setdefault(graph, {})
-    remembered = made.get(cut_at_anchors)
-    size = len(graph)
-    if remembered is not None and remembered[0] is classify and remembered[1] == size:
-        return remembered[2]
-    flow = ComputeGraph(graph, recipe_classifier(graph) if classify is None else classify, cut_at_anchors)
-    made[cut_at_anchors] = (classify, size, flow)
-    return flow
+    key = cut_at_anchors, len(graph)
+    if key not in made:
+        made[key] = ComputeGraph(graph, cut_at_anchors)
+    return made[key]
 
 
-def recipe_classifier(graph: DataflowGraph) -> Classify:
-    """The recipes' ``kind_of`` on this graph's specs."""
-    specs = graph.specs
-    return lambda node: kind_of(node, specs)
+def lower_group(graph: DataflowGraph, ops: Iterable[str], numerics: str = "fp32") -> Lowered:
+    """The kernel of a group, which stores what is needed outside.
+
+    Raises:
+        NotLowerable: With the reason.
+    """
+    ops = tuple(ops)
+    return lower(graph, ops, numerics, compute_graph_of(graph).outputs_of(ops))

@@ -99,14 +99,13 @@ class Dependencies:
         """True when running the members of ``mask`` as one kernel leaves the graph acyclic."""
         return not self.between(mask) and not self.has_detour(mask)
 
-    def is_connected(self, mask: int, edges: Sequence[int] | None = None) -> bool:
-        """True when ``edges`` (default: data flow and siblings) join all members of ``mask``."""
-        edges = self.neighbours if edges is None else edges
+    def is_connected(self, mask: int) -> bool:
+        """True when data flow and siblings join all members of ``mask``."""
         found = front = mask & -mask
         while front:
             near = 0
             for bit in bits(front):
-                near |= edges[bit]
+                near |= self.neighbours[bit]
             front = near & mask & ~found
             found |= front
         return found == mask

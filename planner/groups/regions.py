@@ -16,34 +16,21 @@ from itertools import pairwise, product
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
+from networkx.utils import UnionFind
+
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
-from fuseplan.planner.groups.compute_graph import Classify, ComputeGraph, compute_graph_of
+from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits
 from fuseplan.planner.lowering.recipes_index import LOOKUPS
 
-_CUT = "regions are cut every"
-
-
-@dataclass(frozen=True)
-class RegionLimits:
-    """Bounds that keep the search for regions near linear; reaching one only makes regions smaller.
-
-    Attributes:
-        search_budget: Ops visited in looking for a path through an opaque op between two ops, in a graph of more than
-            :data:`~fuseplan.planner.groups.compute_graph.MAX_MASKED` ops.
-        sibling_levels: Greater depths whose readers of a value a reader of it is compared with (readers of
-            equal depth are never separated).
-        sibling_window: Readers compared on each of those levels.
-        max_ops: Compute ops in an island; larger ones are cut into runs of ops in capture order.
-        max_period: Compute ops and anchors in a region with anchors; in a larger one every part is a region.
-    """
-
-    search_budget: int = 4096
-    sibling_levels: int = 2
-    sibling_window: int = 8
-    max_ops: int = 256
-    max_period: int = 160
+#: Readers of a value are compared with those on so many greater depths, and with so many on each of these (readers of
+#: equal depth are never separated). All pairs would be millions; reaching a limit only makes regions smaller.
+SIBLING_LEVELS, SIBLING_WINDOW = 2, 8
+#: Compute ops in an island; larger ones are cut into runs of ops in capture order.
+MAX_ISLAND = 256
+#: Compute ops and anchors in a region with anchors; in a larger one every part is a region.
+MAX_PERIOD = 160
 
 
 @dataclass(frozen=True)
@@ -55,59 +42,52 @@ class Boundary:
     reason: str
 
 
-def find_regions(
-    graph: DataflowGraph, classify: Classify | None = None, limits: RegionLimits = RegionLimits()
-) -> list[Region]:
+def find_regions(graph: DataflowGraph) -> list[Region]:
     """The regions of ``graph``, ordered by their first op.
 
     Every live compute op and anchor is in exactly one region. A view op is in each region that reads through it; views
-    that only opaque ops read are in none. They are remembered for as long as the graph lives, for the latest arguments.
+    that only opaque ops read are in none. They are remembered for as long as the graph lives.
     """
-    return list(_found(graph, classify, limits))
+    return list(_found(graph))
 
 
-def region_parts(
-    graph: DataflowGraph, region: Region, classify: Classify | None = None, limits: RegionLimits = RegionLimits()
-) -> tuple[Region, ...]:
+def region_parts(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
     """The islands and the single anchors of a region, ordered by their first op; itself where it has one part."""
-    return _found(graph, classify, limits).get(region, (region,))
-
-
-def _found(graph: DataflowGraph, classify: Classify | None, limits: RegionLimits) -> _Parts:
-    flow = compute_graph_of(graph, classify)
-    remembered = _FOUND.get(flow)
-    if remembered is None or remembered[0] != limits:
-        remembered = _FOUND[flow] = (limits, _search(graph, flow, classify, limits))
-    return remembered[1]
+    return _found(graph).get(region, (region,))
 
 
 #: Regions with their parts.
 _Parts: TypeAlias = dict[Region, tuple[Region, ...]]
-#: Regions by flow: a graph that grew, or is classified anew, has another flow.
-_FOUND: WeakKeyDictionary[ComputeGraph, tuple[RegionLimits, _Parts]] = WeakKeyDictionary()
+#: Regions by flow: a graph that grew has another flow.
+_FOUND: WeakKeyDictionary[ComputeGraph, _Parts] = WeakKeyDictionary()
 
 
-def _search(graph: DataflowGraph, flow: ComputeGraph, classify: Classify | None, limits: RegionLimits) -> _Parts:
+def _found(graph: DataflowGraph) -> _Parts:
+    flow = compute_graph_of(graph)
+    if flow not in _FOUND:
+        _FOUND[flow] = _search(graph, flow)
+    return _FOUND[flow]
+
+
+def _search(graph: DataflowGraph, flow: ComputeGraph) -> _Parts:
     anchors = [[at] for at, kind in enumerate(flow.kinds) if kind == "anchor" and flow.live[at]]
-    cut = compute_graph_of(graph, classify, cut_at_anchors=True) if anchors else flow
-    parts = [*_Finder(graph, cut, limits).components(), *anchors]
+    cut = compute_graph_of(graph, cut_at_anchors=True) if anchors else flow
+    parts = [*_Finder(graph, cut).components(), *anchors]
     home = {at: number for number, part in enumerate(parts) for at in part}
-    finder = _Finder(graph, flow, limits)
+    finder = _Finder(graph, flow)
     found: dict[Region, tuple[Region, ...]] = {}
     for members in finder.joined(parts) if anchors else parts:
         within = sorted({home[at] for at in members}, key=lambda number: parts[number][0])
-        if len(within) == 1 or len(members) > limits.max_period:
+        if len(within) == 1 or len(members) > MAX_PERIOD:
             found |= {region: (region,) for region in (finder.region(parts[number]) for number in within)}
         else:
             found[finder.region(members)] = tuple(finder.region(parts[number]) for number in within)
     return dict(sorted(found.items(), key=lambda item: min(flow.position[name] for name in item[0].ops)))
 
 
-def find_boundaries(
-    graph: DataflowGraph, classify: Classify | None = None, limits: RegionLimits = RegionLimits()
-) -> list[Boundary]:
+def find_boundaries(graph: DataflowGraph) -> list[Boundary]:
     """Every data-flow edge between compute ops and anchors that is in no region, with the reason."""
-    finder = _Finder(graph, compute_graph_of(graph, classify), limits)
+    finder = _Finder(graph, compute_graph_of(graph))
     finder.components()
     return finder.boundaries()
 
@@ -121,12 +101,11 @@ def unique_regions(regions: Iterable[Region]) -> dict[str, list[Region]]:
 
 
 class _Finder:
-    def __init__(self, graph: DataflowGraph, flow: ComputeGraph, limits: RegionLimits) -> None:
+    def __init__(self, graph: DataflowGraph, flow: ComputeGraph) -> None:
         self.graph = graph
         self.flow = flow
-        self.limits = limits
         self._separated: list[tuple[int, int, str]] = []
-        self.parent = list(range(len(flow.nodes)))
+        self._joined: UnionFind[int] = UnionFind()
 
     def components(self) -> list[list[int]]:
         """Positions of the members of each region, each ascending, ordered by their first op; long ones are cut."""
@@ -135,8 +114,7 @@ class _Finder:
     def joined(self, parts: Iterable[Sequence[int]]) -> list[list[int]]:
         """The same for regions that hold each of ``parts`` whole; none is cut."""
         for part in parts:
-            for at in part[1:]:
-                self._join(part[0], at)
+            self._joined.union(*part)
         return self._components()
 
     def _components(self) -> list[list[int]]:
@@ -149,44 +127,35 @@ class _Finder:
             self._join_siblings([at for at in readers if flow.is_member(at)])
         found: dict[int, list[int]] = {}
         for at in members:
-            found.setdefault(self._root(at), []).append(at)
+            found.setdefault(self._joined[at], []).append(at)
         return list(found.values())
 
     def _runs(self, component: list[int]) -> Iterator[list[int]]:
-        limit = self.limits.max_ops
-        for start in range(0, len(component), limit):
+        for start in range(0, len(component), MAX_ISLAND):
             if start:
                 before, after = component[start - 1], component[start]
-                self._record(before, after, f"{_CUT} {limit} compute ops")
-            yield component[start : start + limit]
+                self._separated.append((before, after, f"regions are cut every {MAX_ISLAND} compute ops"))
+            yield component[start : start + MAX_ISLAND]
 
     def _join_siblings(self, readers: list[int]) -> None:
         levels: dict[int, list[int]] = {}
         for at in readers:
             levels.setdefault(self.flow.depth[at], []).append(at)
         ascending = [levels[depth] for depth in sorted(levels)]
-        window = self.limits.sibling_window
         for number, level in enumerate(ascending):
             for at, other in pairwise(level):
                 self._join_if_inseparable(at, other, is_edge=False)
-            for deeper in ascending[number + 1 : number + 1 + self.limits.sibling_levels]:
-                for at, other in product(level[:window], deeper[:window]):
+            for deeper in ascending[number + 1 : number + 1 + SIBLING_LEVELS]:
+                for at, other in product(level[:SIBLING_WINDOW], deeper[:SIBLING_WINDOW]):
                     self._join_if_inseparable(min(at, other), max(at, other), is_edge=False)
 
     def _join_if_inseparable(self, before: int, after: int, is_edge: bool) -> None:
-        a, b = self._root(before), self._root(after)
-        if a == b:
+        if self._joined[before] == self._joined[after]:
             return
-        try:
-            if not self.flow.separated(before, after, self.limits.search_budget):
-                self._join(a, b)
-            elif is_edge:
-                self._record(before, after)
-        except TimeoutError as stopped:
-            self._record(before, after, f"search for a separating path gave up: {stopped}")
-
-    def _record(self, before: int, after: int, reason: str = "") -> None:
-        self._separated.append((before, after, reason))
+        if self.flow.first_blocker(before, after) is None:
+            self._joined.union(before, after)
+        elif is_edge:
+            self._separated.append((before, after, ""))
 
     def boundaries(self) -> list[Boundary]:
         """What was recorded, less the pairs that other ops joined after all."""
@@ -194,14 +163,13 @@ class _Finder:
         return [
             Boundary(names[before], names[after], reason or self._blocker(before, after))
             for before, after, reason in self._separated
-            if self._root(before) != self._root(after) or reason.startswith(_CUT)
+            if reason or self._joined[before] != self._joined[after]
         ]
 
     def _blocker(self, before: int, after: int) -> str:
         """What separates two ops, in words."""
         flow = self.flow
-        # Each op is visited at most twice.
-        blocker = flow.first_blocker(before, after, budget=2 * len(flow.nodes))
+        blocker = flow.first_blocker(before, after)
         assert blocker is not None
         node = flow.nodes[blocker]
         if flow.kinds[blocker] == "opaque":
@@ -211,17 +179,6 @@ class _Finder:
         if node.op in LOOKUPS:
             return f"{node.op} ({node.name}) looks up a table that has to exist before"
         return f"an ordering edge (a write to memory) leads to {node.op} ({node.name})"
-
-    def _join(self, before: int, after: int) -> None:
-        a, b = self._root(before), self._root(after)
-        self.parent[max(a, b)] = min(a, b)
-
-    def _root(self, at: int) -> int:
-        parent = self.parent
-        while parent[at] != at:
-            parent[at] = parent[parent[at]]
-            at = parent[at]
-        return at
 
     def region(self, members: Sequence[int]) -> Region:
         """The region of some members, with the views among them."""

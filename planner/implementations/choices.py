@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_dependencies, single_candidates
-from fuseplan.planner.groups.compute_graph import Classify
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementation import Implementation
 
@@ -56,15 +55,14 @@ class RegionProblem:
 
 def region_problem(
     graph: DataflowGraph, region: Region, enumeration: Enumeration, implementations: Implementations,
-    book: GroupBook | None = None, classify: Classify | None = None,
+    book: GroupBook | None = None,
 ) -> RegionProblem:
     """The choices of a region.
 
-    ``enumeration`` has the groups that can be kernels. Without ``book`` no library is asked. ``classify`` is what the
-    region was found with; by default the recipes' ``kind_of``.
+    ``enumeration`` has the groups that can be kernels. Without ``book`` no library is asked.
     """
-    dependencies = region_dependencies(graph, region, classify)
-    singles = single_candidates(graph, region, classify)
+    dependencies = region_dependencies(graph, region)
+    singles = single_candidates(graph, region)
     choices = (
         *(Choice(single, implementations.aten) for single in singles),
         *(_library_choices(book, singles, implementations.libraries) if book is not None else ()),

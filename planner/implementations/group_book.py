@@ -16,10 +16,10 @@ from fuseplan.planner.groups.candidates import (
     group_form,
     transfer_all,
 )
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
-from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.work.library_work import library_work
 
@@ -42,11 +42,7 @@ class Screening:
 class GroupBook:
     """What is known of a graph's groups.
 
-    Args:
-        graph: The graph.
-        numerics: How kernels round.
-        device_type: Where they run.
-        dynamic: The same graph with dynamic sizes, where a legal group has to be a kernel, too.
+    ``dynamic`` is the same graph with dynamic sizes, where a legal group has to be a kernel, too.
     """
 
     def __init__(
@@ -67,16 +63,11 @@ class GroupBook:
         """The groups of a region's part that can be kernels; equal parts are enumerated once."""
         known = self._enumerated.get(part.key)
         if known is None or known[1] != limits:
-            found = enumerate_candidates(self.graph, part, limits, self.legal)
+            found = enumerate_candidates(self.graph, part, self.legal, limits)
             self._enumerated[part.key] = part, limits, found
             return found
         first, _, found = known
         return transfer_all(self.graph, found, first, part)
-
-    def static(self, group: Candidate) -> Lowered:
-        """The group's kernel with its sizes bound; errors are those of :meth:`lowered`."""
-        lowered = self.lowered(group)
-        return replace(lowered, ir=lowered.ir.bind(self.graph.kernel_sizes))
 
     def lowered(self, group: Candidate) -> Lowered:
         """The group's kernel.
@@ -85,16 +76,16 @@ class GroupBook:
             NotLowerable: With the reason.
         """
         if group.ops not in self._lowered:
-            self._lowered[group.ops] = lower(self.graph, group.ops, self.numerics, group.outputs)
+            self._lowered[group.ops] = lower_group(self.graph, group.ops, self.numerics)
         return self._lowered[group.ops]
 
     def legal(self, ops: Sequence[str]) -> str | None:
         """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
         names = tuple(ops)
         try:
-            self._lowered[names] = _as_kernel(self.graph, names, self.numerics)
+            self._lowered[names] = lower_group(self.graph, names, self.numerics)
             if self.dynamic is not None:
-                _as_kernel(self.dynamic, names, self.numerics)
+                lower_group(self.dynamic, names, self.numerics)
         except NotLowerable as refused:
             return str(refused)
         return None
@@ -103,8 +94,7 @@ class GroupBook:
         """Work of the group as one kernel."""
         if group.ops not in self._works:
             lowered = self.lowered(group)
-            hot = hot_inputs(self.graph, lowered.inputs)
-            self._works[group.ops] = kernel_work(lowered.ir.bind(self.graph.kernel_sizes), hot)
+            self._works[group.ops] = kernel_work(lowered.ir, hot_inputs(self.graph, lowered.inputs))
         return self._works[group.ops]
 
     def backend_for(self, group: Candidate, backends: Sequence[Backend], target: Target) -> Backend | None:
@@ -125,7 +115,7 @@ class GroupBook:
         """Work of the group as one call of a library."""
         ops = self.op_group(group)
         cold = [value for value, hot in zip(ops.inputs, hot_inputs(self.graph, ops.inputs), strict=True) if not hot]
-        return library_work([ops.node], ops.inputs, ops.outputs, ops.specs, name, cold)
+        return library_work(ops.node, ops.inputs, ops.outputs, ops.specs, name, cold)
 
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is one that no kernel is generated for: only library calls run it."""
@@ -150,8 +140,3 @@ class GroupBook:
     def call_subject(self, group: Candidate, call: LibraryCall) -> GroupSubject:
         """The group as the search sees it when a library call runs it."""
         return replace(self.subject(group), library=call)
-
-
-def _as_kernel(graph: DataflowGraph, ops: tuple[str, ...], numerics: str) -> Lowered:
-    flow = compute_graph_of(graph)
-    return lower(graph, ops, numerics, flow.needed_outside(flow.position[name] for name in ops))

@@ -23,34 +23,26 @@ class Implementation(Protocol):
     @property
     def name(self) -> str:
         """Unique among the implementations of a session: ``"aten"``, ``"kernel"``, ``"sdpa.cudnn"``."""
-        ...
 
     @property
     def searches(self) -> bool:
         """Whether there are configurations to search: the group is tuned before it is chosen."""
-        ...
 
     def refuse(self, book: GroupBook, group: Candidate) -> str | None:
         """Why it cannot run the group here; None when it can."""
-        ...
 
     def work(self, book: GroupBook, group: Candidate) -> Work:
         """What one call moves and computes."""
-        ...
 
     @property
     def mode(self) -> Mode:
         """How its calls are launched."""
-        ...
 
     def calibration(self, book: GroupBook, group: Candidate) -> str:
         """Name of the calibration that predicts it."""
-        ...
 
     def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
         """Time it shortly, checked where it is not ATen itself."""
-        ...
 
     def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
         """The group as a part of a sequence; what searches runs it by this back end's kernel in this configuration."""
-        ...

@@ -17,9 +17,9 @@ from fuseplan.kernels.ir.gathers import computes_indices
 from fuseplan.kernels.ir.index import number, symbols_of
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.ir.scalars import float_of_bits
-from fuseplan.planner.graph.binding import bind_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import group_nodes, lower
@@ -27,7 +27,7 @@ from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
 __all__ = [
-    "GroupSubject", "bound_specs", "chain_module", "group_label", "group_subject",
+    "GroupSubject", "chain_module", "group_label", "group_subject",
     "needs_positive_inputs", "op_group", "op_subject", "random_tensor", "reference_results",
 ]
 
@@ -185,7 +185,7 @@ def chain_module(
         made.meta["value"] = name
     for node in nodes:
         sized = replace(node, attrs=_computed(node.attrs, graph, sizes, source))
-        args, kwargs = bind_call(sized, [values[name] for name in node.inputs], None, device)
+        args, kwargs = bind_call(sized, [values[name] for name in node.inputs], device)
         call = graph.call_function(resolve_op(node.op), tuple(args), dict(kwargs))
         if len(node.outputs) == 1:
             values[node.outputs[0]] = call
@@ -239,35 +239,29 @@ def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
     return values[number]
 
 
-def bound_specs(graph: DataflowGraph, values: Iterable[str]) -> dict[str, TensorSpec]:
-    """Specs with every dynamic size replaced by its hint."""
-    return {value: bind_spec(graph.specs[value], graph.symbols) for value in values}
-
-
 def group_subject(
     graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu",
     outputs: Sequence[str] | None = None,
 ) -> GroupSubject:
-    """The subject for the group ``ops`` of a static graph.
+    """The subject for the group ``ops`` of a static graph; ``outputs`` puts what is needed outside in another order.
 
     Raises:
         NotLowerable: When the group cannot be one kernel.
     """
-    lowered = lower(graph, ops, numerics, outputs)
-    ir = lowered.ir.bind(graph.kernel_sizes)
+    lowered = lower_group(graph, ops, numerics) if outputs is None else lower(graph, ops, numerics, outputs)
     nodes = group_nodes(graph, lowered)
     values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)
     hot = hot_inputs(graph, lowered.inputs)
     return GroupSubject(
         key=key,
         label=group_label(graph, ops, lowered.outputs),
-        ir=ir,
-        work=kernel_work(ir, hot),
+        ir=lowered.ir,
+        work=kernel_work(lowered.ir, hot),
         hot_inputs=hot,
         nodes=nodes,
         inputs=lowered.inputs,
         outputs=lowered.outputs,
-        specs=bound_specs(graph, values),
+        specs={value: graph.specs[value] for value in values},
         device=device,
     )
 
@@ -275,8 +269,7 @@ def group_subject(
 def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], device_type: str) -> OpGroup:
     """A single op of a static graph as library calls see it; the views that it reads through stay outside."""
     (node,) = map(graph.op, ops)
-    bound = bound_specs(graph, (*node.inputs, *node.outputs))
-    specs = {value: _plain_ones(spec) for value, spec in bound.items()}
+    specs = {value: _plain_ones(graph.specs[value]) for value in (*node.inputs, *node.outputs)}
     return OpGroup(node, tuple(dict.fromkeys(node.inputs)), tuple(outputs), specs, device_type)
 
 
@@ -345,8 +338,7 @@ def group_label(graph: DataflowGraph, ops: Sequence[str], values: Iterable[str])
         short = _SHORT.get(short, short)
         if short and short not in names:
             names.append(short)
-    outputs = bound_specs(graph, values)
-    largest = max(outputs.values(), key=lambda spec: spec.nbytes())
+    largest = max((graph.specs[value] for value in values), key=lambda spec: spec.nbytes())
     shape = "x".join(str(extent) for extent in largest.shape)
     text = "+".join(names) or "cast"
     return f"{text if len(text) <= 40 else text[:37] + '...'} {shape} {largest.dtype}"

@@ -1,22 +1,20 @@
 """Chains of views as one call: where a result lies in the tensor that it views is worked out when a graph is compiled.
 
 A view op costs the host one to two microseconds whatever it does, and a decoder layer has a dozen of them, in chains.
-Each chain is run here once on the meta device, on a tensor laid out like its root. Where that layout is *certain*
-(graph inputs, which Dynamo guards; results of fused kernels, which allocate as their IR says; matrix products), the
-chain becomes one reinterpretation of the root's memory. What another library call returns may be laid out otherwise
-than its fake tensor, and PyTorch 2.11 does not notice that a parameter's ``data`` was replaced, so there only what
-holds for any layout is used: a chain that keeps the elements in order is one reshape.
+Each chain is run here once on the meta device, on a tensor laid out like its root. Where that layout is certain (graph
+inputs, which Dynamo guards; results of fused kernels, which allocate as their IR says; matrix products), the chain
+becomes one reinterpretation of the root's memory. What another library call returns may be laid out otherwise than its
+fake tensor, and PyTorch 2.11 does not notice that a parameter's ``data`` was replaced: their views stay as they are.
 
-Some views stay as they are, and so does every view that they are taken from: results of the graph, and what is written
-to, so that version counters and ``_base`` are as in eager; and views with a dynamic size.
+So do results of the graph, and what is written to, with every view that they are taken from, so that version counters
+and ``_base`` are as in eager; and views with a dynamic size.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,7 +24,6 @@ from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.implementations.aliasing import Allocated, exposed, is_op, may_view, returns_operand
 from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS
 from fuseplan.planner.rewrites.trace_edit import is_pure
 
 #: Library calls whose result is certainly row-major.
@@ -53,7 +50,7 @@ def collapse_views(graph: fx.Graph, traced: fx.Graph, allocated: Allocated, para
         place = places.of.get(node)
         if not isinstance(place, _Place) or node is place.root or node in kept:
             continue
-        better = _better(graph, node, place, made)
+        better = _better(graph, node, place, places.of[place.root], made)
         if better is not None and not any(_writes_to(user, better) for user in node.users):
             node.replace_all_uses_with(better)
     needed = set(before) - places.views
@@ -70,32 +67,14 @@ def _writes_to(user: fx.Node, tensor: fx.Node) -> bool:
 # -- where a view lies ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A tensor in the memory of another.
+class _Place(NamedTuple):
+    """A tensor in the memory of another, its ``root``, which is laid out so in every call.
 
-    Attributes:
-        root: The other.
-        lies: Stands for the tensor, in the storage of the meta tensor that stands for the root.
-        certain: Whether the root is laid out so in every call; else the root was taken as row-major.
-        whole: Stands for the root.
-        faked, faked_whole: The same two, with the root laid out like its fake tensor.
-        length: View ops from the root to here.
-        never_copies: Whether the last of them could not copy, whatever the root's layout; the others could not.
+    ``lies`` stands for the tensor, in the storage of the meta tensor that stands for the root.
     """
 
     root: fx.Node
     lies: torch.Tensor
-    certain: bool
-    whole: torch.Tensor
-    faked: torch.Tensor
-    faked_whole: torch.Tensor
-    length: int = 0
-    never_copies: bool = True
-
-
-def _certain(root: fx.Node, lies: torch.Tensor) -> _Place:
-    return _Place(root, lies, True, lies, lies, lies)
 
 
 class _Places:
@@ -111,8 +90,9 @@ class _Places:
             self.of[node] = self._find(node)
 
     def _find(self, node: fx.Node) -> _Place | list[_Place | None] | None:
+        value = self._values[node]
         if node.op == "placeholder":
-            return self._root(node, self._values[node], certain=node not in self._movable)
+            return None if node in self._movable else _as_traced(node, value)
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
@@ -125,12 +105,11 @@ class _Places:
         source = self.of.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if isinstance(source, _Place):
             if returns_operand(node):
-                return _certain(node, source.lies) if source.certain and source.root is node.args[0] else None
+                return _Place(node, source.lies) if source.root is node.args[0] else None
             if may_view(node) and (found := self._viewed(node, source)) is not None:
                 return found
-        value = self._values[node]
-        certain = str(node.target) in _PRODUCTS and isinstance(value, torch.Tensor) and value.is_contiguous()
-        return self._root(node, value, certain)
+        is_product = str(node.target) in _PRODUCTS and isinstance(value, torch.Tensor) and value.is_contiguous()
+        return _as_traced(node, value) if is_product else None
 
     def _item(self, node: fx.Node) -> _Place | None:
         source, number = node.args
@@ -143,25 +122,10 @@ class _Places:
             if source in self.views:
                 self.views.add(node)
             return places[number]
-        return self._root(node, self._values[node], certain=False)
-
-    def _root(self, node: fx.Node, value: Any, certain: bool) -> _Place | None:
-        """A tensor in memory of its own, as far as is known."""
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
-            return None
-        if value.dtype.is_complex or value.is_neg() or not _is_static(value):
-            return None
-        faked = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        if certain:
-            return _certain(node, faked)
-        lies = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return _Place(node, lies, False, lies, faked, faked)
+        return None
 
     def _viewed(self, node: fx.Node, source: _Place) -> _Place | list[_Place | None] | None:
         """The results of a view op; None where its result is not in its operand's memory, or may not be."""
-        name = str(node.target)
-        if not source.certain and (name not in VIEW_MAPS or not source.never_copies):
-            return None  # what this op does, or the one before it, depends on the layout
         if _is_absolute(node):
             return None  # where a graph input begins in its storage is not known
         if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves((node.args[1:], dict(node.kwargs)))):
@@ -169,29 +133,36 @@ class _Places:
         assert isinstance(node.target, torch._ops.OpOverload)
         try:
             results = node.target(source.lies, *node.args[1:], **node.kwargs)
-            faked = results if source.certain else node.target(source.faked, *node.args[1:], **node.kwargs)
         except Exception:  # the op needs data, or another device
             return None
         if not isinstance(results, list | tuple):
-            return self._part(node, source, results, faked)
-        places = [self._part(node, source, *pair) for pair in zip(results, faked, strict=True)]
+            return self._part(node, source, results)
+        places = [self._part(node, source, one) for one in results]
         return places if any(places) else None
 
-    def _part(self, node: fx.Node, source: _Place, lies: Any, faked: torch.Tensor) -> _Place | None:
+    def _part(self, node: fx.Node, source: _Place, lies: Any) -> _Place | None:
         if not _shares(lies, source.lies):
             return None
         self.views.add(node)
-        never_copies = str(node.target) not in MAY_COPY or lies.shape == source.lies.shape
-        return _Place(
-            source.root, lies, source.certain, source.whole, faked, source.faked_whole, source.length + 1, never_copies
-        )
+        return _Place(source.root, lies)
+
+
+def _as_traced(node: fx.Node, value: Any) -> _Place | None:
+    """A tensor in memory of its own, laid out like its fake value."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized:
+        return None
+    if value.dtype.is_complex or value.is_neg():
+        return None
+    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        return None
+    return _Place(node, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
 
 
 def _allocated(node: fx.Node, buffer: Buffer) -> _Place | None:
     shape, strides = ([size for size in sizes if isinstance(size, int)] for sizes in (buffer.shape, buffer.strides))
     if len(shape) + len(strides) < 2 * len(buffer.shape):
         return None
-    return _certain(node, torch.empty_strided(shape, strides, dtype=torch_dtype(buffer.dtype), device="meta"))
+    return _Place(node, torch.empty_strided(shape, strides, dtype=torch_dtype(buffer.dtype), device="meta"))
 
 
 def _is_absolute(node: fx.Node) -> bool:
@@ -201,10 +172,6 @@ def _is_absolute(node: fx.Node) -> bool:
 
 def _given(node: fx.Node, number: int, name: str) -> Any:
     return node.args[number] if number < len(node.args) else node.kwargs.get(name)
-
-
-def _is_static(value: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
 
 
 def _shares(one: Any, other: torch.Tensor) -> bool:
@@ -225,48 +192,21 @@ _REINTERPRET = None if _private is None else Direct(_private, "reinterpret")
 _AS_STRIDED = Direct(torch.as_strided, "as_strided")
 
 
-def _better(graph: fx.Graph, node: fx.Node, place: _Place, made: dict[tuple[Any, ...], fx.Node]) -> fx.Node | None:
-    """A node that computes what ``node`` does, with less work; None to leave it."""
-    if not place.certain:
-        return _in_order(graph, node, place)
+def _better(
+    graph: fx.Graph, node: fx.Node, place: _Place, whole: Any, made: dict[tuple[Any, ...], fx.Node]
+) -> fx.Node | None:
+    """A node that computes what ``node`` does, with less work; None to leave it. ``whole`` is the root's own place."""
     lies = place.lies
-    if _same_layout(lies, place.whole):
-        return place.root
     shape, strides, offset = tuple(lies.shape), tuple(lies.stride()), int(lies.storage_offset())
+    if (shape, strides, offset) == (whole.lies.shape, whole.lies.stride(), whole.lies.storage_offset()):
+        return place.root
     key = place.root, shape, strides, offset
     if key not in made:
-        call, args = _REINTERPRET, (place.root, shape, strides, *([offset] if offset else []))
-        if call is None and not offset:
-            call = _AS_STRIDED
+        call = _REINTERPRET or (None if offset else _AS_STRIDED)
         if call is None:
             return None
-        made[key] = _insert(graph, node, call, args)
+        args: tuple[Any, ...] = (place.root, shape, strides, *([offset] if offset else []))
+        with graph.inserting_before(node):
+            made[key] = graph.call_function(call, args)
+        made[key].meta = dict(node.meta)
     return made[key]
-
-
-def _in_order(graph: fx.Graph, node: fx.Node, place: _Place) -> fx.Node | None:
-    """The same for a root that may be laid out in any way: its elements in their order, in another shape.
-
-    All ops but the last one are views whatever the layout, so one reshape copies if and only if the last op would.
-    Strides of dimensions of size 1 would be the same, too, where the root is laid out like its fake tensor.
-    """
-    lies, whole = place.lies, place.whole
-    if not lies.numel() or lies.numel() != whole.numel() or not lies.is_contiguous():
-        return None
-    if place.never_copies and _same_layout(lies, whole) and _same_layout(place.faked, place.faked_whole):
-        return place.root
-    if place.length < 2 or place.faked_whole.reshape(lies.shape).stride() != place.faked.stride():
-        return None
-    return _insert(graph, node, torch.ops.aten.reshape.default, (place.root, list(lies.shape)))
-
-
-def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.shape == other.shape and one.stride() == other.stride()
-    return same and one.storage_offset() == other.storage_offset()
-
-
-def _insert(graph: fx.Graph, node: fx.Node, call: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-    with graph.inserting_before(node):
-        better = graph.call_function(call, args)
-    better.meta = dict(node.meta)
-    return better

@@ -87,7 +87,8 @@ class AttentionCall:
             raise ValueError(f"{self.name} cannot run {group.outputs}: {whole}")
         call = folded(whole) if self.folded else whole
         attend = _BUILDERS[self.backend](call, _numbers(whole, aligned=self.backend == "efficient"))
-        first, second, third, *last = (group.inputs.index(name) for name in _operand_names(group) if name is not None)
+        names = bind_call(group.node, group.node.inputs)[0][:4]  # query, key, value and mask
+        first, second, third, *last = (group.inputs.index(name) for name in names if name is not None)
         masked_by, (result,) = last[0] if last else None, group.outputs
         shape, strides = (whole_numbers(sizes) for sizes in (group.specs[result].shape, group.specs[result].strides))
         positions = whole_numbers(call.query.shape)
@@ -106,11 +107,6 @@ class AttentionCall:
 
 
 # -- reading a group --------------------------------------------------------------------------------------
-
-
-def _operand_names(group: OpGroup) -> list[str | None]:
-    """Names of query, key, value and mask."""
-    return bind_call(group.node, group.node.inputs)[0][:4]
 
 
 def _parsed(group: OpGroup) -> Attention | str:

@@ -37,12 +37,9 @@ class LibraryCall(Protocol):
     @property
     def name(self) -> str:
         """Unique among implementations, a word that records keep: ``"sdpa.cudnn"``."""
-        ...
 
     def refuse(self, group: OpGroup) -> str | None:
         """Why it cannot run the group here; None when it can. Touches no device memory."""
-        ...
 
     def build(self, group: OpGroup) -> Call:
         """The call itself; its results have the layouts of ``group.specs``."""
-        ...

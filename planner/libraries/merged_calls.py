@@ -6,7 +6,6 @@ either way, since its weights lie side by side for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,17 +23,17 @@ class MergedCall:
     """A way to run a merged linear op (implements
     :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
 
-    Records call it by its name; ``make`` makes ``run(x, weights, biases)`` for one place in a program.
+    Records call it by its name; ``joined`` makes it one product.
     """
 
     name: str
-    make: Callable[[], Callable[..., torch.Tensor]]
+    joined: bool
 
     def refuse(self, group: OpGroup) -> str | None:
         return None if group.node.op == _MERGED else "it is no merged linear op"
 
     def build(self, group: OpGroup) -> Call:
-        call = self.make()
+        call = MergedLinear(pack_operands) if self.joined else linear_apart
         (x, weights, biases), _ = bind_call(group.node, [group.inputs.index(name) for name in group.node.inputs])
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
@@ -43,13 +42,4 @@ class MergedCall:
         return run
 
 
-def _one() -> Callable[..., torch.Tensor]:
-    return MergedLinear(pack_operands)
-
-
-def _apart() -> Callable[..., torch.Tensor]:
-    return linear_apart
-
-
-# Named functions: a call travels to the process that times it.
-MERGED_CALLS = (MergedCall("merged.one", _one), MergedCall("merged.apart", _apart))
+MERGED_CALLS = (MergedCall("merged.one", True), MergedCall("merged.apart", False))

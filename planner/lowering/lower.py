@@ -20,10 +20,10 @@ from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace, column
 from fuseplan.planner.lowering.puller import Puller, check_writes, stored_spec, writer
-from fuseplan.planner.lowering.recipes import find_recipe, kind_of, written_value
-from fuseplan.planner.lowering.views import MAY_COPY, Position, reshape_position
+from fuseplan.planner.lowering.recipes import find_recipe, written_value
+from fuseplan.planner.lowering.views import Position, reshape_position
 
-__all__ = ["Lowered", "NotLowerable", "group_outputs", "lower"]
+__all__ = ["Lowered", "NotLowerable", "lower"]
 
 #: ``cat`` pieces along the columns that are unrolled into one body instead of being selected by a mask.
 MAX_PIECES = 4
@@ -38,24 +38,21 @@ class Lowered:
     outputs: tuple[str, ...]
 
 
-def lower(
-    graph: DataflowGraph, ops: Iterable[str], numerics: str = "fp32", outputs: Sequence[str] | None = None
-) -> Lowered:
+def lower(graph: DataflowGraph, ops: Iterable[str], numerics: str, outputs: Iterable[str]) -> Lowered:
     """Lower the group of compute ops ``ops`` to one kernel.
 
     Args:
         ops: Names of the compute ops; view ops among or before them are followed as address maps.
         numerics: ``"fp32"`` keeps intermediates in fp32; ``"eager"`` rounds after every op as ATen would.
-        outputs: Values to store; by default those used outside the group.
+        outputs: Values to store.
 
     Raises:
         NotLowerable: With the reason, naming the op.
     """
-    members = frozenset(ops)
-    wanted = tuple(outputs) if outputs is not None else group_outputs(graph, members)
+    wanted = tuple(outputs)
     if not wanted:
         raise NotLowerable("nothing outside the group uses its results")
-    return _lowered(graph, members, numerics, wanted, frozenset())
+    return _lowered(graph, frozenset(ops), numerics, wanted, frozenset())
 
 
 def _lowered(
@@ -69,32 +66,6 @@ def _lowered(
         if lowering.storing in row_wise:
             raise
         return _lowered(graph, members, numerics, wanted, row_wise | {lowering.storing})
-
-
-def group_outputs(graph: DataflowGraph, members: frozenset[str]) -> tuple[str, ...]:
-    """Values of the group that something outside needs, in graph order.
-
-    A view op that reads a member is outside (its result must exist) unless every reader of it is inside.
-    """
-    graph_outputs = set(graph.outputs)
-
-    def escapes(value: str) -> bool:
-        if value in graph_outputs:
-            return True
-        for consumer in graph.consumers(value):
-            if consumer in members:
-                continue
-            node = graph.op(consumer)
-            moved = node.op in MAY_COPY or kind_of(node, graph.specs) == "view"
-            if not moved or any(escapes(out) for out in node.outputs):
-                return True
-        return False
-
-    order = {name: position for position, name in enumerate(graph.graph)} if len(members) > 1 else {}
-    nodes = [graph.op(name) for name in sorted(members, key=lambda name: order.get(name, 0))]
-    return tuple(
-        value for node in nodes for value in node.outputs if written_value(node) is not None or escapes(value)
-    )
 
 
 @dataclass(frozen=True)

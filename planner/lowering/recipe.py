@@ -80,7 +80,6 @@ def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Pos
 def of_two(
     compute: Callable[[BodyBuilder, OpNode, int, int], int],
     meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type,
-    refuse: Callable[[OpNode, Specs], str | None] | None = None,
 ) -> Recipe:
     """A recipe of two operands, either of which may be a number, in the type in which they ``meet``."""
 
@@ -89,7 +88,7 @@ def of_two(
         a = argument(p, node, "self", 0, position, dtype)
         return compute(p, node, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
 
-    return Recipe(build, refuse=refuse)
+    return Recipe(build)
 
 
 def float_result(node: OpNode, specs: Specs) -> str | None:

@@ -41,10 +41,6 @@ def _gelu(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
     return p.apply("mul", half, p.apply("add", curve, p.const(1.0, dtype)))
 
 
-def _clamp(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
-    return _bounded(p, x, attrs.get("min", attrs.get("min_val")), attrs.get("max", attrs.get("max_val")))
-
-
 def _bounded(p: BodyBuilder, x: int, low: Any, high: Any = None) -> int:
     """``x`` from ``low`` to ``high``; None is no bound."""
     dtype = p.dtype_of(x)
@@ -92,11 +88,6 @@ def _softplus(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
     return p.apply("where", straight, x, smooth)
 
 
-def _mish(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
-    """x tanh(log(1 + exp(x))) (Misra, arXiv:1908.08681)."""
-    return p.apply("mul", x, p.apply("tanh", _log_of_one_plus_exp(p, x)))
-
-
 def _log_sigmoid(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
     """min(x, 0) - log(1 + exp(-|x|)): no exponential overflows."""
     smooth = _log_of_one_plus_exp(p, p.apply("neg", p.apply("abs", x)))
@@ -104,6 +95,9 @@ def _log_sigmoid(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
 
 
 def activation_recipes() -> dict[str, Recipe]:
+    def clamp(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
+        return _bounded(p, x, attrs.get("min", attrs.get("min_val")), attrs.get("max", attrs.get("max_val")))
+
     smooth: dict[str, Activation] = {
         "silu": lambda p, x, attrs: p.apply("mul", x, p.apply("sigmoid", x)),
         "gelu": _gelu,
@@ -111,13 +105,14 @@ def activation_recipes() -> dict[str, Recipe]:
         "hardswish": lambda p, x, attrs: p.apply("mul", x, _hard_sigmoid(p, x)),
         "leaky_relu": _leaky_relu,
         "softplus": _softplus,
-        "mish": _mish,
+        # x tanh(log(1 + exp(x))) (Misra, arXiv:1908.08681).
+        "mish": lambda p, x, attrs: p.apply("mul", x, p.apply("tanh", _log_of_one_plus_exp(p, x))),
         "log_sigmoid": _log_sigmoid,
     }
     return {
         "aten.relu.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0), None),
         "aten.relu6.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0.0, 6.0), None),
         **{f"aten.{name}.default": _recipe(activation) for name, activation in smooth.items()},
-        **{f"aten.{name}.default": _recipe(_clamp, _clamp_refuse)
+        **{f"aten.{name}.default": _recipe(clamp, _clamp_refuse)
            for name in ("clamp", "clamp_min", "clamp_max", "hardtanh")},
     }

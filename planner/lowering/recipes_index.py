@@ -79,10 +79,6 @@ def _index_refuse(node: OpNode, specs: Specs) -> str | None:
     return None
 
 
-def _copied_dim(node: OpNode, specs: Specs) -> int:
-    return normalise_dim(node.attrs["dim"], len(specs[node.inputs[0]].shape))
-
-
 def _index_copy_refuse(node: OpNode, specs: Specs) -> str | None:
     target, index = (specs[value] for value in node.inputs[:2])
     if not target.shape or len(index.shape) != 1:
@@ -100,7 +96,8 @@ def _target_refuse(node: OpNode, specs: Specs) -> str | None:
 def indexing_recipes() -> dict[str, Recipe]:
     return {
         "aten.index_copy_.default": Recipe(
-            lambda p, node, position: p.pull(node.inputs[2], position), refuse=_index_copy_refuse, writes=_copied_dim
+            lambda p, node, position: p.pull(node.inputs[2], position), refuse=_index_copy_refuse,
+            writes=lambda node, specs: normalise_dim(node.attrs["dim"], len(specs[node.inputs[0]].shape)),
         ),
         "aten.copy_.default": Recipe(
             lambda p, node, position: p.operand(node, 1, position), refuse=_target_refuse,

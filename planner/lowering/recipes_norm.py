@@ -29,10 +29,6 @@ def _affine(p: BodyBuilder, node: OpNode, position: Position, value: int, names:
     return value
 
 
-def _layer_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return _standard(p, node, position, row_of(p, node, position), position)
-
-
 def _standard(p: BodyBuilder, node: OpNode, position: Position, row: Position, affine: Position) -> int:
     """The element at ``position``, its row brought to mean 0 and variance 1, then weight and bias at ``affine``."""
     dtype = float_type(p, node)
@@ -60,10 +56,6 @@ def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
     samples, channels, *rest = specs[node.inputs[0]].shape
     groups = node.attrs["num_groups"]
     return samples, groups, as_size(divides(groups, channels) * product(rest))
-
-
-def _group_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    return tuple(range(1, len(specs[node.inputs[0]].shape)))
 
 
 def _group_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -100,8 +92,14 @@ def _batch_refuse(node: OpNode, specs: Specs) -> str | None:
 
 def normalising_recipes() -> dict[str, Recipe]:
     return {
-        "aten.layer_norm.default": Recipe(_layer_norm, _normalised_dims, float_result),
+        "aten.layer_norm.default": Recipe(
+            lambda p, node, position: _standard(p, node, position, row_of(p, node, position), position),
+            _normalised_dims, float_result,
+        ),
         "aten.rms_norm.default": Recipe(_rms_norm, _normalised_dims, float_result),
-        "aten.group_norm.default": Recipe(_group_norm, _group_dims, _group_refuse, rows=_group_rows),
+        "aten.group_norm.default": Recipe(
+            _group_norm, lambda node, specs: tuple(range(1, len(specs[node.inputs[0]].shape))), _group_refuse,
+            rows=_group_rows,
+        ),
         "aten.batch_norm.default": Recipe(_batch_norm, refuse=_batch_refuse),
     }

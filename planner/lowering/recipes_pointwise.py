@@ -53,10 +53,6 @@ def _applied(op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = resu
     return of_two(lambda p, node, a, b: p.apply(op, a, b), meet)
 
 
-def _bool(p: BodyBuilder, node: OpNode) -> RegisterType:
-    return "bool"
-
-
 def _div(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     a = argument(p, node, "self", 0, position, dtype)
@@ -109,10 +105,6 @@ def power(p: BodyBuilder, base: int, exponent: float) -> int:
     return p.apply("pow", base, p.const(exponent, dtype))
 
 
-def _pow_scalar(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return power(p, p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"])
-
-
 def _where(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     condition = p.operand(node, 0, position, "bool")
@@ -126,10 +118,6 @@ def _masked_fill(p: BodyBuilder, node: OpNode, position: Position) -> int:
     mask = p.operand(node, 1, position, "bool")
     filled = argument(p, node, "value", 2, position, dtype)
     return p.apply("where", mask, filled, p.operand(node, 0, position, dtype))
-
-
-def _logical_not(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return p.apply("logical_not", p.operand(node, 0, position, "bool"))
 
 
 def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -152,15 +140,19 @@ def pointwise_recipes() -> dict[str, Recipe]:
     for name in ("floor_divide.default", "floor_divide.Scalar", "div.Scalar_mode", "div.Tensor_mode"):
         rows[f"aten.{name}"] = Recipe(_floor_divide, refuse=_floor_divide_refuse)
     rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub)
-    rows["aten.pow.Tensor_Scalar"] = Recipe(_pow_scalar, refuse=float_result)
+    rows["aten.pow.Tensor_Scalar"] = Recipe(
+        lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"]),
+        refuse=float_result,
+    )
     rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = replace(_applied("pow"), refuse=float_result)
     rows["aten.square.default"] = Recipe(
         lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), 2))
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _applied(name, _promoted)
     for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
-        rows[f"aten.logical_{name}.default"] = _applied(op, _bool)
-    rows["aten.logical_not.default"] = Recipe(_logical_not)
+        rows[f"aten.logical_{name}.default"] = _applied(op, lambda p, node: "bool")
+    rows["aten.logical_not.default"] = Recipe(
+        lambda p, node, position: p.apply("logical_not", p.operand(node, 0, position, "bool")))
     rows.update(bitwise_recipes())
     for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):
         rows[f"aten.where.{name}"] = Recipe(_where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_equal, product
 from fuseplan.kernels.ir.ir import RegisterType
@@ -12,16 +13,8 @@ from fuseplan.planner.lowering.recipe import Recipe, is_float, result_type
 from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, Specs, normalise_dim, reshape_position
 
 
-def _fill(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return p.const(node.attrs.get("fill_value", 0), result_type(p, node))
-
-
-def _ones(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return p.const(1, result_type(p, node))
-
-
-def _scalar_tensor(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return p.const(node.attrs["s"], result_type(p, node))
+def _filled(number: Callable[[OpNode], Any]) -> Recipe:
+    return Recipe(lambda p, node, position: p.const(number(node), result_type(p, node)))
 
 
 def _arange(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -188,10 +181,6 @@ def _stack(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return _choose(p, position[dim], starts, lambda q, k: q.cast(q.pull(node.inputs[k], inner), dtype), 0)
 
 
-def _copy_reshape(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return p.pull(node.inputs[0], VIEW_MAPS[node.op](node, node.outputs[0], position, p.specs))
-
-
 def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
     source, repeats = node.inputs[0], node.attrs["repeats"]
     shape = p.specs[source].shape
@@ -203,12 +192,11 @@ def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 def rearranging_recipes() -> dict[str, Recipe]:
     rows: dict[str, Recipe] = {}
-    for name in ("full.default", "full_like.default", "zeros.default", "zeros_like.default", "new_zeros.default",
-                 "new_full.default"):
-        rows[f"aten.{name}"] = Recipe(_fill)
-    for name in ("ones.default", "ones_like.default", "new_ones.default"):
-        rows[f"aten.{name}"] = Recipe(_ones)
-    rows["aten.scalar_tensor.default"] = Recipe(_scalar_tensor)
+    for name in ("full", "full_like", "zeros", "zeros_like", "new_zeros", "new_full"):
+        rows[f"aten.{name}.default"] = _filled(lambda node: node.attrs.get("fill_value", 0))
+    for name in ("ones", "ones_like", "new_ones"):
+        rows[f"aten.{name}.default"] = _filled(lambda node: 1)
+    rows["aten.scalar_tensor.default"] = _filled(lambda node: node.attrs["s"])
     for name in ("default", "start", "start_step"):
         rows[f"aten.arange.{name}"] = Recipe(_arange, refuse=_arange_refuse)
     rows["aten.tril.default"], rows["aten.triu.default"] = _triangle("lower"), _triangle("upper")
@@ -222,5 +210,6 @@ def rearranging_recipes() -> dict[str, Recipe]:
             rows[f"aten.upsample_nearest{dims}d.{name}"] = Recipe(_upsample, refuse=_upsample_refuse)
     rows["aten.repeat_interleave.self_int"] = Recipe(_repeat_interleave)
     for name in MAY_COPY:
-        rows[name] = Recipe(_copy_reshape)
+        rows[name] = Recipe(lambda p, node, position: p.pull(
+            node.inputs[0], VIEW_MAPS[node.op](node, node.outputs[0], position, p.specs)))
     return rows

@@ -143,11 +143,6 @@ def _numbers_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
 
 
-def _extreme(kind: str) -> Recipe:
-    """The extreme and its position."""
-    return replace(_plain_fold(kind), refuse=_numbers_refuse, others=(_position_of(kind),))
-
-
 # -- short folds over another dimension -------------------------------------------------------------------
 
 #: Elements that a sum over another dimension than the last adds one by one.
@@ -162,10 +157,6 @@ def _short_dim(node: OpNode, specs: Specs) -> int | None:
         return None
     extent = shape[dims[0]]
     return dims[0] if isinstance(extent, int) and 0 < extent <= MAX_WRITTEN_OUT else None
-
-
-def _summed_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    return _reduced_dims(node, specs) if _short_dim(node, specs) is None else ()
 
 
 def _written_out(p: BodyBuilder, node: OpNode, position: Position) -> int | None:
@@ -191,10 +182,12 @@ def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 def reducing_recipes() -> dict[str, Recipe]:
     rows: dict[str, Recipe] = {}
-    rows["aten.sum.dim_IntList"] = Recipe(_sum, _summed_dims)
+    rows["aten.sum.dim_IntList"] = Recipe(
+        _sum, lambda node, specs: _reduced_dims(node, specs) if _short_dim(node, specs) is None else ())
     rows["aten.amax.default"], rows["aten.amin.default"] = _plain_fold("max"), _plain_fold("min")
     for kind in ("max", "min"):
-        rows[f"aten.{kind}.dim"] = _extreme(kind)
+        rows[f"aten.{kind}.dim"] = replace(
+            _plain_fold(kind), refuse=_numbers_refuse, others=(_position_of(kind),))  # the extreme and its position
         rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, _numbers_refuse)
     rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, _pooled_dims, _pool_refuse)
     rows["aten.mean.dim"] = Recipe(_mean, _reduced_dims, float_result)

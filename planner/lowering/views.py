@@ -70,10 +70,6 @@ def _unflatten(linear: Index, dims: Sequence[Size]) -> list[Index]:
     return position
 
 
-def _identity(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    return position
-
-
 def _reshape(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     return reshape_position(position, specs[value].shape, specs[node.inputs[0]].shape)
 
@@ -98,14 +94,6 @@ def _transpose(node: OpNode, value: str, position: Position, specs: Specs) -> Po
     moved = list(position)
     moved[a], moved[b] = moved[b], moved[a]
     return tuple(moved)
-
-
-def _t(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    return position[::-1]
-
-
-def _swap_last(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    return (*position[:-2], position[-1], position[-2])
 
 
 def _unsqueeze(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
@@ -171,8 +159,8 @@ VIEW_MAPS: dict[str, ViewMap] = {
         (_expand, ("expand.default", "expand_as.default", "broadcast_to.default")),
         (_permute, ("permute.default",)),
         (_transpose, ("transpose.int",)),
-        (_t, ("t.default", "numpy_T.default")),
-        (_swap_last, ("mT.default",)),
+        (lambda node, value, position, specs: position[::-1], ("t.default", "numpy_T.default")),
+        (lambda node, value, position, specs: (*position[:-2], position[-1], position[-2]), ("mT.default",)),
         (_unsqueeze, ("unsqueeze.default",)),
         (_squeeze, ("squeeze.default", "squeeze.dim", "squeeze.dims")),
         (_slice, ("slice.Tensor",)),
@@ -180,7 +168,7 @@ VIEW_MAPS: dict[str, ViewMap] = {
         (_select, ("select.int",)),
         (_split, ("split.Tensor", "split.sizes", "split_with_sizes.default", "unsafe_split.Tensor", "chunk.default")),
         (_unbind, ("unbind.int",)),
-        (_identity, ("alias.default", "detach.default")),
+        (lambda node, value, position, specs: position, ("alias.default", "detach.default")),
     )
     for name in names
 }

@@ -65,7 +65,7 @@ class PlanCheck:
 
     def _members(self, region: Region, dependencies: Dependencies) -> dict[int, int]:
         """For positions of compute ops in the region, their numbers among its compute ops."""
-        flow = compute_graph_of(self.book.graph, None)
+        flow = compute_graph_of(self.book.graph)
         numbers = {at: number for number, at in enumerate(dependencies.members)}
         places = enumerate(flow.position[name] for name in region.ops)
         return {place: numbers[at] for place, at in places if at in numbers}
@@ -90,7 +90,7 @@ class PlanCheck:
 
     def _refuse_kernel(self, backend: Backend, choice: GroupChoice, group: Candidate) -> None:
         try:
-            ir = self.book.static(group).ir
+            ir = self.book.lowered(group).ir
         except NotLowerable as error:
             raise RefusedPlanError(f"a group cannot be one kernel: {error}") from None
         if reason := backend.refuse_config(ir, choice.config, self.target):

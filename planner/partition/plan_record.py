@@ -268,7 +268,7 @@ def in_running_order(graph: DataflowGraph, region: Region, cover: Iterable[Candi
     """The groups of a cover in an order in which they can run (a cover is acyclic, so there is one)."""
     listed = list(cover)
     dependencies = region_dependencies(graph, region)
-    flow = compute_graph_of(graph, None)
+    flow = compute_graph_of(graph)
     home = {op: number for number, group in enumerate(listed) for op in group.ops}
     of_member = [home[flow.names[at]] for at in dependencies.members]
     edges = ((of_member[before], of_member[after]) for before, after in dependencies.edges())

@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.size_text import read_size
@@ -111,20 +112,23 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
     return SubGraph(tuple(nodes), tuple(specs), found.outputs), specs
 
 
+def trace_pattern(
+    name: str, shape: str | Sequence[int], dtype: str | None = None, device_type: str = "cpu"
+) -> tuple[Traced, Specs]:
+    """A pattern as eager runs it, and the layout of its inputs; raises what :func:`inputs_of` does.
+
+    Its graph knows which of its inputs are activations (``DataflowGraph.fresh``).
+    """
+    graph, specs = pattern(name, shape, dtype)
+    traced = trace_subgraph(graph, specs, device_type)
+    fresh = activations(name, shape, dtype)
+    traced.graph.fresh = frozenset(value for value, own in zip(traced.graph.inputs, specs, strict=True) if own in fresh)
+    return traced, specs
+
+
 def pattern_graph(name: str, shape: str | Sequence[int], dtype: str | None = None) -> DataflowGraph:
     """The normalised graph of a pattern, as ``plan tune --pattern`` plans it; raises what :func:`inputs_of` does."""
-    traced = trace_subgraph(*pattern(name, shape, dtype)).graph
-    traced.fresh = fresh_inputs(traced, name, shape, dtype)
-    return traced
-
-
-def fresh_inputs(
-    traced: DataflowGraph, name: str, shape: str | Sequence[int], dtype: str | None = None
-) -> frozenset[str]:
-    """The inputs of a traced pattern that are activations, by the names that the trace gave them."""
-    fresh = activations(name, shape, dtype)
-    given = inputs_of(name, shape, dtype)[2]
-    return frozenset(value for value, own in zip(traced.inputs, given, strict=True) if own in fresh)
+    return trace_pattern(name, shape, dtype)[0].graph
 
 
 def activations(name: str, shape: str | Sequence[int], dtype: str | None = None) -> frozenset[str]:

@@ -11,8 +11,8 @@ import torch
 
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.capture.traced import Traced
-from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.search.timing.timers import Run
 
@@ -59,9 +59,7 @@ class Case:
 
     def kernel(self, ops: Sequence[str]) -> Lowered:
         """The kernel of one of the plan's groups."""
-        flow = compute_graph_of(self.traced.graph)
-        outputs = flow.needed_outside(flow.position[op] for op in ops)
-        return lower(self.traced.graph, ops, self.numerics, outputs)
+        return lower_group(self.traced.graph, ops, self.numerics)
 
 
 def tensors_of(result: Any, operands: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:

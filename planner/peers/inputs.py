@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from fuseplan.planner.capture.subgraph import trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.implementations.subject import needs_positive_inputs, random_tensor
 from fuseplan.planner.patterns.cells import Cell
-from fuseplan.planner.patterns.table import fresh_inputs, pattern
+from fuseplan.planner.patterns.table import trace_pattern
 
 #: Inputs that hold an angle's cosine and sine. Kernels that read each angle once need both halves of a row equal.
 _TABLES = ("cos", "sin")
@@ -21,10 +20,7 @@ _POSITIVE = ("temperature", "scale")
 
 def trace_cell(cell: Cell, device_type: str) -> tuple[Traced, dict[str, TensorSpec]]:
     """The cell's graph as eager runs it, and the layout of its inputs."""
-    graph, specs = pattern(cell.pattern, cell.shape, cell.dtype)
-    traced = trace_subgraph(graph, specs, device_type)
-    traced.graph.fresh = fresh_inputs(traced.graph, cell.pattern, cell.shape, cell.dtype)
-    return traced, specs
+    return trace_pattern(cell.pattern, cell.shape, cell.dtype, device_type)
 
 
 def make_inputs(

@@ -10,7 +10,7 @@ raises :class:`PeerError` (or whatever went wrong inside it) with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -101,20 +101,14 @@ def _default(case: Case, name: str) -> Contestant:
     return fused(case, groups)
 
 
-@dataclass(frozen=True)
-class Library:
+def _library(case: Case, name: str, ops: Mapping[str, LibraryOp]) -> Contestant:
     """A library of hand-written kernels, called through its ``ops`` by pattern."""
-
-    name: str
-    ops: Mapping[str, LibraryOp] = field(repr=False)
-
-    def __call__(self, case: Case) -> Contestant:
-        found = self.ops.get(case.pattern)
-        if found is None:
-            raise PeerError(f"{self.name} has no op for {case.pattern}")
-        if case.names != found.inputs:
-            raise PeerError(f"{self.name}'s op takes {', '.join(found.inputs)}, the pattern {', '.join(case.names)}")
-        return found.build(case)
+    found = ops.get(case.pattern)
+    if found is None:
+        raise PeerError(f"{name} has no op for {case.pattern}")
+    if case.names != found.inputs:
+        raise PeerError(f"{name}'s op takes {', '.join(found.inputs)}, the pattern {', '.join(case.names)}")
+    return found.build(case)
 
 
 # -- all of them ------------------------------------------------------------------------------------------
@@ -126,8 +120,8 @@ PEERS: Mapping[str, Peer] = MappingProxyType({peer.name: peer for peer in (
     Peer(EAGER, "the ATen ops, one by one", _eager),
     Peer(INDUCTOR, "TorchInductor as it comes", partial(_inductor, max_autotune=False)),
     Peer(MAX_AUTOTUNE, "TorchInductor, max-autotune with coordinate descent", partial(_inductor, max_autotune=True)),
-    Peer(LIGER, "Liger-Kernel's forward kernels", Library(LIGER, liger.OPS), _GPU),
-    Peer(FLASHINFER, "FlashInfer's kernels", Library(FLASHINFER, flashinfer.OPS), _GPU),
+    Peer(LIGER, "Liger-Kernel's forward kernels", partial(_library, name=LIGER, ops=liger.OPS), _GPU),
+    Peer(FLASHINFER, "FlashInfer's kernels", partial(_library, name=FLASHINFER, ops=flashinfer.OPS), _GPU),
     Peer("triton default", "our groups as Triton kernels, untuned", partial(_default, name="triton"), _GPU),
     Peer(
         "ninetoothed default", "our groups as ninetoothed kernels, untuned", partial(_default, name="ninetoothed"), _GPU

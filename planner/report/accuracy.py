@@ -10,9 +10,8 @@ import pandas as pd
 
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
 from fuseplan.costmodel.device import Calibration
-from fuseplan.planner.partition.cover import CoverProblem, Option, solve_cover
 from fuseplan.planner.report.frames import ReportData, geometric_mean
-from fuseplan.planner.report.held_out import SPLITS, regret_frame, sample_frame, verdict_frame
+from fuseplan.planner.report.held_out import SPLITS, ranked_covers, regret_frame, sample_frame, verdict_frame
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord
 
@@ -89,23 +88,14 @@ def regret_table(data: ReportData) -> pd.DataFrame:
 
 def _regret(choices: list[_Choice], region: RegionSummary | None) -> tuple[float, float] | None:
     """Measured time of the best partition and of the model's; None where there is nothing to choose."""
-    ops = sorted({op for choice in choices for op in choice.ops})
-    alone = {choice.ops[0] for choice in choices if len(choice.ops) == 1}
-    if len(choices) <= len(ops) or alone != set(ops):
+    ranked = ranked_covers([choice.ops for choice in choices], _compute_edges(region))
+    if ranked is None:
         return None
-    number = {op: at for at, op in enumerate(ops)}
-    masks = [sum(1 << number[op] for op in choice.ops) for choice in choices]
-    edges = tuple((number[a], number[b]) for a, b in _compute_edges(region) if a in number and b in number)
-
-    def measured_us(costs: list[float]) -> float:
-        options = tuple(Option(mask, cost * 1e-6) for mask, cost in zip(masks, costs, strict=True))
-        chosen = solve_cover(CoverProblem(len(ops), options, edges)).chosen
-        return math.fsum(choices[at].measured_us + choices[at].delay_us for at in chosen)
-
-    return (
-        measured_us([choice.measured_us + choice.delay_us for choice in choices]),
-        measured_us([choice.predicted_us + choice.delay_us for choice in choices]),
+    measured, predicted = (
+        [getattr(choice, name) + choice.delay_us for choice in choices] for name in ("measured_us", "predicted_us")
     )
+    (best,), (model,) = ranked(measured, 1), ranked(predicted, 1)
+    return math.fsum(measured[at] for at in best), math.fsum(measured[at] for at in model)
 
 
 def _compute_edges(region: RegionSummary | None) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.costmodel.roofline import lower_bound
@@ -117,7 +117,7 @@ class _RegionWords:
         """The groups of all parts of the region."""
         limits, legal = self.session.settings.limits, self.book.legal
         found = [
-            enumerate_candidates(self.graph, part, limits, legal=legal)
+            enumerate_candidates(self.graph, part, legal, limits)
             for part in region_parts(self.graph, self.plan.region)
         ]
         return Enumeration(
@@ -180,7 +180,7 @@ class _RegionWords:
         """For each two groups that exchange a value: why they are not one."""
         home = {op: group for group in self.groups for op in group.ops}
         dependencies = region_dependencies(self.graph, self.plan.region)
-        flow = compute_graph_of(self.graph, None)
+        flow = compute_graph_of(self.graph)
         names = [flow.names[at] for at in dependencies.members]
         pairs = {
             (home[names[before]].name, home[names[after]].name)
@@ -267,17 +267,10 @@ def sources(session: Session, graph: DataflowGraph, plan: GraphPlan) -> Iterator
     from fuseplan.planner.implementations.subject import group_subject
 
     backends = {backend.name: backend for backend in session.backends}
-    needed = _outputs_of(graph)
     for one in plan.unique():
         for choice in one.record.groups:
             if choice.is_kernel and choice.implementation in backends:
-                ops = one.group_ops(choice)
                 subject = group_subject(
-                    graph, ops, choice.workload, session.settings.numerics, session.target.device_type, needed(ops)
+                    graph, one.group_ops(choice), choice.workload, session.settings.numerics, session.target.device_type
                 )
                 yield choice.label, backends[choice.implementation].source(subject.ir, choice.config)
-
-
-def _outputs_of(graph: DataflowGraph) -> Callable[[Iterable[str]], tuple[str, ...]]:
-    flow = compute_graph_of(graph, None)
-    return lambda ops: tuple(flow.needed_outside(flow.position[name] for name in ops))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -291,11 +291,6 @@ def _frame(rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> pd.Da
 
 
 # -- as text --------------------------------------------------------------------------------------------------
-
-
-def to_text(frame: pd.DataFrame, style: Literal["csv", "markdown"]) -> str:
-    """A frame as CSV or as a Markdown table."""
-    return str(frame.to_csv(index=False)) if style == "csv" else markdown_table(frame)
 
 
 def markdown_table(frame: pd.DataFrame) -> str:

@@ -8,8 +8,10 @@ themselves; covers of both kinds count what theirs cost each other in the cache 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
+from typing import TypeAlias
 
 import pandas as pd
 
@@ -110,6 +112,10 @@ def _left_out(frame: pd.DataFrame, samples: Sequence[ChoiceSample], spec: Device
     return pd.Series(found, index=frame.index)
 
 
+#: Of times in microseconds and how many covers, the best ones.
+Ranked: TypeAlias = Callable[[Sequence[float], int], list[tuple[int, ...]]]
+
+
 # -- regret -----------------------------------------------------------------------------------------------------------
 
 
@@ -130,19 +136,29 @@ def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: 
     return pd.DataFrame(rows, columns=list(REGION_COLUMNS)).sort_values("regret", ascending=False, kind="stable")
 
 
-def _regret(region: RegionSamples, own: pd.DataFrame, column: str) -> dict[str, object] | None:
-    ops = sorted({op for sample in region.samples for op in sample.ops})
-    number = {op: at for at, op in enumerate(ops)}
-    masks = [sum(1 << number[op] for op in sample.ops) for sample in region.samples]
-    predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
-    alone = {masks[at] for at, sample in enumerate(region.samples) if len(sample.ops) == 1}
-    if len(masks) <= len(ops) or len(alone) < len(ops) or any(math.isnan(one) for one in predicted):
-        return None
-    edges = tuple((number[a], number[b]) for a, b in region.edges if a in number and b in number)
+def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, int]]) -> Ranked | None:
+    """The covers of a region by measured groups of ops, best first by times in microseconds, as numbers of groups.
 
-    def ranked(times_us: list[float], count: int) -> list[tuple[int, ...]]:
+    None where there is nothing to choose, or an op that was not measured by itself.
+    """
+    number = {op: at for at, op in enumerate(sorted({op for group in groups for op in group}))}
+    if len(groups) <= len(number) or len({group for group in groups if len(group) == 1}) < len(number):
+        return None
+    masks = [sum(1 << number[op] for op in group) for group in groups]
+    among = tuple((number[a], number[b]) for a, b in edges if a in number and b in number)
+
+    def ranked(times_us: Sequence[float], count: int) -> list[tuple[int, ...]]:
         options = tuple(Option(mask, time_us * 1e-6) for mask, time_us in zip(masks, times_us, strict=True))
-        return list(best_covers(CoverProblem(len(ops), options, edges), count))
+        return list(islice(best_covers(CoverProblem(len(number), options, among), count), count))
+
+    return ranked
+
+
+def _regret(region: RegionSamples, own: pd.DataFrame, column: str) -> dict[str, object] | None:
+    predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
+    ranked = ranked_covers([sample.ops for sample in region.samples], region.edges)
+    if ranked is None or any(math.isnan(one) for one in predicted):
+        return None
 
     def paid_us(cover: tuple[int, ...]) -> float:
         return math.fsum(measured[at] for at in cover)
@@ -150,8 +166,8 @@ def _regret(region: RegionSamples, own: pd.DataFrame, column: str) -> dict[str, 
     likes, (best,) = ranked(predicted, _TOP), ranked(measured, 1)
     best_us, model_us = paid_us(best), paid_us(likes[0])
     return {
-        "region": region.label, "phase": own["phase"].iloc[0], "choices": len(masks), "enumerated": region.enumerated,
-        "best_us": best_us, "model_us": model_us, "regret": model_us / best_us - 1.0,
+        "region": region.label, "phase": own["phase"].iloc[0], "choices": len(predicted),
+        "enumerated": region.enumerated, "best_us": best_us, "model_us": model_us, "regret": model_us / best_us - 1.0,
         "top8_regret": max(0.0, min(map(paid_us, likes)) / best_us - 1.0),
         "why": _why(own, column, likes[0], best) if model_us > best_us else "", "key": region.key.workload,
     }

@@ -127,26 +127,14 @@ def scatter_plot(points: Sequence[tuple[float, float, bool]]) -> str:
 
 
 def _plain_ticks(*axes: Axis) -> None:
-    """``0.5``, ``20``, ``3k`` instead of powers of ten, which SVG text cannot set in superscript."""
+    """``0.5``, ``20``, ``3,000`` instead of powers of ten, which SVG text cannot set in superscript."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis in axes:
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,), numticks=8))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axis.set_minor_formatter(NullFormatter())
-
-
-def short_number(value: float) -> str:
-    """Three digits and a suffix.
-
-    >>> [short_number(x) for x in (0.05, 20.0, 3000.0, 2.5e6)]
-    ['0.05', '20', '3k', '2.5M']
-    """
-    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g}{suffix}"
-    return f"{value:.3g}"
 
 
 def _svg(name: str, words: str, draw: Callable[[Axes], None]) -> str:

@@ -117,8 +117,10 @@ class _Memory:
             if not isinstance(source, fx.Node) or source.op != "call_function" or source.target not in self._calls:
                 return False
             return number not in self._overwritten.get(source.target, ())
-        if not isinstance(node.target, torch._ops.OpOverload) or _is_annotated(node.target):
+        if not isinstance(node.target, torch._ops.OpOverload):
             return False
+        if any(one.alias_info is not None for one in node.target._schema.returns):
+            return False  # it may return the memory of an operand
         name = str(node.meta.get("traced"))
         if str(node.target) in _MAKES_NEW:
             return True
@@ -134,8 +136,3 @@ class _Memory:
             for source in node.all_input_nodes:  # the trace may show two storages where a call uses one
                 found |= self._storages[source]
         return frozenset(found)
-
-
-def _is_annotated(op: torch._ops.OpOverload) -> bool:
-    """Whether an op says that it may return the memory of an operand."""
-    return any(one.alias_info is not None for one in op._schema.returns)

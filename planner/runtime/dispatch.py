@@ -25,7 +25,6 @@ from torch import fx
 
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import parameter_positions, trace_predispatch
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally, new_tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.rewrites.merged_projections import merge_projections
@@ -87,10 +86,9 @@ def compile_graph(
         tally.count(name, number)
     if options.pack_weights:
         _merge_projections(module, example_inputs, tally)
-    normalised = normalise(module)
-    if _writes_shared(example_inputs, normalised.written):
+    traced = normalise(module)
+    if _writes_shared(example_inputs, traced.written):
         raise RefusedError("inputs share memory that the graph writes to")
-    traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes, normalised.scalars)
     device_type = _device_type(example_inputs)
     session = _open(device_type, options)
     try:
@@ -102,7 +100,7 @@ def compile_graph(
         parameters=parameter_positions(example_inputs), calls=resolved.calls,
     )
     if options.cuda_graphs:
-        stationary = normalised.written | _stationary(gm, example_inputs)
+        stationary = traced.written | _stationary(gm, example_inputs)
         return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
     return call
 
@@ -144,8 +142,8 @@ def _compile_id() -> str:
 def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """Why no part of the graph may be fused, None when parts may."""
     tensors = [item for item in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(item, torch.Tensor)]
-    trainable = any(tensor.requires_grad for tensor in tensors)
-    if trainable and (torch.is_grad_enabled() or _enables_grad(gm)):
+    switched_on = any(node.target is torch._C._set_grad_enabled and node.args[:1] == (True,) for node in gm.graph.nodes)
+    if any(tensor.requires_grad for tensor in tensors) and (torch.is_grad_enabled() or switched_on):
         return "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()"
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TENSORS:
@@ -160,10 +158,6 @@ def _is_callers_fake(tensor: torch.Tensor) -> bool:
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     return isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode
-
-
-def _enables_grad(gm: fx.GraphModule) -> bool:
-    return any(node.target is torch._C._set_grad_enabled and node.args[:1] == (True,) for node in gm.graph.nodes)
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

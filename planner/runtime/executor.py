@@ -25,22 +25,15 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.aten import run_unfused
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.implementations.subject import Fused, op_group
 from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.libraries.library_call import OpGroup
-from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
-from fuseplan.planner.runtime.fallback import (
-    BuiltCall,
-    BuiltGroup,
-    CallPlan,
-    FirstCall,
-    FirstLibraryCall,
-    GroupPlan,
-)
+from fuseplan.planner.runtime.fallback import BuiltCall, BuiltGroup, CallPlan, FirstCall, FirstLibraryCall, GroupPlan
 from fuseplan.planner.runtime.placement import Placement, fused_graph
 
 logger = logging.getLogger("fuseplan")
@@ -133,7 +126,7 @@ def _build_all(
         if isinstance(kernel, Exception):
             drop(group.plan, kernel)
         else:
-            built.append(BuiltGroup(group.plan, group.lowered, *kernel))
+            built.append(BuiltGroup(group.plan, group.lowered, *kernel, group.reuse_options))
     return built
 
 
@@ -143,8 +136,7 @@ def _build_calls(traced: Traced, plans: Sequence[CallPlan], target: Target, tall
     built = []
     for plan in plans:
         try:
-            outputs = flow.needed_outside(flow.position[name] for name in plan.ops)
-            group = op_group(traced.graph, plan.ops, outputs, target.device_type)
+            group = op_group(traced.graph, plan.ops, flow.outputs_of(plan.ops), target.device_type)
             if not all(traced.graph.specs[value].is_static for value in (*group.inputs, *group.outputs)):
                 raise RefusedError("sizes are dynamic")
             if (reason := plan.library.refuse(group)) is not None:
@@ -186,8 +178,7 @@ def _lowered(traced: Traced, plan: GroupPlan, target: Target, numerics: str) -> 
     Raises:
         NotLowerable, RefusedError: It cannot.
     """
-    flow = compute_graph_of(traced.graph)
-    lowered = lower(traced.graph, plan.ops, numerics, flow.needed_outside(flow.position[name] for name in plan.ops))
+    lowered = lower_group(traced.graph, plan.ops, numerics)
     _check_devices(traced, lowered, target)
     if any(extent == 0 for buffer in lowered.ir.outputs for extent in buffer.shape):
         raise RefusedError("a result of the group is empty")
@@ -263,7 +254,7 @@ def _place(
         group = slots.pop(placement.call)
         tally.fall_back(reason)
         logger.info("group %s runs unfused: %s", group.plan.label or group.plan.ops[0], reason)
-    options: dict[Callable[..., Any], ReuseOptions] = {slot: _options(group) for slot, group in slots.items()}
+    options: dict[Callable[..., Any], ReuseOptions] = {slot: group.reuse_options for slot, group in slots.items()}
     overwritten = {slot: group.lowered.ir.overwritten for slot, group in slots.items()}
     reused = plan_reuse(graph, traced, options | {slot: {} for slot in calls}, donated, overwritten)
     allocated = {slot: group.lowered.ir.outputs for slot, group in slots.items()}
@@ -278,14 +269,6 @@ def _buffers(group: OpGroup) -> tuple[Buffer, ...]:
     """What a library's call allocates."""
     specs = ((value, group.specs[value]) for value in group.outputs)
     return tuple(Buffer(value, spec.dtype, spec.shape, spec.strides, is_output=True) for value, spec in specs)
-
-
-def _options(group: BuiltGroup) -> ReuseOptions:
-    if group.kernel is None:
-        return {}
-    backend = group.plan.backend
-    assert isinstance(backend, WritesInPlace)
-    return backend.reuse_options(group.lowered.ir, group.plan.config)
 
 
 def _overwriting(placed: _Slots, reused: _Reuses, target: Target) -> dict[Callable[..., Any], Fused]:

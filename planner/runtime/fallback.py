@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config
 from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.dispatch_stats import Source, Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
@@ -70,13 +71,14 @@ class BuiltGroup:
     """A group with its kernel.
 
     The kernel was made of ``lowered``. ``call`` calls it and allocates its outputs; ``kernel`` is the kernel itself,
-    where some outputs can lie in inputs.
+    where some outputs can lie in inputs, as ``reuse_options`` say.
     """
 
     plan: GroupPlan
     lowered: Lowered
     call: Fused
     kernel: CompiledKernel | None = None
+    reuse_options: ReuseOptions = field(default_factory=dict)
 
 
 class FirstCall:
@@ -151,15 +153,10 @@ class FirstLibraryCall:
             logger.warning("%s runs as ATen's op from now on: %s", built.plan.label or self._name, reason)
             group = built.group
             chain = chain_module([group.node], group.inputs, group.outputs, group.device_type).forward
-            self._namespace[self._name] = _only(chain) if len(group.outputs) == 1 else chain
+            self._namespace[self._name] = (lambda *given: chain(*given)[0]) if len(group.outputs) == 1 else chain
             return self._namespace[self._name](*args)
         self._namespace[self._name] = built.call
         return result
-
-
-def _only(chain: Call) -> Call:
-    """A chain with one result, as a call that returns the tensor itself."""
-    return lambda *given: chain(*given)[0]
 
 
 def largest_difference(result: Any, expected: Any) -> float:

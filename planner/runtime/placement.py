@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 from torch.utils._sympy.interp import sympy_interp
@@ -110,26 +110,13 @@ class _Rewrite:
     # -- order --------------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[list[_Unit], list[Placement]]:
-        """Live units in a topological order close to the trace's, and the groups that no order can hold."""
+        """Live units in a topological order close to the trace's; or, where there is none, the groups in circles."""
         units = self._live()
-        users: dict[_Unit, list[_Unit]] = {}
-        for unit in units:
-            for need in unit.needs:
-                users.setdefault(need, []).append(unit)
-        number = {unit: position for position, unit in enumerate(units)}
-        waiting = {unit: len(unit.needs) for unit in units}
-        ready = [number[unit] for unit in units if not waiting[unit]]  # units are numbered by rank
-        heapq.heapify(ready)
-        order: list[_Unit] = []
-        while ready:
-            unit = units[heapq.heappop(ready)]
-            order.append(unit)
-            for user in users.get(unit, ()):
-                waiting[user] -= 1
-                if not waiting[user]:
-                    heapq.heappush(ready, number[user])
-        stuck = [unit.placement for unit in units if waiting[unit] and unit.placement is not None]
-        return order, stuck
+        order: nx.DiGraph[_Unit] = nx.DiGraph((need, unit) for unit in units for need in unit.needs)
+        order.add_nodes_from(units)
+        circles = (one for one in nx.strongly_connected_components(order) if len(one) > 1)
+        stuck = [unit.placement for circle in circles for unit in circle if unit.placement is not None]
+        return [] if stuck else list(nx.lexicographical_topological_sort(order, lambda unit: unit.rank)), stuck
 
     def _live(self) -> list[_Unit]:
         """Units that an output or an effect needs, by rank, with their dependencies filled in."""

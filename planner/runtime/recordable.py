@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import fx
@@ -55,16 +55,9 @@ def argument_roles(module: fx.GraphModule, stationary: Collection[int]) -> Roles
             kept.append(position)
         elif node.users:
             copied.append(position)
-    attributes = (_attribute(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr"))
+    attributes = (attrgetter(str(node.target))(module) for node in module.graph.find_nodes(op="get_attr"))
     held = tuple(attribute for attribute in attributes if isinstance(attribute, torch.Tensor))
     return Roles(tuple(kept), tuple(copied), tuple(sizes), tuple(shaped), held)
-
-
-def _attribute(module: fx.GraphModule, target: str) -> Any:
-    held: Any = module
-    for part in target.split("."):
-        held = getattr(held, part)
-    return held
 
 
 def why_unrecordable(module: fx.GraphModule, device_type: str = "cuda") -> str | None:

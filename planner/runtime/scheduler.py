@@ -24,7 +24,7 @@ import torch
 
 from fuseplan.kernels.ir.index import evaluate
 from fuseplan.planner.capture.normalise import dtype_name
-from fuseplan.planner.capture.subgraph import SubGraph, run_nodes, trace_subgraph
+from fuseplan.planner.capture.subgraph import SubGraph, runner, trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Stats, Tally, new_tally, total
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError, failure_reason
@@ -101,7 +101,7 @@ class FusionScheduler:
             ShapeError: An input is missing, or an op cannot take its operands' shapes.
         """
         tensors = _checked(graph, inputs)
-        key = (graph.signature, *(_layout_key(tensor) for tensor in tensors))
+        key = (graph.signature, *((one.shape, one.stride(), one.dtype, one.device) for one in tensors))
         call = self._cache.get(key)
         with torch.no_grad():
             if call is None:
@@ -157,7 +157,9 @@ class FusionScheduler:
                 calls=resolved.calls,
             )
         except FuseplanError as error:
-            if _is_mistake(error) or not self.config.fallback_on_error:
+            # What is wrong with the graph itself would fail unfused as well.
+            is_mistake = isinstance(error, GraphError | ShapeError | UnknownOpError)
+            if is_mistake or not self.config.fallback_on_error:
                 raise
             reason = failure_reason(error)
         except Exception as error:
@@ -195,14 +197,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def _unfused(graph: SubGraph, tensors: Sequence[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The graph as its ATen ops, called with its inputs in order."""
-    nodes = graph.ordered
-    device_type = tensors[0].device.type if tensors else "cpu"
-
-    def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return run_nodes(nodes, graph, dict(zip(graph.input_names, given, strict=True)), device_type)
-
-    return run
+    return runner(graph, tensors[0].device.type if tensors else "cpu")
 
 
 def _checked(graph: SubGraph, inputs: Tensors) -> list[torch.Tensor]:
@@ -219,15 +214,6 @@ def _checked(graph: SubGraph, inputs: Tensors) -> list[torch.Tensor]:
     if len(devices) > 1:
         raise ShapeError(f"the inputs are on {' and '.join(devices)}; move them to one device")
     return tensors
-
-
-def _layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _is_mistake(error: FuseplanError) -> bool:
-    """True for what is wrong with the graph itself: running it unfused would fail as well."""
-    return isinstance(error, GraphError | ShapeError | UnknownOpError)
 
 
 def _largest_tensor(graph: DataflowGraph, ops: tuple[str, ...]) -> int:

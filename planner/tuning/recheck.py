@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
@@ -82,9 +81,7 @@ def _longest(
 
 
 def _subject(session: Session, graph: DataflowGraph, ops: tuple[str, ...], key: str) -> GroupSubject:
-    flow = compute_graph_of(graph, None)
-    outputs = flow.needed_outside(flow.position[name] for name in ops)
-    return group_subject(graph, ops, key, session.settings.numerics, session.target.device_type, outputs)
+    return group_subject(graph, ops, key, session.settings.numerics, session.target.device_type)
 
 
 def recheck_verdict(rechecked: Iterable[Rechecked]) -> str:

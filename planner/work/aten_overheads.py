@@ -9,8 +9,8 @@ any device, and a calibration scales them. CPUs ignore them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.index import evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
@@ -42,42 +42,33 @@ _FUNCTIONS = frozenset({"silu", "sigmoid", "sin", "cos", "tan", "tanh", "gelu", 
 _GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
 
 
-@dataclass(frozen=True)
-class AtenOverheads:
-    """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names."""
-
-    instructions: float = 0.0
-    steps: float = 0.0
-    serial_steps: float = 0.0
-
-
-def aten_overheads(graph: DataflowGraph, node: OpNode) -> AtenOverheads:
-    """The effort of ATen's kernel for one compute op of a static graph."""
+def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
+    """The effort of ATen's kernel for one compute op of a static graph, and nothing of its bytes."""
     name = node.op.split(".")[1]
     written = node.inputs[-1] if written_value(node) is not None else node.outputs[0]
     elements = math.prod(_shape(graph, written))
     if name in _FOLDS and node.inputs:
         read = math.prod(_shape(graph, node.inputs[0]))
         turns = _fold_turns(elements, max(read // max(elements, 1), 1))
-        return AtenOverheads(0.0, _FOLD_STEPS, _TURN_STEPS * turns)
+        return Work(steps=_FOLD_STEPS, serial_steps=_TURN_STEPS * turns)
     if name in _WHOLE_ROWS:
-        return AtenOverheads(0.0, _WHOLE_ROW_STEPS)
+        return Work(steps=_WHOLE_ROW_STEPS)
     if name == "index_copy_":
-        return AtenOverheads(_STRIDED_INSTRUCTIONS * elements, _GATHER_STEPS)
+        return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_GATHER_STEPS)
     if name in _GATHERS and len(node.inputs) > 1:
         rows = math.prod(_shape(graph, node.inputs[1]))
         serial = _ROW_STEPS * rows if rows <= _SMALL_GATHER else 0.0
-        return AtenOverheads(0.0, _GATHER_STEPS, serial)
+        return Work(steps=_GATHER_STEPS, serial_steps=serial)
     return _elementwise(graph, node, elements)
 
 
-def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> AtenOverheads:
+def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> Work:
     converting = _converts(graph, node)
     steps = _FUNCTION_STEPS if node.op.split(".")[1] in _FUNCTIONS else 0.0
     if not converting and _same_layout(graph, node):
-        return AtenOverheads(0.0, steps)
+        return Work(steps=steps)
     turns = _strided_turns(graph.specs[node.outputs[0]].dtype, elements, converting)
-    return AtenOverheads(_STRIDED_INSTRUCTIONS * elements, _ELEMENT_STEPS * turns + steps)
+    return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_ELEMENT_STEPS * turns + steps)
 
 
 def _strided_turns(dtype: str, elements: int, converting: bool) -> int:
@@ -103,9 +94,7 @@ def _layout(graph: DataflowGraph, node: OpNode) -> list[tuple[int, tuple[int, ..
     """Each dimension of the result that is longer than one: its size, and the stride of every tensor along it."""
     shape = _shape(graph, node.outputs[0])
     strides = [_strides(graph, value, len(shape)) for value in (*node.inputs, *node.outputs)]
-    return [
-        (extent, tuple(own[dim] for own in strides)) for dim, extent in enumerate(shape) if extent > 1
-    ]
+    return [(extent, tuple(own[dim] for own in strides)) for dim, extent in enumerate(shape) if extent > 1]
 
 
 def _strides(graph: DataflowGraph, value: str, rank: int) -> tuple[int, ...]:

@@ -19,16 +19,12 @@ from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, 
 from fuseplan.planner.lowering.recipes import kind_of, mutates
 from fuseplan.planner.work.aten_overheads import aten_overheads
 from fuseplan.planner.work.cpu_overheads import lanes, threads
-from fuseplan.planner.work.kernel_overheads import kernel_overheads, reduction_levels
+from fuseplan.planner.work.kernel_overheads import extents, kernel_overheads, reduction_levels, requested_bytes
 from fuseplan.planner.work.library_work import library_work
 
 
 def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
-    """Work of one launch of a static kernel.
-
-    Args:
-        ir: The kernel.
-        hot: Per input, whether it was just produced; None for all of them.
+    """Work of one launch of a static kernel; ``hot`` says per input whether it was just produced (None: all of them).
 
     ``dram_bytes`` counts each distinct element once however often the body reads it; ``l2_bytes`` counts what later
     passes over a row read again; flops follow the op table. What is gathered counts as hot: popular rows come back.
@@ -36,7 +32,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
     repeated = 0.0
     flops: dict[str, float] = {}
     for segment in ir.segments:
-        sizes = _extents(segment)
+        sizes = extents(segment)
         per_row = segment.per_row()
         passes = _passes(segment, per_row)
         for instr in segment.body:
@@ -50,27 +46,20 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         for number, indices in _touched(ir).items()
     }
     cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number not in gathered]
-    effort = kernel_overheads(ir)
     tables = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number in gathered]
-    return Work(
+    return replace(
+        kernel_overheads(ir),
         flops=flops,
         dram_bytes=float(sum(moved.values())),
         l2_bytes=repeated,
         launches=1,
         written_bytes=float(sum(nbytes for number, nbytes in moved.items() if ir.buffers[number].is_output)),
         cold_bytes=float(sum(moved.get(number, 0) for number in cold)),
-        requested_bytes=effort.requested_bytes,
-        row_bytes=effort.row_bytes,
-        row_loaded_bytes=effort.row_loaded_bytes,
-        row_instructions=effort.row_instructions,
-        instructions=effort.instructions,
-        special=effort.special,
-        steps=effort.steps,
         gathered_bytes=float(
             sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
         ),
-        traffic=_traffic(ir, effort.requests) if len(ir.segments) > 1 else (),
-        elements=float(sum(math.prod(_extents(segment)) for segment in ir.segments)),
+        traffic=_traffic(ir) if len(ir.segments) > 1 else (),
+        elements=float(sum(math.prod(extents(segment)) for segment in ir.segments)),
         lanes=lanes(ir),
         threads=threads(ir),
         more_results=max(0, len(ir.outputs) - len(ir.overwritten) - 1),
@@ -81,7 +70,7 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
     """Elements that loads and stores reach, by buffer and index; a buffer that is only gathered from has none."""
     touched: dict[int, dict[Index, int]] = {}
     for segment in ir.segments:
-        sizes = _extents(segment)
+        sizes = extents(segment)
         for instr in segment.body:
             if isinstance(instr, Load):
                 own = touched.setdefault(instr.buffer, {})
@@ -137,21 +126,17 @@ def launch_mode(config: Config, regime: str) -> Mode:
     return "early" if overlap == "early" else "overlapped" if overlap != "none" else "graph"
 
 
-def _traffic(ir: KernelIR, requests: Sequence[float]) -> tuple[Traffic, ...]:
+def _traffic(ir: KernelIR) -> tuple[Traffic, ...]:
     """What each segment moves: their blocks follow one another."""
     found = []
-    for segment, requested_bytes in zip(ir.segments, requests, strict=True):
-        sizes = _extents(segment)
+    for segment in ir.segments:
+        sizes = extents(segment)
         loads = {(one.buffer, one.index) for one in segment.body if isinstance(one, Load) and one.gather is None}
         stores = {replace(store, value=0) for store in segment.stores}
         loaded_bytes = sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
         written_bytes = sum(_stored(segment, one, sizes) * ITEMSIZE[ir.buffers[one.buffer].dtype] for one in stores)
-        found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes, float(written_bytes)))
+        found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes(ir, segment), float(written_bytes)))
     return tuple(found)
-
-
-def _extents(segment: Segment) -> tuple[int, ...]:
-    return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
 
 
 def _passes(segment: Segment, per_row: Sequence[bool]) -> int:
@@ -210,13 +195,12 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
         except NotLowerable:
             pass
     cold = {value for value, hot in zip(node.inputs, hot_inputs(graph, node.inputs), strict=True) if not hot}
-    name = call_name(graph, node)
-    return library_work([node], node.inputs, node.outputs, graph.specs, name, cold, graph.symbols)
+    return library_work(node, node.inputs, node.outputs, graph.specs, call_name(graph, node), cold)
 
 
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
-    lowered = lower(graph, (node.name,), outputs=node.outputs)
-    fused = kernel_work(lowered.ir.bind(graph.kernel_sizes), hot_inputs(graph, lowered.inputs))
+    lowered = lower(graph, (node.name,), "fp32", node.outputs)
+    fused = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
     effort = aten_overheads(graph, node)
     return replace(
         fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from fuseplan.costmodel.work import Work
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import evaluate
@@ -38,34 +39,18 @@ _SMALL_KERNEL, _SMALL_TILE = 2**17, 256
 _SPECIAL: Mapping[str, float] = {"sin": 5, "cos": 5, "tanh": 2, "sigmoid": 2, "erf": 1, "pow": 6, "log": 0}
 
 
-@dataclass(frozen=True)
-class KernelOverheads:
-    """Fields of :class:`~fuseplan.costmodel.work.Work` with the same names; ``requests`` are by segment."""
-
-    requests: tuple[float, ...] = ()
-    row_bytes: float = 0.0
-    row_loaded_bytes: float = 0.0
-    row_instructions: float = 0.0
-    instructions: float = 0.0
-    special: float = 0.0
-    steps: float = 0.0
-
-    @property
-    def requested_bytes(self) -> float:
-        return sum(self.requests)
-
-
-def kernel_overheads(ir: KernelIR) -> KernelOverheads:
-    """The effort of one launch of a static kernel."""
+def kernel_overheads(ir: KernelIR) -> Work:
+    """The effort of one launch of a static kernel, and nothing of what it moves."""
     segments = [_segment_effort(ir, segment) for segment in ir.segments]
-    return KernelOverheads(
-        requests=tuple(one.requested_bytes for one in segments),
-        row_bytes=max((one.row_bytes for one in segments), default=0.0),
-        row_loaded_bytes=max((one.row_loaded_bytes for one in segments), default=0.0),
-        row_instructions=max((one.row_instructions for one in segments), default=0.0),
-        instructions=sum(one.instructions for one in segments),
-        special=sum(one.special for one in segments),
-        steps=max((one.steps for one in segments), default=0.0),
+
+    def most(field: str) -> float:
+        return max((getattr(one, field) for one in segments), default=0.0)
+
+    return Work(
+        requested_bytes=sum(one.requested_bytes for one in segments), row_bytes=most("row_bytes"),
+        row_loaded_bytes=most("row_loaded_bytes"), row_instructions=most("row_instructions"),
+        instructions=sum(one.instructions for one in segments), special=sum(one.special for one in segments),
+        steps=most("steps"),
     )
 
 
@@ -78,8 +63,8 @@ def reduction_levels(segment: Segment) -> int:
     return max(depth, default=0)
 
 
-def _segment_effort(ir: KernelIR, segment: Segment) -> KernelOverheads:
-    sizes = _extents(segment)
+def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
+    sizes = extents(segment)
     elements, cols = math.prod(sizes), sizes[-1]
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row()
@@ -89,14 +74,16 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> KernelOverheads:
     alone = each + issued.repeated / max(elements, 1)
     gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
     steps = _GATHER_STEPS * gathers + _share(cols, levels) * alone / _STEP_INSTRUCTIONS
-    requests = (_requested_bytes(ir, segment, sizes, block_rows),)
+    requests = requested_bytes(ir, segment)
     if not levels:
         steps += _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
-        return KernelOverheads(requests, instructions=issued.instructions, special=issued.special, steps=steps)
+        return Work(
+            requested_bytes=requests, instructions=issued.instructions, special=issued.special, steps=steps
+        )
     # A row that is too long to be held is loaded for each sweep along it.
     sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
-    return KernelOverheads(
-        requests,
+    return Work(
+        requested_bytes=requests,
         row_bytes=issued.loaded_bytes + issued.stored_bytes,
         row_loaded_bytes=issued.loaded_bytes * sweeps,
         row_instructions=each * max(cols - _ROW_COLS, 0.0),
@@ -122,7 +109,7 @@ class _Issued:
 
 
 def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> _Issued:
-    sizes, column = _extents(segment), segment.col_axis
+    sizes, column = extents(segment), segment.col_axis
     rows, cols = math.prod(sizes[:-1]), sizes[-1]
     found = _Issued()
     for instr, once, axes in zip(segment.body, per_row, value_axes(segment), strict=True):
@@ -159,7 +146,7 @@ def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
     It is loaded by threads other than those that use it, and goes by way of shared memory; of fewer elements than there
     are threads, each thread loads what it uses.
     """
-    if sum(math.prod(_extents(one)) for one in ir.segments) > _SMALL_KERNEL:
+    if sum(math.prod(extents(one)) for one in ir.segments) > _SMALL_KERNEL:
         return 0
     width = min(_SMALL_TILE, next_power_of_2(sizes[-1]))
     tile_rows = min(_SMALL_TILE // width, next_power_of_2(math.prod(sizes[:-1])))
@@ -172,7 +159,8 @@ def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
     )
 
 
-def _extents(segment: Segment) -> tuple[int, ...]:
+def extents(segment: Segment) -> tuple[int, ...]:
+    """Rows of a static segment, then columns."""
     return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
 
 
@@ -192,8 +180,9 @@ def _rounds(ir: KernelIR, segment: Segment, per_row: Sequence[bool], cols: int) 
     return sum(width * _share(cols, 1) / _ROUND_BYTES for width in stored - loaded) if loaded else 0.0
 
 
-def _requested_bytes(ir: KernelIR, segment: Segment, sizes: tuple[int, ...], block_rows: int) -> float:
+def requested_bytes(ir: KernelIR, segment: Segment) -> float:
     """Bytes that the blocks of a segment load and store, each for itself; within a block, rows share what they can."""
+    sizes, block_rows = extents(segment), full_tile(ir, segment)[0]
     loads = {(one.buffer, one.index, one.gather is not None) for one in segment.body if isinstance(one, Load)}
     total = 0.0
     for buffer, index, gathered in loads | {(store.buffer, store.index, False) for store in segment.stores}:

@@ -7,7 +7,7 @@ share keys, where operands are broadcast, and where several products read one va
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.index import evaluate
@@ -26,47 +26,35 @@ _UNITS = {"bfloat16": "bf16_matmul", "float16": "fp16_matmul", "float64": "fp64"
 
 
 def library_work(
-    nodes: Iterable[OpNode],
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    specs: Mapping[str, TensorSpec],
-    call: str,
+    node: OpNode, inputs: Sequence[str], outputs: Sequence[str], specs: Mapping[str, TensorSpec], call: str,
     cold: Collection[str] = (),
-    symbols: Mapping[str, int | float] | None = None,
 ) -> Work:
-    """Work of one call that runs some ops, views among them.
+    """Work of one call that runs an op.
 
     Args:
-        nodes: The ops.
-        inputs: Values that they read from outside.
-        outputs: Values that are needed outside.
-        specs: Layouts of all values named by the ops that compute.
+        inputs: Values that it reads.
+        outputs: Its results that are needed.
+        specs: Static layouts of all these.
         call: ``Work.call``: ``"sdpa.flash"``, or the ATen op with its type.
         cold: Of ``inputs``, those that nothing has touched recently: weights, caches.
-        symbols: Dynamic sizes.
     """
-    nodes, known = list(nodes), symbols or {}
-    flops: dict[str, float] = {}
-    for node in nodes:
-        for unit, count in _flops(node, specs, known).items():
-            flops[unit] = flops.get(unit, 0.0) + count
-    written = {node.inputs[0] for node in nodes if _writes_rows(node)}
-    read = {value: _read_bytes(value, nodes, specs, known) for value in dict.fromkeys(inputs) if value not in written}
-    sources = [value for node in nodes if _writes_rows(node) for value in _source(node, specs)]
-    made = [value for node in nodes if not _writes_rows(node) for value in node.outputs]
-    stored = [*sources, *(value for value in outputs if value in made)]
-    written_bytes = sum(_bytes(specs[value], known) for value in stored)
+    writes_rows = node.op.split(".")[1] in _ROW_WRITES
+    read = {value: _read_bytes(value, node, specs) for value in inputs if not writes_rows or value != node.inputs[0]}
+    # What is written to rows of the first operand is that of the operand's type.
+    source = [value for value in node.inputs[1:] if specs[value].dtype == specs[node.inputs[0]].dtype][-1:]
+    written_bytes = sum(_bytes(specs[value]) for value in (source if writes_rows else outputs))
     return Work(
-        flops=flops, dram_bytes=sum(read.values()) + written_bytes, launches=1, written_bytes=written_bytes,
-        cold_bytes=sum(nbytes for value, nbytes in read.items() if value in cold), call=call,
+        flops=_flops(node, specs), dram_bytes=sum(read.values()) + written_bytes, launches=1,
+        written_bytes=written_bytes, cold_bytes=sum(nbytes for value, nbytes in read.items() if value in cold),
+        call=call,
     )
 
 
-def _flops(node: OpNode, specs: Mapping[str, TensorSpec], symbols: Mapping[str, int | float]) -> dict[str, float]:
-    shapes = [_shape(specs[value], symbols) for value in node.inputs]
+def _flops(node: OpNode, specs: Mapping[str, TensorSpec]) -> dict[str, float]:
+    shapes = [_shape(specs[value]) for value in node.inputs]
     unit = _UNITS.get(specs[node.inputs[0]].dtype, "fp32_matmul") if node.inputs else ""
     if node.op in _FACTORS:
-        results = math.prod(_shape(specs[node.outputs[0]], symbols))
+        results = math.prod(_shape(specs[node.outputs[0]]))
         return {unit: 2.0 * results * shapes[_FACTORS[node.op]][-1]}
     if node.op == _ATTENTION:
         *_, positions, width = shapes[0]
@@ -84,31 +72,19 @@ def _seen(node: OpNode, positions: int, keys: int) -> int:
     return within * (within + 1) // 2 + (positions - within) * keys
 
 
-def _read_bytes(
-    value: str, nodes: Iterable[OpNode], specs: Mapping[str, TensorSpec], symbols: Mapping[str, int | float]
-) -> float:
+def _read_bytes(value: str, node: OpNode, specs: Mapping[str, TensorSpec]) -> float:
     """Bytes of an operand; of keys and values after the last position that sees them, none."""
-    for node in nodes:
-        if node.op == _ATTENTION and node.attrs.get("is_causal") and value in node.inputs[1:3]:
-            keys, positions = _shape(specs[value], symbols)[-2], _shape(specs[node.inputs[0]], symbols)[-2]
-            return _bytes(specs[value], symbols) * min(keys, positions) / max(keys, 1)
-    return _bytes(specs[value], symbols)
+    if node.op == _ATTENTION and node.attrs.get("is_causal") and value in node.inputs[1:3]:
+        keys, positions = _shape(specs[value])[-2], _shape(specs[node.inputs[0]])[-2]
+        return _bytes(specs[value]) * min(keys, positions) / max(keys, 1)
+    return _bytes(specs[value])
 
 
-def _writes_rows(node: OpNode) -> bool:
-    return node.op.split(".")[1] in _ROW_WRITES
+def _shape(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(evaluate(extent, {}) for extent in spec.shape)
 
 
-def _source(node: OpNode, specs: Mapping[str, TensorSpec]) -> list[str]:
-    """What an op writes to rows of its first operand: that of the operand's type."""
-    return [value for value in node.inputs[1:] if specs[value].dtype == specs[node.inputs[0]].dtype][-1:]
-
-
-def _shape(spec: TensorSpec, symbols: Mapping[str, int | float]) -> tuple[int, ...]:
-    return tuple(evaluate(extent, symbols) for extent in spec.shape)
-
-
-def _bytes(spec: TensorSpec, symbols: Mapping[str, int | float]) -> float:
+def _bytes(spec: TensorSpec) -> float:
     """Distinct bytes: a dimension of stride zero repeats the same ones."""
-    sizes = zip(_shape(spec, symbols), spec.strides, strict=True)
+    sizes = zip(_shape(spec), spec.strides, strict=True)
     return float(math.prod(size for size, stride in sizes if stride != 0 or size == 0) * ITEMSIZE.get(spec.dtype, 1))

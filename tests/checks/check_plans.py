@@ -196,7 +196,7 @@ def small_regions(session: Session, named: Sequence[tuple[str, DataflowGraph]], 
         book = GroupBook(graph, session.settings.numerics, session.target.device_type)
         for plan in workload_plan.plan.unique():
             for part in region_parts(graph, plan.region):
-                found = enumerate_candidates(graph, part, session.settings.limits, book.legal)
+                found = enumerate_candidates(graph, part, book.legal, session.settings.limits)
                 problem = region_problem(graph, part, found, session.planner().implementations, book)
                 if part.key in seen or not 4 <= len(problem.choices) <= most:
                     continue

@@ -19,11 +19,11 @@ import torch
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import kernel_mode
-from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case
@@ -57,10 +57,9 @@ def kernels(
     graph: DataflowGraph, divisions: Sequence[Sequence[str]], session: Session
 ) -> list[tuple[Lowered, GroupPlan]]:
     """Each group lowered, with its default configuration."""
-    flow, backend, made = compute_graph_of(graph), session.backends[0], []
+    backend, made = session.backends[0], []
     for ops in divisions:
-        outputs = flow.needed_outside(flow.position[op] for op in ops)
-        lowered = lower(graph, ops, session.settings.numerics, outputs)
+        lowered = lower_group(graph, ops, session.settings.numerics)
         config = backend.default_config(lowered.ir, session.target)
         made.append((lowered, GroupPlan(tuple(ops), backend, config, "model")))
     return made

@@ -126,9 +126,9 @@ def test_the_bench_times_what_dispatch_runs(backend: GpuBackend) -> None:
     one = cell("add_rms_norm", "65x2048", "bfloat16")
     traced, specs = trace_cell(one, "cuda")
     ops = tuple(node.name for node in traced.graph if kind_of(node, traced.graph.specs) == "compute")
-    from fuseplan.planner.lowering.lower import lower
+    from fuseplan.planner.groups.compute_graph import lower_group
 
-    config = backend.default_config(lower(traced.graph, ops).ir, target)
+    config = backend.default_config(lower_group(traced.graph, ops).ir, target)
     case = Case(
         one.pattern, one.shape, one.dtype, traced, tuple(specs), make_inputs(traced, specs, "cuda"),
         (GroupPlan(ops, backend, config, "model"),), target, (backend,),

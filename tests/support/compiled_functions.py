@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import GroupPlan
@@ -25,13 +24,12 @@ def compiled(
     """The function with every region fused as the launch count says."""
     with FakeTensorMode() as mode:
         module = make_fx(function, pre_dispatch=True)(*[mode.from_tensor(tensor) for tensor in inputs])
-    normalised = normalise(module)
+    traced = normalise(module)
     planner = Planner(NothingStored(), None, "test", CPU, (kernels,))
     plans = [
         GroupPlan(plan.group_ops(choice), kernels, choice.config, "model")
-        for plan in planner.plan_graph(normalised.graph).regions
+        for plan in planner.plan_graph(traced.graph).regions
         for choice in plan.record.groups
         if choice.is_kernel
     ]
-    traced = Traced(module, normalised.graph, normalised.nodes, normalised.sizes)
     return executable(traced, plans, CPU, tally, **how)

@@ -16,7 +16,7 @@ import torch
 
 from fuseplan.kernels.ir.backend import SM90
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.groups.compute_graph import lower_group
 
 sys.path.insert(0, str(Path(__file__).parent))
 from graphs import Builder
@@ -69,7 +69,7 @@ def complaints(run: Results, numerics: str, dtype: torch.dtype, on_gpu: bool = F
     exact_builder = Builder(x=x.double())
     exacts = [exact_builder.tensors[exact_builder(f"aten.{name}", "x", **attrs)] for name, attrs in FUNCTIONS]
     graph = builder.graph(*outputs)
-    ir = lower(graph, outputs, numerics, outputs).ir
+    ir = lower_group(graph, outputs, numerics).ir
     for (name, attrs), value, exact, got in zip(FUNCTIONS, outputs, exacts, run(ir, x), strict=True):
         units = torch.full(x.shape, _UNITS)
         if on_gpu and name == "exp.default":

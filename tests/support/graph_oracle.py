@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import networkx as nx
-from random_graphs import synthetic_kind
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.lowering.recipes import kind_of
 
 
 def make(
@@ -41,7 +41,7 @@ class Oracle:
         self.reads = {name: self.sources_of(name) for name in self.compute}
 
     def kind(self, name: str) -> str:
-        return synthetic_kind(self.graph.op(name))
+        return kind_of(self.graph.op(name), self.graph.specs)
 
     def _link(self, start: str, at: str, fenced: bool, seen: set[tuple[str, bool]]) -> None:
         """Connect ``start`` with all it reaches through views alone."""

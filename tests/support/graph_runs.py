@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 
 from fuseplan.planner.errors import ShapeError
+from fuseplan.planner.graph.binding import bind_value
 from fuseplan.planner.graph.dataflow import DataflowGraph, TensorSpec
 from fuseplan.planner.graph.execute import run_node
 
@@ -24,7 +26,7 @@ def run_graph(
     Args:
         inputs: A tensor for every name in ``graph.inputs``. Inputs that the model mutates are written to.
         symbols: Values of dynamic sizes that no input shape shows.
-        opaque: Callables for ops that are no ATen call, by op name in the graph (``Normalised.opaque``).
+        opaque: Callables for ops that are no ATen call, by op name in the graph.
 
     Returns:
         One tensor per ``graph.outputs``.
@@ -45,7 +47,8 @@ def run_graph(
         if opaque is not None and node.name in opaque:
             results = list(opaque[node.name](*operands))
         else:
-            results = run_node(node, operands, operands[0].device if operands else device, sizes)
+            attrs = {name: bind_value(value, sizes) for name, value in node.attrs.items()}
+            results = run_node(replace(node, attrs=attrs), operands, operands[0].device if operands else device)
         values.update(zip(node.outputs, results, strict=True))
     return [values[name] for name in graph.outputs]
 

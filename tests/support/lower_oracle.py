@@ -8,8 +8,9 @@ from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.ir import validate
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.subject import _widened, chain_module
-from fuseplan.planner.lowering.lower import Lowered, group_nodes, lower
+from fuseplan.planner.lowering.lower import Lowered, group_nodes
 from fuseplan.planner.lowering.recipes import kind_of
 
 
@@ -20,7 +21,7 @@ def compute_ops(graph: DataflowGraph) -> list[str]:
 def check(builder: Builder, *outputs: str, tolerance: float = 1e-9) -> Lowered:
     """Lower all compute ops as one group and compare every output with the float64 chain."""
     graph = builder.graph(*outputs)
-    lowered = lower(graph, compute_ops(graph))
+    lowered = lower_group(graph, compute_ops(graph))
     validate(lowered.ir)
     results = run_reference(lowered.ir, builder.values(lowered.inputs))
     nodes = [_widened(node) for node in group_nodes(graph, lowered)]

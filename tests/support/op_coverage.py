@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, TypeAlias
+from unittest import mock
 
 import torch
 
 from fuseplan.planner.errors import UnknownOpError
+from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
 from fuseplan.planner.graph.execute import resolve_op
-from fuseplan.planner.groups.compute_graph import Kind
+from fuseplan.planner.groups import compute_graph
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.lowering.recipes import OpKind
 from fuseplan.planner.lowering.views import Specs, is_address_map
 
 Role: TypeAlias = Literal["coverable", "anchor", "opaque", "view", "constant"]
@@ -89,7 +93,8 @@ def coverage(graph: DataflowGraph, fused: Collection[str]) -> Coverage:
     """What of ``graph`` is covered when its ops named ``fused`` run in kernels."""
     members = frozenset(fused)
     roles = {node.name: role_of(node, graph.specs) for node in graph}
-    regions = find_regions(graph, lambda node: _KINDS[roles[node.name]])
+    with mock.patch.object(compute_graph, "kind_of", lambda node, specs: _KINDS[roles[node.name]]):
+        regions = find_regions(copy(bind_graph(graph)))  # a graph of its own, of which no kinds are remembered
     groups = [[name for name in region.ops if roles[name] == "coverable"] for region in regions]
     names = [name for group in groups for name in group]
     left = Counter(graph.op(name).op for name in names if name not in members)
@@ -98,7 +103,7 @@ def coverage(graph: DataflowGraph, fused: Collection[str]) -> Coverage:
 
 
 #: What a role is to the search for regions: a constant can be in any of them, and is in none by itself.
-_KINDS: Mapping[Role, Kind] = {
+_KINDS: Mapping[Role, OpKind] = {
     "coverable": "compute", "anchor": "opaque", "opaque": "opaque", "view": "view", "constant": "view",
 }  # fmt: skip
 

@@ -5,19 +5,11 @@ from __future__ import annotations
 import random
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.groups.compute_graph import Kind
 
 _UNARY = ("aten.exp.default", "aten.neg.default", "aten.silu.default")
 _BINARY = ("aten.add.Tensor", "aten.mul.Tensor")
-_EXTERN = "aten.linear.default"
+_OPAQUE = "aten.cumsum.default"
 _VIEW = "aten.view.default"
-
-
-def synthetic_kind(node: OpNode) -> Kind:
-    """Kind of the ops that :func:`random_graph` uses: matmuls are opaque, ``view`` is a view, the rest compute."""
-    if node.op == _EXTERN:
-        return "opaque"
-    return "view" if node.op == _VIEW else "compute"
 
 
 def random_graph(seed: int, size: int, opaque: float = 0.2, view: float = 0.2, order: int = 0) -> DataflowGraph:
@@ -26,7 +18,7 @@ def random_graph(seed: int, size: int, opaque: float = 0.2, view: float = 0.2, o
     Args:
         seed: Equal seeds give equal graphs.
         size: Number of ops.
-        opaque: Probability that an op is a matmul.
+        opaque: Probability that an op is one that only ATen runs.
         view: Probability that an op is a view.
         order: Number of ordering edges tried between random ops.
     """
@@ -39,7 +31,7 @@ def random_graph(seed: int, size: int, opaque: float = 0.2, view: float = 0.2, o
         name, draw = f"n{number}", rng.random()
         recent = [value for value in values if value != "w"][-5:]
         if draw < opaque:
-            node = OpNode(_EXTERN, (rng.choice(recent), "w"), (name,), {"bias": None})
+            node = OpNode(_OPAQUE, (rng.choice(recent),), (name,), {"dim": 1})
         elif draw < opaque + view:
             node = OpNode(_VIEW, (rng.choice(recent),), (name,), {"size": (4, 8)})
         elif rng.random() < 0.4:

@@ -17,7 +17,8 @@ def _sample(name: str, op: str, *operands: torch.Tensor, results: int = 1, **att
     given = dict(zip(names, operands, strict=True))
     builder = Builder(**given)
     values = builder.many(op, *names, outputs=results, **attrs)
-    return Sample(name, lower(builder.graph(*values), values[:1]).ir, overrides=lambda name, _: given[name])
+    ir = lower(builder.graph(*values), values[:1], "fp32", values).ir
+    return Sample(name, ir, overrides=lambda name, _: given[name])
 
 
 def recipe_samples() -> list[Sample]:

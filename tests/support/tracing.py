@@ -8,29 +8,49 @@ from typing import Any
 
 import sympy
 import torch
+import torch.utils._pytree as pytree
 from graph_runs import run_graph
 from torch import fx
 
 from fuseplan.kernels.ir.index import evaluate
-from fuseplan.planner.capture.normalise import Normalised, normalise
+from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
 
 
-def runner(trace: Normalised) -> Callable[..., list[Any]]:
+def runner(trace: Traced) -> Callable[..., list[Any]]:
     """A callable with the fx module's signature that interprets the dataflow graph instead."""
+
+    higher = [op for op in trace.graph if op.op.startswith("higher_order.")]
+    opaque = {op.name: _higher_order(trace.module, trace.node_of[op.outputs[0]]) for op in higher}
 
     def run(*arguments: Any) -> list[Any]:
         inputs = {name: arguments[position] for name, position in trace.placeholders.items()} | dict(trace.constants)
         sizes = {name: int(arguments[position]) for name, position in trace.sizes.items()}
-        tensors = run_graph(trace.graph, inputs, sizes, trace.opaque)
+        tensors = run_graph(trace.graph, inputs, sizes, opaque)
         results = [tensors[item.position] if isinstance(item, Ref) else item for item in trace.results]
         return [evaluate(item, sizes) if isinstance(item, sympy.Expr) else item for item in results]
 
     return run
 
 
-def recording(traces: list[Normalised]) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+def _higher_order(module: fx.GraphModule, node: fx.Node) -> Callable[..., list[torch.Tensor]]:
+    """A call of a higher-order op as a function of its tensors; graphs among its arguments are attributes."""
+    target: Any = node.target
+
+    def call(*operands: torch.Tensor) -> list[torch.Tensor]:
+        left = iter(operands)
+
+        def value(one: fx.Node) -> Any:
+            return getattr(module, str(one.target)) if one.op == "get_attr" else next(left)
+
+        return pytree.tree_leaves(target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value)))
+
+    return call
+
+
+def recording(traces: list[Traced]) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A torch.compile back end that keeps every normalised graph and runs it through ``run_graph``."""
 
     def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -40,9 +60,9 @@ def recording(traces: list[Normalised]) -> Callable[[fx.GraphModule, Sequence[An
     return backend
 
 
-def check(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Normalised:
+def check(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Traced:
     """Trace ``function``; assert that the interpreted graph gives eager's results and eager's mutations."""
-    traces: list[Normalised] = []
+    traces: list[Traced] = []
     expected_inputs = deepcopy(inputs)
     torch._dynamo.reset()
     with torch.no_grad():

@@ -21,7 +21,7 @@ from fuseplan.kernels.cpp.types import STORAGE_TYPE
 from fuseplan.kernels.ir.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.groups.compute_graph import lower_group
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -215,7 +215,7 @@ def test_integers_are_rounded_already(backend: CppBackend) -> None:
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
         b = Builder(x=torch.arange(-3, 34).to(dtype))
         values = [b(f"aten.{name}.default", "x") for name in ("floor", "ceil", "round", "neg", "abs")]
-        ir = lower(b.graph(*values), values).ir
+        ir = lower_group(b.graph(*values), values).ir
         made = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(b.tensors["x"])
         for one, value in zip(made, values, strict=True):
             assert torch.equal(one, b.tensors[value])

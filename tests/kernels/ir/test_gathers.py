@@ -13,9 +13,10 @@ from fuseplan.kernels.ir.gathers import gathered_elements, index_limits, tables,
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import ITEMSIZE, Load, Segment, validate
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.sample_inputs import MOST_TABLE_ROWS, sample_inputs
 from fuseplan.planner.implementations.subject import group_subject
-from fuseplan.planner.lowering.lower import Lowered, NotLowerable, lower
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.table import pattern_graph
 from fuseplan.planner.work.group_work import kernel_work
@@ -29,7 +30,7 @@ def compute_ops(graph: DataflowGraph) -> list[str]:
 
 def lowered_all(builder: Builder, *outputs: str) -> Lowered:
     graph = builder.graph(*outputs)
-    return lower(graph, compute_ops(graph))
+    return lower_group(graph, compute_ops(graph))
 
 
 def run(lowered: Lowered, builder: Builder) -> list[torch.Tensor]:
@@ -108,7 +109,7 @@ def test_dynamic_tokens_and_vocabulary() -> None:
         [OpNode("aten.embedding.default", ("table", "ids"), ("rows",))], specs, ("table", "ids"), ("rows",),
         {"n": 2, "v": 11},
     )
-    lowered = lower(graph, ("rows",))
+    lowered = lower_group(graph, ("rows",))
     assert lowered.ir.symbols == ("n", "v")
     inputs = {"table": TABLE, "ids": torch.tensor([1, 10, 11])}
     (result,) = run_reference(lowered.ir, [inputs[name] for name in lowered.inputs], {"n": 3, "v": 11})

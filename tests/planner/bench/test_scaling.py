@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from graph_oracle import anything
+from reference_backend import ReferenceBackend
+from step_programs import CPU, NothingStored
 
 from fuseplan.planner.bench.scaling import plan_scaling
 from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.lowering.recipes import kind_of, written_value
+from fuseplan.planner.tuning.planner import Planner
 
 
 def test_table_counts_what_was_planned() -> None:
-    table = plan_scaling((60, 1200), legal=anything)
+    table = plan_scaling(lambda: Planner(NothingStored(), None, "test", CPU, (ReferenceBackend(),)), (60, 1200))
     assert list(table["ops"]) == [60, 1200]
     for row in table.to_dict("records"):
         regions = find_regions(transformer_graph(int(row["ops"])))
         assert row["regions"] == len(regions)
         assert row["unique_regions"] == len({region.key for region in regions})
-        assert row["total_s"] == row["build_s"] + row["regions_s"] + row["enumerate_s"] + row["cover_s"]
+        assert row["total_s"] == row["build_s"] + row["regions_s"] + row["plan_s"]
     large = table.iloc[1]
     assert large["unique_regions"] < large["regions"] / 2
     assert large["groups"] >= large["regions"] * 0.9, "on a device where launches cost, regions fuse"

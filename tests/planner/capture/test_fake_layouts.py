@@ -17,8 +17,8 @@ from tracing import recording
 
 import fuseplan.planner
 from fuseplan.planner.capture.fake_layouts import correct_layouts
-from fuseplan.planner.capture.normalise import Normalised
 from fuseplan.planner.capture.trace import record
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.serialize import graph_to_json
 
 
@@ -102,7 +102,7 @@ def test_what_one_graph_makes_lies_as_it_does_at_run_time_when_the_next_reads_it
         return state.add_(1) + picked.sum()
 
     given = torch.randn(1, 3, 8, 12), torch.zeros(2, dtype=torch.long)
-    real: list[Normalised] = []
+    real: list[Traced] = []
     torch._dynamo.reset()
     torch.compile(layer, backend=recording(real), dynamic=False)(*given)
     with FakeTensorMode() as mode:

@@ -20,8 +20,8 @@ from tracing import ops, recording
 
 from fuseplan.planner.capture import cache
 from fuseplan.planner.capture.cache import cached_capture, capture_key
-from fuseplan.planner.capture.normalise import Normalised
 from fuseplan.planner.capture.trace import capture, record, trace_predispatch
+from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.serialize import graph_to_json
@@ -34,12 +34,12 @@ from fuseplan.planner.rewrites import grouped_queries
 DECODE, PREFILL = decode(3, 32), prefill(2, 9)
 
 
-def at_run_time(source: ModelSource, workload: Workload) -> list[Normalised]:
+def at_run_time(source: ModelSource, workload: Workload) -> list[Traced]:
     """The graphs that torch.compile hands to a back end when the real model runs, checked against eager."""
     model = build_model(source, "cpu")
     args, kwargs = model.example(workload)
     eager_args, eager_kwargs = deepcopy((args, kwargs))
-    traces: list[Normalised] = []
+    traces: list[Traced] = []
     torch._dynamo.reset()
     with torch.no_grad():
         actual = torch.compile(model.module, backend=recording(traces))(*args, **kwargs)
@@ -86,7 +86,7 @@ def test_generation_is_captured_for_prompts_of_one_length_and_of_several(tmp_pat
         mask = torch.ones_like(ids)
         mask[0, :padding] = 0
         module: Any = build_model(source, "cpu").module
-        traces: list[Normalised] = []
+        traces: list[Traced] = []
         torch._dynamo.reset()
         module.forward = torch.compile(module.forward, backend=recording(traces))
         with torch.no_grad():

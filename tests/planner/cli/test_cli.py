@@ -386,7 +386,7 @@ def test_packed_weights_are_another_workload(plan: Run, db: Path) -> None:
 
 def test_bench_planner_writes_its_table(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = scaling.plan_scaling
-    monkeypatch.setattr(scaling, "plan_scaling", lambda: real((200, 400)))
+    monkeypatch.setattr(scaling, "plan_scaling", lambda planner: real(planner, (200, 400)))
     status, out, err = plan("bench", "planner", "--device", "cpu", "--db", tmp_path / "a.db", "--out", tmp_path)
     assert status == 0, err
     rows = pd.read_csv(tmp_path / "planner-planner.csv")

@@ -24,9 +24,10 @@ from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
 from fuseplan.planner.cost.prices import ModelPrices, shared_cache
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups import compute_graph
 from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations import group_book
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import implementations_for
@@ -70,7 +71,7 @@ def delays_us(graph: DataflowGraph, spec: DeviceSpec | None = None, mode: Mode =
     neighbours, found = neighbours_of(graph), []
     for node in graph:
         if kind_of(node, graph.specs) != "view":
-            lowered = lower(graph, (node.name,))
+            lowered = lower_group(graph, (node.name,))
             work = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
             found.append(neighbours.delay_us(work, KNEE if spec is None else spec, mode, lowered))
     return found
@@ -78,7 +79,7 @@ def delays_us(graph: DataflowGraph, spec: DeviceSpec | None = None, mode: Mode =
 
 def whole_delay_us(graph: DataflowGraph) -> float:
     """Of all ops as one kernel."""
-    lowered = lower(graph, [node.name for node in graph if kind_of(node, graph.specs) != "view"])
+    lowered = lower_group(graph, [node.name for node in graph if kind_of(node, graph.specs) != "view"])
     work = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
     return neighbours_of(graph).delay_us(work, KNEE, "graph", lowered)
 
@@ -213,7 +214,7 @@ def test_the_bench_predicts_a_plan_as_the_planner_does() -> None:
     graph, _ = two_scaled(4000)
     names = [node.name for node in graph]
     apart, together = (
-        [PlannedKernel(lower(graph, ops), "triton", {"overlap": "none"}) for ops in divided]
+        [PlannedKernel(lower_group(graph, ops), "triton", {"overlap": "none"}) for ops in divided]
         for divided in ([names[:1], names[1:]], [names])
     )
     alone_us = predict(kernel_work(apart[0].lowered.ir), KNEE, "graph").time_us
@@ -231,11 +232,11 @@ def test_the_bench_predicts_a_plan_in_its_own_numerics(monkeypatch: pytest.Monke
     names = [node.name for node in graph]
     asked: list[str] = []
 
-    def noted(graph: DataflowGraph, ops: Sequence[str], numerics: str = "fp32", *more: Any) -> Lowered:
+    def noted(graph: DataflowGraph, ops: Sequence[str], numerics: str, *more: Any) -> Lowered:
         asked.append(numerics)
         return lower(graph, ops, numerics, *more)
 
-    for module in (prediction, group_book):
+    for module in (prediction, compute_graph):
         monkeypatch.setattr(module, "lower", noted)
     for numerics in ("eager", "fp32"):
         asked.clear()
@@ -244,7 +245,7 @@ def test_the_bench_predicts_a_plan_in_its_own_numerics(monkeypatch: pytest.Monke
 
 
 def delay_of_op_us(graph: DataflowGraph, name: str) -> float:
-    return neighbours_of(graph).delay_us(op_work(graph, name), KNEE, "graph", lower(graph, (name,)))
+    return neighbours_of(graph).delay_us(op_work(graph, name), KNEE, "graph", lower_group(graph, (name,)))
 
 
 # -- records --------------------------------------------------------------------------------------------------

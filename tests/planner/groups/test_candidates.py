@@ -1,4 +1,4 @@
-"""Candidates against brute force on random graphs; tags, refusals, limits and truncation."""
+"""Candidates against brute force on random graphs; refusals, limits and truncation."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from graph_oracle import Oracle, anything, make
 from graphs import Builder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_graphs import random_graph, synthetic_kind
+from random_graphs import random_graph
 
 from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import (
-    Candidate,
     CandidateLimits,
     Enumeration,
     enumerate_candidates,
     enumerate_parts,
     group_form,
-    transfer,
+    transfer_all,
 )
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.groups.convex import Dependencies, bits
 from fuseplan.planner.groups.regions import find_regions, unique_regions
-from fuseplan.planner.lowering.lower import NotLowerable, lower
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.lowering.lower import NotLowerable
+from fuseplan.planner.lowering.recipes import kind_of
 
 #: More groups than the largest of these graphs has subsets.
 ALL = 2**15
 
 
 def enumerated(graph: DataflowGraph, region: Region, limits: CandidateLimits | None = None) -> Enumeration:
-    return enumerate_candidates(graph, region, limits or CandidateLimits(), anything, synthetic_kind)
+    return enumerate_candidates(graph, region, anything, limits or CandidateLimits())
 
 
 def sets(found: Enumeration) -> set[frozenset[str]]:
@@ -48,7 +49,7 @@ def sets(found: Enumeration) -> set[frozenset[str]]:
 def test_candidates_are_exactly_the_legal_groups(seed: int, size: int, order: int) -> None:
     graph = random_graph(seed, size, order=order)
     oracle = Oracle(graph)
-    for region in find_regions(graph, synthetic_kind):
+    for region in find_regions(graph):
         found = enumerated(graph, region, CandidateLimits(max_candidates=ALL))
         assert found.truncated is None
         assert len(sets(found)) == len(found.candidates), "no duplicates"
@@ -60,7 +61,7 @@ def test_candidates_are_exactly_the_legal_groups(seed: int, size: int, order: in
 def test_size_limit_is_complete_below_it(seed: int, size: int, max_ops: int) -> None:
     graph = random_graph(seed, size, opaque=0.1)
     oracle = Oracle(graph)
-    for region in find_regions(graph, synthetic_kind):
+    for region in find_regions(graph):
         found = enumerated(graph, region, CandidateLimits(max_ops, ALL))
         assert sets(found) == oracle.groups(region.ops, max_ops)
 
@@ -70,7 +71,7 @@ def test_size_limit_is_complete_below_it(seed: int, size: int, max_ops: int) -> 
 def test_truncated_enumerations_are_legal_and_cover_everything(seed: int, size: int, limit: int) -> None:
     graph = random_graph(seed, size, opaque=0.1)
     oracle = Oracle(graph)
-    for region in find_regions(graph, synthetic_kind):
+    for region in find_regions(graph):
         all_groups = oracle.groups(region.ops)
         found = enumerated(graph, region, CandidateLimits(max_candidates=limit))
         assert sets(found) <= all_groups
@@ -83,29 +84,20 @@ def test_truncated_enumerations_are_legal_and_cover_everything(seed: int, size: 
 def test_inputs_and_outputs(seed: int, size: int) -> None:
     graph = random_graph(seed, size)
     oracle = Oracle(graph)
-    for region in find_regions(graph, synthetic_kind):
+    for region in find_regions(graph):
         for candidate in enumerated(graph, region).candidates:
             read = {s for name in candidate.ops for s in oracle.reads[name]}
             assert set(candidate.inputs) == read - set(candidate.ops)
             assert set(candidate.outputs) == oracle.outputs(candidate.ops)
-            assert ("multi-output" in candidate.tags) == (len(candidate.outputs) > 1)
 
 
-def test_tags_and_canonical_order() -> None:
+def test_canonical_order() -> None:
     graph = make(
-        ("a", "mul.Tensor", ("x", "y")), ("m", "mean.dim", ("a",)), ("b", "mul.Tensor", ("z", "y")),
+        ("a", "mul.Tensor", ("x", "y")), ("m", "exp.default", ("a",)), ("b", "mul.Tensor", ("z", "y")),
         outputs=("m", "b"),
     )
-    (region,) = find_regions(graph, synthetic_kind)
-    tags = {frozenset(c.ops): c.tags for c in enumerated(graph, region).candidates}
-    assert tags == {
-        frozenset("a"): frozenset(),
-        frozenset("b"): frozenset(),
-        frozenset("m"): {"reduction"},
-        frozenset("am"): {"vertical", "reduction"},
-        frozenset("ab"): {"horizontal", "multi-output"},
-        frozenset("abm"): {"vertical", "horizontal", "multi-output", "reduction"},
-    }
+    (region,) = find_regions(graph)
+    assert sets(enumerated(graph, region)) == {frozenset(ops) for ops in ("a", "b", "m", "am", "ab", "abm")}
     rank = {name: at for at, name in enumerate(region.ops)}
     for candidate in enumerated(graph, region).candidates:
         assert sorted(candidate.ops, key=rank.__getitem__) == list(candidate.ops)
@@ -116,7 +108,7 @@ def test_refusals_name_what_stands_between() -> None:
         ("a", "exp.default", ("x",)), ("b", "neg.default", ("a",)), ("c", "mul.Tensor", ("a", "b")),
         outputs=("c",),
     )
-    (region,) = find_regions(graph, synthetic_kind)
+    (region,) = find_regions(graph)
     (refusal,) = enumerated(graph, region).refusals
     assert set(refusal.ops) == {"a", "c"}
     assert refusal.reason == "path through aten.neg.default (b), which a group with both must hold too"
@@ -124,20 +116,18 @@ def test_refusals_name_what_stands_between() -> None:
 
 def test_refusals_name_the_extern_op_on_the_path() -> None:
     graph = make(
-        ("u", "exp.default", ("x",)), ("v", "neg.default", ("u",)), ("mm", "linear.default", ("u", "w")),
+        ("u", "exp.default", ("x",)), ("v", "neg.default", ("u",)), ("mm", "cumsum.default", ("u", "w")),
         ("s", "add.Tensor", ("v", "mm")), ("t", "mul.Tensor", ("s", "u")), outputs=("t",),
     )
-    (region,) = find_regions(graph, synthetic_kind)
+    (region,) = find_regions(graph)
     reasons = {frozenset(refusal.ops): refusal.reason for refusal in enumerated(graph, region).refusals}
-    assert reasons[frozenset("ut")] == "path through aten.linear.default (mm)"
+    assert reasons[frozenset("ut")] == "path through aten.cumsum.default (mm)"
 
 
 def test_illegal_groups_are_refused_with_the_given_reason() -> None:
     graph = make(("a", "exp.default", ("x",)), ("b", "neg.default", ("a",)), outputs=("b",))
-    (region,) = find_regions(graph, synthetic_kind)
-    found = enumerate_candidates(
-        graph, region, legal=lambda ops: "two is too many" if len(ops) == 2 else None, classify=synthetic_kind
-    )
+    (region,) = find_regions(graph)
+    found = enumerate_candidates(graph, region, lambda ops: "two is too many" if len(ops) == 2 else None)
     assert sets(found) == {frozenset("a"), frozenset("b")}
     assert [(set(r.ops), r.reason) for r in found.refusals] == [({"a", "b"}, "two is too many")]
 
@@ -149,7 +139,7 @@ def test_truncation_keeps_mirrored_halves() -> None:
         rows.append((f"{side}0", "mul.Tensor", (side, "cos")))
         rows += [(f"{side}{n}", "exp.default", (f"{side}{n - 1}",)) for n in range(1, 8)]
     graph = make(*rows, outputs=("q7", "k7"))
-    (region,) = find_regions(graph, synthetic_kind)
+    (region,) = find_regions(graph)
     assert len(enumerated(graph, region).candidates) == 8 * 8 + 2 * 36  # prefix pairs, and runs of each chain
     found = enumerated(graph, region, CandidateLimits(max_candidates=100))
     assert found.truncated is not None
@@ -166,10 +156,10 @@ def test_truncation_keeps_mirrored_halves() -> None:
 def test_truncation_leaves_no_op_without_its_legal_groups(seed: int, size: int, largest: int, limit: int) -> None:
     """Where only small groups are legal, all that the truncation would have kept may be too large."""
     graph = random_graph(seed, size, opaque=0.1)
-    for region in find_regions(graph, synthetic_kind):
+    for region in find_regions(graph):
         found = enumerate_candidates(
-            graph, region, CandidateLimits(max_candidates=limit),
-            lambda ops: None if len(ops) <= largest else "too large", synthetic_kind,
+            graph, region, lambda ops: None if len(ops) <= largest else "too large",
+            CandidateLimits(max_candidates=limit),
         )
         groups = sets(found)
         if found.truncated is None:
@@ -181,7 +171,7 @@ def test_truncation_leaves_no_op_without_its_legal_groups(seed: int, size: int, 
 
 
 def region_ops(graph: DataflowGraph, region: Region) -> list[str]:
-    return [name for name in region.ops if synthetic_kind(graph.op(name)) == "compute"]
+    return [name for name in region.ops if kind_of(graph.op(name), graph.specs) == "compute"]
 
 
 def covers(ops: frozenset[str], groups: set[frozenset[str]]) -> Iterator[list[frozenset[str]]]:
@@ -202,13 +192,13 @@ def maximal_cover(cover: list[frozenset[str]], legal: set[frozenset[str]]) -> bo
 def test_parts_cover_a_group_by_legal_groups() -> None:
     chain = [("a", "exp.default", ("x",)), ("b", "neg.default", ("a",)), ("c", "tanh.default", ("b",))]
     graph = make(*chain, ("d", "abs.default", ("c",)), outputs=("d",))
-    (region,) = find_regions(graph, synthetic_kind)
+    (region,) = find_regions(graph)
 
     def legal(ops: Sequence[str]) -> str | None:
         return "b and c stay apart" if {"b", "c"} <= set(ops) else None
 
     def parts(*groups: str) -> list[str]:
-        found = enumerate_parts(graph, region, groups, legal, synthetic_kind)
+        found = enumerate_parts(graph, region, groups, legal)
         return ["".join(sorted(candidate.ops)) for candidate in found.candidates if len(candidate.ops) > 1]
 
     assert parts("abcd") == ["ab", "cd"]
@@ -216,7 +206,7 @@ def test_parts_cover_a_group_by_legal_groups() -> None:
     assert parts("bc") == []
 
 
-def test_default_legality_is_the_lowering() -> None:
+def test_legality_of_a_book_is_the_lowering() -> None:
     """Row sums of x and of its transpose fold rows of different lengths: together they are no kernel."""
     b = Builder(x=torch.randn(4, 8))
     rows = b("aten.sum.dim_IntList", "x", dim=(-1,), keepdim=True)
@@ -224,13 +214,13 @@ def test_default_legality_is_the_lowering() -> None:
     crossed = b("aten.mul.Tensor", b("aten.transpose.int", rows, dim0=0, dim1=1), cols)
     graph = b.graph(crossed)
     (region,) = find_regions(graph)
-    found = enumerate_candidates(graph, region)
+    found = enumerate_candidates(graph, region, GroupBook(graph, "fp32", "cpu").legal)
     for candidate in found.candidates:
-        lower(graph, candidate.ops)
+        lower_group(graph, candidate.ops)
     refused = [refusal for refusal in found.refusals if set(refusal.ops) == {rows, cols, crossed}]
     assert len(refused) == 1
     with pytest.raises(NotLowerable) as raised:
-        lower(graph, [rows, cols, crossed])
+        lower_group(graph, [rows, cols, crossed])
     assert refused[0].reason == str(raised.value)
 
 
@@ -238,27 +228,26 @@ def test_transfer_and_group_form_agree_between_repeats() -> None:
     graph = transformer_graph(2000)
     repeated = max(unique_regions(find_regions(graph)).values(), key=lambda found: (len(found), len(found[0].ops)))
     first, other = repeated[0], repeated[1]
-    here = enumerate_candidates(graph, first, legal=anything)
-    there = enumerate_candidates(graph, other, legal=anything)
-    moved = [transfer(graph, candidate, first, other) for candidate in here.candidates]
-    assert moved == list(there.candidates)
+    here = enumerated(graph, first)
+    there = enumerated(graph, other)
+    assert transfer_all(graph, here, first, other).candidates == there.candidates
     for a, b in zip(here.candidates[-5:], there.candidates[-5:], strict=True):
         assert group_form(graph, a.ops, a.outputs).key == group_form(graph, b.ops, b.outputs).key
 
 
 def test_transfer_refuses_other_regions() -> None:
-    graph = make(("a", "exp.default", ("x",)), ("mm", "linear.default", ("a", "w")), ("b", "neg.default", ("mm",)),
+    graph = make(("a", "exp.default", ("x",)), ("mm", "cumsum.default", ("a", "w")), ("b", "neg.default", ("mm",)),
                  outputs=("b",))
-    first, second = find_regions(graph, synthetic_kind)
+    first, second = find_regions(graph)
     with pytest.raises(ValueError, match="regions differ"):
-        transfer(graph, Candidate(("a",), ("x",), ("a",)), first, second)
+        transfer_all(graph, enumerated(graph, first), first, second)
 
 
 def test_a_wide_region_stays_within_the_limits() -> None:
     """One value with 60 readers: 2 ** 60 sibling groups."""
     rows = [(f"a{n}", "exp.default" if n % 2 else "neg.default", ("x",)) for n in range(60)]
     graph = make(*rows, outputs=tuple(f"a{n}" for n in range(60)))
-    (region,) = find_regions(graph, synthetic_kind)
+    (region,) = find_regions(graph)
     found = enumerated(graph, region, CandidateLimits(max_ops=16, max_candidates=300))
     assert len(found.candidates) <= 300 + 60 + 4
     assert max(len(candidate.ops) for candidate in found.candidates) == 16
@@ -274,10 +263,10 @@ def test_bits_and_masks() -> None:
 
 def test_dependencies_list_every_edge() -> None:
     graph = make(
-        ("a", "exp.default", ("x",)), ("mm", "linear.default", ("a", "w")), ("b", "add.Tensor", ("a", "mm")),
+        ("a", "exp.default", ("x",)), ("mm", "cumsum.default", ("a", "w")), ("b", "add.Tensor", ("a", "mm")),
         outputs=("b",),
     )
-    flow = compute_graph_of(graph, synthetic_kind)
+    flow = compute_graph_of(graph)
     dependencies = Dependencies.of(flow, [0, 2])
     assert dependencies.reads == (0, 0b01)
     assert dependencies.detours == (0, 0b01)

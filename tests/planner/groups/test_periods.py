@@ -10,9 +10,10 @@ import torch
 from graphs import Builder
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups import regions
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.regions import RegionLimits, find_regions, region_parts, unique_regions
+from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -75,13 +76,15 @@ def test_a_part_is_no_region_of_others() -> None:
 
 
 @pytest.mark.parametrize("layers", [2, 7])
-def test_without_an_end_the_region_is_as_large_as_its_limit(layers: int) -> None:
+def test_without_an_end_the_region_is_as_large_as_its_limit(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An op between attention and the projection could belong to either: nothing ends such a model's region."""
     graph = decoder(layers, gated=True)
-    whole = find_regions(graph, limits=RegionLimits(max_period=10_000))
-    assert len(whole) == 1 and len(region_parts(graph, whole[0], limits=RegionLimits(max_period=10_000))) > 6 * layers
-    cut = find_regions(graph, limits=RegionLimits(max_period=20))
-    assert len(cut) == len(region_parts(graph, whole[0], limits=RegionLimits(max_period=10_000)))
+    (whole,) = find_regions(graph)
+    parts = region_parts(graph, whole)
+    assert len(parts) > 6 * layers
+    monkeypatch.setattr(regions, "MAX_PERIOD", 20)
+    cut = find_regions(decoder(layers, gated=True))
+    assert len(cut) == len(parts)
     assert len(unique_regions(cut)) <= 14  # the layers' parts repeat
 
 
@@ -106,7 +109,7 @@ def test_equal_parts_have_equal_groups_whatever_region_they_are_in() -> None:
     parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
     assert len({part.key for part in parts}) < len(parts)
     for part in parts:
-        own = enumerate_candidates(graph, part, CandidateLimits(), GroupBook(graph, "fp32", "cpu").legal)
+        own = enumerate_candidates(graph, part, GroupBook(graph, "fp32", "cpu").legal)
         found = book.enumerated(part, CandidateLimits())
         assert found.candidates == own.candidates
         assert [refusal.ops for refusal in found.refusals] == [refusal.ops for refusal in own.refusals]

@@ -12,11 +12,11 @@ from lower_oracle import compute_ops, rms_norm
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.aten_op import ATTENTION, MATMUL, UNFUSED, AtenOp
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import group_subject, op_group, op_subject
-from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.work.group_work import kernel_work, op_work
 
 
@@ -24,7 +24,7 @@ def test_work_is_counted_exactly() -> None:
     b = Builder(x=torch.randn(3, 8), w=torch.randn(8))
     value = b("aten.mul.Tensor", b("aten.softmax.int", "x", dim=-1), "w")
     graph = b.graph(value)
-    work = kernel_work(lower(graph, compute_ops(graph)).ir)
+    work = kernel_work(lower_group(graph, compute_ops(graph)).ir)
     # x read once: 3*8*4; w once: 8*4; result written: 3*8*4.
     assert work.dram_bytes == 96 + 32 + 96
     # Three sweeps (max, sum, store); x is read again in two of them, w (per column) too: 2 * (96 + 32).
@@ -40,7 +40,7 @@ def test_a_kernel_makes_every_result_and_an_op_of_aten_its_own() -> None:
     b = Builder(x=torch.randn(3, 8))
     inner = b("aten.exp.default", "x")
     graph = b.graph(inner, b("aten.neg.default", inner), b("aten.sum.dim_IntList", inner, dim=[-1]))
-    assert kernel_work(lower(graph, compute_ops(graph)).ir).more_results == 2
+    assert kernel_work(lower_group(graph, compute_ops(graph)).ir).more_results == 2
     assert [op_work(graph, node.name).more_results for node in graph] == [0, 0, 0]
 
 

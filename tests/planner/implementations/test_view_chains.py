@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,16 +151,14 @@ def test_a_product_is_reinterpreted_and_a_reshape_that_copies_stays() -> None:
     assert names(check_same(traced(read, *inputs), inputs)) == ["linear", "reinterpret", "reshape", "cos"]
 
 
-def test_what_attention_returns_is_reshaped_in_order_whatever_its_strides() -> None:
-    def attend(q: torch.Tensor, w: torch.Tensor) -> Tensors:
-        out = F.scaled_dot_product_attention(q, q, q)
-        return (F.linear(out.reshape(1, -1, out.shape[2], 4).transpose(1, 2).reshape(1, out.shape[2], -1), w),)
+def test_views_of_what_attention_returns_stay() -> None:
+    """Its strides may be others than those of its fake tensor."""
+    def attend(q: torch.Tensor) -> Tensors:
+        return (torch.cos(F.scaled_dot_product_attention(q, q, q).transpose(1, 2)[:, 1:].reshape(1, -1, 8)),)
 
-    one, many = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 3, 4)
-    w = torch.randn(5, 8)
-    assert names(check_same(traced(attend, one, w), [one, w])) == ["scaled_dot_product_attention", "reshape", "linear"]
-    assert names(check_same(traced(attend, many, w), [many, w])) == [
-        "scaled_dot_product_attention", "transpose", "reshape", "linear"
+    inputs = [torch.randn(1, 2, 3, 4)]
+    assert names(check_same(traced(attend, *inputs), inputs)) == [
+        "scaled_dot_product_attention", "transpose", "aten.slice.Tensor", "reshape", "cos"
     ]  # fmt: skip
 
 
@@ -309,13 +308,10 @@ def test_a_decode_step_keeps_no_chain_of_views(
     from transformers import StaticCache
 
     views: list[str] = []
-    chained: list[fx.Node] = []
 
     def keeping(graph: fx.Graph, *rest: Any) -> None:
         collapse_views(graph, *rest)
-        left = {node for node in graph.nodes if is_op(node) and str(node.target) in VIEW_MAPS}
-        chained.extend(node for node in left if set(node.all_input_nodes) & left)
-        views.extend(str(node.target) for node in left)
+        views.extend(str(node.target) for node in graph.nodes if is_op(node) and str(node.target) in VIEW_MAPS)
 
     monkeypatch.setattr(executor, "collapse_views", keeping)
     monkeypatch.setattr(grouped_queries, "MEASURED", frozenset())
@@ -329,5 +325,5 @@ def test_a_decode_step_keeps_no_chain_of_views(
             torch.ones(batch, 1, dtype=torch.int64), past_key_values=cache, use_cache=True
         )
     torch._dynamo.reset()
-    # What is left are the copies of keys and values for the heads of each group, and what attention returned.
-    assert views == ["aten.reshape.default"] * 3 and not chained
+    # What is left are the copies of keys and values for the heads of each group, and three views of attention's result.
+    assert Counter(views) == {"aten.reshape.default": 4, "aten.transpose.int": 1}

@@ -15,8 +15,9 @@ from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store, validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.lowering.lower import lower
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.planner.work.group_work import kernel_work, op_work
@@ -30,7 +31,7 @@ def _kernel_results(builder: Builder, *outputs: str) -> tuple[list[torch.Tensor]
     The operands of ``builder`` were written to when it ran the ops; kernels get the ones in ``before``.
     """
     graph = builder.graph(*outputs)
-    lowered = lower(graph, [node.name for node in graph if kind_of(node, graph.specs) == "compute"])
+    lowered = lower_group(graph, [node.name for node in graph if kind_of(node, graph.specs) == "compute"])
     validate(lowered.ir)
     inputs = [_copy(builder.before[name]) for name in lowered.inputs]
     expected = run_reference(lowered.ir, inputs)
@@ -128,7 +129,7 @@ def test_a_copy_writes_all_of_a_view() -> None:
     inputs = b.before["window"]
     around = inputs.as_strided((3, 9, 5), (45, 5, 1), 0).clone()
     graph = b.graph(out)
-    lowered = lower(graph, [node.name for node in graph])
+    lowered = lower_group(graph, [node.name for node in graph])
     backend = CppBackend()
     call = backend.fused_callable(lowered.ir, backend.default_config(lowered.ir, CPU), CPU)
     given = {"window": inputs, "row": b.before["row"]}
@@ -140,7 +141,7 @@ def test_a_copy_writes_all_of_a_view() -> None:
 def _refusal(b: Builder, *outputs: str) -> str:
     graph = b.graph(*outputs)
     with pytest.raises(NotLowerable) as refused:
-        lower(graph, [node.name for node in graph if kind_of(node, graph.specs) == "compute"])
+        lower_group(graph, [node.name for node in graph if kind_of(node, graph.specs) == "compute"])
     return str(refused.value)
 
 
@@ -181,12 +182,12 @@ def test_a_write_that_nobody_reads_is_made_all_the_same() -> None:
     doubled = b("aten.add.Tensor", "rows", "rows")
     written = b("aten.index_copy_.default", "cache", "at", doubled, dim=0)
     graph = b.graph(doubled)
-    assert set(lower(graph, (doubled, written)).outputs) == {doubled, written}
+    assert set(lower_group(graph, (doubled, written)).outputs) == {doubled, written}
     (region,) = find_regions(graph)
     assert set(region.outputs) == {doubled, written}
     assert any(
         set(one.ops) == {doubled, written} and set(one.outputs) == {doubled, written}
-        for one in enumerate_candidates(graph, region).candidates
+        for one in enumerate_candidates(graph, region, GroupBook(graph, "fp32", "cpu").legal).candidates
     )
 
 
@@ -195,7 +196,9 @@ def test_two_writes_to_one_cache_keep_their_order() -> None:
     first = b("aten.index_copy_.default", "cache", "at", b("aten.neg.default", "rows"), dim=0)
     second = b("aten.index_copy_.default", first, "at", b("aten.exp.default", "rows"), dim=0)
     graph = b.graph(second)
-    found = [set(one.ops) for region in find_regions(graph) for one in enumerate_candidates(graph, region).candidates]
+    legal = GroupBook(graph, "fp32", "cpu").legal
+    enumerated = (enumerate_candidates(graph, region, legal) for region in find_regions(graph))
+    found = [set(one.ops) for enumeration in enumerated for one in enumeration.candidates]
     assert {first} in found and {second} in found
     assert not any({first, second} <= ops for ops in found)
 
@@ -206,7 +209,7 @@ def test_only_the_rows_that_are_written_count_as_work(rows: int) -> None:
     out = b("aten.index_copy_.default", "cache", "at", "rows", dim=1)
     graph = b.graph(out)
     moved = 4 * rows * 32 * 4
-    for work in (kernel_work(lower(graph, (out,)).ir), op_work(graph, out)):
+    for work in (kernel_work(lower_group(graph, (out,)).ir), op_work(graph, out)):
         assert work.written_bytes == moved
         assert work.dram_bytes == 2 * moved + 8 * rows
 
@@ -214,7 +217,7 @@ def test_only_the_rows_that_are_written_count_as_work(rows: int) -> None:
 def test_a_large_cache_makes_no_large_kernel() -> None:
     """A few rows are one thread's work, and no result is allocated for them."""
     b = Builder(cache=torch.zeros(8, 4097, 64), rows=torch.randn(8, 1, 64), at=torch.tensor([4096]))
-    ir = lower(b.graph(out := b("aten.index_copy_.default", "cache", "at", "rows", dim=1)), (out,)).ir
+    ir = lower_group(b.graph(out := b("aten.index_copy_.default", "cache", "at", "rows", dim=1)), (out,)).ir
     assert CppBackend().default_config(ir, Target("cpu", "native", 16))["threads"] == 1
     assert kernel_work(ir).threads == 1 and kernel_work(ir).more_results == 0
 

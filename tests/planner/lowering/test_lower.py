@@ -15,7 +15,8 @@ from lower_oracle import check, compute_ops, rms_norm
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.ir.ir import Load, Reduce, Round
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lowering.lower import NotLowerable, lower
+from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.work.group_work import kernel_work
 
@@ -137,7 +138,7 @@ def test_dynamic_rows_become_symbols() -> None:
              OpNode("aten.div.Tensor", ("e", "t"), ("y",))]
     specs = {"x": spec, "e": spec, "t": TensorSpec.contiguous((s, 1), "float32"), "y": spec}
     graph = DataflowGraph(nodes, specs, ("x",), ("y",), {"s0": 4})
-    lowered = lower(graph, ("e", "t", "y"))
+    lowered = lower_group(graph, ("e", "t", "y"))
     assert lowered.ir.symbols == ("s0",)
     for rows in (1, 5):
         x = torch.randn(rows, 16)
@@ -160,7 +161,7 @@ def test_a_quantised_value_is_rounded_where_the_group_uses_it(dtype: str, larges
     lowered = check(b, b("aten.sub.Tensor", "x", back))
     rounds = [instr.to for instr in lowered.ir.segments[0].body if isinstance(instr, Round)]
     assert rounds == [dtype]
-    (stored,) = lower(b.graph(narrow), compute_ops(b.graph(narrow))).ir.segments
+    (stored,) = lower_group(b.graph(narrow), compute_ops(b.graph(narrow))).ir.segments
     assert not any(isinstance(instr, Round) for instr in stored.body)  # the store rounds
 
 
@@ -174,7 +175,7 @@ def test_float8_overflows_as_this_pytorch_does(
     b = Builder(x=torch.tensor([463.0, 465.0, -1e4]))
     source = b("aten.clamp.default", "x", min=-448.0, max=448.0) if clamped else "x"
     graph = b.graph(b("aten.to.dtype", source, dtype="float8_e4m3fn"))
-    lowered = lower(graph, compute_ops(graph))
+    lowered = lower_group(graph, compute_ops(graph))
     (result,) = run_reference(lowered.ir, b.values(lowered.inputs))
     assert result.isnan().tolist() == [False, nan, nan]
 
@@ -183,8 +184,9 @@ def test_eager_numerics_rounds_where_aten_rounds() -> None:
     b = Builder(x=torch.randn(64).bfloat16(), y=torch.randn(64).bfloat16())
     value = b("aten.mul.Tensor", b("aten.add.Tensor", "x", "y"), "y")
     graph = b.graph(value)
-    exact = run_reference(lower(graph, compute_ops(graph), "eager").ir, b.values(("x", "y")), float_dtype=torch.float32)
-    loose = run_reference(lower(graph, compute_ops(graph)).ir, b.values(("x", "y")), float_dtype=torch.float32)
+    given, ops = b.values(("x", "y")), compute_ops(graph)
+    exact = run_reference(lower_group(graph, ops, "eager").ir, given, float_dtype=torch.float32)
+    loose = run_reference(lower_group(graph, ops).ir, given, float_dtype=torch.float32)
     assert torch.equal(exact[0].bfloat16(), b.tensors[value])
     assert not torch.equal(loose[0].bfloat16(), b.tensors[value])
 
@@ -197,7 +199,7 @@ def test_reductions_of_different_lengths_are_refused() -> None:
     total = b("aten.add.Tensor", b("aten.sum.dim_IntList", "x", dim=(-1,)), b("aten.sum.dim_IntList", "y", dim=(-1,)))
     graph = b.graph(total)
     with pytest.raises(NotLowerable, match="different lengths"):
-        lower(graph, compute_ops(graph))
+        lower_group(graph, compute_ops(graph))
 
 
 def test_statistics_of_transposed_rows_are_refused() -> None:
@@ -206,7 +208,7 @@ def test_statistics_of_transposed_rows_are_refused() -> None:
     turned = b("aten.transpose.int", mean, dim0=0, dim1=1)
     graph = b.graph(b("aten.softmax.int", b("aten.mul.Tensor", "x", turned), dim=-1))
     with pytest.raises(NotLowerable, match="columns"):
-        lower(graph, compute_ops(graph))
+        lower_group(graph, compute_ops(graph))
 
 
 def test_what_nobody_uses_is_refused() -> None:
@@ -214,7 +216,7 @@ def test_what_nobody_uses_is_refused() -> None:
     value = b("aten.exp.default", "x")
     graph = b.graph("x")
     with pytest.raises(NotLowerable, match="nothing outside"):
-        lower(graph, (value,))
+        lower_group(graph, (value,))
 
 
 UNARY = ("aten.exp.default", "aten.tanh.default", "aten.neg.default", "aten.sigmoid.default")

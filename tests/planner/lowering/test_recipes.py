@@ -10,6 +10,7 @@ from graphs import Builder, wide
 from kernel_reference import run_reference
 
 from fuseplan.planner.graph.dataflow import Ref
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.subject import _widened, chain_module
 from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.lowering.recipes import RECIPES, kind_of, mutates, why_opaque
@@ -238,7 +239,7 @@ def test_recipe_computes_the_aten_op(op: str, operands: tuple[torch.Tensor, ...]
     builder = Builder(**dict(zip(names, operands, strict=True)))
     value = builder(op, *names, **attrs)
     graph = builder.graph(value)
-    lowered = lower(graph, (value,))
+    lowered = lower(graph, (value,), "fp32", (value,))
     (result,) = run_reference(lowered.ir, builder.values(lowered.inputs))
     nodes = [_widened(node) for node in group_nodes(graph, lowered)]
     inputs = wide(builder.values(builder.inputs))
@@ -265,7 +266,7 @@ def test_an_extreme_and_its_position(op: str, operand: torch.Tensor, kept: int) 
     values = builder.many(op, "x", outputs=2, dim=-1, keepdim=True)
     for wanted in (values, values[kept : kept + 1]):
         graph = builder.graph(*wanted)
-        lowered = lower(graph, values[:1])
+        lowered = lower_group(graph, values[:1])
         assert set(lowered.outputs) == set(wanted)
         results = run_reference(lowered.ir, builder.values(lowered.inputs))
         for value, result in zip(lowered.outputs, results, strict=True):

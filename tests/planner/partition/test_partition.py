@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 import pytest
-from graph_oracle import Oracle, anything, make
+from graph_oracle import anything, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import random_graph, synthetic_kind
+from random_graphs import random_graph
 from ways import WAYS
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates
 from fuseplan.planner.groups.convex import bits
-from fuseplan.planner.groups.cycles import break_cycles, short_cycles
+from fuseplan.planner.groups.cycles import short_cycles
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.partition.cover import CoverLimits, CoverProblem, Option, solve_cover
@@ -171,8 +171,8 @@ def region_problems(seed: int, size: int, order: int = 0) -> list[RegionProblem]
     graph = random_graph(seed, size, opaque=0.15, order=order)
     return [
         region_problem(graph, region, enumerate_candidates(
-            graph, region, CandidateLimits(max_candidates=60), anything, synthetic_kind), WAYS, classify=synthetic_kind)
-        for region in find_regions(graph, synthetic_kind)
+            graph, region, anything, CandidateLimits(max_candidates=60)), WAYS)
+        for region in find_regions(graph)
     ]
 
 
@@ -206,9 +206,9 @@ def test_guided_loop_ends_near_the_true_optimum(seed: int, size: int, tolerance:
 def chain(length: int) -> tuple[DataflowGraph, RegionProblem]:
     rows = [(f"a{n}", "exp.default", (f"a{n - 1}" if n else "x",)) for n in range(length)]
     graph = make(*rows, outputs=(f"a{length - 1}",))
-    (region,) = find_regions(graph, synthetic_kind)
-    found = enumerate_candidates(graph, region, legal=anything, classify=synthetic_kind)
-    return graph, region_problem(graph, region, found, WAYS, classify=synthetic_kind)
+    (region,) = find_regions(graph)
+    found = enumerate_candidates(graph, region, anything)
+    return graph, region_problem(graph, region, found, WAYS)
 
 
 class Flat:
@@ -272,51 +272,3 @@ def test_predicted_partition_measures_nothing() -> None:
     result: GuidedResult = predicted_partition(problem, Flat(1.0).bound_s)
     assert (result.cost_s, result.measured, result.unfused_s, result.optimal) == (1.0, 0, 4.0, True)
     assert [priced.measured for priced in result.chosen] == [False]
-
-
-def entangled() -> DataflowGraph:
-    """Regions {a, b} and {c, d}: a matmul leads from a to c, and one from d to b."""
-    return make(
-        ("a", "exp.default", ("x",)), ("d", "neg.default", ("y",)),
-        ("m1", "linear.default", ("a", "w")), ("m2", "linear.default", ("d", "w")),
-        ("b", "mul.Tensor", ("a", "m2")), ("c", "mul.Tensor", ("d", "m1")),
-        ("p", "exp.default", ("z",)), ("v", "view.default", ("p",)), ("r", "exp.default", ("v",)),
-        outputs=("b", "c", "r"),
-    )
-
-
-def test_break_cycles_across_regions() -> None:
-    graph = entangled()
-    largest = [
-        max(enumerate_candidates(graph, region, legal=anything, classify=synthetic_kind).candidates,
-            key=lambda candidate: len(candidate.ops))
-        for region in find_regions(graph, synthetic_kind)
-    ]
-    oracle = Oracle(graph)
-    assert {frozenset(group.ops) for group in largest} == {frozenset("ab"), frozenset("cd"), frozenset("pr")}
-    assert all(oracle.runnable([set(group.ops)]) for group in largest)
-    assert not oracle.runnable(set(group.ops) for group in largest)
-    kept, dropped = break_cycles(graph, largest, synthetic_kind)
-    assert oracle.runnable(set(group.ops) for group in kept)
-    assert len(dropped) == 1
-    assert set(kept) | set(dropped) == set(largest)
-    assert frozenset("pr") in {frozenset(group.ops) for group in kept}, "a view between two ops is no cycle"
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.integers(2, 16))
-def test_break_cycles_leaves_a_runnable_graph(seed: int, size: int) -> None:
-    graph = random_graph(seed, size, opaque=0.3, order=seed % 2)
-    oracle = Oracle(graph)
-    rng = random.Random(seed)
-    groups = []
-    for region in find_regions(graph, synthetic_kind):
-        found = enumerate_candidates(graph, region, legal=anything, classify=synthetic_kind).candidates
-        taken: set[str] = set()
-        for candidate in rng.sample(found, len(found)):
-            if not taken & set(candidate.ops):
-                groups.append(candidate)
-                taken |= set(candidate.ops)
-    kept, dropped = break_cycles(graph, groups, synthetic_kind)
-    assert oracle.runnable(set(group.ops) for group in kept)
-    assert bool(dropped) != oracle.runnable(set(group.ops) for group in groups)

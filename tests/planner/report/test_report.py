@@ -125,9 +125,9 @@ def test_geometric_mean(ratios: list[float], expected: float) -> None:
 
 def test_text_forms_keep_every_cell(data: ReportData) -> None:
     groups = frames.group_frame(data)
-    read = pd.read_csv(StringIO(frames.to_text(groups, "csv")))
+    read = pd.read_csv(StringIO(groups.to_csv(index=False)))
     assert read["fused_us"].tolist() == groups["fused_us"].tolist()
-    markdown = frames.to_text(groups, "markdown").splitlines()
+    markdown = frames.markdown_table(groups).splitlines()
     assert len(markdown) == 2 + len(groups)
     assert all(len(re.findall(r"(?<!\\)\|", line)) == len(groups.columns) + 1 for line in markdown)
     assert r"cat\|neg" in markdown[-1]

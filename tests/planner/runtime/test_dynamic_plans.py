@@ -13,8 +13,9 @@ from fuseplan.kernels.ir.index import symbol
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.graph.binding import bind_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.lowering.lower import NotLowerable, lower
+from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.runtime.resolve import Resolved, _with_configs, resolve
 from fuseplan.planner.tuning import session as sessions
 from fuseplan.planner.tuning.session import open_session
@@ -48,9 +49,9 @@ def resolved(graph: DataflowGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_group_for_the_sizes_seen_is_split_where_it_is_no_kernel(graph: DataflowGraph, resolved: Any) -> None:
     everything = ["exp", "neg", "sum", "tanh", "abs"]
-    lower(bind_graph(graph), everything)
+    lower_group(bind_graph(graph), everything)
     with pytest.raises(NotLowerable):
-        lower(graph, everything)
+        lower_group(graph, everything)
     groups = {frozenset(group.ops) for group in resolved("model").groups}
     assert {frozenset({"exp", "neg"}), frozenset({"tanh", "abs"})} <= groups
     assert not any("sum" in group for group in groups)

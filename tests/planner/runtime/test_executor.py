@@ -18,12 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.libraries.merged_calls import MergedCall
-from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import BuiltCall, CallPlan, FirstLibraryCall, GroupPlan, check_layouts
 from fuseplan.planner.tuning.planner import Planner
@@ -45,16 +44,15 @@ def fused(
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in inputs]
         module = make_fx(function, pre_dispatch=True)(*fakes)
-    normalised = normalise(module)
-    graph = normalised.graph
+    traced = normalise(module)
     planner = Planner(NothingStored(), None, "test", CPU, (ReferenceBackend(),))
     plans = [
         GroupPlan(plan.group_ops(choice), backend or ReferenceBackend(), choice.config, "model", others=others)
-        for plan in planner.plan_graph(graph).regions
+        for plan in planner.plan_graph(traced.graph).regions
         for choice in plan.record.groups
         if choice.is_kernel
     ]
-    return executable(Traced(module, graph, normalised.nodes, normalised.sizes), plans, CPU, tally)
+    return executable(traced, plans, CPU, tally)
 
 
 @settings(max_examples=80, deadline=None)
@@ -96,8 +94,8 @@ def test_a_group_that_its_back_end_cannot_express_runs_on_another() -> None:
 def test_layouts_are_compared_where_they_matter() -> None:
     with FakeTensorMode():
         module = make_fx(lambda x, y: torch.relu(x) + y, pre_dispatch=True)(torch.ones(3, 1), torch.ones(3, 4))
-    normalised = normalise(module)
-    ir = lower(normalised.graph, [node.name for node in normalised.graph]).ir
+    graph = normalise(module).graph
+    ir = lower_group(graph, [node.name for node in graph]).ir
     first = [buffer.shape for buffer in ir.inputs].index((3, 1))
     x, y = torch.ones(3, 1), torch.ones(3, 4)
 
@@ -127,7 +125,7 @@ def test_atens_op_takes_over_from_a_library_call_that_fails() -> None:
         raise RuntimeError("no such kernel image")
 
     tally, namespace = Tally(), {}
-    plan = CallPlan(("y",), MergedCall("merged.one", lambda: failing))
+    plan = CallPlan(("y",), MergedCall("merged.one", True))
     namespace["call"] = FirstLibraryCall(BuiltCall(plan, made.group, failing), namespace, "call", tally)
     for _ in range(2):
         torch.testing.assert_close(namespace["call"](*made.operands), made.eager())

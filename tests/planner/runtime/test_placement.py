@@ -13,9 +13,9 @@ from torch import fx
 from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.subject import chain_module
-from fuseplan.planner.lowering.lower import group_nodes, lower
+from fuseplan.planner.lowering.lower import group_nodes
 from fuseplan.planner.runtime.placement import Placement, fused_graph
 
 SPEC = TensorSpec.contiguous((3, 3), "float32")
@@ -27,8 +27,7 @@ def traced_of(nodes: list[OpNode], inputs: tuple[str, ...], outputs: tuple[str, 
 
 def placement_of(traced: Traced, ops: tuple[str, ...]) -> Placement:
     """A group whose call runs its ops one by one."""
-    flow = compute_graph_of(traced.graph)
-    lowered = lower(traced.graph, ops, outputs=flow.needed_outside(flow.position[name] for name in ops))
+    lowered = lower_group(traced.graph, ops)
     module = chain_module(group_nodes(traced.graph, lowered), lowered.inputs, lowered.outputs)
 
     def call(*args: Any) -> Any:
@@ -123,7 +122,7 @@ def test_any_partition_computes_the_same(graph_and_groups: tuple[list[OpNode], l
     for group in groups:
         ops = tuple(by_position[number].name for number in group if by_position[number].name in kept)
         flow = compute_graph_of(traced.graph)
-        if ops and list(flow.needed_outside(flow.position[name] for name in ops)):
+        if ops and flow.outputs_of(ops):
             placements.append(placement_of(traced, ops))
     graph, refused = fused_graph(traced, placements)
     graph.lint()

@@ -75,7 +75,7 @@ def reads_only(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_arguments_that_the_graph_writes(function: Any, inputs: tuple[torch.Tensor, ...], written: set[int]) -> None:
     trace = check(function, *inputs)
     names = {position: name for name, position in trace.placeholders.items()}
-    shapes = [tuple(trace.nodes[names[position]].meta["val"].shape) for position in sorted(trace.written)]
+    shapes = [tuple(trace.node_of[names[position]].meta["val"].shape) for position in sorted(trace.written)]
     assert shapes == [tuple(inputs[position].shape) for position in sorted(written)]
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.work.group_work import op_work
-from fuseplan.planner.work.library_work import library_work
 
 SDPA = "aten.scaled_dot_product_attention.default"
 
@@ -108,12 +107,3 @@ def test_weights_are_cold_and_what_was_just_made_is_not() -> None:
     nodes = [OpNode("aten.neg.default", ("x",), ("a",)), OpNode("aten.linear.default", ("a", "w"), ("out",))]
     found = op_work(DataflowGraph(nodes, specs, ["x", "w"], ["out"]), "out")
     assert found.cold_bytes == 16 * 8 * 2
-
-
-def test_a_group_is_one_call_and_its_inner_values_are_not_moved() -> None:
-    specs = {"x": spec((4, 8)), "w": spec((16, 8)), "h": spec((4, 16)), "out": spec((4, 16))}
-    nodes = (OpNode("aten.linear.default", ("x", "w"), ("h",)), OpNode("aten.relu.default", ("h",), ("out",)))
-    found = library_work(nodes, ("x", "w"), ("out",), specs, "linear.cublaslt", {"w"})
-    assert found.dram_bytes == 2 * (4 * 8 + 16 * 8 + 4 * 16)
-    assert (found.launches, found.call, found.cold_bytes) == (1, "linear.cublaslt", 256.0)
-    assert found.flops == {"bf16_matmul": 2.0 * 4 * 16 * 8}

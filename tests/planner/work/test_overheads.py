@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from ir_samples import Sample, dynamic_samples, label, static_samples, total_elements
 
-from fuseplan.costmodel.work import Traffic
+from fuseplan.costmodel.work import Traffic, Work
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Apply, Buffer, KernelIR, Load, Reduce, Segment, Store
 from fuseplan.planner.work.group_work import kernel_work, launch_mode
-from fuseplan.planner.work.kernel_overheads import KernelOverheads, kernel_overheads, reduction_levels
+from fuseplan.planner.work.kernel_overheads import kernel_overheads, reduction_levels
 
 ROWS, COLS = 3, 8
 
@@ -43,7 +43,7 @@ def test_a_fold_is_bound_to_its_row() -> None:
 
 
 def test_a_long_row_is_loaded_and_computed_by_one_multiprocessor() -> None:
-    def effort(cols: int) -> KernelOverheads:
+    def effort(cols: int) -> Work:
         at = Index.coord(0, ROWS) * cols + Index.coord(1, cols)
         body = (Load("float32", 0, at), Reduce("float32", "sum", 0), Apply("float32", "add", (0, 1)))
         buffers = tuple(
@@ -60,7 +60,7 @@ def test_a_long_row_is_loaded_and_computed_by_one_multiprocessor() -> None:
     assert effort(32768).row_loaded_bytes == 2 * 32768 * 2
 
 
-def chain(*ops: str) -> KernelOverheads:
+def chain(*ops: str) -> Work:
     """``y = f(g(... x))`` on [3, 8] float32, the first function applied first."""
     at = Index.coord(0, ROWS) * COLS + Index.coord(1, COLS)
     body = (Load("float32", 0, at), *(Apply("float32", op, (number,)) for number, op in enumerate(ops)))

@@ -105,7 +105,8 @@ class Database:
             if sqlite_file(self.url) is None:
                 _SILENT[self.url] = time.monotonic() + _SILENT_S
             self._warn(str(error))
-
+        if self.engine is not None:
+            tables.close_with(self, self.engine)
 
     @property
     def where(self) -> str:

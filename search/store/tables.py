@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy.exc import DBAPIError, DisconnectionError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
 
 from fuseplan.search.errors import (
     CorruptDatabaseError,
@@ -20,14 +23,17 @@ from fuseplan.search.errors import (
     ReadOnlyDatabaseError,
     SchemaVersionError,
 )
-from fuseplan.search.store.files import APPLICATION_ID, check_ours, file_size, identity, move_aside
+from fuseplan.search.store.files import APPLICATION_ID, FileIdentity, check_ours, file_size, identity, move_aside
 from fuseplan.search.store.location import location_name, server_limits, sqlite_file, without_secrets
 from fuseplan.search.store.plain import brief, plain
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 METADATA = sa.MetaData()
 _APPLICATION = "fuseplan"
-
+#: Connections of the process that this one was forked from: SQLite asks neither to use nor to close them here.
+_INHERITED: list[Any] = []
+#: SQLite's mode for a file that nobody changes.
+_FIXED = "immutable=1"
 #: Seconds a writer waits for another process's transaction.
 _BUSY_S = 30.0
 #: How often a corrupt file is replaced before giving up.
@@ -131,7 +137,7 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
         if isinstance(error, SchemaVersionError | ForeignDatabaseError):
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
-        engine = _engine(url, "immutable=1")
+        engine = _engine(url, _FIXED)
         usable = check_schema(engine)
     return engine if usable else None
 
@@ -149,13 +155,50 @@ def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
             return engine
     else:
         target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
-        # A connection of its own for each use: none is inherited by a fork, or stays with a file that was replaced.
+        # To open a file costs several times a look-up in it, so one connection is kept. A file that is declared never
+        # to change is opened each time: an open one would not show that it did.
+        pool: dict[str, Any] = {"poolclass": NullPool} if sqlite_mode == _FIXED else {"pool_size": 1}
         engine = sa.create_engine(
-            url, creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode)), poolclass=NullPool
+            url,
+            creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode), check_same_thread=False),
+            **pool,
         )
+        _leave_what_is_not_ours(engine, file)
     _own_transactions(engine)
     return engine
 
+
+def close_with(owner: object, engine: sa.Engine) -> None:
+    """Close an engine's connections when ``owner`` is let go, at exit at the latest.
+
+    SQLite merges its log into the file when the last connection is closed: the file alone is then whole.
+    """
+    weakref.finalize(owner, _close, engine, os.getpid())
+
+
+def _close(engine: sa.Engine, process: int) -> None:
+    if os.getpid() == process:
+        engine.dispose()
+
+
+def _leave_what_is_not_ours(engine: sa.Engine, file: Path) -> None:
+    """Open the database again in a forked process, and when another file has taken its place."""
+
+    def owner_and_file() -> tuple[int, FileIdentity | None]:
+        return os.getpid(), identity(file)
+
+    @sa.event.listens_for(engine, "connect")
+    def _connect(_connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
+        record.info["identity"] = owner_and_file()
+
+    @sa.event.listens_for(engine, "checkout")
+    def _checkout(_connection: sqlite3.Connection, record: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
+        if record.info["identity"] == owner_and_file():
+            return
+        if record.info["identity"][0] != os.getpid():
+            _INHERITED.append(record.dbapi_connection)
+            record.dbapi_connection = proxy.dbapi_connection = None  # type: ignore[misc]
+        raise DisconnectionError
 
 
 def _own_transactions(engine: sa.Engine) -> None:
@@ -165,7 +208,7 @@ def _own_transactions(engine: sa.Engine) -> None:
     def _connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None
         # One value that is no Unicode would cost the whole result; this way it fails its own checksum.
-        connection.text_factory = lambda data: data.decode(errors="replace")
+        connection.text_factory = _lenient_text
         # What a file's schema says is not run: it may be anybody's.
         connection.execute("PRAGMA trusted_schema=OFF")
 
@@ -180,6 +223,9 @@ def _own_transactions(engine: sa.Engine) -> None:
             connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
+
+def _lenient_text(data: bytes) -> str:
+    return data.decode(errors="replace")
 
 
 def _create_or_check(engine: sa.Engine) -> None:

@@ -1,16 +1,19 @@
-"""Connections to a database's file, and several processes at it."""
+"""The connection that a database keeps, and several processes at one file."""
 
 from __future__ import annotations
 
+import gc
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from paths import SUPPORT
 from search_records import HERE, tuning
 
-from fuseplan.search.store import maintenance
+from fuseplan.search.store import maintenance, tables
 from fuseplan.search.store.database import Database
 
 
@@ -24,13 +27,25 @@ def db(path: Path) -> Database:
     return Database(path, versions=HERE)
 
 
-def test_a_look_up_sees_what_others_have_written_since(db: Database, path: Path) -> None:
+def test_one_connection_serves_all_look_ups(db: Database, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     db.put_record(tuning())
+    opened: list[Any] = []
+    connect = sqlite3.connect
+
+    def counted(*args: Any, **how: Any) -> sqlite3.Connection:
+        opened.append(args)
+        return connect(*args, **how)
+
+    monkeypatch.setattr(tables.sqlite3, "connect", counted)
+    for _ in range(3):
+        assert db.get_record(tuning().key).hit
+    assert opened == []
     with Database(path, mode="read") as reader:
         for n in range(3):
             assert reader.get_record(tuning(f"new{n}").key).status == "miss"
-            db.put_record(tuning(f"new{n}"))
+            db.put_record(tuning(f"new{n}"))  # is seen by the connection that was open before
             assert reader.get_record(tuning(f"new{n}").key).hit
+    assert len(opened) == 1
 
 
 def test_a_file_that_was_replaced_is_opened_again(db: Database, path: Path, tmp_path: Path) -> None:
@@ -46,10 +61,13 @@ def test_a_file_that_was_replaced_is_opened_again(db: Database, path: Path, tmp_
     assert db.get_record(tuning("w0").key).record == tuning("w0", us=2.0)
 
 
-def test_a_database_that_is_not_in_use_is_one_whole_file(tmp_path: Path) -> None:
-    made = Database(tmp_path / "data" / "t.db")
+def test_a_database_that_is_let_go_leaves_one_whole_file(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    made = Database(folder / "t.db")
     made.put_record(tuning())
-    assert [file.name for file in (tmp_path / "data").iterdir()] == ["t.db"]
+    del made
+    gc.collect()
+    assert [file.name for file in folder.iterdir()] == ["t.db"]
 
 
 # -- several processes ------------------------------------------------------------------------------------

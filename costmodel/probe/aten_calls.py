@@ -48,6 +48,7 @@ def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
     y, indices = torch.rand_like(x), torch.arange(rows)
     mask = (torch.arange(cols) < cols // 2).expand(rows, cols).contiguous()
     heads = x.view(rows, cols // _HEAD, _HEAD).transpose(0, 1)
+    cache = heads.contiguous()
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
     found: dict[str, Call] = {f"{name}.default": partial(_op(name, "default"), x) for name in _UNARY}
     found |= {f"{name}.Tensor": partial(_op(name, "Tensor"), x, y) for name in _BINARY}
@@ -66,6 +67,7 @@ def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
         "cat.default": partial(_aten.cat.default, [x[:, cols // 2:], x[:, :cols // 2]], -1),
         "embedding.default": partial(_aten.embedding.default, x, indices),
         "index_select.default": partial(_aten.index_select.default, x, 0, indices),
+        "index_copy_.default": partial(_aten.index_copy_.default, torch.zeros_like(cache), -2, indices, cache),
         "reshape.default": partial(_aten.reshape.default, heads, [-1]),
         "contiguous.default": partial(_aten.contiguous.default, heads) if rows > 1 else partial(_aten.clone.default, x),
         "zeros.default": partial(_aten.zeros.default, [rows, cols], dtype=dtype),

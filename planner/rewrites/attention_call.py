@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,11 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 def change_call(node: fx.Node, **changes: Any) -> bool:
     """Change some arguments of an attention call; whether it could be done, see
-    :func:`~fuseplan.planner.rewrites.trace_edit.change_arguments`."""
+    :func:`~fuseplan.planner.rewrites.trace_edit.change_arguments`.
+
+    Where sizes are symbols and the result lies as before for the sizes seen, its fake value stays: PyTorch's choice of
+    a back end would tie the graph to them.
+    """
     given = arguments_of(node) | changes
     args = tuple(given[name] for name in _PARAMETERS if name not in _KEYWORDS)
     # Not by equality: a scale of zero equals False, but is no default.
@@ -45,7 +49,30 @@ def change_call(node: fx.Node, **changes: Any) -> bool:
         name: given[name] for name in _PARAMETERS
         if name in _KEYWORDS and given[name] is not None and given[name] is not False
     }
+    before, after = fake_arguments(node), fake_arguments(node, **changes)
+    if _is_dynamic(after.values()) and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
+        node.args, node.kwargs = args, kwargs
+        return True
     return change_arguments(node, args, kwargs)
+
+
+def _is_dynamic(arguments: Iterable[Any]) -> bool:
+    return any(
+        isinstance(size, torch.SymInt)
+        for one in arguments if isinstance(one, FakeTensor) for size in (*one.shape, *one.stride())
+    )
+
+
+def _layout_as_seen(arguments: dict[str, Any]) -> tuple[tuple[int, ...], ...] | None:
+    """Shape and strides of a call's result for the sizes seen; None where the call is refused."""
+    seen = {name: _as_seen(one) for name, one in arguments.items()}
+    keywords = {name: seen.pop(name) for name in _KEYWORDS}
+    try:
+        with torch.no_grad(), seen["query"].fake_mode:
+            result = ATTENTION(*seen.values(), **keywords)
+    except Exception:  # an op may refuse operands for any reason
+        return None
+    return tuple(result.shape), tuple(result.stride())
 
 
 def chosen_backend(arguments: dict[str, Any]) -> str:

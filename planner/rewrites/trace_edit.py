@@ -272,12 +272,18 @@ def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 def may_write(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
     """Whether a node may write to the memory of one of ``tensors``: an unknown call always may."""
-    if node.op != "call_function" or is_pure(node.target) or node.target in _HARMLESS:
+    if node.op != "call_function" or is_pure(node.target) or node.target in _HARMLESS or _computes_a_size(node):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
     # Any operand of a call that writes counts: which of them it writes to is not worth telling apart.
     return shares_memory(node, tensors)
+
+
+def _computes_a_size(node: fx.Node) -> bool:
+    """Whether a call is arithmetic with dynamic sizes."""
+    of_sizes = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+    return of_sizes and getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
 
 
 def shares_memory(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:

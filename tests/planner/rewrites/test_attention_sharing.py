@@ -205,3 +205,29 @@ def test_dynamic_lengths_share_keys_and_stay_dynamic(width: int) -> None:
             torch._dynamo.mark_dynamic(one, dims)
         torch.testing.assert_close(compiled(query, key, value, mask), attend(query, key, value, mask))
     assert done == [AttentionRewrites(grouped_queries=1, added_masks=1)]
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_keys_are_shared_when_a_cache_has_grown() -> None:
+    """As ``generate()`` calls: sizes are worked out between what is copied and attention."""
+    def step(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(
+            query, repeated(torch.cat([keys, new], -2)), repeated(torch.cat([values, new], -2)),
+        )
+
+    done: list[AttentionRewrites] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
+        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
+        done.append(rewrite_attention(trace))
+        return trace.forward
+
+    compiled = torch.compile(step, backend=backend)
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        for length in (9, 10, 40):
+            query, new = torch.randn(1, 6, 1, 8), torch.randn(1, 3, 1, 8)
+            keys, values = torch.randn(1, 3, length, 8), torch.randn(1, 3, length, 8)
+            for one in (keys, values):
+                torch._dynamo.mark_dynamic(one, 2)
+            torch.testing.assert_close(compiled(query, keys, values, new), step(query, keys, values, new))
+    assert done == [AttentionRewrites(grouped_queries=1)]

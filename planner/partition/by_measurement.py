@@ -101,7 +101,8 @@ class MeasuredRegion:
         )
         gains = {name: contest.gain(name, aten) for name in others}
         story = f"gains {gains[winner]:.1%} on ATen's op" if winner in gains else (
-            f"no call of a library gains {least:.1%} on ATen's op (the best {max(gains.values()):.1%})" if gains
+            f"no call of a library gains {least:.1%} on ATen's op beyond noise (the best {max(gains.values()):.1%}, "
+            f"with a noise of {contest.noise:.1%})" if gains
             else "no library's call of it is right"
         )
         return Decided(result, f"{len(named)} ways to call it in one interleaved run; {story}")

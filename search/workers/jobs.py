@@ -188,7 +188,7 @@ def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject]) ->
                 runs[name] = subject.eager
             else:
                 failed[name] = f"wrong result: {verdict.reason}"
-        return Calls(decisive(bench.timer, runs, desk.operands, bench.decide_s / 2, UNFUSED), failed)
+        return Calls(decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED), failed)
 
 
 def screen_config(

@@ -104,7 +104,8 @@ def test_a_call_that_hardly_gains_leaves_the_matmul_to_aten(
 ) -> None:
     plan, _, _ = planned(tmp_path, library_us={library.name: library_us})
     assert name in {group.implementation for group in plan.record.groups}
-    assert ("no call of a library gains 6.0% on ATen's op" in plan.record.evidence.reason) is (name == "aten")
+    kept = "no call of a library gains 6.0% on ATen's op beyond noise" in plan.record.evidence.reason
+    assert kept is (name == "aten")
 
 
 def test_where_the_run_of_all_calls_fails_they_are_timed_one_by_one(

@@ -50,7 +50,8 @@ def tune(
         int | None,
         typer.Option(
             parser=common.whole(1), metavar="N",
-            help="Configurations tried per group, over all back ends. Default: 12 on CPUs, 8 on CUDA.",
+            help="Configurations tried per group, over all back ends: 12 on CPUs, 8 on CUDA by default; two for a "
+            "group that takes little of the model's time.",
         ),
     ] = None,
     seconds: Annotated[

@@ -180,6 +180,18 @@ def test_asking_for_the_backend_ties_no_graph_to_the_sizes_seen(monkeypatch: pyt
     assert len(environment.guards) == before
 
 
+def counting(function: Function) -> tuple[Function, list[AttentionRewrites]]:
+    """The function compiled with its attention rewritten, and what was done in each of its compilations."""
+    done: list[AttentionRewrites] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
+        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
+        done.append(rewrite_attention(trace))
+        return trace.forward
+
+    return torch.compile(function, backend=backend), done
+
+
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize("width", [8, 12])
 def test_dynamic_lengths_share_keys_and_stay_dynamic(width: int) -> None:
@@ -190,14 +202,7 @@ def test_dynamic_lengths_share_keys_and_stay_dynamic(width: int) -> None:
         found = scaled_dot_product_attention(query, repeated(key), repeated(value), mask)
         return torch.nn.functional.linear(found.transpose(1, 2).flatten(2), weight)
 
-    done: list[AttentionRewrites] = []
-
-    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
-        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
-        done.append(rewrite_attention(trace))
-        return trace.forward
-
-    compiled = torch.compile(attend, backend=backend)
+    compiled, done = counting(attend)
     for length in (9, 17, 6, 127):
         query, key, value = (torch.randn(2, heads, length, width) for heads in (6, 3, 3))
         mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
@@ -215,14 +220,7 @@ def test_keys_are_shared_when_a_cache_has_grown() -> None:
             query, repeated(torch.cat([keys, new], -2)), repeated(torch.cat([values, new], -2)),
         )
 
-    done: list[AttentionRewrites] = []
-
-    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
-        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
-        done.append(rewrite_attention(trace))
-        return trace.forward
-
-    compiled = torch.compile(step, backend=backend)
+    compiled, done = counting(step)
     with torch.fx.experimental._config.patch(use_duck_shape=False):
         for length in (9, 10, 40):
             query, new = torch.randn(1, 6, 1, 8), torch.randn(1, 3, 1, 8)

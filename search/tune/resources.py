@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target
@@ -148,6 +149,21 @@ class TuningResources:
         """Run a job in the measuring process; its time is booked as ``what``. Raises :class:`MachineFailureError`."""
         with self.account.spend(what):
             return self.executor.call(function, *args, limit_s=self.budget.job_limit_s).checked()
+
+    def later(self, what: str, function: Callable[..., object], *args: object) -> Callable[[], Outcome]:
+        """A job for the measuring process when that has nothing else to do, and what waits for it as :meth:`call` does.
+
+        On a CPU it is run when it is waited for: whatever else this process does would disturb it.
+        """
+        if self.target.device_type == "cpu":
+            return partial(self.call, what, function, *args)
+        wait = self.executor.submit(function, *args, limit_s=self.budget.job_limit_s)
+
+        def outcome() -> Outcome:
+            with self.account.spend(what):
+                return wait().checked()
+
+        return outcome
 
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
         """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""

@@ -187,14 +187,12 @@ class Tuner:
         self._resources.log(trial)
         return trial
 
-    def contest_calls(self, plain: Subject, calls: Mapping[str, Subject]) -> jobs.Calls | None:
-        """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run; None when that
-        run fails. Nothing is stored.
+    def contest_calls(self, plain: Subject, calls: Mapping[str, Subject]) -> Callable[[], jobs.Calls | None]:
+        """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run, made when the
+        measuring process has nothing else to do; None when that run fails. Nothing is stored.
         """
-        run = partial(self._resources.call, PLAYING_OFF, jobs.contest_calls, self._resources.bench)
-        outcome = self._released(lambda: run(plain, dict(calls)))
-        found: jobs.Calls | None = outcome.value if outcome.ok else None
-        return found
+        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, self._resources.bench, plain, dict(calls))
+        return lambda: run().value
 
     def screen(self, subject: Subject) -> Trial:
         """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
@@ -234,11 +232,19 @@ class Tuner:
         ``sides`` name the parts that each side runs, the incumbent first; ``kept`` are the values needed after the
         sequence.
         """
-        outcome = self._resources.call(
+        found: Contest | None = self._resources.call(
+            PLAYING_OFF, jobs.decide_sides, self._resources.bench, dict(parts), dict(sides), frozenset(kept)
+        ).value
+        return found
+
+    def play_off_later(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
+    ) -> Callable[[], Contest | None]:
+        """As :meth:`play_off`, when the measuring process has nothing else to do."""
+        run = self._resources.later(
             PLAYING_OFF, jobs.decide_sides, self._resources.bench, dict(parts), dict(sides), frozenset(kept)
         )
-        found: Contest | None = outcome.value if outcome.ok else None
-        return found
+        return lambda: run().value
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
         """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.

@@ -32,15 +32,19 @@ _NICE = 10
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
 
 
-#: Lane of jobs that some idle background worker does in its own time; nobody is told what came of them.
-BACKGROUND = -1
+#: The measuring lane, and that of jobs that some idle background worker does in its own time; nobody is told what came
+#: of the latter.
+MEASURING, BACKGROUND = 0, -1
+#: For how long nothing else may have been measured when a spare job is: between two jobs that somebody waits for there
+#: are only moments.
+_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
 class Request:
     """A job for one lane: a pickled ``(function, args)``, at most ``limit_s`` seconds long.
 
-    A ``spare`` one of the background waits until no others do.
+    A ``spare`` one of the background waits until no others do, one of the measuring lane until that is idle.
     """
 
     lane: int
@@ -83,6 +87,9 @@ class Supervisor:
         self._threads = threads
         self._background = range(-1, -1 - background, -1)
         self._backlog: list[Request] = []
+        #: Requests of the measuring lane that were not started, and since when the lane is idle.
+        self._unmeasured: list[Request] = []
+        self._idle_since = clock()
         #: Requests that wait for the same job of a background worker.
         self._held: dict[int, list[Request]] = {}
         self._cores = tuple(cores)
@@ -100,6 +107,8 @@ class Supervisor:
 
     def _step(self) -> None:
         deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
+        if self._unmeasured and not self._is_busy(MEASURING):
+            deadlines.append(self._idle_since + _PAUSE_S)
         patience = max(0.0, min(deadlines) - self._clock()) if deadlines else None
         ready = wait([self._parent, *(lane.pipe for lane in self._lanes.values())], patience)
         for number, lane in list(self._lanes.items()):
@@ -112,32 +121,43 @@ class Supervisor:
             request = self._parent.recv()
             if request.lane == BACKGROUND:
                 self._backlog.append(request)
+            elif request.lane == MEASURING:
+                self._unmeasured.append(request)
             else:
                 self._take(request)
         self._feed()
 
     def _take(self, request: Request) -> None:
         """Start a job, unless a background worker is at it already: then its result will do."""
-        if request.lane > 0:
-            for number in self._background:
-                lane = self._lanes.get(number)
-                if lane is not None and lane.request is not None and lane.request.payload == request.payload:
-                    self._held.setdefault(number, []).append(request)
-                    return
-            self._backlog = [one for one in self._backlog if one.payload != request.payload]
-        self._start(request)
-
-    def _feed(self) -> None:
-        """Hand waiting background jobs to idle background workers."""
         for number in self._background:
             lane = self._lanes.get(number)
-            if self._backlog and (lane is None or not lane.busy):
-                waiting = min(self._backlog, key=lambda request: request.spare)  # of equals the first
+            if lane is not None and lane.request is not None and lane.request.payload == request.payload:
+                self._held.setdefault(number, []).append(request)
+                return
+        self._backlog = [one for one in self._backlog if one.payload != request.payload]
+        self._start(request)
+
+    def _is_busy(self, number: int) -> bool:
+        lane = self._lanes.get(number)
+        return lane is not None and lane.busy
+
+    def _feed(self) -> None:
+        """Hand waiting jobs to the measuring lane and to background workers that are idle."""
+        if self._unmeasured and not self._is_busy(MEASURING):
+            waiting = min(self._unmeasured, key=lambda request: request.spare)  # of equals the first
+            if not waiting.spare or self._clock() >= self._idle_since + _PAUSE_S:
+                self._unmeasured.remove(waiting)
+                self._start(waiting)
+        for number in self._background:
+            if self._backlog and not self._is_busy(number):
+                waiting = min(self._backlog, key=lambda request: request.spare)
                 self._backlog.remove(waiting)
                 self._start(replace(waiting, lane=number))
 
     def _finish(self, number: int, request: Request | None, state: str, payload: Any) -> None:
         """Tell who waits for what a lane has done."""
+        if number == MEASURING:
+            self._idle_since = self._clock()
         if request is not None and number not in self._background:
             self._parent.send((request.job, state, payload))
         for held in self._held.pop(number, ()):

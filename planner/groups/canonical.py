@@ -75,6 +75,7 @@ class _Builder:
             dict.fromkeys(value for node in self.nodes for value in node.inputs if value not in self.made)
         )
         self.outputs = set(_used_outside(graph, self.nodes, members) if outputs is None else outputs)
+        self.results: list[str] = [self._result(node) for node in self.nodes]
         at = {node.name: number for number, node in enumerate(self.nodes)}
         self.order = sorted({(at[a], at[b]) for a, b in (*_ordering_edges(graph, members), *order)})
 
@@ -88,7 +89,8 @@ class _Builder:
 
     def _colouring(self) -> Colouring:
         values = [f"in:{spec_text(self.graph.specs[value])}" for value in self.external]
-        colouring = Colouring([*values, *(f"{node.op}({len(node.inputs)}){self._result(node)}" for node in self.nodes)])
+        ops = (f"{node.op}({len(node.inputs)}){made}" for node, made in zip(self.nodes, self.results, strict=True))
+        colouring = Colouring([*values, *ops])
         first_op = len(self.external)
         vertex = {value: at for at, value in enumerate(self.external)}
         for at, node in enumerate(self.nodes):
@@ -123,7 +125,7 @@ class _Builder:
                     inputs[value] = len(inputs)
                     lines.append(f"in {spec_text(self.graph.specs[value])}")
                 operands.append(f"i{inputs[value]}")
-            lines.append(f"{node.op}({','.join(operands)}){self._result(node)}")
+            lines.append(f"{node.op}({','.join(operands)}){self.results[at]}")
         lines += [f"order {a}<{b}" for a, b in sorted((number[a], number[b]) for a, b in self.order)]
         return "\n".join(lines), tuple(inputs)
 

@@ -11,9 +11,8 @@ each anchor is a part that is decided by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
-from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from networkx.utils import UnionFind
@@ -48,12 +47,17 @@ def find_regions(graph: DataflowGraph) -> list[Region]:
     Every live compute op and anchor is in exactly one region. A view op is in each region that reads through it; views
     that only opaque ops read are in none. They are remembered for as long as the graph lives.
     """
-    return list(_found(graph))
+    return list(_found(graph).members)
 
 
 def region_parts(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
     """The islands and the single anchors of a region, ordered by their first op; itself where it has one part."""
-    return _found(graph).get(region, (region,))
+    found = _found(graph)
+    if region not in found.parts:
+        finder = _Finder(graph, compute_graph_of(graph))
+        members = found.members.get(region, ())
+        found.parts[region] = tuple(map(finder.region, members)) if len(members) > 1 else (region,)
+    return found.parts[region]
 
 
 def is_anchor(graph: DataflowGraph, part: Region) -> bool:
@@ -62,33 +66,39 @@ def is_anchor(graph: DataflowGraph, part: Region) -> bool:
     return any(flow.kinds[flow.position[name]] == "anchor" for name in part.ops)
 
 
-#: Regions with their parts.
-_Parts: TypeAlias = dict[Region, tuple[Region, ...]]
+@dataclass(frozen=True)
+class _Found:
+    """Regions with the members of each of their parts, and the parts of the regions whose parts were asked for."""
+
+    members: dict[Region, list[list[int]]]
+    parts: dict[Region, tuple[Region, ...]] = field(default_factory=dict)
+
+
 #: Regions by flow: a graph that grew has another flow.
-_FOUND: WeakKeyDictionary[ComputeGraph, _Parts] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[ComputeGraph, _Found] = WeakKeyDictionary()
 
 
-def _found(graph: DataflowGraph) -> _Parts:
+def _found(graph: DataflowGraph) -> _Found:
     flow = compute_graph_of(graph)
     if flow not in _FOUND:
-        _FOUND[flow] = _search(graph, flow)
+        found = sorted(_search(graph, flow), key=lambda item: min(flow.position[name] for name in item[0].ops))
+        _FOUND[flow] = _Found(dict(found))
     return _FOUND[flow]
 
 
-def _search(graph: DataflowGraph, flow: ComputeGraph) -> _Parts:
+def _search(graph: DataflowGraph, flow: ComputeGraph) -> Iterator[tuple[Region, list[list[int]]]]:
+    """Regions with the members of each of their parts."""
     anchors = [[at] for at, kind in enumerate(flow.kinds) if kind == "anchor" and flow.live[at]]
     cut = compute_graph_of(graph, cut_at_anchors=True) if anchors else flow
     parts = [*_Finder(graph, cut).components(), *anchors]
     home = {at: number for number, part in enumerate(parts) for at in part}
     finder = _Finder(graph, flow)
-    found: dict[Region, tuple[Region, ...]] = {}
     for members in finder.joined(parts) if anchors else parts:
         within = sorted({home[at] for at in members}, key=lambda number: parts[number][0])
         if len(within) == 1 or len(members) > MAX_PERIOD:
-            found |= {region: (region,) for region in (finder.region(parts[number]) for number in within)}
+            yield from ((finder.region(parts[number]), [parts[number]]) for number in within)
         else:
-            found[finder.region(members)] = tuple(finder.region(parts[number]) for number in within)
-    return dict(sorted(found.items(), key=lambda item: min(flow.position[name] for name in item[0].ops)))
+            yield finder.region(members), [parts[number] for number in within]
 
 
 def find_boundaries(graph: DataflowGraph) -> list[Boundary]:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import scipy  # its submodules are slow to import, and only solving needs them
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import csr_array
 
 from fuseplan.planner.groups.convex import bits
 from fuseplan.planner.groups.cycles import Hop, short_cycles
@@ -148,7 +147,7 @@ class _Solver:
         columns = [(op, at) for at, option in enumerate(self.options) for op in bits(option.mask)]
         rows, cols = zip(*columns, strict=True)
         shape = (problem.num_ops, len(self.options))
-        self.matrix: Any = _narrow(csr_array((np.ones(len(columns)), (rows, cols)), shape=shape))
+        self.matrix: Any = _narrow(scipy.sparse.csr_array((np.ones(len(columns)), (rows, cols)), shape=shape))
         self.cuts: list[tuple[NDArray[np.float64], float]] = []
 
     def numbers(self, chosen: Sequence[int]) -> tuple[int, ...]:
@@ -203,7 +202,8 @@ class _Solver:
 
     def _relaxation(self) -> tuple[float, NDArray[np.float64]]:
         """Least cost of the linear relaxation, and the reduced cost of each option."""
-        result = linprog(self.scaled, A_eq=self.matrix, b_eq=np.ones(self.problem.num_ops), method="highs")
+        ones = np.ones(self.problem.num_ops)
+        result = scipy.optimize.linprog(self.scaled, A_eq=self.matrix, b_eq=ones, method="highs")
         if result.fun is None:
             raise RuntimeError(f"HiGHS could not solve the relaxation of a cover: {result.message}")
         prices = np.asarray(result.eqlin.marginals)
@@ -215,16 +215,16 @@ class _Solver:
         """Minimise over acyclic covers, cutting off cycles as they appear."""
         lower = np.zeros(len(self.options))
         lower[list(program.fixed)] = 1.0
-        bounds = Bounds(lower, program.keep.astype(float))
+        bounds = scipy.optimize.Bounds(lower, program.keep.astype(float))
         rounds = 0
         while max_rounds is None or rounds <= max_rounds:
-            constraints = [LinearConstraint(self.matrix, 1.0, 1.0)]
+            constraints = [scipy.optimize.LinearConstraint(self.matrix, 1.0, 1.0)]
             rows = [*program.rows, *self.cuts]
             if rows:
                 limits = [limit for _, limit in rows]
-                cuts = _narrow(csr_array(np.stack([row for row, _ in rows])))
-                constraints.append(LinearConstraint(cuts, -np.inf, limits))
-            result = milp(
+                cuts = _narrow(scipy.sparse.csr_array(np.stack([row for row, _ in rows])))
+                constraints.append(scipy.optimize.LinearConstraint(cuts, -np.inf, limits))
+            result = scipy.optimize.milp(
                 objective, integrality=np.ones(len(objective), dtype=np.int64), bounds=bounds, constraints=constraints,
                 options={"mip_rel_gap": 0.0},
             )

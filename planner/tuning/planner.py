@@ -80,6 +80,8 @@ class Planner:
         self.unmeasured = replace(self.implementations, libraries=())
         #: Why stored plans are not used although they were found, by region key.
         self.refused: dict[str, str] = {}
+        #: Stored plans that were checked, and what was accepted of them, by region key.
+        self._sound: dict[str, tuple[PlanRecord, PlanRecord]] = {}
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
         self._shares: WeakKeyDictionary[GroupBook, Mapping[str, float]] = WeakKeyDictionary()
@@ -221,9 +223,14 @@ class Planner:
         """The look-up, or one that found nothing where a hit cannot be the region's plan."""
         if lookup.hit is None:
             return lookup
+        stored, accepted = self._sound.get(region.key, (None, None))
+        if stored == lookup.hit:
+            return replace(lookup, record=accepted)
         try:
             check = PlanCheck(book, self.backends, self.target, self.implementations.libraries)
-            return replace(lookup, record=check.accepted(region, lookup.hit))
+            accepted = check.accepted(region, lookup.hit)
+            self._sound[region.key] = lookup.hit, accepted
+            return replace(lookup, record=accepted)
         except Exception as error:  # whatever else the check trips over: it costs this region alone
             reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
         if region.key not in self.refused:

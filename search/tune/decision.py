@@ -15,7 +15,7 @@ from fuseplan.search.workers.worker import Executor
 
 #: What a kernel of another back end than the preferred one has to gain on that one's best. Two runs of one pair of
 #: kernels differ by almost as much, with where their results lie in memory.
-_OTHER_BACKEND = 0.06
+_OTHER_BACKEND = 0.1
 #: Reasons kept in a record; the trial log has all of them.
 _MAX_REJECTIONS = 16
 

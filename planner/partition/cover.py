@@ -50,18 +50,6 @@ class CoverProblem:
 
 
 @dataclass(frozen=True)
-class CoverLimits:
-    """Past these sizes the cover is found greedily, guided by the linear relaxation's prices."""
-
-    max_ops: int = 512
-    max_options: int = 20_000
-    max_cut_rounds: int = 200
-
-
-DEFAULT_LIMITS = CoverLimits()
-
-
-@dataclass(frozen=True)
 class Cover:
     """A solution.
 
@@ -69,31 +57,22 @@ class Cover:
         chosen: Numbers of the chosen options, by the first op they run.
         cost_s: Their total cost.
         bound_s: No cover costs less.
-        optimal: True when that is proven to be the least cost (before ties within the margin are broken).
         cuts: Cycle cuts that were needed.
     """
 
     chosen: tuple[int, ...]
     cost_s: float
     bound_s: float
-    optimal: bool
     cuts: int = 0
-
-    @property
-    def gap(self) -> float:
-        """How much of the cost a better cover might save at most, relative (0 when optimal)."""
-        return max(0.0, 1.0 - self.bound_s / self.cost_s) if self.cost_s > 0 else 0.0
 
 
 def solve_cover(
-    problem: CoverProblem, margin: float = 0.0, ceiling_s: float = math.inf, break_ties: bool = True,
-    limits: CoverLimits = DEFAULT_LIMITS
+    problem: CoverProblem, margin: float = 0.0, ceiling_s: float = math.inf, break_ties: bool = True
 ) -> Cover:
     """The cheapest acyclic cover.
 
     Covers within ``(1 + margin)`` of the least cost count as equally good, but only those that cost no more than
-    ``ceiling_s`` (where any does). Without ``break_ties`` any cheapest cover is returned, sooner. Past ``limits`` it is
-    found greedily.
+    ``ceiling_s`` (where any does). Without ``break_ties`` any cheapest cover is returned, sooner.
 
     Raises:
         ValueError: An op has no option that runs it alone, so a cover may not exist.
@@ -104,18 +83,13 @@ def solve_cover(
         if 1 << op not in alone:
             raise ValueError(f"op {op} of the cover problem has no option of finite cost that runs it alone")
     if not problem.num_ops:
-        return Cover((), 0.0, 0.0, True)
+        return Cover((), 0.0, 0.0)
     solver = _Solver(problem, usable)
-    if problem.num_ops > limits.max_ops or len(usable) > limits.max_options:
-        return solver.greedy()
-    best = solver.cheapest(limits.max_cut_rounds)
-    if best is None:
-        return solver.greedy()
-    cost = solver.cost(best)
-    chosen = best
+    chosen = solver.cheapest()
+    cost_s = solver.cost(chosen)
     if break_ties:
-        chosen = solver.preferred(best, max(cost, min(cost * (1 + margin), ceiling_s)))
-    return Cover(solver.numbers(chosen), solver.cost(chosen), cost, True, len(solver.cuts))
+        chosen = solver.preferred(chosen, max(cost_s, min(cost_s * (1 + margin), ceiling_s)))
+    return Cover(solver.numbers(chosen), solver.cost(chosen), cost_s, len(solver.cuts))
 
 
 @dataclass
@@ -157,9 +131,12 @@ class _Solver:
     def cost(self, chosen: Sequence[int]) -> float:
         return math.fsum(self.options[at].cost_s for at in chosen)
 
-    def cheapest(self, max_rounds: int) -> list[int] | None:
-        """The cheapest cover; None when ``max_rounds`` of cuts did not suffice."""
-        return self._minimise(self.scaled, _Program(np.ones(len(self.options), dtype=bool)), max_rounds)
+    def cheapest(self) -> list[int]:
+        """The cheapest cover."""
+        found = self._minimise(self.scaled, _Program(np.ones(len(self.options), dtype=bool)))
+        if found is None:
+            raise RuntimeError("HiGHS finds no cover, though every op can be run alone")
+        return found
 
     def preferred(self, best: list[int], limit_s: float) -> list[int]:
         """Of the covers that cost at most ``limit_s``: fewest launches, then earlier options from op 0 on."""
@@ -209,15 +186,12 @@ class _Solver:
         prices = np.asarray(result.eqlin.marginals)
         return float(result.fun) / self.unit, (self.scaled - self.matrix.T @ prices) / self.unit
 
-    def _minimise(
-        self, objective: NDArray[np.float64], program: _Program, max_rounds: int | None = None
-    ) -> list[int] | None:
-        """Minimise over acyclic covers, cutting off cycles as they appear."""
+    def _minimise(self, objective: NDArray[np.float64], program: _Program) -> list[int] | None:
+        """Minimise over acyclic covers, cutting off cycles as they appear; None where there is no cover."""
         lower = np.zeros(len(self.options))
         lower[list(program.fixed)] = 1.0
         bounds = scipy.optimize.Bounds(lower, program.keep.astype(float))
-        rounds = 0
-        while max_rounds is None or rounds <= max_rounds:
+        while True:
             constraints = [scipy.optimize.LinearConstraint(self.matrix, 1.0, 1.0)]
             rows = [*program.rows, *self.cuts]
             if rows:
@@ -235,8 +209,6 @@ class _Solver:
             if not cycles:
                 return chosen
             self.cuts += [self._cut(cycle) for cycle in cycles]
-            rounds += 1
-        return None
 
     def _cycles(self, chosen: Sequence[int]) -> list[list[Hop]]:
         group_of = [-1 - op for op in range(self.problem.num_ops)]
@@ -252,20 +224,3 @@ class _Solver:
             ends = 1 << hop.entry | 1 << hop.leave
             row[[at for at, option in enumerate(self.options) if option.mask & ends == ends]] = 1.0
         return row, float(len(cycle) - 1)
-
-    def greedy(self) -> Cover:
-        """Options by the relaxation's reduced cost per op, larger first among equals, skipping what makes a cycle."""
-        bound, reduced = self._relaxation()
-        sizes = [option.mask.bit_count() for option in self.options]
-        grain = max(float(self.costs.max()) * 1e-6, 1e-300)
-        order = sorted(
-            range(len(self.options)), key=lambda at: (round(float(reduced[at]) / sizes[at] / grain), -sizes[at], at)
-        )
-        chosen: list[int] = []
-        covered = 0
-        for at in order:
-            mask = self.options[at].mask
-            if not mask & covered and (sizes[at] == 1 or not self._cycles([*chosen, at])):
-                chosen.append(at)
-                covered |= mask
-        return Cover(self.numbers(chosen), self.cost(chosen), bound, False)

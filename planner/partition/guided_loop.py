@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
-from fuseplan.planner.partition.cover import DEFAULT_LIMITS, Cover, CoverLimits, CoverProblem, Option, solve_cover
+from fuseplan.planner.partition.cover import Cover, CoverProblem, Option, solve_cover
 
 
 class Prices(Protocol):
@@ -45,7 +45,7 @@ class GuidedResult:
         chosen: The partition, every op once.
         cost_s: Its cost.
         bound_s: No partition into the enumerated groups costs less (by the prices given).
-        optimal: True when the last cover was solved exactly and all its costs were measured.
+        optimal: True when all costs of the last cover were measured.
         measured, enumerated: Choices measured, and choices there are.
         iterations: Covers solved on the way.
         unfused_s: Cost of running every op by itself, unfused.
@@ -83,16 +83,13 @@ def predicted_partition(
     problem: RegionProblem,
     predict_s: Callable[[Choice], float],
     margin: float = 0.0,
-    limits: CoverLimits = DEFAULT_LIMITS,
 ) -> GuidedResult:
     """The cheapest partition by predicted costs; nothing is measured."""
     costs = [predict_s(choice) for choice in problem.choices]
     unfused_s = math.fsum(costs[: len(problem.ops)])
-    cover = solve_cover(cover_problem(problem, costs), margin, unfused_s, limits=limits)
+    cover = solve_cover(cover_problem(problem, costs), margin, unfused_s)
     chosen = tuple(Priced(problem.choices[at], costs[at], False) for at in cover.chosen)
-    return GuidedResult(
-        chosen, cover.cost_s, cover.bound_s, cover.optimal, 0, len(costs), 1, unfused_s, rejected=()
-    )
+    return GuidedResult(chosen, cover.cost_s, cover.bound_s, True, 0, len(costs), 1, unfused_s, rejected=())
 
 
 def guided_partition(
@@ -101,7 +98,6 @@ def guided_partition(
     tolerance: float = 0.01,
     margin: float = 0.0,
     max_measured: int | None = None,
-    limits: CoverLimits = DEFAULT_LIMITS,
     start: Sequence[Choice] = (),
 ) -> GuidedResult:
     """Find a partition whose measured cost is within ``tolerance`` of the least possible.
@@ -113,20 +109,18 @@ def guided_partition(
         margin: Partitions within ``(1 + margin)`` of the best measured one count as equally good (the noise of the
             measurements); of those the one with the fewest launches is taken, but none slower than unfused.
         max_measured: Choices to measure at most; the gap that is left then is in the result.
-        limits: Sizes past which covers are found greedily.
         start: Choices to measure before the first cover is solved; good ones let the loop stop sooner.
 
     Raises:
         ValueError: An op could not be measured unfused.
     """
-    return _Guided(problem, prices, limits).run(tolerance, margin, max_measured, start)
+    return _Guided(problem, prices).run(tolerance, margin, max_measured, start)
 
 
 class _Guided:
-    def __init__(self, problem: RegionProblem, prices: Prices, limits: CoverLimits) -> None:
+    def __init__(self, problem: RegionProblem, prices: Prices) -> None:
         self.problem = problem
         self.prices = prices
-        self.limits = limits
         self.bounds = [prices.bound_s(choice) for choice in problem.choices]
         self.times: dict[int, float] = {}
 
@@ -144,7 +138,7 @@ class _Guided:
             cover = self._solve([self.times.get(at, bound) for at, bound in enumerate(self.bounds)])
             bound_s = max(bound_s, cover.bound_s)
             unmeasured = [at for at in cover.chosen if at not in self.times]
-            exact = not unmeasured and cover.optimal
+            exact = not unmeasured
             if not unmeasured or self._best_measured().cost_s * (1 - tolerance) <= bound_s:
                 break
             if max_measured is not None:
@@ -152,10 +146,8 @@ class _Guided:
             if not unmeasured:
                 break
             self._measure(unmeasured)
-        final = solve_cover(
-            cover_problem(self.problem, self._measured_costs()), margin, unfused_s, limits=self.limits
-        )
-        return self._result(final, min(bound_s, final.cost_s), exact and final.optimal, iterations, unfused_s)
+        final = solve_cover(cover_problem(self.problem, self._measured_costs()), margin, unfused_s)
+        return self._result(final, min(bound_s, final.cost_s), exact, iterations, unfused_s)
 
     def _measure(self, numbers: Sequence[int]) -> None:
         choices = [self.problem.choices[at] for at in numbers]
@@ -166,7 +158,7 @@ class _Guided:
             self.times[at] = math.inf if failed else time_s
 
     def _solve(self, costs_s: Sequence[float]) -> Cover:
-        return solve_cover(cover_problem(self.problem, costs_s), break_ties=False, limits=self.limits)
+        return solve_cover(cover_problem(self.problem, costs_s), break_ties=False)
 
     def _measured_costs(self) -> list[float]:
         return [self.times.get(at, math.inf) for at in range(len(self.problem.choices))]

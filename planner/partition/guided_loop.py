@@ -8,12 +8,12 @@ become the cheapest. When the cheapest cover is all measured it is optimal, thou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
-from fuseplan.planner.partition.cover import Cover, CoverProblem, Option, solve_cover
+from fuseplan.planner.partition.cover import CoverProblem, Option, solve_cover
 
 
 class Prices(Protocol):
@@ -98,7 +98,7 @@ def guided_partition(
     tolerance: float = 0.01,
     margin: float = 0.0,
     max_measured: int | None = None,
-    start: Sequence[Choice] = (),
+    start: Collection[Choice] = (),
 ) -> GuidedResult:
     """Find a partition whose measured cost is within ``tolerance`` of the least possible.
 
@@ -114,73 +114,41 @@ def guided_partition(
     Raises:
         ValueError: An op could not be measured unfused.
     """
-    return _Guided(problem, prices).run(tolerance, margin, max_measured, start)
+    choices, ops = problem.choices, len(problem.ops)
+    bounds = [prices.bound_s(choice) for choice in choices]
+    times: dict[int, float] = {}
 
+    def measure(numbers: Sequence[int]) -> None:
+        for at, time_s in zip(numbers, prices.measure_s([choices[at] for at in numbers]), strict=True):
+            if not math.isfinite(time_s) and at < ops:
+                raise ValueError(f"op {choices[at].group.ops[0]} has no unfused time: its measurement failed")
+            times[at] = time_s if math.isfinite(time_s) else math.inf
 
-class _Guided:
-    def __init__(self, problem: RegionProblem, prices: Prices) -> None:
-        self.problem = problem
-        self.prices = prices
-        self.bounds = [prices.bound_s(choice) for choice in problem.choices]
-        self.times: dict[int, float] = {}
+    def measured_costs() -> CoverProblem:
+        return cover_problem(problem, [times.get(at, math.inf) for at in range(len(choices))])
 
-    def run(
-        self, tolerance: float, margin: float, max_measured: int | None, start: Sequence[Choice]
-    ) -> GuidedResult:
-        unfused = range(len(self.problem.ops))
-        first = set(start)
-        others = [at for at, choice in enumerate(self.problem.choices) if at not in unfused and choice in first]
-        self._measure([*unfused, *others])
-        unfused_s = math.fsum(self.times[at] for at in unfused)
-        bound_s, exact, iterations = 0.0, False, 0
-        while True:
-            iterations += 1
-            cover = self._solve([self.times.get(at, bound) for at, bound in enumerate(self.bounds)])
-            bound_s = max(bound_s, cover.bound_s)
-            unmeasured = [at for at in cover.chosen if at not in self.times]
-            exact = not unmeasured
-            if not unmeasured or self._best_measured().cost_s * (1 - tolerance) <= bound_s:
-                break
-            if max_measured is not None:
-                unmeasured = unmeasured[: max(0, max_measured - len(self.times))]
-            if not unmeasured:
-                break
-            self._measure(unmeasured)
-        final = solve_cover(cover_problem(self.problem, self._measured_costs()), margin, unfused_s)
-        return self._result(final, min(bound_s, final.cost_s), exact, iterations, unfused_s)
-
-    def _measure(self, numbers: Sequence[int]) -> None:
-        choices = [self.problem.choices[at] for at in numbers]
-        for at, choice, time_s in zip(numbers, choices, self.prices.measure_s(choices), strict=True):
-            failed = math.isnan(time_s) or math.isinf(time_s)
-            if failed and at < len(self.problem.ops):
-                raise ValueError(f"op {choice.group.ops[0]} has no unfused time: its measurement failed")
-            self.times[at] = math.inf if failed else time_s
-
-    def _solve(self, costs_s: Sequence[float]) -> Cover:
-        return solve_cover(cover_problem(self.problem, costs_s), break_ties=False)
-
-    def _measured_costs(self) -> list[float]:
-        return [self.times.get(at, math.inf) for at in range(len(self.problem.choices))]
-
-    def _best_measured(self) -> Cover:
-        return self._solve(self._measured_costs())
-
-    def _result(
-        self, cover: Cover, bound_s: float, optimal: bool, iterations: int, unfused_s: float
-    ) -> GuidedResult:
-        def priced(at: int) -> Priced:
-            return Priced(self.problem.choices[at], self.times[at], measured=True)
-
-        others = sorted(self.times.keys() - set(cover.chosen), key=lambda at: (self.times[at], at))
-        return GuidedResult(
-            tuple(priced(at) for at in cover.chosen),
-            cover.cost_s,
-            bound_s,
-            optimal,
-            len(self.times),
-            len(self.problem.choices),
-            iterations,
-            unfused_s,
-            tuple(priced(at) for at in others),
-        )
+    wanted = set(start)
+    measure([at for at, choice in enumerate(choices) if at < ops or choice in wanted])
+    unfused_s = math.fsum(times[at] for at in range(ops))
+    bound_s, iterations = 0.0, 0
+    while True:
+        iterations += 1
+        costs = [times.get(at, bound) for at, bound in enumerate(bounds)]
+        cover = solve_cover(cover_problem(problem, costs), break_ties=False)
+        bound_s = max(bound_s, cover.bound_s)
+        unmeasured = [at for at in cover.chosen if at not in times]
+        optimal = not unmeasured
+        if optimal or solve_cover(measured_costs(), break_ties=False).cost_s * (1 - tolerance) <= bound_s:
+            break
+        if max_measured is not None:
+            unmeasured = unmeasured[: max(0, max_measured - len(times))]
+        if not unmeasured:
+            break
+        measure(unmeasured)
+    final = solve_cover(measured_costs(), margin, unfused_s)
+    priced = {at: Priced(choices[at], time_s, measured=True) for at, time_s in times.items()}
+    others = sorted(times.keys() - set(final.chosen), key=lambda at: (times[at], at))
+    return GuidedResult(
+        tuple(priced[at] for at in final.chosen), final.cost_s, min(bound_s, final.cost_s), optimal, len(times),
+        len(choices), iterations, unfused_s, tuple(priced[at] for at in others),
+    )

@@ -74,6 +74,19 @@ class CompileStats:
         return self.from_database + self.from_tuned + self.from_model
 
 
+#: Counts that are mentioned where they are not 0.
+_WORDS = {
+    "library_calls": "ops by a library's call that was faster than ATen's default",
+    "quarantined": "stored plans are unsound and not used; `plan tune` replaces them",
+    "in_place": "results in the memory of operands that were needed no more",
+    "grouped_queries": "attention calls without a copy of keys for every query head",
+    "dropped_masks": "attention calls without their mask, which is constant",
+    "added_masks": "attention calls with numbers for a mask, computed once",
+    "merged_projections": "groups of linear ops as one, on packed weights",
+    "recordings": "CUDA graphs recorded",
+}
+
+
 @dataclass(frozen=True)
 class Stats(CompileStats):
     """Totals over every graph compiled in this process since :func:`reset_stats`; ``compiles`` has each alone."""
@@ -88,22 +101,7 @@ class Stats(CompileStats):
             f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
         ]
         lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
-        if self.library_calls:
-            lines.append(f"{self.library_calls} ops by a library's call that was faster than ATen's default")
-        if self.quarantined:
-            lines.append(f"{self.quarantined} stored plans are unsound and not used; `plan tune` replaces them")
-        if self.in_place:
-            lines.append(f"{self.in_place} results in the memory of operands that were needed no more")
-        if self.grouped_queries:
-            lines.append(f"{self.grouped_queries} attention calls without a copy of keys for every query head")
-        if self.dropped_masks:
-            lines.append(f"{self.dropped_masks} attention calls without their mask, which is constant")
-        if self.added_masks:
-            lines.append(f"{self.added_masks} attention calls with numbers for a mask, computed once")
-        if self.merged_projections:
-            lines.append(f"{self.merged_projections} groups of linear ops as one, on packed weights")
-        if self.recordings:
-            lines.append(f"{self.recordings} CUDA graphs recorded")
+        lines += [f"{getattr(self, name)} {words}" for name, words in _WORDS.items() if getattr(self, name)]
         lines += [f"note: {count} x {reason}" for reason, count in sorted(self.notes.items())]
         return "\n".join(lines)
 
@@ -132,11 +130,10 @@ class Tally:
 
     def fall_back(self, reason: str, source: Source | None = None) -> None:
         """A group runs unfused. ``source`` is given when it had been counted as fused before."""
-        with self._lock:
-            self._counts["unfused"] += 1
-            if source is not None:
-                self._counts[f"from_{source}"] -= 1
-            self._fallbacks[reason] += 1
+        self.count("unfused")
+        if source is not None:
+            self.count(f"from_{source}", -1)
+        self.refuse(reason)
 
     def refuse(self, reason: str) -> None:
         """A whole graph runs unfused."""
@@ -145,9 +142,8 @@ class Tally:
 
     def quarantine(self, reason: str) -> None:
         """A stored plan is not used, since it is unsound."""
-        with self._lock:
-            self._counts["quarantined"] += 1
-            self._fallbacks[reason] += 1
+        self.count("quarantined")
+        self.refuse(reason)
 
     def note(self, reason: str, number: int = 1) -> None:
         """Something that was asked for is not done; the kernels run all the same."""
@@ -183,12 +179,9 @@ def stats() -> Stats:
 def total(compiles: tuple[CompileStats, ...]) -> Stats:
     """Sums over compilations."""
     sums = {name: sum(getattr(one, name) for one in compiles) for name in _COUNTED}
-    reasons: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    for one in compiles:
-        reasons[0].update(one.fallbacks)
-        reasons[1].update(one.notes)
-    fallbacks, notes = (MappingProxyType(dict(found)) for found in reasons)
-    return Stats(compile_id="all", fallbacks=fallbacks, notes=notes, compiles=compiles, **sums)
+    fallbacks = sum((Counter(one.fallbacks) for one in compiles), Counter())
+    notes = sum((Counter(one.notes) for one in compiles), Counter())
+    return Stats("all", fallbacks=MappingProxyType(fallbacks), notes=MappingProxyType(notes), compiles=compiles, **sums)
 
 
 def reset_stats() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
+from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
@@ -50,32 +50,25 @@ def fused_groups(session: Session, planned: Sequence[tuple[str, DataflowGraph, G
 
 def bench_group(
     session: Session, group: BenchGroup, peers: Sequence[str], modes: Sequence[str], seconds: float
-) -> Iterator[BenchRow]:
+) -> list[BenchRow]:
     """Rows of one group in every mode. A contestant that fails gets a row that says why."""
     device, subject = session.target.device_type, group.subject
-    common: dict[str, Any] = {"workload": group.workload, "subject": group.choice.label, "key": group.choice.workload}
+    race = Race(BenchRow, workload=group.workload, subject=group.choice.label, key=group.choice.workload)
     with torch.no_grad():
         inputs = subject.make_inputs(0, device)
         references = subject.reference(*inputs)
         limit = free_bytes(device) // 4
         operands = rotating_operands(inputs, subject.hot_inputs, cache_bytes(session.target.l2_bytes), limit)
-        runs: dict[str, Run] = {}
-        facts: dict[str, dict[str, Any]] = {}
-        for name in (OURS, *peers):
-            start = time.perf_counter()
-            try:
-                run = _contestant(session, group, name, inputs)
-                outputs = run(*inputs)
-            except Exception as error:  # a peer that cannot compile a group must not end the bench
-                note = failure(error)
-                yield from (BenchRow(contestant=name, mode=mode, note=note, **common) for mode in modes)
-                continue
-            runs[name] = run
-            compile_s, own = time.perf_counter() - start, tensors_of(outputs)
+
+        def make(name: str) -> tuple[Run, dict[str, Any]]:
+            run = _contestant(session, group, name, inputs)
+            own = tensors_of(run(*inputs))
             worst = max(errors(one.cpu(), exact.cpu())[0] for one, exact in zip(own, references, strict=True))
-            facts[name] = {"compile_s": compile_s, "error": worst}
-        for mode in modes:
-            yield from mode_rows(timer_for(device, mode), runs, operands, seconds, facts, **common)
+            return run, {"error": worst}
+
+        for name in (OURS, *peers):
+            race.enter(name, partial(make, name))
+        return [row for mode in modes for row in race.rows(timer_for(device, mode), operands, seconds)]
 
 
 def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence[torch.Tensor]) -> Run:
@@ -83,6 +76,4 @@ def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence
     if name == OURS:
         backend = next(backend for backend in session.backends if backend.name == group.choice.implementation)
         return backend.fused_callable(subject.ir, group.choice.config, session.target)
-    if name == EAGER:
-        return subject.eager
-    return inductor_callable(subject.chain, inputs, name == MAX_AUTOTUNE)
+    return subject.eager if name == EAGER else inductor_callable(subject.chain, inputs, name == MAX_AUTOTUNE)

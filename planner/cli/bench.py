@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -37,15 +38,8 @@ class BenchTopic(StrEnum):
     PLANNER = "planner"
 
 
-#: Topics about named patterns.
-_OF_PATTERNS = {
-    BenchTopic.PATTERNS: bench_patterns.patterns, BenchTopic.HEADLINES: bench_patterns.headlines,
-    BenchTopic.LAUNCH: bench_patterns.launch,
-}
-#: Of those, the ones whose plans are made for CUDA graphs where there are any.
-_IN_GRAPHS = (BenchTopic.PATTERNS, BenchTopic.HEADLINES)
-#: Seconds of rounds for one comparison, where it is not one.
-_SECONDS = {BenchTopic.PATTERNS: 0.3, BenchTopic.HEADLINES: 0.5, BenchTopic.LAUNCH: 0.5}
+#: Seconds of rounds for one comparison of topics about named patterns; it is one of the others.
+_OF_PATTERNS = {BenchTopic.PATTERNS: 0.3, BenchTopic.HEADLINES: 0.5, BenchTopic.LAUNCH: 0.5}
 
 
 def bench(
@@ -150,18 +144,28 @@ def bench(
 
     kind = common.device_type(device)
     if regime is None:
-        regime = opt.Regime.GRAPH if topic in _IN_GRAPHS and kind == "cuda" else opt.Regime.EAGER
+        in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.HEADLINES) and kind == "cuda"
+        regime = opt.Regime.GRAPH if in_graphs else opt.Regime.EAGER
     settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
     _check_options(topic, (model, config, module, decode, kv_len, prefill, layers), (pattern, shape, rows, cols, rivals,
                    modes, compile_processes, minutes))
-    without, spend = _left_out(inductor, max_autotune), seconds or _SECONDS.get(topic, 1.0)
+    without, spend = _left_out(inductor, max_autotune), seconds or _OF_PATTERNS.get(topic, 1.0)
     if topic in _OF_PATTERNS:
+        from fuseplan.planner.peers.peers import peer_names
+        from fuseplan.search.tune.tuner import Budget
+        from fuseplan.search.workers.worker import usable_cores
+
+        processes = usable_cores() if kind == "cuda" else 0
         wanted = bench_patterns.Wanted(
-            pattern or (), shape or (), rows, cols, rivals, modes, opt.full_dtype_name(dtype), without, spend,
-            tune, trials, tune_seconds, compile_processes, resume, minutes, out,
+            peer_names(rivals, kind, without), bench_patterns.modes_of(modes, kind), spend,
+            Budget(trials=trials, seconds=tune_seconds) if tune else None,
+            processes if compile_processes is None else compile_processes, resume,
+            math.inf if minutes is None else minutes, out,
         )
-        bench_patterns.check(wanted, kind)
-        _OF_PATTERNS[topic](open_session(kind, db, settings, mode="write" if tune else "inspect"), wanted)
+        full = opt.full_dtype_name(dtype)
+        what = bench_patterns.cells_of(topic.value, pattern or (), shape or (), rows, cols, full)
+        measure = bench_patterns.launch if topic is BenchTopic.LAUNCH else bench_patterns.measure
+        measure(open_session(kind, db, settings, mode="write" if tune else "inspect"), what, wanted)
         return
     session = open_session(kind, db, settings, mode="inspect")
     if topic is BenchTopic.PLANNER:
@@ -176,16 +180,13 @@ def bench(
     launches = ("eager", "graph") if kind == "cuda" else ("eager",)
     parts: dict[str, list[BenchRow]] = {}
     try:
-        if topic in (BenchTopic.ALL, BenchTopic.GROUPS):
-            parts["groups"] = []
-            parts["groups"].extend(_groups(session, source, workloads, peers, launches, spend))
-        if topic in (BenchTopic.ALL, BenchTopic.MODEL):
-            parts["model"] = []
-            parts["model"].extend(_models(session, source, workloads, peers, launches, spend))
+        for part, measured in (("groups", _groups), ("model", _models)):
+            if topic in (BenchTopic.ALL, part):
+                for rows_of_one in measured(session, source, workloads, peers, launches, spend):
+                    parts.setdefault(part, []).extend(rows_of_one)
     finally:  # an interrupted bench keeps what it has measured
-        measured = {part: rows for part, rows in parts.items() if rows}
-        if measured:
-            _publish(session, source.label, measured, out)
+        if parts:
+            _publish(session, source.label, parts, out)
 
 
 def _check_options(topic: BenchTopic, of_model: Sequence[object], of_patterns: Sequence[object]) -> None:
@@ -208,7 +209,7 @@ def _left_out(inductor: bool, max_autotune: bool) -> tuple[str, ...]:
 def _groups(
     session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
     modes: Sequence[str], seconds: float,
-) -> Iterator[BenchRow]:
+) -> Iterator[list[BenchRow]]:
     from fuseplan.planner.bench.groups import bench_group, fused_groups
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.tuning.tune import RegionFailure, noting
@@ -231,13 +232,13 @@ def _groups(
     with common.console(stderr=True).status("measuring") as status:
         for number, group in enumerate(groups, 1):
             status.update(f"group {number} of {len(groups)}: {group.choice.label}")
-            yield from bench_group(session, group, peers, modes, seconds)
+            yield bench_group(session, group, peers, modes, seconds)
 
 
 def _models(
     session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
     modes: Sequence[str], seconds: float,
-) -> Iterator[BenchRow]:
+) -> Iterator[list[BenchRow]]:
     from fuseplan.planner.bench.model import bench_model
     from fuseplan.planner.models.build import build_model
 
@@ -245,7 +246,7 @@ def _models(
         model = build_model(source, session.target.device_type)
         for workload in workloads:
             status.update(f"{source.label}, {workload.label}: compiling and measuring every contestant")
-            yield from bench_model(session, model, workload, peers, modes, seconds)
+            yield bench_model(session, model, workload, peers, modes, seconds)
 
 
 def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out: Path | None) -> None:
@@ -257,7 +258,7 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
         common.print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
-    bench_patterns.write(session, name, frames, words, out)
+    bench_patterns.publish(session, name, frames, words, out)
 
 
 def _planner(session: Session, out: Path | None) -> None:
@@ -270,4 +271,4 @@ def _planner(session: Session, out: Path | None) -> None:
         f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"
         for row in frame.to_dict("records")
     ]
-    bench_patterns.write(session, "planner", {"planner": frame}, words, out)
+    bench_patterns.publish(session, "planner", {"planner": frame}, words, out)

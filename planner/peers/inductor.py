@@ -1,4 +1,4 @@
-"""TorchInductor as a peer: its generated program alone, and many programs compiled beforehand in parallel."""
+"""TorchInductor as a peer: its generated program alone."""
 
 from __future__ import annotations
 
@@ -34,14 +34,11 @@ def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max
         return programs[-1]
 
     options = dict(_MAX_AUTOTUNE) if max_autotune else {}
-    compiled: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
-    whole: Callable[..., Any] = compiled
+    whole: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
     expected = whole(*inputs)
-    if len(programs) != 1:
-        return whole
+    if len(programs) != 1 or not _same(programs[0](list(inputs)), expected):
+        return whole  # the calling convention is not the plain one for this chain
     program = programs[0]
-    if not _same(program(list(inputs)), expected):
-        return whole  # its calling convention is not the plain one for this chain
     return lambda *operands: program(list(operands))
 
 

@@ -1,7 +1,6 @@
 """Liger-Kernel as a peer: its forward kernels by pattern, called below the autograd functions that wrap them.
 
-The forward functions are what those autograd functions call; a training framework pays for the wrapper, an inference
-engine need not. https://github.com/linkedin/Liger-Kernel
+A training framework pays for those wrappers, an inference engine need not. https://github.com/linkedin/Liger-Kernel
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, libra
 #: What the patterns have.
 _RMS_EPSILON, _LAYER_NORM_EPSILON = 1e-6, 1e-5
 
-Builder = Callable[[Case], Contestant]
-
 
 def _forward(module: str, name: str, **fixed: Any) -> Callable[..., Any]:
     """A forward function with those of the ``fixed`` arguments that this version of the library knows."""
@@ -34,20 +31,18 @@ def _picked(*positions: int) -> Callable[[Any, Sequence[torch.Tensor]], list[tor
     return lambda result, operands: [result[position] for position in positions]
 
 
-def _gated(module: str, name: str) -> Builder:
-    return lambda case: Contestant(_forward(module, name), outputs=_picked(2))
+def _called(output: int, module: str, name: str, **fixed: Any) -> Callable[[Case], Contestant]:
+    """A function that takes the pattern's inputs in their order and returns its ``output``."""
+    return lambda case: Contestant(_forward(module, name, **fixed), outputs=_picked(output))
 
 
-def _rms_norm(offset: float, casting_mode: str) -> Builder:
-    return lambda case: Contestant(
-        _forward(
-            "rms_norm", "rms_norm_forward", eps=_RMS_EPSILON, offset=offset, casting_mode=casting_mode, row_mode=None
-        ),
-        outputs=_picked(0),
+def _rms_norm(offset: float, casting_mode: str) -> Callable[[Case], Contestant]:
+    return _called(
+        0, "rms_norm", "rms_norm_forward", eps=_RMS_EPSILON, offset=offset, casting_mode=casting_mode, row_mode=None
     )
 
 
-def _add_rms_norm(offset: float, casting_mode: str) -> Builder:
+def _add_rms_norm(offset: float, casting_mode: str) -> Callable[[Case], Contestant]:
     def build(case: Case) -> Contestant:
         forward = _forward(
             "fused_add_rms_norm", "fused_add_rms_norm_forward", eps=_RMS_EPSILON, offset=offset,
@@ -58,35 +53,26 @@ def _add_rms_norm(offset: float, casting_mode: str) -> Builder:
     return build
 
 
-def _layer_norm(case: Case) -> Contestant:
-    return Contestant(_forward("layer_norm", "layer_norm_forward", eps=_LAYER_NORM_EPSILON), outputs=_picked(0))
-
-
-def _softmax(case: Case) -> Contestant:
-    return Contestant(_forward("softmax", "_softmax_forward"), outputs=_picked(0))
-
-
 def _rope(case: Case) -> Contestant:
     forward = _forward("rope", "rope_forward")
-
-    def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return forward(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-
     return Contestant(
-        run, lambda q, k, cos, sin: (q.clone(), k.clone(), cos, sin), _picked(0, 1), "writes q and k in place",
+        lambda q, k, cos, sin: forward(q.transpose(1, 2), k.transpose(1, 2), cos, sin),
+        lambda q, k, cos, sin: (q.clone(), k.clone(), cos, sin), _picked(0, 1), "writes q and k in place",
         in_place=True,
     )
 
 
 #: By pattern.
 OPS: Mapping[str, LibraryOp] = MappingProxyType({
-    "swiglu": LibraryOp(("gate", "up"), _gated("swiglu", "swiglu_forward")),
-    "geglu_tanh": LibraryOp(("gate", "up"), _gated("geglu", "geglu_forward")),
+    "swiglu": LibraryOp(("gate", "up"), _called(2, "swiglu", "swiglu_forward")),
+    "geglu_tanh": LibraryOp(("gate", "up"), _called(2, "geglu", "geglu_forward")),
     "rms_norm": LibraryOp(("x", "weight"), _rms_norm(0.0, "llama")),
     "rms_norm_gemma": LibraryOp(("x", "weight"), _rms_norm(1.0, "gemma")),
     "add_rms_norm": LibraryOp(("residual", "x", "weight"), _add_rms_norm(0.0, "llama")),
     "add_rms_norm_gemma": LibraryOp(("residual", "x", "weight"), _add_rms_norm(1.0, "gemma")),
-    "layer_norm": LibraryOp(("x", "weight", "bias"), _layer_norm),
-    "softmax": LibraryOp(("x",), _softmax),
+    "layer_norm": LibraryOp(
+        ("x", "weight", "bias"), _called(0, "layer_norm", "layer_norm_forward", eps=_LAYER_NORM_EPSILON)
+    ),
+    "softmax": LibraryOp(("x",), _called(0, "softmax", "_softmax_forward")),
     "rope": LibraryOp(("q", "k", "cos", "sin"), _rope),
 })

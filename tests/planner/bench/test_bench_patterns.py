@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             made: Contestant = make(case)
             return made
 
-        return Peer(name, "", build)
+        return Peer(build)
 
     def joined(case: Case) -> Contestant:
         def overwrite(both: torch.Tensor) -> None:
@@ -56,12 +55,13 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     def absent(case: Case) -> Contestant:
         raise PeerError("it is not installed")
 
-    made = [
-        PEERS[EAGER], peer("joined", joined), peer("wrong", lambda case: Contestant(lambda gate, up: gate * up)),
-        peer("short", lambda case: Contestant(lambda gate, up: _swiglu(gate, up)[:1])),
-        peer("broken", broken), peer("absent", absent), replace(peer("elsewhere", absent), devices=("cuda",)),
-    ]
-    monkeypatch.setattr(patterns, "PEERS", {one.name: one for one in made})
+    makers = {
+        "joined": joined, "wrong": lambda case: Contestant(lambda gate, up: gate * up),
+        "short": lambda case: Contestant(lambda gate, up: _swiglu(gate, up)[:1]), "broken": broken, "absent": absent,
+    }
+    peers = {name: peer(name, make) for name, make in makers.items()}
+    elsewhere = Peer(absent, devices=("cuda",))
+    monkeypatch.setattr(patterns, "PEERS", {EAGER: PEERS[EAGER], **peers, "elsewhere": elsewhere})
     yield built
 
 
@@ -108,7 +108,7 @@ def test_a_cell_that_cannot_be_made_leaves_the_others_in_the_bench(
     def fail(*_: Any) -> None:
         raise MemoryError("64 GiB are too many")
 
-    monkeypatch.setattr(patterns, "make_inputs", fail)
+    monkeypatch.setattr(patterns, "plan_case", fail)
     (only,) = PatternBench(session, (EAGER,), ("eager",), 0.0).rows(cell("swiglu", "3x8", "float32"))
     assert (only.contestant, only.median_us, only.note) == (OURS, None, "MemoryError: 64 GiB are too many")
     assert only.key == "swiglu 3x8 float32"

@@ -21,9 +21,8 @@ from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers import flashinfer, liger
-from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, make_case
 from fuseplan.planner.peers.inductor import _same, without_chatter
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, fused, peer_names
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.search.timing.verify import errors
@@ -38,15 +37,11 @@ SHAPES = {
 
 def case_of(name: str, shape: str, dtype: str = "float32") -> Case:
     """A case on the CPU whose plan is one kernel of everything."""
-    one = cell(name, shape, dtype)
-    traced, specs = trace_cell(one, "cpu")
-    graph = traced.graph
     backend = backends_for("cpu")[0]
+    case = make_case(cell(name, shape, dtype), local_target("cpu"), (backend,))
+    graph = case.traced.graph
     ops = tuple(node.name for node in graph if kind_of(node, graph.specs) == "compute")
-    return Case(
-        name, one.shape, dtype, traced, tuple(specs), make_inputs(traced, specs, "cpu"),
-        (GroupPlan(ops, backend, {}, "model"),), local_target("cpu"), (backend,),
-    )
+    return replace(case, groups=(GroupPlan(ops, backend, {}, "model"),))
 
 
 def results(case: Case, contestant: Contestant) -> list[torch.Tensor]:

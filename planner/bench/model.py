@@ -88,7 +88,7 @@ class ForwardTimer(Timer):
 
     def _time(self, go: Callable[[], object], calls: int) -> float:
         """Microseconds per call, until the device is done."""
-        synchronise = torch.cuda.synchronize if self.device_type == "cuda" else lambda: None
+        synchronise: Callable[[], Any] = torch.cuda.synchronize if self.device_type == "cuda" else lambda: None
         synchronise()
         start = time.perf_counter()
         for _ in range(calls):

@@ -68,7 +68,7 @@ class PatternBench:
 
     def rows(self, cell: Cell) -> list[PatternRow]:
         """Rows of one cell in every mode; a contestant that fails gets rows that say why."""
-        common = {"workload": cell.size, "subject": cell.pattern, "key": cell.key, "dtype": cell.dtype}
+        common: dict[str, Any] = {"workload": cell.size, "subject": cell.pattern, "key": cell.key, "dtype": cell.dtype}
         try:
             with torch.no_grad():
                 return self._rows(cell, common)

@@ -36,13 +36,14 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
              *(name for name in present if name not in (OURS, OURS_IN_PLACE, COPY))]
     rows = []
     for (subject, workload, mode, key), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
-        times = part.set_index("contestant")["median_us"]
+        times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
+        known = {name: time_us for name, time_us in times.items() if time_us > 0}
         copy_us = copies.get(key) if mode == "graph" else times.get(COPY)
         in_place = set(part.loc[part["in_place"].eq(True), "contestant"])
         rows.append({
             "pattern": subject, "shape": workload, "mode": mode, **{f"{name}_us": times.get(name) for name in names},
             "predicted_us": part.loc[part["contestant"] == OURS, "predicted_us"].max(),
-            **_standing(times[times > 0].to_dict(), copy_us, in_place, float(part["bytes"].max())),
+            **_standing(known, copy_us, in_place, float(part["bytes"].max())),
         })
     return pd.DataFrame(rows)
 

@@ -34,7 +34,8 @@ def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max
         return programs[-1]
 
     options = dict(_MAX_AUTOTUNE) if max_autotune else {}
-    whole: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
+    compiled: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
+    whole: Callable[..., Any] = compiled
     expected = whole(*inputs)
     if len(programs) != 1 or not _same(programs[0](list(inputs)), expected):
         return whole  # the calling convention is not the plain one for this chain

@@ -59,15 +59,14 @@ def partition_svg(region: RegionSummary, plan: PlanRecord) -> str:
         for reader in (number for number, ops in enumerate(members) if after in ops):
             # A value that is computed in the reader's own cluster comes from there.
             edges += [((maker, before), (reader, after)) for maker in ([reader] if reader in makers else makers[:1])]
-    inside = []
+    inside, sizes = [], {}
     for number, ops in enumerate(members):
-        own = {(a[1], b[1]) for a, b in edges if a[0] == b[0] == number}
-        inside.append(_placed(dict.fromkeys(ops, (_CHIP_W, _CHIP_H)), own, _GAP))
-    sizes = {}
-    for number, chips in enumerate(inside):
+        own = [(a[1], b[1]) for a, b in edges if a[0] == b[0] == number]
+        chips = _placed(dict.fromkeys(ops, (_CHIP_W, _CHIP_H)), own, _GAP)
         width, height = _extent(chips.values())
+        inside.append(chips)
         sizes[number] = (max(width, _CHIP_W) + 2 * _PAD, height + _HEAD + 2 * _PAD)
-    outer = _placed(sizes, {(a[0], b[0]) for a, b in edges if a[0] != b[0]}, _SPACE, _MARGIN)
+    outer = _placed(sizes, [(a[0], b[0]) for a, b in edges if a[0] != b[0]], _SPACE, _MARGIN)
     placed = {
         (number, op): box._replace(x=box.x + outer[number].x + _PAD, y=box.y + outer[number].y + _PAD + _HEAD)
         for number, chips in enumerate(inside) for op, box in chips.items()
@@ -132,10 +131,8 @@ def _members(region: RegionSummary, groups: Sequence[tuple[int, ...]]) -> list[l
         if any(op in ops for ops in members):
             continue
         readers = [after for before, after in region.edges if before == op]
-        home = next((ops for reader in readers for ops in members if reader in ops), None)
-        if home is None:
-            makers = [before for before, after in region.edges if after == op]
-            home = next((ops for maker in makers for ops in members if maker in ops), None)
-        if home is not None:
+        makers = [before for before, after in region.edges if after == op]
+        homes = (ops for neighbour in (*readers, *makers) for ops in members if neighbour in ops)
+        if (home := next(homes, None)) is not None:
             home.append(op)
     return [sorted(ops) for ops in members]

@@ -10,7 +10,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from fuseplan.planner.report import frames
-from fuseplan.planner.report.accuracy import accuracy_points, accuracy_text
+from fuseplan.planner.report.accuracy import accuracy_pairs, accuracy_text
 from fuseplan.planner.report.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter_plot
@@ -50,28 +50,31 @@ def html_report(data: ReportData) -> str:
 
 def _cards(data: ReportData, groups: pd.DataFrame, coverage: pd.DataFrame) -> list[tuple[str, str]]:
     """Headline numbers: (number, what it is)."""
-    plans = list(data.decided().values())
+    plans = data.decided().values()
     fused = int((groups["answer"] == "fuse").sum())
     speedup = frames.geometric_mean(groups["speedup"].dropna())
-    cards = [(f"{speedup:.2f}×" if not math.isnan(speedup) else "–", "geometric mean over unfused, all groups")]
-    cards.append((f"{fused} of {len(groups)}", "distinct groups where fusing pays"))
+    cards = [
+        ("–" if math.isnan(speedup) else f"{speedup:.2f}×", "geometric mean over unfused, all groups"),
+        (f"{fused} of {len(groups)}", "distinct groups where fusing pays"),
+    ]
     if len(coverage):
-        share = coverage["fused"].sum() / max(1, coverage["fusable"].sum())
-        cards.append((f"{share:.0%}", "of the fusable ops run fused"))
-        before, after = coverage["launches_unfused"].sum(), coverage["launches"].sum()
-        cards.append((f"{before:,} → {after:,}", "kernel launches besides library calls"))
+        sums = coverage[["fused", "fusable", "launches_unfused", "launches"]].sum()
+        cards += [
+            (f"{sums['fused'] / max(1, sums['fusable']):.0%}", "of the fusable ops run fused"),
+            (f"{sums['launches_unfused']:,} → {sums['launches']:,}", "kernel launches besides library calls"),
+        ]
     measured, enumerated = sum(plan.measured for plan in plans), sum(plan.enumerated for plan in plans)
-    cards.append((f"{measured:,} of {enumerated:,}", "candidate groups measured"))
-    return cards
+    return [*cards, (f"{measured:,} of {enumerated:,}", "candidate groups measured")]
 
 
 def _bars(groups: pd.DataFrame) -> list[dict[str, Any]]:
     """Groups, those that fusing helps most first, with lengths of bars in percent of the longer of the two."""
     timed = groups[groups["unfused_us"].notna()].sort_values("speedup", ascending=False, kind="stable")
-    longest = timed[["unfused_us", "fused_us"]].max(axis=1)
-    shares = {name: 100 * timed[f"{name}_us"] / longest for name in ("fused", "unfused")}
-    bars = timed.assign(fused_share=shares["fused"], unfused_share=shares["unfused"]).astype(object)
-    return [dict(zip(map(str, bars), row, strict=True)) for row in bars.where(bars.notna(), None).to_numpy()]
+    shares = timed[["fused_us", "unfused_us"]].astype(float)
+    shares = 100 * shares.div(shares.max(axis=1), axis=0)
+    bars = timed.assign(fused_share=shares["fused_us"], unfused_share=shares["unfused_us"]).astype(object)
+    found: list[dict[str, Any]] = bars.where(bars.notna(), None).to_dict("records")
+    return found
 
 
 def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:
@@ -81,10 +84,9 @@ def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:
     if data.spec is not None and any(record.work.total_flops > 0 for record in records):
         caption = "Every tuned group under the roofs measured on this device; an arrow up would be a faster kernel."
         plots.append(("Roofline", caption, Markup(roofline_plot(data.spec, records))))
-    points = accuracy_points(data)
-    if points:
+    if pairs := accuracy_pairs(data):
         caption = "On the diagonal the model is right; the band is ±25 %."
-        plots.append(("Predicted and measured", caption, Markup(scatter_plot(points))))
+        plots.append(("Predicted and measured", caption, Markup(scatter_plot(pairs))))
     if data.spec is not None:
         caption = f"Measured {data.spec.measured_at[:10]}; the steps are cache levels."
         plots.append(("Memory bandwidth", caption, Markup(bandwidth_plot(data.spec))))
@@ -95,10 +97,9 @@ def _drawings(data: ReportData) -> list[dict[str, Any]]:
     """One drawing per distinct region, the most expensive in a pass over its workload first."""
     first: dict[str, tuple[RegionSummary, PlanRecord, list[str]]] = {}
     for workload, region, plan in data.planned():
-        if workload is None or region is None:
-            continue
-        _, _, where = first.setdefault(plan.key.workload, (region, plan, []))
-        where.append(f"{region.occurrences} × {data.name_of(workload)}")
+        if workload is not None and region is not None:
+            _, _, where = first.setdefault(plan.key.workload, (region, plan, []))
+            where.append(f"{region.occurrences} × {data.name_of(workload)}")
     costly = sorted(first.values(), key=lambda found: -found[0].occurrences * found[1].unfused_us)
     return [_drawing(region, plan, ", ".join(where)) for region, plan, where in costly[:_MAX_DRAWINGS]]
 
@@ -113,11 +114,11 @@ def _drawing(region: RegionSummary, plan: PlanRecord, where: str) -> dict[str, A
         "where": where,
         "svg": Markup(partition_svg(region, plan)),
         "groups": [
-            {"name": group_name(number), "class": group_class(plan, number), "text": group_text(group)}
+            {"name": group_name(number), "class": group_class(plan, number), "text": _group_text(group)}
             for number, group in enumerate(plan.groups)
         ],
         "rejected": [
-            {"label": one.label, "reason": one.reason, "time": _alternative_time(one.predicted_us, one.measured_us)}
+            {"label": one.label, "reason": one.reason, "time": _time_text(one.predicted_us, one.measured_us)}
             for one in plan.rejected
         ],
         "outcome": (
@@ -127,14 +128,14 @@ def _drawing(region: RegionSummary, plan: PlanRecord, where: str) -> dict[str, A
     }
 
 
-def group_text(group: GroupChoice) -> str:
+def _group_text(group: GroupChoice) -> str:
     """A group in a few words: how it runs, and how long that takes."""
-    how = frames.how_it_runs(group)
-    time = f"{group.measured_us:.2f} us measured" if group.measured_us is not None else "not measured"
-    return f"{group.label}: {how}, {time}, {group.predicted_us:.2f} us predicted"
+    config = f" ({frames.config_text(group.config)})" if group.is_kernel else ""
+    time = _time_text(None, group.measured_us) or "not measured"
+    return f"{group.label}: {frames.how_it_runs(group)}{config}, {time}, {group.predicted_us:.2f} us predicted"
 
 
-def _alternative_time(predicted_us: float | None, measured_us: float | None) -> str:
+def _time_text(predicted_us: float | None, measured_us: float | None) -> str:
     if measured_us is not None:
         return f"{measured_us:.2f} us measured"
     return f"{predicted_us:.2f} us predicted" if predicted_us is not None else ""

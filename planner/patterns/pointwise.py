@@ -26,20 +26,17 @@ def _pointwise_chain(x: Tensor) -> Tensor:
     return torch.sqrt(torch.abs(torch.neg(torch.exp(torch.tanh(torch.sigmoid(x)))))) * 0.5
 
 
-def pointwise_patterns() -> dict[str, Pattern]:
-    chain = ("any", "1024x1024", (1, 2, 3))
-    return {
-        "swiglu": Pattern(swiglu, GATED, *OVER_ROWS, "silu(gate) * up"),
-        "geglu": Pattern(lambda gate, up: F.gelu(gate) * up, GATED, *OVER_ROWS, "gelu(gate) * up, with erf"),
-        "geglu_tanh": Pattern(
-            lambda gate, up: F.gelu(gate, approximate="tanh") * up, GATED, *OVER_ROWS, "gelu(gate) * up, with tanh"
-        ),
-        "soft_cap": Pattern(lambda x: soft_capped(x, 30.0), rows("x"), *OVER_ROWS, "30 * tanh(x / 30)"),
-        "pointwise_chain": Pattern(
-            _pointwise_chain, rows("x"), *chain, "11 pointwise ops in a row", dtype="float32"
-        ),
-        "sin_chain": Pattern(
-            lambda x: torch.sin((x + 1.0) * 2.0), rows("x"), "any", "10000000", (1, 2, 3), "sin((x + 1) * 2)",
-            dtype="float32",
-        ),
-    }
+_CHAIN = ("any", "1024x1024", (1, 2, 3))
+POINTWISE_PATTERNS = {
+    "swiglu": Pattern(swiglu, GATED, *OVER_ROWS, "silu(gate) * up"),
+    "geglu": Pattern(lambda gate, up: F.gelu(gate) * up, GATED, *OVER_ROWS, "gelu(gate) * up, with erf"),
+    "geglu_tanh": Pattern(
+        lambda gate, up: F.gelu(gate, approximate="tanh") * up, GATED, *OVER_ROWS, "gelu(gate) * up, with tanh"
+    ),
+    "soft_cap": Pattern(lambda x: soft_capped(x, 30.0), rows("x"), *OVER_ROWS, "30 * tanh(x / 30)"),
+    "pointwise_chain": Pattern(_pointwise_chain, rows("x"), *_CHAIN, "11 pointwise ops in a row", dtype="float32"),
+    "sin_chain": Pattern(
+        lambda x: torch.sin((x + 1.0) * 2.0), rows("x"), "any", "10000000", (1, 2, 3), "sin((x + 1) * 2)",
+        dtype="float32",
+    ),
+}

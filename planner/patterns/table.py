@@ -13,7 +13,7 @@ case for any of them. Each family has a module of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -29,22 +29,18 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.size_text import read_size
-from fuseplan.planner.patterns.norm import norm_patterns
+from fuseplan.planner.patterns.norm import NORM_PATTERNS
 from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs
-from fuseplan.planner.patterns.pointwise import pointwise_patterns
+from fuseplan.planner.patterns.pointwise import POINTWISE_PATTERNS
 from fuseplan.planner.patterns.quantisation import quantisation_patterns
-from fuseplan.planner.patterns.rope import rope_patterns
-from fuseplan.planner.patterns.softmax import softmax_patterns
+from fuseplan.planner.patterns.rope import ROPE_PATTERNS
+from fuseplan.planner.patterns.softmax import SOFTMAX_PATTERNS
 
 #: What activations may be.
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: Every named pattern.
 PATTERNS: Mapping[str, Pattern] = MappingProxyType({
-    **pointwise_patterns(),
-    **norm_patterns(),
-    **rope_patterns(),
-    **softmax_patterns(),
-    **quantisation_patterns(),
+    **POINTWISE_PATTERNS, **NORM_PATTERNS, **ROPE_PATTERNS, **SOFTMAX_PATTERNS, **quantisation_patterns(),
 })
 
 
@@ -91,10 +87,8 @@ def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -
 def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, Specs]:
     """A named pattern at one shape: the graph, and the layout of each of its inputs.
 
-    ``shape`` is sizes, or their text; ``dtype`` is that of its activations, by default the pattern's own.
-
-    Raises:
-        UnknownPatternError, ShapeError: As :func:`inputs_of`.
+    ``shape`` is sizes, or their text; ``dtype`` is that of its activations, by default the pattern's own. Raises what
+    :func:`inputs_of` does.
     """
     _, dtype, specs = inputs_of(name, shape, dtype)
     found = PATTERNS[name]
@@ -103,12 +97,12 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
         fakes = [torch.empty(one.shape, dtype=torch_dtype(one.dtype)) for one in specs.values()]
     with mode:
         traced = normalise(make_fx(lambda *tensors: compute(*tensors), pre_dispatch=True)(*fakes)).graph
-    names = {**dict(zip(traced.inputs, specs, strict=True)), **dict(zip(traced.outputs, found.outputs, strict=True))}
-    nodes = (
-        replace(node, inputs=tuple(names.get(one, one) for one in node.inputs),
-                outputs=tuple(names.get(one, one) for one in node.outputs))
-        for node in traced
-    )
+    names = dict(zip((*traced.inputs, *traced.outputs), (*specs, *found.outputs), strict=True))
+
+    def named(values: Iterable[str]) -> tuple[str, ...]:
+        return tuple(names.get(value, value) for value in values)
+
+    nodes = [replace(node, inputs=named(node.inputs), outputs=named(node.outputs)) for node in traced]
     return SubGraph(tuple(nodes), tuple(specs), found.outputs), specs
 
 

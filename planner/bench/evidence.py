@@ -8,7 +8,9 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -58,35 +60,25 @@ def quietness(facts: Mapping[str, Any]) -> list[str]:
     return [f"the machine was busy (load average {load} on {cores} cores): times on the CPU are not to be trusted"]
 
 
-_PACKAGES = ("fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python")
-
-
 def versions(device_type: str) -> dict[str, str]:
     """Software that matters to the times."""
-    import importlib.metadata
-
     import torch
 
     found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if device_type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-    return found
+    for package in ("fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | ({"cuda": str(torch.version.cuda)} if device_type == "cuda" else {})
 
 
 def commit(folder: Path) -> str:
     """``git describe`` of the source tree, empty where there is none."""
+    command = ["git", "describe", "--always", "--dirty", "--tags"]
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--tags"], cwd=folder, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.strip()
 
 
 def write_results(
@@ -99,16 +91,13 @@ def write_results(
     by side, or its raw rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for part, frame in frames.items():
-        written.append(folder / f"{name}-{part}.csv")
-        frame.to_csv(written[-1], index=False)
     together = "-".join((name, *frames))
-    written.append(folder / f"{together}.md")
-    written[-1].write_text(_markdown(name, {**frames, **(tables or {})}, facts, words), encoding="utf-8")
-    written.append(folder / f"{together}.json")
-    written[-1].write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return written
+    texts = {f"{name}-{part}.csv": frame.to_csv(index=False) for part, frame in frames.items()}
+    texts[f"{together}.md"] = _markdown(name, {**frames, **(tables or {})}, facts, words)
+    texts[f"{together}.json"] = json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    return [folder / file for file in texts]
 
 
 def _markdown(name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str]) -> str:

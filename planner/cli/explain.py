@@ -1,13 +1,14 @@
-"""``plan explain``: the plan of a model in words."""
+"""``plan explain`` and ``plan patterns``: the plan of a model in words, and the patterns that have names."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from fuseplan.planner.cli import source as opt
-from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_text
+from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_frame, print_text
 
 
 def explain(
@@ -16,9 +17,7 @@ def explain(
     module: opt.ModuleOption = None,
     pattern: opt.PatternOption = None,
     shape: opt.ShapeOption = None,
-    workload: Annotated[
-        str | None, typer.Option("--workload", metavar="TEXT", help="Only workloads whose name contains this.")
-    ] = None,
+    workload: Annotated[str | None, Option(metavar="TEXT", help="Only workloads whose name contains this.")] = None,
     decode: opt.DecodeOption = None,
     kv_len: opt.KvLenOption = None,
     prefill: opt.PrefillOption = None,
@@ -27,7 +26,7 @@ def explain(
     pack_weights: opt.PackWeightsOption = False,
     numerics: opt.NumericsOption = opt.Numerics.FP32,
     regime: opt.RegimeOption = opt.Regime.EAGER,
-    source: Annotated[bool, typer.Option("--source", help="Also print the generated code of each group.")] = False,
+    source: Annotated[bool, Option("--source", help="Also print the generated code of each group.")] = False,
     device: DeviceOption = Device.AUTO,
     db: DbOption = None,
 ) -> None:
@@ -59,3 +58,16 @@ def explain(
             for label, text in words.sources(session, graph, plan):
                 print_text(f"\n// ---- {label}\n{text}")
         typer.echo("")
+
+
+def patterns() -> None:
+    """List the named patterns: small graphs that inference engines fuse by hand.
+
+    Any of them can be tuned, explained and measured: plan tune --pattern swiglu --shape 32x4096.
+    """
+    import pandas as pd
+
+    from fuseplan.planner.patterns.table import PATTERNS
+
+    rows = [(name, found.summary, found.dims, found.example) for name, found in sorted(PATTERNS.items())]
+    print_frame(pd.DataFrame(rows, columns=["pattern", "computes", "--shape is", "such as"]))

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_frame, print_text, write_text
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from fuseplan.planner.report.frames import ReportData
 
 
@@ -38,21 +41,17 @@ _SHOWN = [
 
 
 def report(
-    topic: Annotated[
-        ReportTopic, typer.Argument(help="groups: fused against unfused. accuracy: predicted against measured times.")
-    ] = ReportTopic.GROUPS,
-    model: Annotated[str | None, typer.Option(help="Only what was tuned for this model.")] = None,
-    style: Annotated[
-        Format, typer.Option("--format", help="html writes one self-contained page (fuseplan-report.html).")
-    ] = Format.TABLE,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file.")] = None,
+    topic: Annotated[ReportTopic, Argument(
+        help="groups: fused against unfused. accuracy: predicted against measured times.",
+    )] = ReportTopic.GROUPS,
+    model: Annotated[str | None, Option(help="Only what was tuned for this model.")] = None,
+    style: Annotated[Format, Option(
+        "--format", help="html writes one self-contained page (fuseplan-report.html).",
+    )] = Format.TABLE,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write to a file.")] = None,
     device: DeviceOption = Device.AUTO,
-    device_key: Annotated[
-        str | None, typer.Option("--device-key", help="Report another device's records (`plan db ls` lists them).")
-    ] = None,
-    regime: Annotated[
-        str | None, typer.Option(help="Only what was tuned for this regime: eager or graph.")
-    ] = None,
+    device_key: Annotated[str | None, Option(help="Report another device's records (`plan db ls` lists them).")] = None,
+    regime: Annotated[str | None, Option(help="Only what was tuned for this regime: eager or graph.")] = None,
     db: DbOption = None,
 ) -> None:
     """Report fused against unfused times of everything that was tuned; nothing is measured."""
@@ -102,12 +101,10 @@ def load(
 
 
 def _print(data: ReportData, topic: ReportTopic) -> None:
-    from fuseplan.planner.report import frames
-    from fuseplan.planner.report.accuracy import accuracy_table, accuracy_tables, accuracy_text
+    from fuseplan.planner.report import accuracy, frames
 
     if topic is ReportTopic.ACCURACY:
-        print_frame(accuracy_table(data), title="Predicted against measured", digits=3)
-        for title, frame in accuracy_tables(data):
+        for title, frame in _accuracy(data):
             print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
     else:
         groups = frames.group_frame(data)
@@ -119,21 +116,26 @@ def _print(data: ReportData, topic: ReportTopic) -> None:
         if data.misses:
             print_frame(frames.miss_frame(data).drop(columns=["key"]), title="Look-ups without a plan")
         typer.echo(frames.headline(groups))
-    for line in accuracy_text(data):
+    for line in accuracy.accuracy_text(data):
         print_text(line)
 
 
-def _text(data: ReportData, topic: ReportTopic, style: Format) -> str:
-    from fuseplan.planner.report import frames
-    from fuseplan.planner.report.accuracy import accuracy_samples, accuracy_table, accuracy_tables, accuracy_text
+def _accuracy(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
+    from fuseplan.planner.report import accuracy
 
+    return [("Predicted against measured", accuracy.accuracy_table(data)), *accuracy.accuracy_tables(data)]
+
+
+def _text(data: ReportData, topic: ReportTopic, style: Format) -> str:
+    from fuseplan.planner.report import accuracy, frames
+
+    is_accuracy = topic is ReportTopic.ACCURACY
     if style is Format.CSV:
-        frame = accuracy_samples(data) if topic is ReportTopic.ACCURACY else frames.group_frame(data)
+        frame = accuracy.accuracy_samples(data) if is_accuracy else frames.group_frame(data)
         return str(frame.to_csv(index=False))
-    if topic is ReportTopic.ACCURACY:
-        parts = [("Predicted against measured", accuracy_table(data)), *accuracy_tables(data)]
-    else:
-        parts = [("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data))]
-        parts += [("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data))]
+    parts = _accuracy(data) if is_accuracy else [
+        ("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data)),
+        ("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data)),
+    ]
     tables = [f"## {title}\n\n{frames.markdown_table(frame)}" for title, frame in parts if len(frame)]
-    return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy_text(data), ""])
+    return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy.accuracy_text(data), ""])

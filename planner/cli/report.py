@@ -81,7 +81,7 @@ def load(
     """The stored and the shipped data of this machine's device, or of the one that ``device_key`` names."""
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.errors import PlanError
-    from fuseplan.planner.models.presets import ALIASES
+    from fuseplan.planner.models.sources import ALIASES
     from fuseplan.planner.report.frames import load_report
     from fuseplan.planner.tuning.session import stored_spec
     from fuseplan.search.store.database import Database

@@ -8,7 +8,7 @@ from itertools import product
 from types import MappingProxyType
 
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
-from fuseplan.planner.models.size_text import read_size
+from fuseplan.planner.models.workload import read_size
 from fuseplan.planner.patterns.table import PATTERNS, inputs_of
 
 #: Rows of every sweep: decode of one sequence to a long prefill.

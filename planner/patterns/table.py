@@ -28,7 +28,7 @@ from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.models.size_text import read_size
+from fuseplan.planner.models.workload import read_size
 from fuseplan.planner.patterns.norm import NORM_PATTERNS
 from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs
 from fuseplan.planner.patterns.pointwise import POINTWISE_PATTERNS

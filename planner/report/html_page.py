@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -67,14 +67,13 @@ def _cards(data: ReportData, groups: pd.DataFrame, coverage: pd.DataFrame) -> li
     return [*cards, (f"{measured:,} of {enumerated:,}", "candidate groups measured")]
 
 
-def _bars(groups: pd.DataFrame) -> list[dict[str, Any]]:
+def _bars(groups: pd.DataFrame) -> list[dict[Hashable, Any]]:
     """Groups, those that fusing helps most first, with lengths of bars in percent of the longer of the two."""
     timed = groups[groups["unfused_us"].notna()].sort_values("speedup", ascending=False, kind="stable")
     shares = timed[["fused_us", "unfused_us"]].astype(float)
     shares = 100 * shares.div(shares.max(axis=1), axis=0)
     bars = timed.assign(fused_share=shares["fused_us"], unfused_share=shares["unfused_us"]).astype(object)
-    found: list[dict[str, Any]] = bars.where(bars.notna(), None).to_dict("records")
-    return found
+    return bars.where(bars.notna(), None).to_dict("records")
 
 
 def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:

@@ -20,7 +20,7 @@ from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.implementations.subject import random_tensor
+from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case, trace_cell
 from fuseplan.planner.peers.peers import fused
@@ -125,24 +125,15 @@ def bench_launch(session: Session, cells: Sequence[Cell], seconds: float) -> lis
 def _callables(case: Case) -> Iterator[tuple[str, str, Callable[[], Call]]]:
     """Each kind of call, and what makes it."""
     group = max(case.groups, key=lambda one: len(one.ops))
-    lowered = case.kernel(group.ops)
-    graph, device = case.traced.graph, case.target.device_type
-    given = dict(zip(graph.inputs, case.inputs, strict=True))
-    generator = torch.Generator(device).manual_seed(0)
-    # A group in the middle of a pattern reads what others produced.
-    inputs = [
-        given[name] if name in given else random_tensor(graph.specs[name], generator) for name in lowered.inputs
-    ]
-    outputs = [
-        torch.empty_strided(one.shape, one.strides, dtype=getattr(torch, one.dtype), device=device)
-        for one in lowered.ir.bind({}).outputs
-    ]
-    kernel = (lowered.ir, group.config, case.target)
+    device = case.target.device_type
+    subject = group_subject(case.traced.graph, group.ops, case.cell.key, case.numerics, device)
+    inputs, outputs = subject.make_inputs(0, device), subject.allocate_outputs(device)
+    kernel = (subject.ir, group.config, case.target)
     yield GROUP, "allocated", lambda: partial(group.backend.fused_callable(*kernel), *inputs)
     yield GROUP, "given", lambda: partial(group.backend.load(*kernel), *inputs, *outputs)
     yield PLAN, "allocated", lambda: partial(fused(case, case.groups).run, *case.inputs)
     if device == "cuda":
-        yield TRITON, "given", lambda: _triton_launcher(case, group, lowered.ir, [*inputs, *outputs])
+        yield TRITON, "given", lambda: _triton_launcher(case, group, subject.ir, [*inputs, *outputs])
     x, y = torch.zeros(2, 8, dtype=getattr(torch, case.cell.dtype), device=device)
     yield ADD, "allocated", lambda: lambda: torch.add(x, x)
     yield ADD, "given", lambda: lambda: torch.add(x, x, out=y)
@@ -187,11 +178,8 @@ def _timed(calls: Mapping[Name, Call], seconds: float, device: str) -> list[Laun
                     statements[name] += seen - before
     finally:
         event.remove(Engine, "before_cursor_execute", count)
-    rows = []
-    for name, own in samples.items():
-        low, high = np.quantile(own, (0.2, 0.8))
-        rows.append(LaunchRow(*name, statistics.median(own), float(low), float(high), statements[name]))
-    return rows
+    found = {name: np.quantile(own, (0.5, 0.2, 0.8)).tolist() for name, own in samples.items()}
+    return [LaunchRow(*name, *times_us, statements[name]) for name, times_us in found.items()]
 
 
 def _sample_us(call: Call, device: str) -> float:

@@ -18,7 +18,7 @@ from fuseplan.planner.dispatch_stats import reset_stats, stats
 from fuseplan.planner.models.build import Model
 from fuseplan.planner.models.examples import rewind
 from fuseplan.planner.models.workload import Workload
-from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
+from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.inductor import without_chatter
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
@@ -136,10 +136,8 @@ def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:
             "regime": session.settings.regime,
         }
         return torch.compile(model.module, backend="fuseplan", dynamic=False, options=options)
-    if name == INDUCTOR:
-        return torch.compile(model.module, dynamic=False)
-    choices = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "autotune_num_choices_displayed": 0}
-    return torch.compile(model.module, dynamic=False, options=choices)
+    options = dict(torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if name == MAX_AUTOTUNE else {})
+    return torch.compile(model.module, dynamic=False, options=options | {"autotune_num_choices_displayed": 0})
 
 
 def first_tensor(output: Any) -> torch.Tensor:

@@ -98,10 +98,8 @@ def bench_lookup(session: Session, cell: Cell) -> LookupRow:
 def bench_launch(session: Session, cells: Sequence[Cell], seconds: float) -> list[LaunchRow]:
     """Time the calls of each cell's largest fused group and of what it is compared with, all in interleaved rounds.
 
-    Nothing else should be running, since what runs beside a call slows it. ``seconds`` are for each cell.
-
-    Raises:
-        PlanError: A cell's plan fuses nothing.
+    Nothing else should be running, since what runs beside a call slows it. ``seconds`` are for each cell. A cell whose
+    plan fuses nothing is a :class:`PlanError`.
     """
     calls: dict[Name, Call] = {}
     failed: list[LaunchRow] = []

@@ -151,11 +151,7 @@ class _Judge:
         self.allowed = max(_WRONG * self.error(eager), rounding)
 
     def error(self, contestant: Contestant) -> float:
-        """Largest normwise relative error over the outputs.
-
-        Raises:
-            PeerError: An output is missing, or has another shape.
-        """
+        """Largest normwise relative error over the outputs; PeerError where one is missing, or has another shape."""
         operands = contestant.operands(self._inputs)
         outputs = contestant.outputs(contestant.run(*operands), operands)
         shapes = [tuple(one.shape) for one in outputs]
@@ -175,10 +171,8 @@ def copy_of(moved_bytes: float, device: str) -> Contestant:
 class RowLog:
     """Rows of a bench in a CSV file that is complete after every cell, so that an interrupted bench keeps them.
 
-    With ``resume`` it goes on with the rows that are there; otherwise they are replaced.
-
-    Raises:
-        ConfigError: The file's columns are not those of this version.
+    With ``resume`` it goes on with the rows that are there, if their columns are those of this version; otherwise they
+    are replaced.
     """
 
     def __init__(self, path: Path, resume: bool = False) -> None:

@@ -178,7 +178,7 @@ def _groups(
     session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
     modes: Sequence[str], seconds: float,
 ) -> Iterator[list[BenchRow]]:
-    from fuseplan.planner.bench.groups import bench_group, fused_groups
+    from fuseplan.planner.bench.model import bench_group, fused_groups
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.tuning.tune import RegionFailure, noting
 
@@ -230,7 +230,7 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
 
 
 def _planner(session: Session, out: Path | None) -> None:
-    from fuseplan.planner.bench.scaling import plan_scaling
+    from fuseplan.planner.bench.synthetic import plan_scaling
 
     with common.console(stderr=True).status("planning synthetic graphs of 1k, 10k and 100k ops"):
         frame = plan_scaling(session.planner)

@@ -69,11 +69,7 @@ class Wanted:
 def cells_of(
     topic: str, patterns: Sequence[str], shapes: Sequence[str], rows: str | None, cols: str | None, dtype: str | None
 ) -> Cells:
-    """The cells that the options name, or the topic's own.
-
-    Raises:
-        FuseplanError: No such pattern or shape, or options that exclude each other.
-    """
+    """The cells that the options name, or the topic's own; FuseplanError where they name none."""
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.patterns.cells import cell, parse_sizes, sweep_cells
     from fuseplan.planner.patterns.table import PATTERNS

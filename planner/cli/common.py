@@ -63,11 +63,7 @@ def _reader(kind: type[N], form: str, what: str, least: N, most: N) -> Callable[
 
 
 def device_type(device: Device) -> Literal["cpu", "cuda"]:
-    """``"cpu"`` or ``"cuda"``, with ``auto`` resolved.
-
-    Raises:
-        DeviceError: CUDA is asked for and PyTorch sees no GPU.
-    """
+    """``"cpu"`` or ``"cuda"``, with ``auto`` resolved; DeviceError where PyTorch sees no GPU that is asked for."""
     if device is Device.CPU:
         return "cpu"
     import torch

@@ -43,10 +43,7 @@ class Model:
         """Positional and keyword arguments of one call in this regime.
 
         Decode gets a half-filled static cache, so ``kv_len // 2`` calls fit before
-        :func:`~fuseplan.planner.models.examples.rewind` is due.
-
-        Raises:
-            ConfigError: The model has no such regime.
+        :func:`~fuseplan.planner.models.examples.rewind` is due. ConfigError where the model has no such regime.
         """
         if self.config is None:
             if workload.regime != "forward":
@@ -60,11 +57,7 @@ class Model:
 
 
 def build_model(source: ModelSource, device: torch.device | str) -> Model:
-    """A real module with random weights (std 0.02, norms around 1), ready to run.
-
-    Raises:
-        ConfigError: The model cannot be built from its config, or the factory fails.
-    """
+    """A real module with random weights (std 0.02, norms around 1); ConfigError where it cannot be built."""
     if source.kind == "module":
         model = load_module(source)
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), model.inputs)
@@ -150,10 +143,8 @@ def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them.
 
     It is imported from the current folder or from wherever Python finds it, and makes real tensors unless it builds
-    under ``torch.device("meta")``. A source's dtype is that of the module's floating-point parameters and inputs.
-
-    Raises:
-        ConfigError: The factory cannot be imported, fails, or returns something else.
+    under ``torch.device("meta")``. A source's dtype is that of the module's floating-point parameters and inputs. A
+    factory that cannot be imported, fails, or returns something else is a :class:`ConfigError`.
     """
     path, _, attribute = source.name.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", source.name):

@@ -22,10 +22,8 @@ def example_call(
 ) -> dict[str, Any]:
     """Keyword arguments of a prefill or of a decode call, whose static cache is half full.
 
-    A decode runs the model once on a token, so that it makes its cache as it needs it.
-
-    Raises:
-        ConfigError: The model takes something else, or keeps no cache.
+    A decode runs the model once on a token, so that it makes its cache as it needs it. A model that takes something
+    else, or keeps no cache, is a :class:`ConfigError`.
     """
     found: dict[str, Any] = _inputs(module, config, workload, device, generates)
     if workload.masked and "attention_mask" in _parameters(module) and "input_ids" in found:

@@ -166,8 +166,7 @@ def _config_dtype(entries: Config, name: str) -> str:
 def hf_config(source: ModelSource) -> Any:
     """The Hugging Face config object of a preset or config source.
 
-    Raises:
-        ConfigError: ``transformers`` does not know the model type, refuses an entry, or has fewer layers than asked.
+    A model type or an entry that ``transformers`` does not take, and too many layers, are a :class:`ConfigError`.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 

@@ -94,9 +94,7 @@ def parse_workloads(
     """Workloads from flags, decode first: batch sizes (``"1,8"``), and lengths or batch x length (``"512,4x2048"``).
 
     The device's defaults stand in for absent flags. Once either list is given, an absent other list means none of it.
-
-    Raises:
-        ShapeError: A size is not a positive number, or nothing is left to plan.
+    ShapeError where a size is no positive number, or nothing is left to plan.
 
     >>> [workload.label for workload in parse_workloads("cpu", "1,8", 512, "4x128")]
     ['decode 1 @ 512', 'decode 8 @ 512', 'prefill 4x128']
@@ -130,8 +128,7 @@ LARGEST = 2**31 - 1
 def read_size(text: str, where: str, example: str) -> int:
     """A size from 1 to :data:`LARGEST`; int() would also take signs, underscores and digits of other scripts.
 
-    Raises:
-        ShapeError: The text is no such size; the message names ``where`` it is given, and an ``example``.
+    Other text is a :class:`ShapeError`, which names ``where`` it is given, and an ``example``.
 
     >>> read_size("128", "--prefill", "--prefill 512")
     128

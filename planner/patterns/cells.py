@@ -74,11 +74,8 @@ def sweep_cells(
     """The cells of the sweeps, and a sentence for everything that was left out.
 
     What is empty stands for all sweeps, :data:`ROWS`, a sweep's own widths and each pattern's own dtype. A pattern
-    without a sweep of its own is swept over rows and widths.
-
-    Raises:
-        UnknownPatternError: A name is no pattern.
-        ShapeError: No size fits a named pattern, or none fits any.
+    without a sweep of its own is swept over rows and widths. No size that fits a named pattern, or any of all, is a
+    :class:`ShapeError`.
     """
     if unknown := [name for name in names if name not in PATTERNS]:
         raise UnknownPatternError(unknown[0], PATTERNS)
@@ -117,10 +114,7 @@ def cell(name: str, shape: str, dtype: str | None = None) -> Cell:
 
 
 def parse_sizes(text: str | None, option: str) -> tuple[int, ...]:
-    """``"1,8,32"`` as numbers; () for None.
-
-    Raises:
-        ShapeError: It is no list of sizes.
+    """``"1,8,32"`` as numbers; () for None, and a :class:`ShapeError` for what is no list of sizes.
 
     >>> parse_sizes("1,8", "--rows")
     (1, 8)

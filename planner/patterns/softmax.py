@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.patterns.pattern import OVER_ROWS, Pattern, Shape, Specs, dense, rows
-from fuseplan.planner.patterns.pointwise import soft_capped
+from fuseplan.planner.patterns.pattern import OVER_ROWS, Pattern, Shape, Specs, dense, rows, soft_capped
 
 
 def _softmax(x: Tensor) -> Tensor:

@@ -30,8 +30,7 @@ from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.workload import read_size
 from fuseplan.planner.patterns.norm import NORM_PATTERNS
-from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs
-from fuseplan.planner.patterns.pointwise import POINTWISE_PATTERNS
+from fuseplan.planner.patterns.pattern import POINTWISE_PATTERNS, Pattern, Shape, Specs
 from fuseplan.planner.patterns.quantisation import quantisation_patterns
 from fuseplan.planner.patterns.rope import ROPE_PATTERNS
 from fuseplan.planner.patterns.softmax import SOFTMAX_PATTERNS
@@ -45,10 +44,7 @@ PATTERNS: Mapping[str, Pattern] = MappingProxyType({
 
 
 def parse_shape(text: str, example: str = "32x4096") -> Shape:
-    """``"32x4096"`` as a tuple.
-
-    Raises:
-        ShapeError: The text is no shape, or a size is zero.
+    """``"32x4096"`` as a tuple; a :class:`ShapeError` for what is no shape, or has a size of zero.
 
     >>> parse_shape("32x4096")
     (32, 4096)

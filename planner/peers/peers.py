@@ -16,9 +16,9 @@ import torch
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import ConfigError, nearest
-from fuseplan.planner.peers import flashinfer, liger
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, LibraryOp, PeerError
 from fuseplan.planner.peers.inductor import inductor_callable
+from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import GroupPlan
 
@@ -37,9 +37,7 @@ def fused(case: Case, groups: Sequence[GroupPlan], in_place: bool = False) -> Co
     """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
 
     With ``in_place`` its activations are given away, as intermediates are that die in a group: results may lie in them.
-
-    Raises:
-        PeerError: A group cannot be built or placed; or no result can lie in an activation.
+    A group that cannot be built or placed is a :class:`PeerError`, and so is it where no result can lie in one.
     """
     tally = Tally(f"bench {case.cell.pattern}")
     donated = {at for at, hot in enumerate(case.hot) if in_place and hot}
@@ -108,8 +106,8 @@ PEERS: Mapping[str, Peer] = MappingProxyType({
     EAGER: Peer(_eager),
     INDUCTOR: Peer(partial(_inductor, max_autotune=False)),
     MAX_AUTOTUNE: Peer(partial(_inductor, max_autotune=True)),
-    LIGER: Peer(partial(_library, name=LIGER, ops=liger.OPS), _GPU),
-    FLASHINFER: Peer(partial(_library, name=FLASHINFER, ops=flashinfer.OPS), _GPU),
+    LIGER: Peer(partial(_library, name=LIGER, ops=LIGER_OPS), _GPU),
+    FLASHINFER: Peer(partial(_library, name=FLASHINFER, ops=FLASHINFER_OPS), _GPU),
     **{f"{name} default": Peer(partial(_default, name=name), _GPU) for name in ("triton", "ninetoothed")},
     "cpp default": Peer(partial(_default, name="cpp"), ("cpu",)),
 })
@@ -118,10 +116,8 @@ PEERS: Mapping[str, Peer] = MappingProxyType({
 def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of the peers that ``text`` lists, in the order of the tables; all that the device has when it is None.
 
-    Commas join the names, and a dash stands for a space; those in ``without`` are left out.
-
-    Raises:
-        ConfigError: A name is unknown.
+    Commas join the names, and a dash stands for a space; those in ``without`` are left out. An unknown name is a
+    :class:`ConfigError`.
 
     >>> peer_names("triton-default,eager", "cuda")
     ('eager', 'triton default')

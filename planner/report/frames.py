@@ -47,11 +47,8 @@ class ReportData:
     """What a report is made from.
 
     Attributes:
-        device: Identity of the device.
-        model: Model the report is limited to; empty for everything stored.
-        spec: The measured device, when it was probed.
-        records: Tuning records by key.
-        plans: Plans by key.
+        device: Its identity.
+        model: The one that the report is limited to; empty for everything stored.
         workloads: What was tuned; empty for records that were imported.
         misses: Look-ups that found nothing, as the database counts them.
         samples: What was measured of each planned region.
@@ -95,10 +92,8 @@ def load_report(
 ) -> ReportData:
     """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
 
-    ``device`` is its identity; ``regime`` is ``"eager"`` or ``"graph"``, None for both.
-
-    Raises:
-        PlanError: Nothing is stored for this device, or for this model on it.
+    ``regime`` is ``"eager"`` or ``"graph"``, None for both. Nothing stored for this device, or for this model on it, is
+    a :class:`PlanError`.
     """
     plans = {plan.key: plan for plan in database.plans() if plan.key.device == device}
     records = {record.key: record for record in database.records() if record.key.device == device}

@@ -13,7 +13,7 @@ from curves import curve_of
 
 from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity
-from fuseplan.planner.bench import groups, launch
+from fuseplan.planner.bench import launch
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternBench
 from fuseplan.planner.models.build import build_model
@@ -56,8 +56,8 @@ def session(tmp_path: Path) -> Session:
 def test_group_in_both_modes(session: Session) -> None:
     graph = pattern_graph("add_rms_norm", "3x4097", "bfloat16")
     plan = session.planner().plan_graph(graph)
-    for group in groups.fused_groups(session, [("3x4097", graph, plan)]):
-        rows = groups.bench_group(session, group, (EAGER, INDUCTOR), ("eager", "graph"), 0.0)
+    for group in bench_model.fused_groups(session, [("3x4097", graph, plan)]):
+        rows = bench_model.bench_group(session, group, (EAGER, INDUCTOR), ("eager", "graph"), 0.0)
         assert len(rows) == 6
         for row in rows:
             assert row.median_us is not None, row

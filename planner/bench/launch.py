@@ -176,8 +176,11 @@ def _timed(calls: Mapping[Name, Call], seconds: float, device: str) -> list[Laun
                     statements[name] += seen - before
     finally:
         event.remove(Engine, "before_cursor_execute", count)
-    found = {name: np.quantile(own, (0.5, 0.2, 0.8)).tolist() for name, own in samples.items()}
-    return [LaunchRow(*name, *times_us, statements[name]) for name, times_us in found.items()]
+    rows = []
+    for name, own in samples.items():
+        median, low, high = np.quantile(own, (0.5, 0.2, 0.8)).tolist()
+        rows.append(LaunchRow(*name, median, low, high, statements[name]))
+    return rows
 
 
 def _sample_us(call: Call, device: str) -> float:

@@ -14,6 +14,7 @@ from typer import Argument, Option
 from fuseplan.planner.cli import bench_patterns, common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.common import decimal, whole
+from fuseplan.planner.cli.tune import ready
 from fuseplan.search.store.plain import plain
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ def bench(
         full = opt.full_dtype_name(dtype)
         what = bench_patterns.cells_of(topic.value, pattern or (), shape or (), rows, cols, full)
         measure = bench_patterns.launch if topic is BenchTopic.LAUNCH else bench_patterns.measure
-        measure(open_session(kind, db, settings, mode="write" if tune else "inspect"), what, wanted)
+        session = open_session(kind, db, settings, mode="write" if tune else "inspect")
+        measure(ready(session) if tune else session, what, wanted)
         return
     session = open_session(kind, db, settings, mode="inspect")
     if topic is BenchTopic.PLANNER:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fuseplan.planner.cli.common import console, print_frame
+from fuseplan.planner.cli.tune import run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,7 +121,6 @@ def launch(session: Session, what: Cells, wanted: Wanted) -> None:
     from fuseplan.search.tune.tuner import make_pool
 
     said: list[str] = []
-    session = _measured(session, wanted)
     with make_pool(session.target.device_type) as pool:
         tune_cells(session, what.cells, wanted.budget, pool, said)
     # Not before the pool's processes are gone: they may still be compiling.
@@ -163,8 +163,7 @@ def _fill(session: Session, wanted: Wanted, cells: Sequence[Cell], log: RowLog, 
 
     end = time.monotonic() + 60 * wanted.minutes
     kind, done = session.target.device_type, 0
-    session = tuned = _measured(session, wanted)
-    bench = PatternBench(session, wanted.peers, wanted.modes, wanted.seconds)
+    bench, tuned = PatternBench(session, wanted.peers, wanted.modes, wanted.seconds), session
     with make_pool(kind) as workers, compile_ahead(kind, wanted.peers, wanted.processes) as compile_cells:
         for pattern, group in groupby(cells, lambda cell: cell.pattern):
             if time.monotonic() >= end:
@@ -184,13 +183,6 @@ def _fill(session: Session, wanted: Wanted, cells: Sequence[Cell], log: RowLog, 
         said.append(f"stopped after {wanted.minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
 
 
-def _measured(session: Session, wanted: Wanted) -> Session:
-    """The session, with a measured device where anything is to be tuned."""
-    from fuseplan.planner.cli.tune import ready
-
-    return ready(session) if wanted.budget is not None else session
-
-
 def tune_cells(
     session: Session, cells: Sequence[Cell], budget: Budget | None, pool: Executor, said: list[str]
 ) -> Session:
@@ -199,7 +191,6 @@ def tune_cells(
     Returns the session with the calibration that the new records gave.
     """
     from fuseplan.planner.bench.rows import failure
-    from fuseplan.planner.cli.tune import run
     from fuseplan.planner.peers.contestant import trace_cell
 
     if budget is None:

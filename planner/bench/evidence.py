@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.planner.bench.rows import comparison
+from fuseplan.planner.report.drawing import templates
 from fuseplan.planner.report.frames import markdown_table
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now
@@ -93,24 +94,14 @@ def write_results(
     folder.mkdir(parents=True, exist_ok=True)
     together = "-".join((name, *frames))
     texts = {f"{name}-{part}.csv": frame.to_csv(index=False) for part, frame in frames.items()}
-    texts[f"{together}.md"] = _markdown(name, {**frames, **(tables or {})}, facts, words)
+    shown = {part: comparison(frame) if "contestant" in frame else frame for part, frame in frames.items()}
+    parts = {part: markdown_table(frame) for part, frame in {**shown, **(tables or {})}.items()}
+    page = templates().get_template("results.md.j2")
+    texts[f"{together}.md"] = page.render(name=name, facts=facts, words=words, parts=parts)
     texts[f"{together}.json"] = json.dumps(facts, indent=2, sort_keys=True) + "\n"
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     return [folder / file for file in texts]
-
-
-def _markdown(name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str]) -> str:
-    device = facts.get("device", {})
-    lines = [f"# {name}", ""]
-    lines += [f"{device.get('name', facts.get('device_key', ''))}, {facts['created']}, commit {facts['commit'] or '-'}"]
-    lines += [", ".join(f"{package} {version}" for package, version in facts["versions"].items()), ""]
-    lines += [f"* {line}" for line in words]
-    for part, frame in frames.items():
-        table = comparison(frame) if "contestant" in frame else frame
-        lines += ["", f"## {part}", "", markdown_table(table)]
-    lines += ["Times are medians in microseconds over interleaved rounds; `vs_x` is the time of x over ours.", ""]
-    return "\n".join(lines)
 
 
 def folder_name(device_key: str) -> str:

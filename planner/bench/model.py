@@ -20,8 +20,7 @@ from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.dispatch_stats import reset_stats, stats
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
-from fuseplan.planner.models.build import Model
-from fuseplan.planner.models.examples import rewind
+from fuseplan.planner.models.build import Model, rewind
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
 from fuseplan.planner.peers.inductor import inductor_callable, without_chatter

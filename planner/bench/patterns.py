@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ COPY = "copy"
 LARGE_BYTES = 256e6
 #: An error this many times eager's (or this many roundings of the output) is another result, not another rounding.
 _WRONG = 8
-#: A peer that takes longer than this to fail, building its kernels, is not asked again about the same pattern.
-_SLOW_FAILURE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class PatternBench:
     peers: Sequence[str]
     modes: Sequence[str]
     seconds: float
-    _hopeless: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def rows(self, cell: Cell) -> list[PatternRow]:
         """Rows of one cell in every mode; a contestant that fails gets rows that say why."""
@@ -88,7 +84,8 @@ class PatternBench:
 
         def enter(name: str) -> None:
             def make() -> tuple[Run, Mapping[str, Any]]:
-                contestant, error = self._judged(case, judge, name)
+                contestant = _contestant(case, name)
+                error = judge.error(contestant)
                 if error > judge.allowed:
                     raise PeerError(f"another result: its error against float64 is {error:.1e}")
                 entered[name] = contestant
@@ -120,24 +117,13 @@ class PatternBench:
             for row in rows
         ]
 
-    def _judged(self, case: Case, judge: _Judge, name: str) -> tuple[Contestant, float]:
-        """A contestant and its error."""
-        pattern, device = case.cell.pattern, case.target.device_type
-        if name in (OURS, OURS_IN_PLACE):
-            ours = fused(case, case.groups, in_place=name == OURS_IN_PLACE)
-            return ours, judge.error(ours)
-        if (name, pattern) in self._hopeless:
-            raise PeerError(self._hopeless[name, pattern])
-        if device not in PEERS[name].devices:
-            raise PeerError(f"{name} does not run on {device}")
-        start = time.perf_counter()
-        try:
-            contestant = PEERS[name].build(case)
-            return contestant, judge.error(contestant)
-        except Exception as error:
-            if time.perf_counter() - start > _SLOW_FAILURE_S:
-                self._hopeless[name, pattern] = failure(error)
-            raise
+
+def _contestant(case: Case, name: str) -> Contestant:
+    if name in (OURS, OURS_IN_PLACE):
+        return fused(case, case.groups, in_place=name == OURS_IN_PLACE)
+    if case.target.device_type not in PEERS[name].devices:
+        raise PeerError(f"{name} does not run on {case.target.device_type}")
+    return PEERS[name].build(case)
 
 
 class _Judge:

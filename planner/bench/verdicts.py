@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, spearman
+from fuseplan.costmodel.accuracy import spearman
 from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.report.frames import geometric_mean
@@ -98,15 +98,12 @@ def prediction_verdict(frame: pd.DataFrame) -> list[str]:
     ours = frame[(frame["contestant"] == OURS) & frame["predicted_us"].notna() & frame["median_us"].notna()]
     lines = []
     for mode, part in ours.groupby("mode", sort=False):
-        pairs = accuracy_frame(
-            MeasuredPair(row["key"], OURS, row["predicted_us"], row["median_us"]) for row in part.to_dict("records")
-        )
-        error = pairs["relative_error"]
+        error = (part["predicted_us"] / part["median_us"] - 1.0).abs()
         words = f"median error {error.median():.1%}, nine of ten within {error.quantile(0.9):.1%}"
-        if len(pairs) >= _FEWEST:
-            words += f", rank correlation {spearman(list(pairs['predicted_us']), list(pairs['measured_us'])):.3f}"
+        if len(part) >= _FEWEST:
+            words += f", rank correlation {spearman(list(part['predicted_us']), list(part['median_us'])):.3f}"
         lines.append(
-            f"{mode}: the cost model, as calibrated before this run, on its plans' times: {words} ({len(pairs)} cells)"
+            f"{mode}: the cost model, as calibrated before this run, on its plans' times: {words} ({len(part)} cells)"
         )
     return lines
 
@@ -121,10 +118,9 @@ def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
         own, peer = facts[*cell, OURS], facts[*cell, row["best_peer"]]
         overwriting = facts.get((*cell, OURS_IN_PLACE))
         same_kind = overwriting if peer["in_place"] and overwriting is not None else own
-        words = [
-            f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels",
-            *([f"{own['registers']} registers"] if own["registers"] else []), *filter(None, [own["config"]]),
-        ]
+        words = [f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels"]
+        words += [f"{own['registers']} registers"] if own["registers"] else []
+        words += [own["config"]] if own["config"] else []
         lines.append(
             f"lost: {row['mode']}, {row['pattern']} {row['shape']}: {row['vs_best']:.2f}x {row['best_peer']} ("
             f"{_spread(same_kind)} against {_spread(peer)} us, noise {own['noise']:.1%}); {', '.join(words)}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TuneProgress(Progress):
-    """A bar over the regions that have to be tuned, as their graphs come, and a line that is cut rather than wrapped."""
+    """A bar over the regions that have to be tuned, as their graphs come, and a line below it."""
 
     line = ""
 

@@ -77,8 +77,10 @@ class ReportData:
 
     def decided(self) -> dict[RecordKey, PlanRecord]:
         """The plans of what was decided by itself: parts in the place of their regions."""
-        regions = ((workload, region) for workload in self.workloads for region in workload.regions if region.parts)
-        joined = {one.plan_key(region) for one, region in regions if one.part_keys(region) <= self.plans.keys()}
+        joined = {
+            one.plan_key(region) for one in self.workloads for region in one.regions
+            if region.parts and one.part_keys(region) <= self.plans.keys()
+        }
         return {key: plan for key, plan in self.plans.items() if key not in joined}
 
     def name_of(self, workload: WorkloadSummary) -> str:

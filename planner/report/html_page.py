@@ -15,7 +15,7 @@ from fuseplan.planner.report.drawing import group_class, group_name, partition_s
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter_plot
 from fuseplan.planner.tuning.summary import RegionSummary
-from fuseplan.search.store.record import GroupChoice, PlanRecord, now
+from fuseplan.search.store.record import PlanRecord, now
 
 #: More drawings than this make a page nobody scrolls through; the most expensive regions are drawn.
 _MAX_DRAWINGS = 24
@@ -26,6 +26,7 @@ def html_report(data: ReportData) -> str:
     groups = frames.group_frame(data)
     coverage = frames.coverage_frame(data)
     title = f"Fusion report: {data.model or 'everything tuned'}"
+    tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
     return templates().get_template("report.html.j2").render(
         title=title,
         device=data.spec.identity.name if data.spec is not None else data.device,
@@ -34,6 +35,8 @@ def html_report(data: ReportData) -> str:
         bars=_bars(groups),
         plots=_plots(data),
         drawings=_drawings(data),
+        how_it_runs=frames.how_it_runs,
+        config_text=frames.config_text,
         accuracy=accuracy_text(data),
         tables={
             "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)),
@@ -44,7 +47,9 @@ def html_report(data: ReportData) -> str:
             "misses": table_html(frames.miss_frame(data).drop(columns=["key"]), "Look-ups without a plan"),
         },
         misses=len(data.misses),
-        facts=_facts(data),
+        key=data.device,
+        spec=data.spec,
+        last=max(tuned, key=lambda evidence: evidence.created, default=None),
     )
 
 
@@ -100,63 +105,13 @@ def _drawings(data: ReportData) -> list[dict[str, Any]]:
             _, _, where = first.setdefault(plan.key.workload, (region, plan, []))
             where.append(f"{region.occurrences} × {data.name_of(workload)}")
     costly = sorted(first.values(), key=lambda found: -found[0].occurrences * found[1].unfused_us)
-    return [_drawing(region, plan, ", ".join(where)) for region, plan, where in costly[:_MAX_DRAWINGS]]
-
-
-def _drawing(region: RegionSummary, plan: PlanRecord, where: str) -> dict[str, Any]:
-    """One region: its picture and what stands beside it."""
-    proof = "optimal over the candidates" if plan.gap == 0 else f"a better partition could save {plan.gap:.0%} at most"
-    ratio = plan.unfused_us / plan.planned_us if plan.planned_us > 0 else 1.0
-    saved = f" ({ratio:.3g}×)" if ratio > 1.005 else ""
-    return {
-        "title": plan.label,
-        "where": where,
-        "svg": Markup(partition_svg(region, plan)),
-        "groups": [
-            {"name": group_name(number), "class": group_class(plan, number), "text": _group_text(group)}
-            for number, group in enumerate(plan.groups)
-        ],
-        "rejected": [
-            {"label": one.label, "reason": one.reason, "time": _time_text(one.predicted_us, one.measured_us)}
-            for one in plan.rejected
-        ],
-        "outcome": (
-            f"{plan.planned_us:,.1f} us, unfused {plan.unfused_us:,.1f} us{saved}; {proof}; "
-            f"{plan.measured} of {plan.enumerated} candidates measured"
-        ),
-    }
-
-
-def _group_text(group: GroupChoice) -> str:
-    """A group in a few words: how it runs, and how long that takes."""
-    config = f" ({frames.config_text(group.config)})" if group.is_kernel else ""
-    time = _time_text(None, group.measured_us) or "not measured"
-    return f"{group.label}: {frames.how_it_runs(group)}{config}, {time}, {group.predicted_us:.2f} us predicted"
-
-
-def _time_text(predicted_us: float | None, measured_us: float | None) -> str:
-    if measured_us is not None:
-        return f"{measured_us:.2f} us measured"
-    return f"{predicted_us:.2f} us predicted" if predicted_us is not None else ""
-
-
-def _facts(data: ReportData) -> list[tuple[str, str]]:
-    """Device and versions behind the numbers."""
-    facts = [("device key", data.device)]
-    if data.spec is not None:
-        spec = data.spec
-        facts += [("device", spec.identity.name), ("cores or SMs", str(spec.identity.cores))]
-        facts += [(f"launch, {mode}", f"{latency.us:.2f} us") for mode, latency in spec.launch.items()]
-        facts += [(f"peak {unit}", f"{peak.per_s * 1e-9:,.0f} Gop/s") for unit, peak in spec.peaks.items()]
-        facts.append(("A/A noise", f"{spec.noise:.1%}"))
-        facts += sorted(spec.versions.items())
-    tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
-    if tuned:
-        last = max(tuned, key=lambda evidence: evidence.created)
-        facts.append(("last tuned", last.created))
-        facts += [(f"tuned with {name}", text) for name, text in vars(last.versions).items() if text]
-        facts += [(f"clock, {name}", f"{mhz:,.0f} MHz") for name, mhz in last.clocks_mhz.items()]
-    return facts
+    return [
+        {
+            "plan": plan, "where": ", ".join(where), "svg": Markup(partition_svg(region, plan)),
+            "groups": [(group_name(at), group_class(plan, at), group) for at, group in enumerate(plan.groups)],
+        }
+        for region, plan, where in costly[:_MAX_DRAWINGS]
+    ]
 
 
 def table_html(frame: pd.DataFrame, caption: str, percent: Sequence[str] = ()) -> Markup:

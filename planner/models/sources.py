@@ -81,9 +81,7 @@ def find_source(
 ) -> ModelSource:
     """The source that the command line's flags name; ``--model llama`` without any.
 
-    Raises:
-        UnknownModelError: No preset of that name.
-        ConfigError: Flags that exclude each other, an unreadable config, an unknown dtype.
+    UnknownModelError where no preset has that name, ConfigError for other mistakes.
     """
     if sum(flag is not None for flag in (model, config, module)) > 1:
         raise ConfigError("give one of --model, --config and --module, not several")
@@ -211,32 +209,24 @@ def generates(source: ModelSource) -> bool:
     entries = json.loads(source.config_json)
     if entries.get("is_encoder_decoder"):
         return False
-    for name in entries.get("architectures") or ():
-        if str(name).endswith(("ForCausalLM", "LMHeadModel")):
-            return True
-        return str(name).endswith("ForConditionalGeneration") and not _usually_has_encoder(entries)
-    return _usually_generates(entries) and not _usually_has_encoder(entries)
-
-
-def _usually_has_encoder(entries: Config) -> bool:
-    """Whether a config that does not say it is of a model type that is encoder and decoder in one."""
+    head = next(map(str, entries.get("architectures") or ()), "")
+    if head.endswith(("ForCausalLM", "LMHeadModel")):
+        return True
+    if head and not head.endswith("ForConditionalGeneration"):
+        return False
     from transformers import CONFIG_MAPPING
-
-    model_type = entries["model_type"]
-    silent = "is_encoder_decoder" not in entries and model_type in CONFIG_MAPPING
-    return silent and bool(getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False))
-
-
-def _usually_generates(entries: Config) -> bool:
-    """What a config without ``architectures`` is taken for: models with a masked head too are encoders."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
     model_type = entries["model_type"]
+    silent = "is_encoder_decoder" not in entries and model_type in CONFIG_MAPPING
+    if silent and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False):
+        return False
+    # Without architectures, models that have a masked head too are encoders.
     encoder_too = model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not entries.get("is_decoder")
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder_too
+    return bool(head) or (model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder_too)
 
 
 def workloads_for(
@@ -246,11 +236,7 @@ def workloads_for(
     """The workloads to plan for this model, from flags or defaults (see :func:`parse_workloads`).
 
     The user's own module has one, its example inputs; an encoder has no decode. With ``calls`` come those that an
-    attention mask and ``generate()`` make of the same sizes.
-
-    Raises:
-        ShapeError: A size is not a positive number, or nothing is left to plan.
-        ConfigError: Sizes are given for a module that brings its own inputs, or decode for an encoder.
+    attention mask and ``generate()`` make of the same sizes. Sizes that the model does not take are a ConfigError.
     """
     if source.kind == "module":
         if any(option is not None for option in (decode_batches, kv_len, prefills)):

@@ -61,13 +61,11 @@ def parse_shape(text: str, example: str = "32x4096") -> Shape:
 def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[Shape, str, Specs]:
     """The shape and dtype that a pattern is built in, and the layout of each of its inputs.
 
-    Raises:
-        UnknownPatternError: No pattern has that name.
-        ShapeError: The shape cannot be read, or does not fit the pattern; or the dtype is unknown.
+    UnknownPatternError where no pattern has that name; ShapeError for a shape or a dtype that it does not take.
     """
-    found = PATTERNS.get(name)
-    if found is None:
+    if name not in PATTERNS:
         raise UnknownPatternError(name, PATTERNS)
+    found = PATTERNS[name]
     sizes = parse_shape(shape, found.example) if isinstance(shape, str) else tuple(int(size) for size in shape)
     if len(sizes) not in found.ranks:
         raise ShapeError(

@@ -31,7 +31,10 @@ def html_report(data: ReportData) -> str:
         title=title,
         device=data.spec.identity.name if data.spec is not None else data.device,
         created=now(),
-        cards=_cards(data, groups, coverage),
+        speedup=frames.geometric_mean(groups["speedup"].dropna()),
+        answers=groups["answer"],
+        totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
+        plans=data.decided().values(),
         bars=_bars(groups),
         plots=_plots(data),
         drawings=_drawings(data),
@@ -51,25 +54,6 @@ def html_report(data: ReportData) -> str:
         spec=data.spec,
         last=max(tuned, key=lambda evidence: evidence.created, default=None),
     )
-
-
-def _cards(data: ReportData, groups: pd.DataFrame, coverage: pd.DataFrame) -> list[tuple[str, str]]:
-    """Headline numbers: (number, what it is)."""
-    plans = data.decided().values()
-    fused = int((groups["answer"] == "fuse").sum())
-    speedup = frames.geometric_mean(groups["speedup"].dropna())
-    cards = [
-        ("–" if math.isnan(speedup) else f"{speedup:.2f}×", "geometric mean over unfused, all groups"),
-        (f"{fused} of {len(groups)}", "distinct groups where fusing pays"),
-    ]
-    if len(coverage):
-        sums = coverage[["fused", "fusable", "launches_unfused", "launches"]].sum()
-        cards += [
-            (f"{sums['fused'] / max(1, sums['fusable']):.0%}", "of the fusable ops run fused"),
-            (f"{sums['launches_unfused']:,} → {sums['launches']:,}", "kernel launches besides library calls"),
-        ]
-    measured, enumerated = sum(plan.measured for plan in plans), sum(plan.enumerated for plan in plans)
-    return [*cards, (f"{measured:,} of {enumerated:,}", "candidate groups measured")]
 
 
 def _bars(groups: pd.DataFrame) -> list[dict[Hashable, Any]]:

@@ -17,8 +17,6 @@ COLOURS = 8
 _CHIP_W, _CHIP_H, _GAP, _PAD, _HEAD, _SPACE, _MARGIN = 84, 24, 14, 10, 20, 34, 4
 #: Chips and clusters side by side.
 _A_ROW = 4
-#: Width that a letter of a cluster's heading is given.
-_LETTER = 6.4
 
 
 class _Box(NamedTuple):
@@ -72,15 +70,10 @@ def partition_svg(region: RegionSummary, plan: PlanRecord) -> str:
         for number, chips in enumerate(inside) for op, box in chips.items()
     }
     names = [op.split(".")[0] for op in region.ops]
-    parts = [
-        f"{group_name(number)} ({group.implementation}): {', '.join(names[op] for op in group.ops)}"
-        for number, group in enumerate(plan.groups)
-    ]
     width, height = _extent(outer.values())
     return templates().get_template("partition.svg.j2").render(
-        width=width + _MARGIN, height=height + _MARGIN, pad=_PAD,
-        words=f"Partition of {plan.label} into {len(parts)} groups. " + "; ".join(parts),
-        clusters=[(box, group_class(plan, number), *_heading(plan, number, box)) for number, box in outer.items()],
+        width=width + _MARGIN, height=height + _MARGIN, pad=_PAD, names=names, plan=plan,
+        clusters=[(box, group_name(at), group_class(plan, at), plan.groups[at]) for at, box in outer.items()],
         edges=[(placed[a], placed[b], a[0] != b[0]) for a, b in edges],
         chips=[(box, names[op], region.kinds[op], region.ops[op], region.shapes[op])
                for (_, op), box in placed.items()],
@@ -111,17 +104,6 @@ def _extent(boxes: Iterable[_Box]) -> tuple[float, float]:
     """Right and bottom end of all boxes."""
     ends = [(box.x + box.width, box.y + box.height) for box in boxes]
     return max((x for x, _ in ends), default=0), max((y for _, y in ends), default=0)
-
-
-def _heading(plan: PlanRecord, number: int, box: _Box) -> tuple[str, float]:
-    """Words over a cluster that fit it, and the width that they get."""
-    group, room = plan.groups[number], box.width - 2 * _PAD
-    time_us = group.measured_us if group.measured_us is not None else group.predicted_us
-    time = f"{time_us:,.0f} us" if time_us >= 100 else f"{time_us:.3g} us"
-    text = f"{group_name(number)} · {group.implementation} · {time}"
-    if _LETTER * len(text) > room:
-        text = f"{group_name(number)} · {time}"
-    return text, min(room, _LETTER * len(text))
 
 
 def _members(region: RegionSummary, groups: Sequence[tuple[int, ...]]) -> list[list[int]]:

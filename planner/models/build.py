@@ -146,24 +146,20 @@ def build_model(source: ModelSource, device: torch.device | str) -> Model:
 
 def construct(source: ModelSource, device: torch.device | str) -> Model:
     """The preset's or config's module on ``device``, its parameters as they were allocated."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
     config, is_decoder = hf_config(source), generates(source)
-    auto = _auto_class(config, is_decoder)
+    # With the head that it usually has.
+    auto: Any = AutoModelForCausalLM if is_decoder else AutoModel
+    if config.is_encoder_decoder and not is_decoder:
+        both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+        auto = next((one for one in both if type(config) in one._model_mapping), AutoModel)
     try:
         with quiet(), torch.device(device), _unfilled():
             module = auto.from_config(config, dtype=getattr(torch, source.dtype or "bfloat16"))
     except Exception as error:
         raise ConfigError(f"model {source.name} cannot be built: {in_words(error)}") from error
     return Model(module.eval(), torch.device(device), config, is_decoder)
-
-
-def _auto_class(config: Any, is_decoder: bool) -> Any:
-    """The factory in ``transformers`` that knows the model with the head that it usually has."""
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
-
-    if is_decoder:
-        return AutoModelForCausalLM
-    both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if config.is_encoder_decoder else ()
-    return next((auto for auto in both if type(config) in auto._model_mapping), AutoModel)
 
 
 @contextmanager

@@ -32,9 +32,6 @@ SAMPLE_COLUMNS = (
     "region", "key", "regime", "phase", "ops", "kind", "implementation", "label", "family", "group", "mode",
     "measured_us", "delay_us", "predicted_us",
 )
-REGION_COLUMNS = (
-    "region", "phase", "choices", "enumerated", "best_us", "model_us", "regret", "top8_regret", "why", "key"
-)
 #: The left-out predictions of a sample frame, and what they leave out.
 SPLITS: Mapping[str, str] = {"other_families_us": "kernels that compute the same", "other_phases_us": "shapes"}
 #: Rows that agree in these are one choice, of which several regions may make use.
@@ -94,15 +91,14 @@ def _left_out(frame: pd.DataFrame, samples: Sequence[ChoiceSample], spec: Device
     return found
 
 
+# -- regret -----------------------------------------------------------------------------------------------------------
+
 #: Of times in microseconds and how many covers, the best ones.
 Ranked: TypeAlias = Callable[[Sequence[float], int], list[tuple[int, ...]]]
 
 
-# -- regret -----------------------------------------------------------------------------------------------------------
-
-
 def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: str) -> pd.DataFrame:
-    """What following the predictions in ``column`` costs in each region that leaves a choice (:data:`REGION_COLUMNS`).
+    """What following the predictions in ``column`` costs in each region that leaves a choice.
 
     ``regret`` is how much slower the cover is that the predictions like best than the best cover of all that was
     measured; ``top8_regret`` the same for the fastest of the eight that they like best. ``enumerated`` says how many
@@ -111,11 +107,23 @@ def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: 
     by_key = dict(list(frame.groupby(["key", "regime"])))
     rows = []
     for region in regions:
-        own = by_key.get((region.key.workload, region.key.regime))
-        row = None if own is None else _regret(region, own.reset_index(drop=True), column)
-        if row is not None:
-            rows.append(row)
-    return pd.DataFrame(rows, columns=list(REGION_COLUMNS)).sort_values("regret", ascending=False, kind="stable")
+        ranked = ranked_covers([sample.ops for sample in region.samples], region.edges)
+        if ranked is None or (region.key.workload, region.key.regime) not in by_key:
+            continue
+        own = by_key[region.key.workload, region.key.regime].reset_index(drop=True)
+        predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
+        if any(map(math.isnan, predicted)):
+            continue
+        likes, (best,) = ranked(predicted, _TOP), ranked(measured, 1)
+        best_us, *likes_us = (math.fsum(measured[at] for at in cover) for cover in (best, *likes))
+        model_us = likes_us[0]
+        why = _why(own, column, likes[0], best) if model_us > best_us else ""
+        rows.append((
+            region.label, own["phase"].iloc[0], len(predicted), region.enumerated, best_us, model_us,
+            model_us / best_us - 1.0, max(0.0, min(likes_us) / best_us - 1.0), why, region.key.workload,
+        ))
+    columns = ["region", "phase", "choices", "enumerated", "best_us", "model_us", "regret", "top8_regret", "why", "key"]
+    return pd.DataFrame(rows, columns=columns).sort_values("regret", ascending=False, kind="stable")
 
 
 def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, int]]) -> Ranked | None:
@@ -134,22 +142,6 @@ def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, 
         return list(islice(best_covers(CoverProblem(len(number), options, among), count), count))
 
     return ranked
-
-
-def _regret(region: RegionSamples, own: pd.DataFrame, column: str) -> dict[str, object] | None:
-    predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
-    ranked = ranked_covers([sample.ops for sample in region.samples], region.edges)
-    if ranked is None or any(math.isnan(one) for one in predicted):
-        return None
-    likes, (best,) = ranked(predicted, _TOP), ranked(measured, 1)
-    best_us, *likes_us = (math.fsum(measured[at] for at in cover) for cover in (best, *likes))
-    model_us = likes_us[0]
-    return {
-        "region": region.label, "phase": own["phase"].iloc[0], "choices": len(predicted),
-        "enumerated": region.enumerated, "best_us": best_us, "model_us": model_us, "regret": model_us / best_us - 1.0,
-        "top8_regret": max(0.0, min(likes_us) / best_us - 1.0),
-        "why": _why(own, column, likes[0], best) if model_us > best_us else "", "key": region.key.workload,
-    }
 
 
 def _why(own: pd.DataFrame, column: str, model: tuple[int, ...], best: tuple[int, ...]) -> str:

@@ -23,7 +23,7 @@ from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.models.build import Model, rewind
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
-from fuseplan.planner.peers.inductor import inductor_callable, without_chatter
+from fuseplan.planner.peers.peers import inductor_callable, without_chatter
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import GroupChoice

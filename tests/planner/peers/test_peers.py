@@ -21,9 +21,8 @@ from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, make_case
-from fuseplan.planner.peers.inductor import _same, without_chatter
 from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
-from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, fused, peer_names
+from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, _same, fused, peer_names, without_chatter
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.search.timing.verify import errors
 

@@ -105,19 +105,11 @@ def write_results(
 
 
 def folder_name(device_key: str) -> str:
-    """Folder of a device's results: its key without type and hash.
-
-    >>> folder_name("cuda-nvidia-h200-f15dd9b4c7e2")
-    'nvidia-h200'
-    """
+    """Folder of a device's results: ``nvidia-h200`` of ``cuda-nvidia-h200-f15dd9b4c7e2``."""
     parts = device_key.split("-")
     return "-".join(parts[1:-1]) or device_key
 
 
 def file_name(model: str) -> str:
-    """A model's name as the start of a file name.
-
-    >>> file_name("llama-3.2-1b:2L")
-    'llama-3.2-1b-2L'
-    """
+    """A model's name as the start of a file name: ``llama-3.2-1b-2L`` of ``llama-3.2-1b:2L``."""
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in model).strip("-")

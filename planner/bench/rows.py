@@ -77,20 +77,16 @@ class Race(Generic[R]):
         #: Fields of each contestant's rows, of those that failed too.
         self._facts: dict[str, Mapping[str, Any]] = {}
 
-    def enter(self, name: str, make: Callable[[], tuple[Run, Mapping[str, Any]]]) -> bool:
-        """Add a contestant: ``make`` builds it, runs it once, and returns what is timed, with fields of its rows.
-
-        False where it fails; its rows then say why.
-        """
+    def enter(self, name: str, make: Callable[[], tuple[Run, Mapping[str, Any]]]) -> None:
+        """Add a contestant: ``make`` builds it, runs it once, and returns what is timed, with fields of its rows."""
         start = time.perf_counter()
         try:
             run, facts = make()
         except Exception as error:  # whatever a peer does must not end the bench
             self._facts[name] = {"note": failure(error)}
-            return False
-        self._runs[name] = run
-        self._facts[name] = {"compile_s": time.perf_counter() - start, **facts}
-        return True
+        else:
+            self._runs[name] = run
+            self._facts[name] = {"compile_s": time.perf_counter() - start, **facts}
 
     def rows(
         self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({})

@@ -24,10 +24,9 @@ _UNIQUE_EVERY = 8
 
 
 def plan_scaling(planner: Callable[[], Planner], sizes: Sequence[int] = (1_000, 10_000, 100_000)) -> pd.DataFrame:
-    """Build synthetic decoders of these numbers of ops, find their regions and plan them, each with a new ``planner``.
+    """A row for synthetic decoders of each of these numbers of ops: what is found, and the seconds of each step.
 
-    Returns:
-        One row a size: what was found, the seconds of each step, their total, and ``us_per_op``.
+    Each is built, cut into regions and planned with a new ``planner``.
     """
     return pd.DataFrame([_plan_once(planner(), size) for size in sizes])
 

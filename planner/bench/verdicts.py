@@ -145,10 +145,7 @@ def notes(frame: pd.DataFrame) -> list[str]:
 
 
 def headline_table(frame: pd.DataFrame, claims: Mapping[str, str]) -> pd.DataFrame:
-    """One line per cell and mode: how many times faster than eager ours and TorchInductor are.
-
-    ``claims`` are by cell key, in words.
-    """
+    """One line per cell and mode: gains of ours and of TorchInductor over eager; ``claims`` are by cell key."""
     rivals = [name for name in (INDUCTOR, MAX_AUTOTUNE) if name in set(frame["contestant"])]
     cells = ["subject", "workload", "mode", "key"]
     times = frame.set_index([*cells, "contestant"])["median_us"].unstack(sort=False).reset_index()

@@ -129,9 +129,6 @@ def read_size(text: str, where: str, example: str) -> int:
     """A size from 1 to :data:`LARGEST`; int() would also take signs, underscores and digits of other scripts.
 
     Other text is a :class:`ShapeError`, which names ``where`` it is given, and an ``example``.
-
-    >>> read_size("128", "--prefill", "--prefill 512")
-    128
     """
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ShapeError(f"{where}: {text!r} is no positive size; write it like {example}")

@@ -114,11 +114,7 @@ def cell(name: str, shape: str, dtype: str | None = None) -> Cell:
 
 
 def parse_sizes(text: str | None, option: str) -> tuple[int, ...]:
-    """``"1,8,32"`` as numbers; () for None, and a :class:`ShapeError` for what is no list of sizes.
-
-    >>> parse_sizes("1,8", "--rows")
-    (1, 8)
-    """
+    """``"1,8,32"`` as numbers; () for None, and a :class:`ShapeError` for what is no list of sizes."""
     if text is None:
         return ()
     return tuple(dict.fromkeys(read_size(part.strip(), option, f"{option} 1,8,32") for part in text.split(",")))

@@ -32,12 +32,9 @@ class Pattern:
     Attributes:
         compute: The function, on tensors in the order of ``inputs``; one tensor or several.
         inputs: Layout of its arguments for a shape and dtype; a :class:`ShapeError` where the shape does not fit.
-        dims: What the dimensions of the shape mean.
-        example: A shape.
-        ranks: Numbers of dimensions it takes.
+        dims: What the dimensions of the shape mean; ``ranks`` are the numbers of them that it takes.
         summary: Its formula.
-        outputs: Names of its results.
-        dtype: The dtype it is built in unless one is given.
+        dtype: The one that it is built in unless another is given.
         typed: ``compute`` also takes the ``dtype``, which none of its tensors has.
     """
 

@@ -2,12 +2,6 @@
 
 A pattern is spelled as Hugging Face models spell it, so its plan serves those models too. The planner has no special
 case for any of them. Each family has a module of its own.
-
->>> graph, specs = pattern("swiglu", "32x4096", "bfloat16")
->>> graph.input_names, graph.output_names
-(('gate', 'up'), ('out',))
->>> specs["gate"].shape
-(32, 4096)
 """
 
 from __future__ import annotations
@@ -44,11 +38,7 @@ PATTERNS: Mapping[str, Pattern] = MappingProxyType({
 
 
 def parse_shape(text: str, example: str = "32x4096") -> Shape:
-    """``"32x4096"`` as a tuple; a :class:`ShapeError` for what is no shape, or has a size of zero.
-
-    >>> parse_shape("32x4096")
-    (32, 4096)
-    """
+    """``"32x4096"`` as a tuple; a :class:`ShapeError` for what is no shape, or has a size of zero."""
     parts = re.split(r"[x×,]", text.strip().lower().strip("()[]"))
     numbers = [part.strip() for part in parts]
     if not all(re.fullmatch(r"[0-9]+", number) for number in numbers):

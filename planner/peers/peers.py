@@ -172,9 +172,6 @@ def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) 
 
     Commas join the names, and a dash stands for a space; those in ``without`` are left out. An unknown name is a
     :class:`ConfigError`.
-
-    >>> peer_names("triton-default,eager", "cuda")
-    ('eager', 'triton default')
     """
     if text is None:
         wanted = {name for name, peer in PEERS.items() if device_type in peer.devices}

@@ -34,11 +34,7 @@ def templates() -> Environment:
 
 
 def group_name(number: int) -> str:
-    """Letters for groups: A to Z, then A1, B1 and so on.
-
-    >>> group_name(0), group_name(27)
-    ('A', 'B1')
-    """
+    """Letters for groups: A to Z, then A1, B1 and so on."""
     return chr(ord("A") + number % 26) + (str(number // 26) if number >= 26 else "")
 
 

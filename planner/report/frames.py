@@ -1,8 +1,4 @@
-"""Reports: pandas frames over what the database holds for one device and, if wanted, one model.
-
-Every number is a stored one; nothing here measures. Frames have units in their column names and one row per group,
-region or workload.
-"""
+"""Reports: pandas frames over what the database holds for one device and, if wanted, one model. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -124,9 +120,6 @@ def load_report(
     return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped)
 
 
-# -- groups ---------------------------------------------------------------------------------------------------
-
-
 def group_frame(data: ReportData) -> pd.DataFrame:
     """One row per distinct group of the chosen partitions.
 
@@ -205,9 +198,6 @@ def headline(groups: pd.DataFrame) -> str:
     )
 
 
-# -- regions --------------------------------------------------------------------------------------------------
-
-
 def region_frame(data: ReportData) -> pd.DataFrame:
     """One row per distinct region and workload: the partition against running everything unfused."""
     rows = [
@@ -224,9 +214,6 @@ def region_frame(data: ReportData) -> pd.DataFrame:
         for workload, region, plan in data.planned()
     ]
     return pd.DataFrame(rows, columns=list(REGION_COLUMNS))
-
-
-# -- coverage and misses --------------------------------------------------------------------------------------
 
 
 def coverage_frame(data: ReportData) -> pd.DataFrame:
@@ -266,9 +253,6 @@ def miss_frame(data: ReportData) -> pd.DataFrame:
     """Look-ups at run time that found no plan, most frequent first."""
     rows = [{**miss, "key": miss["workload"]} for miss in data.misses]
     return pd.DataFrame(rows, columns=["label", "count", "first_seen", "regime", "numerics", "key"])
-
-
-# -- as text --------------------------------------------------------------------------------------------------
 
 
 def markdown_table(frame: pd.DataFrame) -> str:

@@ -91,8 +91,6 @@ def _left_out(frame: pd.DataFrame, samples: Sequence[ChoiceSample], spec: Device
     return found
 
 
-# -- regret -----------------------------------------------------------------------------------------------------------
-
 #: Of times in microseconds and how many covers, the best ones.
 Ranked: TypeAlias = Callable[[Sequence[float], int], list[tuple[int, ...]]]
 
@@ -154,9 +152,6 @@ def _why(own: pd.DataFrame, column: str, model: tuple[int, ...], best: tuple[int
         )
 
     return f"takes {told(model, best)} instead of {told(best, model)}"
-
-
-# -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def verdict_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame) -> pd.DataFrame:

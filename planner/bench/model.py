@@ -49,11 +49,6 @@ class Forward:
     def __call__(self) -> Any:
         return self.call(*self.args, **self.kwargs)
 
-    @property
-    def room(self) -> int:
-        """Calls until the cache has to be put back to half full."""
-        return max(1, self.workload.kv_len // 2 - 1) if self.workload.kv_len else _MAX_CALLS
-
 
 class ForwardTimer(Timer):
     """Times whole forward passes, in the graph regime replayed from a CUDA graph of one.
@@ -73,8 +68,10 @@ class ForwardTimer(Timer):
             rewind(run.kwargs, run.workload)
             return self._time(go, calls)
 
+        # No more calls than the other half of a cache has room for.
+        most = max(1, run.workload.kv_len // 2 - 1) if run.workload.kv_len else _MAX_CALLS
         calls = math.ceil(_SAMPLE_US / max(sample(0, 1), 1.0))
-        return partial(sample, calls=min(run.room, _MAX_CALLS, calls))
+        return partial(sample, calls=min(most, _MAX_CALLS, calls))
 
     @staticmethod
     def _warm(run: Forward) -> Callable[[], object]:

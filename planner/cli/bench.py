@@ -142,17 +142,17 @@ def bench(
         from fuseplan.search.workers.worker import usable_cores
 
         processes = usable_cores() if kind == "cuda" else 0
+        full = opt.full_dtype_name(dtype)
         wanted = bench_patterns.Wanted(
+            *bench_patterns.cells_of(topic.value, pattern or (), shape or (), rows, cols, full),
             peer_names(rivals, kind, without), bench_patterns.modes_of(modes, kind), spend,
             Budget(trials=trials, seconds=tune_seconds) if tune else None,
             processes if compile_processes is None else compile_processes, resume,
             math.inf if minutes is None else minutes, out,
         )
-        full = opt.full_dtype_name(dtype)
-        what = bench_patterns.cells_of(topic.value, pattern or (), shape or (), rows, cols, full)
         measure = bench_patterns.launch if topic is BenchTopic.LAUNCH else bench_patterns.measure
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
-        measure(ready(session) if tune else session, what, wanted)
+        measure(ready(session) if tune else session, wanted)
         return
     session = open_session(kind, db, settings, mode="inspect")
     if topic is BenchTopic.PLANNER:

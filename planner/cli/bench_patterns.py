@@ -36,27 +36,18 @@ _LAUNCHES = (("swiglu", "1x4096"), ("add_rms_norm", "1x4096"))
 
 
 @dataclass(frozen=True)
-class Cells:
-    """What a topic measures.
+class Wanted:
+    """What the options ask for.
 
     ``name`` is that of the results; ``left_out`` says what is not measured. ``claims`` are by cell key, in words, where
-    the table is to show gains over eager.
+    the table is to show gains over eager. ``seconds`` are of rounds for each mode of a cell; without a ``budget``
+    nothing is tuned. Peers are compiled beforehand in ``processes``, and no cell is started after ``minutes``.
     """
 
     name: str
     cells: Sequence[Cell]
-    left_out: Sequence[str] = ()
-    claims: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """How the options ask for it to be measured.
-
-    ``seconds`` are of rounds for each mode of a cell; without a ``budget`` nothing is tuned. Peers are compiled
-    beforehand in ``processes``, and no cell is started after ``minutes``.
-    """
-
+    left_out: Sequence[str]
+    claims: Mapping[str, str] | None
     peers: Sequence[str]
     modes: Sequence[str]
     seconds: float
@@ -69,8 +60,8 @@ class Wanted:
 
 def cells_of(
     topic: str, patterns: Sequence[str], shapes: Sequence[str], rows: str | None, cols: str | None, dtype: str | None
-) -> Cells:
-    """The cells that the options name, or the topic's own; FuseplanError where they name none."""
+) -> tuple[str, list[Cell], list[str], dict[str, str] | None]:
+    """The cells that the options name, or the topic's own: the first fields of :class:`Wanted`."""
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.patterns.cells import cell, parse_sizes, sweep_cells
     from fuseplan.planner.patterns.table import PATTERNS
@@ -87,13 +78,13 @@ def cells_of(
     if topic == "headlines":
         known = {cell(*one): words for one, words in _HEADLINES.items() if one[0] in PATTERNS}
         missing = [f"there is no pattern {name}" for name, *_ in _HEADLINES if name not in PATTERNS]
-        return Cells(topic, list(known), missing, {one.key: words for one, words in known.items()})
+        return topic, list(known), missing, {one.key: words for one, words in known.items()}
     if topic == "launch":
         single = [(name, PATTERNS[name].example) for name in patterns] or _LAUNCHES
-        return Cells(topic, found if shapes else [cell(name, shape, dtype) for name, shape in single])
+        return topic, found if shapes else [cell(name, shape, dtype) for name, shape in single], [], None
     # Only the whole matrix has the name of the whole: a part does not take the place of a published result.
     part = "-".join(dict.fromkeys(patterns)) or ("part" if rows or cols else "")
-    return Cells(f"patterns-{part}"[:80] if part else "patterns", found, left_out)
+    return f"patterns-{part}"[:80] if part else "patterns", found, left_out, None
 
 
 def modes_of(text: str | None, kind: str) -> tuple[str, ...]:
@@ -114,7 +105,7 @@ def modes_of(text: str | None, kind: str) -> tuple[str, ...]:
     return tuple(mode for mode in known if mode in modes)
 
 
-def launch(session: Session, what: Cells, wanted: Wanted) -> None:
+def launch(session: Session, wanted: Wanted) -> None:
     """Host time of one call, and of the look-up at compile."""
     from fuseplan.planner.bench import launch as bench
     from fuseplan.planner.bench.rows import bench_frame
@@ -122,37 +113,37 @@ def launch(session: Session, what: Cells, wanted: Wanted) -> None:
 
     said: list[str] = []
     with make_pool(session.target.device_type) as pool:
-        tune_cells(session, what.cells, wanted.budget, pool, said)
+        tune_cells(session, wanted.cells, wanted.budget, pool, said)
     # Not before the pool's processes are gone: they may still be compiling.
     with console(stderr=True).status("timing look-ups and launches"):
-        lookups = [bench.bench_lookup(session, one) for one in what.cells]
-        calls = bench.bench_launch(session, what.cells, wanted.seconds)
+        lookups = [bench.bench_lookup(session, one) for one in wanted.cells]
+        calls = bench.bench_launch(session, wanted.cells, wanted.seconds)
     frames = {"calls": bench_frame(calls), "lookups": bench_frame(lookups)}
     for part, frame in frames.items():
         print_frame(frame, title=f"launch, {part}: us", spare=("note",))
     said += bench.launch_verdict(frames["calls"], frames["lookups"])
-    publish(session, what.name, frames, said, wanted.out)
+    publish(session, wanted.name, frames, said, wanted.out)
 
 
-def measure(session: Session, what: Cells, wanted: Wanted) -> None:
+def measure(session: Session, wanted: Wanted) -> None:
     """Tune and time the cells, writing rows as they come, and publish what there is whatever happens."""
     from fuseplan.planner.bench import verdicts
     from fuseplan.planner.bench.patterns import RowLog
 
-    log = RowLog(results_folder(session, wanted.out) / f"{what.name}-cells.csv", wanted.resume)
-    said = list(what.left_out)
+    log = RowLog(results_folder(session, wanted.out) / f"{wanted.name}-cells.csv", wanted.resume)
+    said = list(wanted.left_out)
     try:
-        _fill(session, wanted, [cell for cell in what.cells if not log.has(cell.key)], log, said)
+        _fill(session, wanted, [cell for cell in wanted.cells if not log.has(cell.key)], log, said)
     finally:  # an interrupted bench keeps what it has measured
         if log.frame.empty:
             for line in said:
                 typer.echo(line)
         else:
-            frame, claims = log.frame, what.claims
+            frame, claims = log.frame, wanted.claims
             table = verdicts.pattern_table(frame) if claims is None else verdicts.headline_table(frame, claims)
-            print_frame(table, title=f"{what.name}: median us", spare=("gbps", "mb"))
+            print_frame(table, title=f"{wanted.name}: median us", spare=("gbps", "mb"))
             said += [*verdicts.pattern_verdict(frame), *verdicts.notes(frame)]
-            publish(session, what.name, {"cells": frame}, said, wanted.out, {"cells": table})
+            publish(session, wanted.name, {"cells": frame}, said, wanted.out, {"cells": table})
 
 
 def _fill(session: Session, wanted: Wanted, cells: Sequence[Cell], log: RowLog, said: list[str]) -> None:

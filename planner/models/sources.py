@@ -96,7 +96,10 @@ def find_source(
         return ModelSource("module", module, dtype=name)
     if config is not None:
         entries = _read_config(Path(config))
-        name = name or _config_dtype(entries, str(config))
+        given = str(entries.get("dtype") or entries.get("torch_dtype") or "auto")
+        name = name or {**_DTYPES, "auto": "bfloat16"}.get(given.removeprefix("torch."))
+        if name is None:
+            raise ConfigError(f"config {config}: dtype {given[:40]!r} cannot be planned; give --dtype bfloat16")
         return ModelSource("config", str(config), json.dumps(entries, sort_keys=True), name, layers)
     preset = "llama" if model is None else model
     preset = ALIASES.get(preset, {}).get(device_type, preset)
@@ -151,14 +154,6 @@ def _check_sizes(config: Any, name: str) -> None:
         stages = value if isinstance(value, list | tuple) and value else [value]
         if value is not None and any(type(one) is not int or one < 1 for one in stages):
             raise ConfigError(f"config {name}: {key} is {str(value)[:40]!r}, which is no positive whole number")
-
-
-def _config_dtype(entries: Config, name: str) -> str:
-    given = entries.get("dtype") or entries.get("torch_dtype") or "auto"
-    dtype = {**_DTYPES, "auto": "bfloat16"}.get(str(given).removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(f"config {name}: dtype {str(given)[:40]!r} cannot be planned; give --dtype bfloat16")
-    return dtype
 
 
 def hf_config(source: ModelSource) -> Any:

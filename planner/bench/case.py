@@ -1,25 +1,33 @@
-"""One cell of the pattern bench made concrete: its graph, its inputs, our plan for it, and what that plan moves."""
+"""One cell of the pattern bench made concrete: our plan for it, what that moves and what the cost model says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.device import DeviceSpec, Mode
+from fuseplan.costmodel.roofline import predict
+from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import config_key
-from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.dispatch_stats import CompileStats, Tally
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.groups.regions import find_regions, region_parts
+from fuseplan.planner.implementations.aten_op import UNFUSED
+from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import reference_results
+from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import Cell
-from fuseplan.planner.patterns.table import activations
-from fuseplan.planner.peers.contestant import Case
+from fuseplan.planner.peers.contestant import Case, make_case
+from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.work.group_work import kernel_work
+from fuseplan.planner.work.group_work import hot_inputs, kernel_work, launch_mode, op_work
 from fuseplan.search.timing.measure import CACHE_MULTIPLE, rotating_operands, span_bytes
 from fuseplan.search.timing.timers import Operands
 
@@ -27,67 +35,84 @@ from fuseplan.search.timing.timers import Operands
 _MAX_SETS = 32
 
 
-@dataclass(frozen=True)
-class PlanFacts:
-    """What is known of our plan for a cell.
-
-    Attributes:
-        bytes: What has to be moved: the plan's, where all of it is one kernel, else every input and output once.
-        registers: Registers of a thread of each fused group; empty where the back end does not know.
-        note: Misses and fallbacks, so that they cannot pass for a result of the plan.
-        predicted_us: The cost model's time of the plan in the session's regime; None on a device that was not probed.
-    """
-
-    bytes: float
-    kernels: int
-    config: str = ""
-    registers: str = ""
-    note: str = ""
-    predicted_us: float | None = None
-
-
-def plan_case(
-    session: Session, cell: Cell, traced: Traced, names: Sequence[str], inputs: tuple[torch.Tensor, ...]
-) -> tuple[Case, PlanFacts]:
-    """The case with the plan that dispatch would find for it."""
+def plan_case(session: Session, cell: Cell) -> tuple[Case, CompileStats]:
+    """The case with the plan that dispatch would find for it, and what finding it was like."""
+    case = make_case(cell, session.target, session.backends, session.settings.numerics)
     tally = Tally(f"bench {cell.key}")
-    groups = resolve(session, traced.graph, "model", tally).groups
-    case = Case(
-        cell.pattern, cell.shape, cell.dtype, traced, tuple(names), inputs, groups, session.target, session.backends,
-        session.settings.numerics,
-    )
-    return case, plan_facts(case, tally.snapshot(), session.spec, session.settings.regime)
+    groups = resolve(session, case.traced.graph, "model", tally).groups
+    return replace(case, groups=groups), tally.snapshot()
 
 
-def plan_facts(case: Case, seen: CompileStats, spec: DeviceSpec | None = None, regime: str = "eager") -> PlanFacts:
-    """Bytes, launches, price in a regime (by ``spec``) and compiled facts of a case's plan."""
+def plan_facts(case: Case) -> dict[str, Any]:
+    """What a case's plan moves and launches, as fields of the bench's rows.
+
+    ``bytes`` have to be moved: the plan's, where all of it is one kernel, else every input and output once.
+    ``registers`` are those of a thread of each fused group, where the back end knows them.
+    """
     graph = case.traced.graph
-    kernels = [PlannedKernel(case.kernel(group.ops), group.backend.name, group.config) for group in case.groups]
-    computes = [node.name for node in graph if kind_of(node, graph.specs) != "view"]
-    fused_ops = {op for group in case.groups for op in group.ops}
-    unfused = [name for name in computes if name not in fused_ops]
+    kernels = [case.kernel(group.ops).ir for group in case.groups]
+    unfused = unfused_ops(graph, case.groups)
     registers = [
-        group.backend.prepare(one.lowered.ir, group.config, case.target).registers
-        for group, one in zip(case.groups, kernels, strict=True)
+        group.backend.prepare(ir, group.config, case.target).registers
+        for group, ir in zip(case.groups, kernels, strict=True)
     ]
     whole = len(kernels) == 1 and not unfused
-    return PlanFacts(
-        bytes=kernel_work(kernels[0].lowered.ir).dram_bytes if whole else float(
+    return {
+        "bytes": kernel_work(kernels[0]).dram_bytes if whole else float(
             sum(graph.specs[name].nbytes() for name in {*graph.inputs, *graph.outputs})
         ),
-        kernels=len(kernels) + len(unfused),
-        config="; ".join(f"{group.backend.name} {config_key(group.config)}" for group in case.groups),
-        registers="; ".join(str(count) for count in registers if count is not None),
-        note=_plan_note(seen, bool(kernels)),
-        predicted_us=predicted_us(graph, kernels, unfused, spec, regime, case.numerics),
-    )
+        "kernels": len(kernels) + len(unfused),
+        "config": "; ".join(f"{group.backend.name} {config_key(group.config)}" for group in case.groups),
+        "registers": "; ".join(str(count) for count in registers if count is not None),
+    }
 
 
-def _plan_note(seen: CompileStats, fuses: bool) -> str:
-    words = [] if fuses else ["the plan fuses nothing"]
+def unfused_ops(graph: DataflowGraph, groups: Sequence[GroupPlan]) -> list[str]:
+    """The ops, besides views, that no group has."""
+    fused = {op for group in groups for op in group.ops}
+    return [node.name for node in graph if kind_of(node, graph.specs) != "view" and node.name not in fused]
+
+
+def plan_note(case: Case, seen: CompileStats) -> str:
+    """Misses and fallbacks, so that they cannot pass for a result of the plan."""
+    words = [] if case.groups else ["the plan fuses nothing"]
     words += [f"{seen.misses} regions by the cost model, not tuned"] if seen.misses else []
     words += [f"{count} fell back: {reason}" for reason, count in seen.fallbacks.items()]
     return "; ".join(words)
+
+
+def predicted_us(
+    graph: DataflowGraph, groups: Sequence[GroupPlan], spec: DeviceSpec | None, regime: str, numerics: str = "fp32"
+) -> float | None:
+    """Microseconds that the cost model predicts for a plan of a static graph, launch after launch.
+
+    On GPUs with what its kernels cost each other in the cache. None where the device was not probed (``spec``).
+    """
+    if spec is None:
+        return None
+    around: list[tuple[frozenset[str], Any]] = []
+    if spec.identity.device_type == "cuda":
+        book = GroupBook(graph, numerics, "cuda")
+        parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
+        around = [(frozenset(part.ops), shared_cache(book, part)) for part in parts]
+    total_us = 0.0
+    for lowered, work, mode, backend in _launches(graph, groups, regime, numerics):
+        total_us += predict(work, spec, mode, backend=backend).time_us
+        maker = graph.producer(lowered.outputs[0])
+        total_us += sum(cache.delay_us(work, spec, mode, lowered) for ops, cache in around if maker in ops)
+    return total_us
+
+
+def _launches(
+    graph: DataflowGraph, groups: Sequence[GroupPlan], regime: str, numerics: str
+) -> Iterator[tuple[Lowered, Work, Mode, str]]:
+    for group in groups:
+        lowered = lower_group(graph, group.ops, numerics)
+        work = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
+        yield lowered, work, launch_mode(group.config, regime), group.backend.name
+    for name in unfused_ops(graph, groups):
+        lowered = lower(graph, (name,), numerics, graph.op(name).outputs)
+        yield lowered, op_work(graph, name), "graph" if regime == "graph" else "eager", UNFUSED
 
 
 def reference_outputs(case: Case) -> list[torch.Tensor]:
@@ -98,9 +123,7 @@ def reference_outputs(case: Case) -> list[torch.Tensor]:
 
 def operand_sets(case: Case, llc_bytes: int, limit_bytes: int) -> Operands:
     """Operand sets to use in turn, so that activations are where their producer left them and weights are not."""
-    fresh = activations(case.pattern, case.shape, case.dtype)
-    hot = [name in fresh for name in case.names]
-    cold_bytes = sum(span_bytes(tensor) for tensor, is_hot in zip(case.inputs, hot, strict=True) if not is_hot)
+    cold_bytes = sum(span_bytes(tensor) for tensor, hot in zip(case.inputs, case.hot, strict=True) if not hot)
     if cold_bytes * _MAX_SETS < CACHE_MULTIPLE * llc_bytes:
         return [case.inputs]
-    return rotating_operands(case.inputs, hot, llc_bytes, limit_bytes)
+    return rotating_operands(case.inputs, case.hot, llc_bytes, limit_bytes)

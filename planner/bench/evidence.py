@@ -8,13 +8,16 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from fuseplan.planner.bench.rows import comparison
+from fuseplan.planner.report.drawing import templates
 from fuseplan.planner.report.frames import markdown_table
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now
@@ -58,35 +61,25 @@ def quietness(facts: Mapping[str, Any]) -> list[str]:
     return [f"the machine was busy (load average {load} on {cores} cores): times on the CPU are not to be trusted"]
 
 
-_PACKAGES = ("fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python")
-
-
 def versions(device_type: str) -> dict[str, str]:
     """Software that matters to the times."""
-    import importlib.metadata
-
     import torch
 
     found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if device_type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-    return found
+    for package in ("fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | ({"cuda": str(torch.version.cuda)} if device_type == "cuda" else {})
 
 
 def commit(folder: Path) -> str:
     """``git describe`` of the source tree, empty where there is none."""
+    command = ["git", "describe", "--always", "--dirty", "--tags"]
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--tags"], cwd=folder, capture_output=True, text=True, timeout=10
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.strip()
 
 
 def write_results(
@@ -99,45 +92,24 @@ def write_results(
     by side, or its raw rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for part, frame in frames.items():
-        written.append(folder / f"{name}-{part}.csv")
-        frame.to_csv(written[-1], index=False)
     together = "-".join((name, *frames))
-    written.append(folder / f"{together}.md")
-    written[-1].write_text(_markdown(name, {**frames, **(tables or {})}, facts, words), encoding="utf-8")
-    written.append(folder / f"{together}.json")
-    written[-1].write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return written
-
-
-def _markdown(name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str]) -> str:
-    device = facts.get("device", {})
-    lines = [f"# {name}", ""]
-    lines += [f"{device.get('name', facts.get('device_key', ''))}, {facts['created']}, commit {facts['commit'] or '-'}"]
-    lines += [", ".join(f"{package} {version}" for package, version in facts["versions"].items()), ""]
-    lines += [f"* {line}" for line in words]
-    for part, frame in frames.items():
-        table = comparison(frame) if "contestant" in frame else frame
-        lines += ["", f"## {part}", "", markdown_table(table)]
-    lines += ["Times are medians in microseconds over interleaved rounds; `vs_x` is the time of x over ours.", ""]
-    return "\n".join(lines)
+    texts = {f"{name}-{part}.csv": frame.to_csv(index=False) for part, frame in frames.items()}
+    shown = {part: comparison(frame) if "contestant" in frame else frame for part, frame in frames.items()}
+    parts = {part: markdown_table(frame) for part, frame in {**shown, **(tables or {})}.items()}
+    page = templates().get_template("results.md.j2")
+    texts[f"{together}.md"] = page.render(name=name, facts=facts, words=words, parts=parts)
+    texts[f"{together}.json"] = json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    return [folder / file for file in texts]
 
 
 def folder_name(device_key: str) -> str:
-    """Folder of a device's results: its key without type and hash.
-
-    >>> folder_name("cuda-nvidia-h200-f15dd9b4c7e2")
-    'nvidia-h200'
-    """
+    """Folder of a device's results: ``nvidia-h200`` of ``cuda-nvidia-h200-f15dd9b4c7e2``."""
     parts = device_key.split("-")
     return "-".join(parts[1:-1]) or device_key
 
 
 def file_name(model: str) -> str:
-    """A model's name as the start of a file name.
-
-    >>> file_name("llama-3.2-1b:2L")
-    'llama-3.2-1b-2L'
-    """
+    """A model's name as the start of a file name: ``llama-3.2-1b-2L`` of ``llama-3.2-1b:2L``."""
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in model).strip("-")

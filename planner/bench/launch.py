@@ -11,6 +11,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -19,10 +20,9 @@ from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.implementations.subject import random_tensor
+from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.patterns.cells import Cell
-from fuseplan.planner.peers.contestant import Case
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
+from fuseplan.planner.peers.contestant import Case, trace_cell
 from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.resolve import resolve
@@ -42,20 +42,16 @@ _MIN_ROUNDS = 7
 _LOOKUPS = 9
 
 Call = Callable[[], object]
-#: Subject, what is called, and whether outputs are allocated.
+#: Subject (a cell), what is called, and whether outputs are ``"allocated"`` in the call or ``"given"``.
 Name = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class LaunchRow:
-    """Host time of one kind of call.
+    """Host time of one kind of call (:data:`Name`).
 
-    Attributes:
-        subject: Pattern, shape and dtype.
-        outputs: ``"allocated"`` in the call, or ``"given"``.
-        host_us: Median microseconds until the call returns; None when it failed. The device is not waited for.
-        statements: Database statements during all its calls.
-        note: Why it failed.
+    ``host_us`` are microseconds until the call returns, None when it failed; the device is not waited for.
+    ``statements`` are those of databases during all its calls; ``note`` says why it failed.
     """
 
     subject: str
@@ -86,7 +82,6 @@ def bench_lookup(session: Session, cell: Cell) -> LookupRow:
     """Time finding the plan of one cell, as a compilation does; the median of a few."""
     traced = trace_cell(cell, session.target.device_type)[0].graph
     database, planning = [], []
-    regions = 0
     for _ in range(_LOOKUPS):
         tally = Tally(cell.key)
         # A compilation starts with a new graph, of which no regions are remembered.
@@ -103,76 +98,46 @@ def bench_lookup(session: Session, cell: Cell) -> LookupRow:
 def bench_launch(session: Session, cells: Sequence[Cell], seconds: float) -> list[LaunchRow]:
     """Time the calls of each cell's largest fused group and of what it is compared with, all in interleaved rounds.
 
-    Nothing else should be running, since what runs beside a call slows it. ``seconds`` are for each cell.
-
-    Raises:
-        PlanError: A cell's plan fuses nothing.
+    Nothing else should be running, since what runs beside a call slows it. ``seconds`` are for each cell. A cell whose
+    plan fuses nothing is a :class:`PlanError`.
     """
-    device = session.target.device_type
     calls: dict[Name, Call] = {}
     failed: list[LaunchRow] = []
     with torch.no_grad():
         for cell in cells:
-            for what, make in _callables(_case(session, cell)):
-                name = (cell.key, *what)
+            case, _ = plan_case(session, cell)
+            if not case.groups:
+                raise PlanError(f"the plan of {cell.key} fuses nothing, so there is no launch to time")
+            for what, outputs, make in _callables(case):
+                name = (cell.key, what, outputs)
                 try:
-                    calls[name] = make()
-                    calls[name]()
+                    call = make()
+                    call()
                 except Exception as error:  # a launcher that does not work here must not end the bench
-                    calls.pop(name, None)
                     failed.append(LaunchRow(*name, note=failure(error)))
-        times, statements = _host_times(calls, seconds * len(cells), device)
-    return [*(_row(name, times[name], statements[name]) for name in calls), *failed]
+                else:
+                    calls[name] = call
+        return [*_timed(calls, seconds * len(cells), session.target.device_type), *failed]
 
 
-def _case(session: Session, cell: Cell) -> Case:
-    device = session.target.device_type
-    traced, specs = trace_cell(cell, device)
-    case, _ = plan_case(session, cell, traced, tuple(specs), make_inputs(traced, specs, device))
-    if not case.groups:
-        raise PlanError(f"the plan of {cell.key} fuses nothing, so there is no launch to time")
-    return case
-
-
-def _row(name: Name, samples: Sequence[float], statements: int) -> LaunchRow:
-    low, _, _, high = statistics.quantiles(samples, n=5, method="inclusive")
-    return LaunchRow(*name, statistics.median(samples), low, high, statements)
-
-
-def _callables(case: Case) -> Iterator[tuple[tuple[str, str], Callable[[], Call]]]:
-    """Name of each kind of call, and what makes it."""
+def _callables(case: Case) -> Iterator[tuple[str, str, Callable[[], Call]]]:
+    """Each kind of call, and what makes it."""
     group = max(case.groups, key=lambda one: len(one.ops))
-    lowered = case.kernel(group.ops)
     device = case.target.device_type
-    inputs = _group_inputs(case, lowered.inputs)
-    kernel = (lowered.ir, group.config, case.target)
-    outputs = _outputs(lowered.ir, device)
-    yield (GROUP, "allocated"), lambda: partial(group.backend.fused_callable(*kernel), *inputs)
-    yield (GROUP, "given"), lambda: partial(group.backend.load(*kernel), *inputs, *outputs)
-    yield (PLAN, "allocated"), lambda: partial(fused(case, case.groups).run, *case.inputs)
+    subject = group_subject(case.traced.graph, group.ops, case.cell.key, case.numerics, device)
+    inputs, outputs = subject.make_inputs(0, device), subject.allocate_outputs(device)
+    kernel = (subject.ir, group.config, case.target)
+    yield GROUP, "allocated", lambda: partial(group.backend.fused_callable(*kernel), *inputs)
+    yield GROUP, "given", lambda: partial(group.backend.load(*kernel), *inputs, *outputs)
+    yield PLAN, "allocated", lambda: partial(fused(case, case.groups).run, *case.inputs)
     if device == "cuda":
-        yield (TRITON, "given"), lambda: _triton_launcher(case, group, lowered.ir, inputs)
-    x, y = torch.zeros(2, 8, dtype=getattr(torch, case.dtype), device=device)
-    yield (ADD, "allocated"), lambda: lambda: torch.add(x, x)
-    yield (ADD, "given"), lambda: lambda: torch.add(x, x, out=y)
+        yield TRITON, "given", lambda: _triton_launcher(case, group, subject.ir, [*inputs, *outputs])
+    x, y = torch.zeros(2, 8, dtype=getattr(torch, case.cell.dtype), device=device)
+    yield ADD, "allocated", lambda: lambda: torch.add(x, x)
+    yield ADD, "given", lambda: lambda: torch.add(x, x, out=y)
 
 
-def _group_inputs(case: Case, names: Sequence[str]) -> list[torch.Tensor]:
-    """Tensors in the layout of the group's inputs; a group in the middle of a pattern reads what others produced."""
-    given = dict(zip(case.traced.graph.inputs, case.inputs, strict=True))
-    specs = case.traced.graph.specs
-    generator = torch.Generator(case.target.device_type).manual_seed(0)
-    return [given[name] if name in given else random_tensor(specs[name], generator) for name in names]
-
-
-def _outputs(ir: KernelIR, device: str) -> list[torch.Tensor]:
-    return [
-        torch.empty_strided(one.shape, one.strides, dtype=getattr(torch, one.dtype), device=device)
-        for one in ir.bind({}).outputs
-    ]
-
-
-def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, inputs: Sequence[torch.Tensor]) -> Call:
+def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, arguments: Sequence[torch.Tensor]) -> Call:
     """The same kernel through ``kernel[grid](...)``: what a hand-written Triton kernel pays per call."""
     from fuseplan.kernels.gpu.tile import programs
     from fuseplan.kernels.triton.backend import TritonBackend
@@ -181,38 +146,41 @@ def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, inputs: Sequenc
     backend = group.backend if isinstance(group.backend, TritonBackend) else TritonBackend()
     config = group.config if backend is group.backend else backend.default_config(ir, case.target)
     kernel = getattr(backend.store.load(backend.source(ir, config)), KERNEL_NAME)
-    arguments = [*inputs, *_outputs(ir, case.target.device_type)]
     options = {"num_warps": int(config["num_warps"]), "num_stages": int(config.get("num_stages", 1))}
     grid = (programs(ir, config, {}),)
     return lambda: kernel[grid](*arguments, **options)
 
 
-def _host_times(
-    calls: Mapping[Name, Call], seconds: float, device: str
-) -> tuple[dict[Name, list[float]], dict[Name, int]]:
-    """Samples in microseconds per call, and database statements seen meanwhile, of every kind of call."""
+def _timed(calls: Mapping[Name, Call], seconds: float, device: str) -> list[LaunchRow]:
+    """A row of every kind of call, timed in interleaved rounds."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 
-    seen = [0]
+    seen = 0
 
     def count(*_: Any) -> None:
-        seen[0] += 1
+        nonlocal seen
+        seen += 1
 
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     statements = dict.fromkeys(calls, 0)
     event.listen(Engine, "before_cursor_execute", count)
     try:
         with no_collection():
-            end = time.perf_counter() + seconds
-            while len(next(iter(samples.values()), [0] * _MIN_ROUNDS)) < _MIN_ROUNDS or time.perf_counter() < end:
+            end, rounds = time.perf_counter() + seconds, 0
+            while rounds < _MIN_ROUNDS or time.perf_counter() < end:
+                rounds += 1
                 for name, call in calls.items():
-                    before = seen[0]
+                    before = seen
                     samples[name].append(_sample_us(call, device))
-                    statements[name] += seen[0] - before
+                    statements[name] += seen - before
     finally:
         event.remove(Engine, "before_cursor_execute", count)
-    return samples, statements
+    rows = []
+    for name, own in samples.items():
+        median, low, high = np.quantile(own, (0.5, 0.2, 0.8)).tolist()
+        rows.append(LaunchRow(*name, median, low, high, statements[name]))
+    return rows
 
 
 def _sample_us(call: Call, device: str) -> float:

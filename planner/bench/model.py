@@ -1,27 +1,36 @@
-"""A whole model end to end: our plan beside eager and TorchInductor, on the same weights and inputs."""
+"""Our plan of a model beside eager and TorchInductor: the whole model, and each of its fused groups by itself.
+
+Everyone has the same weights and inputs.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from fuseplan.costmodel.probe.timing import cuda_graph
-from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
+from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.dispatch_stats import reset_stats, stats
-from fuseplan.planner.models.build import Model
-from fuseplan.planner.models.examples import rewind
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.models.build import Model, rewind
 from fuseplan.planner.models.workload import Workload
-from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
-from fuseplan.planner.peers.inductor import without_chatter
+from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
+from fuseplan.planner.peers.peers import inductor_callable, without_chatter
+from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
+from fuseplan.search.store.record import GroupChoice
+from fuseplan.search.timing.measure import cache_bytes, rotating_operands
+from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer, timer_for
 from fuseplan.search.timing.verify import errors
+from fuseplan.search.workers.jobs import free_bytes
 
 #: A sample is at least this long, so that the clock's resolution and one stray interrupt do not show.
 _SAMPLE_US = 20_000.0
@@ -35,130 +44,92 @@ class Forward:
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    workload: Workload = field(default_factory=lambda: Workload("forward"))
+    workload: Workload
 
     def __call__(self) -> Any:
         return self.call(*self.args, **self.kwargs)
 
-    def rewind(self) -> None:
-        """Make room in the cache again."""
-        rewind(self.kwargs, self.workload)
-
-    @property
-    def room(self) -> int:
-        """Calls between two rewinds."""
-        return max(1, self.workload.kv_len // 2 - 1) if self.workload.kv_len else _MAX_CALLS
-
 
 class ForwardTimer(Timer):
-    """Times whole forward passes; the cache is put back between samples, outside the measured time."""
+    """Times whole forward passes, in the graph regime replayed from a CUDA graph of one.
 
-    regime = "eager"
+    The cache is put back between samples, outside the measured time.
+    """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, regime: str = "eager") -> None:
         self.device_type = device_type
+        self.regime = regime  # type: ignore[misc]
 
     def prepare(self, run: Run, operands: Operands) -> Sampler:
         assert isinstance(run, Forward)
-        go = self._callable(run)
-        run.rewind()
-        calls = self._calls(run, self._time(go, 1))
+        go = self._recorded(run) if self.regime == "graph" else self._warm(run)
 
-        def sample(number: int) -> float:
-            run.rewind()
+        def sample(number: int, calls: int) -> float:
+            rewind(run.kwargs, run.workload)
             return self._time(go, calls)
 
-        return sample
+        # No more calls than the other half of a cache has room for.
+        most = max(1, run.workload.kv_len // 2 - 1) if run.workload.kv_len else _MAX_CALLS
+        calls = math.ceil(_SAMPLE_US / max(sample(0, 1), 1.0))
+        return partial(sample, calls=min(most, _MAX_CALLS, calls))
 
-    def _callable(self, run: Forward) -> Callable[[], object]:
+    @staticmethod
+    def _warm(run: Forward) -> Callable[[], object]:
         for _ in range(2):
-            run.rewind()
+            rewind(run.kwargs, run.workload)
             run()
         return run
 
-    def _calls(self, run: Forward, once_us: float) -> int:
-        return max(1, min(run.room, _MAX_CALLS, math.ceil(_SAMPLE_US / max(once_us, 1.0))))
-
-    def _time(self, go: Callable[[], object], calls: int) -> float:
-        """Microseconds per call."""
-        self._synchronise()
-        start = time.perf_counter()
-        for _ in range(calls):
-            go()
-        self._synchronise()
-        return (time.perf_counter() - start) * 1e6 / calls
-
-    def _synchronise(self) -> None:
-        if self.device_type == "cuda":
-            torch.cuda.synchronize()
-
-
-class ForwardGraphTimer(ForwardTimer):
-    """The same with the forward pass captured in a CUDA graph and replayed."""
-
-    regime = "graph"
-
-    def __init__(self) -> None:
-        super().__init__("cuda")
-
-    def _callable(self, run: Forward) -> Callable[[], object]:
+    def _recorded(self, run: Forward) -> Callable[[], object]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            super()._callable(run)
+            self._warm(run)
         torch.cuda.current_stream().wait_stream(stream)
-        run.rewind()
+        rewind(run.kwargs, run.workload)
         with cuda_graph() as graph:
             run()
         return graph.replay
 
     def _time(self, go: Callable[[], object], calls: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
+        """Microseconds per call, until the device is done."""
+        synchronise: Callable[[], Any] = torch.cuda.synchronize if self.device_type == "cuda" else lambda: None
+        synchronise()
+        start = time.perf_counter()
         for _ in range(calls):
             go()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / calls
+        synchronise()
+        return (time.perf_counter() - start) * 1e6 / calls
 
 
 def bench_model(
     session: Session, model: Model, workload: Workload, peers: Sequence[str], modes: Sequence[str], seconds: float
-) -> Iterator[BenchRow]:
+) -> list[BenchRow]:
     """Rows of the whole model in every mode. A contestant that fails gets a row that says why."""
-    common: dict[str, Any] = {"workload": workload.label, "subject": "model"}
-    runs: dict[str, Run] = {}
-    facts: dict[str, dict[str, Any]] = {}
-    expected: torch.Tensor | None = None
+    race = Race(BenchRow, workload=workload.label, subject="model")
+    expected: list[torch.Tensor] = []
     torch._dynamo.reset()
     with torch.no_grad():
         # The same prompt for everyone; each contestant writes into a cache of its own.
         args, kwargs = model.example(workload)
-        for name in (EAGER, OURS, *(peer for peer in peers if peer != EAGER)):
-            start = time.perf_counter()
+
+        def make(name: str) -> tuple[Run, dict[str, Any]]:
             own = dict(kwargs)
             if "past_key_values" in own:
                 own["past_key_values"] = model.example(workload)[1]["past_key_values"]
             reset_stats()
-            try:
-                forward = Forward(_compiled(session, model, name), args, own, workload)
-                with without_chatter() if name == MAX_AUTOTUNE else nullcontext():
-                    output = first_tensor(forward())
-            except Exception as error:  # a peer that cannot compile the model must not end the bench
-                note = failure(error)
-                yield from (BenchRow(contestant=name, mode=mode, note=note, **common) for mode in modes)
-                continue
-            expected = output if expected is None else expected
-            runs[name] = forward
-            facts[name] = {
-                "compile_s": time.perf_counter() - start,
-                "error": errors(output.cpu(), expected.cpu().double())[0],
-                "note": _plan_note() if name == OURS else "",
-            }
-        for mode in modes:
-            timer = ForwardGraphTimer() if mode == "graph" else ForwardTimer(session.target.device_type)
-            yield from mode_rows(timer, runs, [()], seconds, facts, **common)
+            forward = Forward(_compiled(session, model, name), args, own, workload)
+            with without_chatter() if name == MAX_AUTOTUNE else nullcontext():
+                output = first_tensor(forward()).cpu()
+            if not expected:
+                expected.append(output.double())
+            note = _plan_note() if name == OURS else ""
+            return forward, {"error": errors(output, expected[0])[0], "note": note}
+
+        for name in (EAGER, OURS, *(peer for peer in peers if peer != EAGER)):
+            race.enter(name, partial(make, name))
+        device = session.target.device_type
+        return [row for mode in modes for row in race.rows(ForwardTimer(device, mode), [()], seconds)]
 
 
 def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:
@@ -170,18 +141,12 @@ def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:
             "regime": session.settings.regime,
         }
         return torch.compile(model.module, backend="fuseplan", dynamic=False, options=options)
-    if name == INDUCTOR:
-        return torch.compile(model.module, dynamic=False)
-    choices = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "autotune_num_choices_displayed": 0}
-    return torch.compile(model.module, dynamic=False, options=choices)
+    options = dict(torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if name == MAX_AUTOTUNE else {})
+    return torch.compile(model.module, dynamic=False, options=options | {"autotune_num_choices_displayed": 0})
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """The first floating-point tensor of a model's output (the logits).
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The first floating-point tensor of a model's output (the logits); ValueError without one."""
     leaves = torch.utils._pytree.tree_leaves(output)
     for leaf in (*leaves, *(output.values() if isinstance(output, Mapping) else ())):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
@@ -197,3 +162,62 @@ def _plan_note() -> str:
     words += f", {seen.misses} misses" if seen.misses else ""
     words += f", {seen.unfused} fell back: {'; '.join(seen.fallbacks)[:150]}" if seen.fallbacks else ""
     return words
+
+
+# -- groups ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BenchGroup:
+    """A fused group of a plan, ready to be timed."""
+
+    workload: str
+    choice: GroupChoice
+    subject: GroupSubject
+
+
+def fused_groups(session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> list[BenchGroup]:
+    """The distinct fused groups of the plans; ``workload`` is the first one that has the group."""
+    found: dict[str, BenchGroup] = {}
+    for workload, graph, plan in planned:
+        for region in plan.unique():
+            for choice in region.record.groups:
+                if not choice.is_kernel or choice.workload in found:
+                    continue
+                subject = group_subject(
+                    graph, region.group_ops(choice), choice.workload, session.settings.numerics,
+                    session.target.device_type,
+                )
+                found[choice.workload] = BenchGroup(workload, choice, subject)
+    return list(found.values())
+
+
+def bench_group(
+    session: Session, group: BenchGroup, peers: Sequence[str], modes: Sequence[str], seconds: float
+) -> list[BenchRow]:
+    """Rows of one group in every mode. A contestant that fails gets a row that says why."""
+    device, subject = session.target.device_type, group.subject
+    race = Race(BenchRow, workload=group.workload, subject=group.choice.label, key=group.choice.workload)
+    with torch.no_grad():
+        inputs = subject.make_inputs(0, device)
+        references = subject.reference(*inputs)
+        limit = free_bytes(device) // 4
+        operands = rotating_operands(inputs, subject.hot_inputs, cache_bytes(session.target.l2_bytes), limit)
+
+        def make(name: str) -> tuple[Run, dict[str, Any]]:
+            run = _contestant(session, group, name, inputs)
+            own = tensors_of(run(*inputs))
+            worst = max(errors(one.cpu(), exact.cpu())[0] for one, exact in zip(own, references, strict=True))
+            return run, {"error": worst}
+
+        for name in (OURS, *peers):
+            race.enter(name, partial(make, name))
+        return [row for mode in modes for row in race.rows(timer_for(device, mode), operands, seconds)]
+
+
+def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence[torch.Tensor]) -> Run:
+    subject = group.subject
+    if name == OURS:
+        backend = next(backend for backend in session.backends if backend.name == group.choice.implementation)
+        return backend.fused_callable(subject.ir, group.choice.config, session.target)
+    return subject.eager if name == EAGER else inductor_callable(subject.chain, inputs, name == MAX_AUTOTUNE)

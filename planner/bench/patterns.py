@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
-from fuseplan.planner.bench.case import PlanFacts, operand_sets, plan_case, reference_outputs
-from fuseplan.planner.bench.rows import BenchRow, failure, mode_rows
+from fuseplan.planner.bench.case import operand_sets, plan_case, plan_facts, plan_note, predicted_us, reference_outputs
+from fuseplan.planner.bench.rows import BenchRow, Race, bench_frame, failure
+from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import EAGER, OURS, Case, Contestant, PeerError
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.peers.peers import PEERS, fused
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now
 from fuseplan.search.timing.measure import cache_bytes
-from fuseplan.search.timing.timers import ColdTimer, Run, Timer, timer_for
+from fuseplan.search.timing.timers import Run, cold_timer, timer_for
 from fuseplan.search.timing.verify import errors
 from fuseplan.search.workers.jobs import free_bytes
 
@@ -32,19 +32,15 @@ COPY = "copy"
 LARGE_BYTES = 256e6
 #: An error this many times eager's (or this many roundings of the output) is another result, not another rounding.
 _WRONG = 8
-#: A peer that takes longer than this to fail, building its kernels, is not asked again about the same pattern.
-_SLOW_FAILURE_S = 1.0
 
 
 @dataclass(frozen=True)
 class PatternRow(BenchRow):
-    """One contestant's time for one pattern at one size.
+    """One contestant's time for one pattern (``subject``) at one size (``workload``).
 
-    ``subject`` is the pattern, ``workload`` its shape; ``bytes`` and what follows are of our plan for the cell.
-
-    ``bytes`` have to be moved, in ``kernels`` launches; ``measured_at`` is UTC. ``in_place`` says that the contestant
-    writes results over operands. ``predicted_us`` is what the cost model says of our plan, in the mode that its plans
-    are made for.
+    ``bytes`` have to be moved, in ``kernels`` launches of our plan for the cell; ``measured_at`` is UTC. ``in_place``
+    says that the contestant writes results over operands. ``predicted_us`` is what the cost model says of our plan, in
+    the mode that its plans are made for.
     """
 
     dtype: str = ""
@@ -65,138 +61,83 @@ class PatternBench:
     peers: Sequence[str]
     modes: Sequence[str]
     seconds: float
-    _timers: dict[str, Timer] = field(default_factory=dict)
-    _hopeless: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def rows(self, cell: Cell) -> list[PatternRow]:
         """Rows of one cell in every mode; a contestant that fails gets rows that say why."""
+        common: dict[str, Any] = {"workload": cell.size, "subject": cell.pattern, "key": cell.key, "dtype": cell.dtype}
         try:
-            return list(self._rows(cell))
+            with torch.no_grad():
+                return self._rows(cell, common)
         except Exception as error:  # such as a device without the memory: the other cells fit
             note = failure(error)
-            return [
-                PatternRow(cell.size, cell.pattern, OURS, mode, note=note, key=cell.key, dtype=cell.dtype)
-                for mode in self.modes
-            ]
+            return [PatternRow(contestant=OURS, mode=mode, note=note, **common) for mode in self.modes]
         finally:
             if self.session.target.device_type == "cuda":
                 torch.cuda.empty_cache()  # the next cell's tuning happens in another process
 
-    def _rows(self, cell: Cell) -> Iterator[PatternRow]:
-        device = self.session.target.device_type
-        traced, specs = trace_cell(cell, device)
-        with torch.no_grad():
-            inputs = make_inputs(traced, specs, device)
-            case, plan = plan_case(self.session, cell, traced, tuple(specs), inputs)
-            common: dict[str, Any] = {"workload": cell.size, "subject": cell.pattern, "key": cell.key}
-            own: dict[str, Any] = {
-                "dtype": cell.dtype, "bytes": plan.bytes, "kernels": plan.kernels, "config": plan.config,
-                "registers": plan.registers, "measured_at": now(),
-            }
-            entered = self._contestants(case, plan)
-            for name, note in entered.failed.items():
-                for mode in self.modes:
-                    yield PatternRow(contestant=name, mode=mode, note=note, **common, **own)
-            if not entered.runs:
-                return
-            target = case.target
-            sets = operand_sets(case, cache_bytes(target.l2_bytes), free_bytes(target.device_type) // 4)
-            operands = {
-                name: [contestant.operands(one) for one in sets]
-                for name, contestant in entered.contestants.items() if contestant.prepare is not None
-            }
-            for mode in self.modes:
-                timer = self._timer(mode)
-                rows = mode_rows(timer, entered.runs, sets, self.seconds, entered.facts, operands, **common)
-                for row in rows:
-                    in_place = entered.contestants[row.contestant].in_place
-                    priced = row.contestant == OURS and mode == self.session.settings.regime
-                    yield PatternRow(
-                        **asdict(row), **own, in_place=in_place, predicted_us=plan.predicted_us if priced else None
-                    )
+    def _rows(self, cell: Cell, common: Mapping[str, Any]) -> list[PatternRow]:
+        session, regime = self.session, self.session.settings.regime
+        target, device = session.target, session.target.device_type
+        case, seen = plan_case(session, cell)
+        facts, judge = plan_facts(case), _Judge(case)
+        race, entered = Race(PatternRow, measured_at=now(), **common, **facts), dict[str, Contestant]()
 
-    def _contestants(self, case: Case, plan: PlanFacts) -> _Field:
-        """Everyone who computes the pattern, checked."""
-        judge = _Judge(case)
-        found = _Field()
+        def enter(name: str) -> None:
+            def make() -> tuple[Run, Mapping[str, Any]]:
+                contestant = _contestant(case, name)
+                error = judge.error(contestant)
+                if error > judge.allowed:
+                    raise PeerError(f"another result: its error against float64 is {error:.1e}")
+                entered[name] = contestant
+                notes = (contestant.note, plan_note(case, seen) if name in (OURS, OURS_IN_PLACE) else "")
+                note = "; ".join(filter(None, notes))
+                return contestant.run, {"error": error, "note": note, "in_place": contestant.in_place}
+
+            race.enter(name, make)
+
         for name in (OURS, *self.peers):
-            self._enter(found, judge, case, name, plan.note if name == OURS else "")
-        if any(contestant.in_place for contestant in found.contestants.values()):
-            self._enter(found, judge, case, OURS_IN_PLACE, plan.note)
-        if case.target.device_type == "cuda" and plan.bytes >= LARGE_BYTES:
-            found.add(COPY, copy_of(plan.bytes, case.target.device_type), {})
-        return found
-
-    def _enter(self, found: _Field, judge: _Judge, case: Case, name: str, plan_note: str) -> None:
-        """Add a contestant, or the reason why it does not take part."""
-        start = time.perf_counter()
-        try:
-            contestant = self._build(case, name)
-            error = judge.error(contestant)
-        except Exception as problem:  # whatever a peer does must not end the bench
-            found.failed[name] = str(problem) if isinstance(problem, PeerError) else failure(problem)
-            if name in PEERS and time.perf_counter() - start > _SLOW_FAILURE_S:
-                self._hopeless[name, case.pattern] = found.failed[name]
-            return
-        notes = filter(None, (contestant.note, plan_note))
-        facts = {"compile_s": time.perf_counter() - start, "error": error, "note": "; ".join(notes)}
-        if judge.is_wrong(error):
-            found.failed[name] = f"another result: its error against float64 is {error:.1e}"
-            return
-        found.add(name, contestant, facts)
-
-    def _build(self, case: Case, name: str) -> Contestant:
-        if name in (OURS, OURS_IN_PLACE):
-            return fused(case, case.groups, in_place=name == OURS_IN_PLACE)
-        if (name, case.pattern) in self._hopeless:
-            raise PeerError(self._hopeless[name, case.pattern])
-        if case.target.device_type not in PEERS[name].devices:
-            raise PeerError(f"{name} does not run on {case.target.device_type}")
-        return PEERS[name].build(case)
-
-    def _timer(self, mode: str) -> Timer:
-        """The mode's timer, made once: the cold one has a large buffer."""
-        if mode not in self._timers:
-            target = self.session.target
-            cold = mode == "cold" and target.device_type == "cuda"
-            self._timers[mode] = ColdTimer(target.l2_bytes) if cold else timer_for(target.device_type, mode)
-        return self._timers[mode]
+            enter(name)
+        if any(contestant.in_place for contestant in entered.values()):
+            enter(OURS_IN_PLACE)
+        if device == "cuda" and facts["bytes"] >= LARGE_BYTES:
+            entered[COPY] = copy = copy_of(facts["bytes"], device)
+            race.enter(COPY, lambda: (copy.run, {"compile_s": None}))
+        sets = operand_sets(case, cache_bytes(target.l2_bytes), free_bytes(device) // 4)
+        own = {
+            name: [contestant.operands(one) for one in sets]
+            for name, contestant in entered.items() if contestant.prepare is not None
+        }
+        rows: list[PatternRow] = []
+        for mode in self.modes:
+            timer = cold_timer(target.l2_bytes) if mode == "cold" else timer_for(device, mode)
+            rows += race.rows(timer, sets, self.seconds, own)
+        predicted = predicted_us(case.traced.graph, case.groups, session.spec, regime, case.numerics)
+        return [
+            replace(row, predicted_us=predicted) if row.contestant == OURS and row.mode == regime else row
+            for row in rows
+        ]
 
 
-@dataclass
-class _Field:
-    """Who takes part in a cell, and why the others do not."""
-
-    contestants: dict[str, Contestant] = field(default_factory=dict)
-    facts: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def runs(self) -> dict[str, Run]:
-        return {name: contestant.run for name, contestant in self.contestants.items()}
-
-    def add(self, name: str, contestant: Contestant, facts: Mapping[str, Any]) -> None:
-        self.contestants[name] = contestant
-        self.facts[name] = facts
+def _contestant(case: Case, name: str) -> Contestant:
+    if name in (OURS, OURS_IN_PLACE):
+        return fused(case, case.groups, in_place=name == OURS_IN_PLACE)
+    if case.target.device_type not in PEERS[name].devices:
+        raise PeerError(f"{name} does not run on {case.target.device_type}")
+    return PEERS[name].build(case)
 
 
 class _Judge:
-    """Compares contestants with float64 and with what eager makes of it."""
+    """Compares contestants with float64; ``allowed`` is the error that rounding explains."""
 
     def __init__(self, case: Case) -> None:
-        self._inputs = case.inputs
-        self._references = reference_outputs(case)
+        self._inputs, self._references = case.inputs, reference_outputs(case)
         eager = PEERS[EAGER].build(case)
-        self._eager_error = self.error(eager)
         outputs = eager.outputs(eager.run(*case.inputs), case.inputs)
-        self._rounding = max((torch.finfo(one.dtype).eps for one in outputs if one.is_floating_point()), default=0.0)
+        rounding = max((torch.finfo(one.dtype).eps for one in outputs if one.is_floating_point()), default=0.0)
+        self.allowed = max(_WRONG * self.error(eager), rounding)
 
     def error(self, contestant: Contestant) -> float:
-        """Largest normwise relative error over the outputs.
-
-        Raises:
-            PeerError: An output is missing, or has another shape.
-        """
+        """Largest normwise relative error over the outputs; PeerError where one is missing, or has another shape."""
         operands = contestant.operands(self._inputs)
         outputs = contestant.outputs(contestant.run(*operands), operands)
         shapes = [tuple(one.shape) for one in outputs]
@@ -205,14 +146,51 @@ class _Judge:
             raise PeerError(f"another result: its outputs have shapes {shapes}, not {wanted}")
         return max(errors(own, exact)[0] for own, exact in zip(outputs, self._references, strict=True))
 
-    def is_wrong(self, error: float) -> bool:
-        """True when rounding cannot explain an error."""
-        allowed = max(_WRONG * self._eager_error, self._rounding)
-        return not error <= allowed and not math.isinf(self._eager_error)
-
 
 def copy_of(moved_bytes: float, device: str) -> Contestant:
     """A copy that reads and writes ``moved_bytes`` in all."""
     source = torch.empty(int(moved_bytes) // 8, dtype=torch.int32, device=device)
     operands = (torch.empty_like(source), source)
     return Contestant(lambda target, values: target.copy_(values), lambda *inputs: operands)
+
+
+class RowLog:
+    """Rows of a bench in a CSV file that is complete after every cell, so that an interrupted bench keeps them.
+
+    With ``resume`` it goes on with the rows that are there, if their columns are those of this version; otherwise they
+    are replaced.
+    """
+
+    def __init__(self, path: Path, resume: bool = False) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.frame = _read(path) if resume and path.exists() else bench_frame([], PatternRow)
+        self.add([])
+
+    def has(self, key: str) -> bool:
+        """True when ours was timed in the cell."""
+        ours = self.frame[(self.frame["key"] == key) & (self.frame["contestant"] == OURS)]
+        return bool(ours["median_us"].notna().any())
+
+    def add(self, rows: Sequence[PatternRow]) -> None:
+        """Append the rows of one cell; earlier rows of it (a failure, say) are replaced."""
+        if rows:
+            kept = self.frame[~self.frame["key"].isin([row.key for row in rows])]
+            added = bench_frame(rows)
+            self.frame = pd.concat([kept, added], ignore_index=True) if len(kept) else added
+        whole = self._path.with_suffix(".part")
+        self.frame.to_csv(whole, index=False)
+        whole.replace(self._path)
+
+
+def _read(path: Path) -> pd.DataFrame:
+    kinds = {one.name: str(one.type) for one in fields(PatternRow)}
+    numbers = [name for name, kind in kinds.items() if kind == "float | None"]
+    types = {**dict.fromkeys(numbers, "float64"), **{name: "str" for name, kind in kinds.items() if kind == "str"}}
+    try:
+        frame = pd.read_csv(path, keep_default_na=False, na_values={name: [""] for name in numbers}, dtype=types)
+    except (ValueError, pd.errors.EmptyDataError) as error:  # a ParserError and a UnicodeDecodeError are ValueErrors
+        raise ConfigError(f"--resume: {path} is no result file ({error}); leave --resume out to replace it") from None
+    if list(frame.columns) != list(kinds):
+        raise ConfigError(f"--resume: {path} has other columns than this version writes; leave --resume out")
+    return frame

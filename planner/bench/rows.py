@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import pandas as pd
 
-from fuseplan.planner.peers.contestant import EAGER, OURS
+from fuseplan.planner.peers.contestant import EAGER, OURS, PeerError
 from fuseplan.planner.report.frames import geometric_mean
 from fuseplan.search.timing.contest import Contest, contest
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
@@ -50,84 +53,88 @@ class BenchRow:
 
 
 class _Prepared(Timer):
-    """Hands out samplers that were prepared one by one, so that a failure is its contestant's alone."""
+    """Its contestants are samplers, prepared one by one, so that a failure is its contestant's alone."""
 
-    def __init__(self, timer: Timer, samplers: Mapping[int, Sampler]) -> None:
-        self._samplers = samplers
-        self.regime = timer.regime  # type: ignore[misc]
+    def __init__(self, regime: str) -> None:
+        self.regime = regime  # type: ignore[misc]
 
     def prepare(self, run: Run, operands: Operands) -> Sampler:
-        return self._samplers[id(run)]
+        return cast(Sampler, run)
 
 
-def fair_contest(
-    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, own: Mapping[str, Operands] | None = None
-) -> tuple[Contest | None, dict[str, str]]:
-    """Time all contestants in interleaved rounds: the samples (None when nobody is left), and why the others failed.
+R = TypeVar("R", bound=BenchRow)
 
-    ``own`` has the operand sets of contestants that want the same values in a layout of their own.
+
+class Race(Generic[R]):
+    """Who computes one thing, and rows of their times, whatever happens to anybody.
+
+    Rows are of one ``kind``; ``common`` are fields that all of them share.
     """
-    samplers: dict[int, Sampler] = {}
-    failed: dict[str, str] = {}
-    for name, run in runs.items():
+
+    def __init__(self, kind: type[R], **common: Any) -> None:
+        self._kind, self._common = kind, common
+        self._runs: dict[str, Run] = {}
+        #: Fields of each contestant's rows, of those that failed too.
+        self._facts: dict[str, Mapping[str, Any]] = {}
+
+    def enter(self, name: str, make: Callable[[], tuple[Run, Mapping[str, Any]]]) -> None:
+        """Add a contestant: ``make`` builds it, runs it once, and returns what is timed, with fields of its rows."""
+        start = time.perf_counter()
         try:
-            samplers[id(run)] = timer.prepare(run, (own or {}).get(name, operands))
-        except Exception as error:  # such as an op that cannot be captured in a CUDA graph
-            failed[name] = failure(error)
-    standing = {name: run for name, run in runs.items() if name not in failed}
-    if not standing:
-        return None, failed
-    twice = EAGER if EAGER in standing else None
-    # Eager's second copy runs last, and rounds turn: with eager first, everyone else follows two different neighbours.
-    standing = {name: standing[name] for name in sorted(standing, key=lambda name: name != twice)}
-    return contest(_Prepared(timer, samplers), standing, operands, seconds, twice), failed
+            run, facts = make()
+        except Exception as error:  # whatever a peer does must not end the bench
+            self._facts[name] = {"note": failure(error)}
+        else:
+            self._runs[name] = run
+            self._facts[name] = {"compile_s": time.perf_counter() - start, **facts}
+
+    def rows(
+        self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({})
+    ) -> list[R]:
+        """Time everybody in interleaved rounds, in the timer's mode: a row for each, in order of entry.
+
+        ``own`` has the operand sets of contestants that want the same values in a layout of their own.
+        """
+        samplers: dict[str, Run] = {}
+        found: dict[str, Mapping[str, Any]] = {}
+        # Eager's second copy runs last, and rounds turn: with eager first, everyone else follows two other neighbours.
+        for name in sorted(self._runs, key=lambda name: name != EAGER):
+            try:
+                samplers[name] = timer.prepare(self._runs[name], own.get(name, operands))
+            except Exception as error:  # such as an op that cannot be captured in a CUDA graph
+                found[name] = {"note": failure(error)}
+        if samplers:
+            result = contest(_Prepared(timer.regime), samplers, operands, seconds).both_ways()
+            found |= {name: times_of(result, name) for name in samplers}
+        return [
+            self._kind(contestant=name, mode=timer.regime, **{**self._common, **facts, **found.get(name, {})})
+            for name, facts in self._facts.items()
+        ]
+
+
+def times_of(result: Contest, name: str) -> dict[str, Any]:
+    """A contestant's times in an interleaved run, as fields of its row."""
+    samples = result.samples[name]
+    low, high = np.quantile(samples, (0.2, 0.8), method="higher")
+    gain = result.gain(OURS, name) if OURS in result.samples and name != OURS else None
+    return {
+        "median_us": statistics.median(samples), "p20_us": float(low), "p80_us": float(high), "rounds": len(samples),
+        "noise": result.noise, "gain": gain,
+    }
 
 
 def failure(error: Exception) -> str:
     """An error as a short note for a table."""
+    if isinstance(error, PeerError):
+        return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def mode_rows(
-    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, facts: Mapping[str, Mapping[str, Any]],
-    own: Mapping[str, Operands] | None = None, **common: Any,
-) -> list[BenchRow]:
-    """Time ``runs`` as in :func:`fair_contest`: a row for every contestant, whatever happens to it.
-
-    The timer's regime is the mode. ``facts`` are fields of each contestant, ``common`` those that all rows share.
-    """
-    result, failed = fair_contest(timer, runs, operands, seconds, own)
-    rows = rows_of(result.both_ways(), **common) if result is not None else {}
-    rows |= {name: BenchRow(contestant=name, mode=timer.regime, **common) for name in failed}
-    return [
-        replace(rows[name], **{**facts[name], **({"note": failed[name]} if name in failed else {})}) for name in runs
-    ]
-
-
-def rows_of(result: Contest, **common: Any) -> dict[str, BenchRow]:
-    """A row for every contestant of an interleaved run; ``common`` fills the fields that all share."""
-    found: dict[str, BenchRow] = {}
-    for name, samples in result.samples.items():
-        ordered = sorted(samples)
-        low, high = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.2, 0.8))
-        gain = result.gain(OURS, name) if OURS in result.samples and name != OURS else None
-        found[name] = BenchRow(
-            contestant=name, mode=result.regime, median_us=statistics.median(samples), p20_us=low, p80_us=high,
-            rounds=len(samples), noise=result.noise, gain=gain, **common,
-        )
-    return found
 
 
 def bench_frame(rows: Sequence[Any], kind: type = BenchRow) -> pd.DataFrame:
     """One line per row, a dataclass (``kind`` where there are no rows); numbers that are missing are NaN."""
     kind = type(rows[0]) if rows else kind
     frame = pd.DataFrame([asdict(row) for row in rows], columns=[one.name for one in fields(kind)])
-    return frame.astype(dict.fromkeys(columns_of(kind, "float | None"), "float64"))
-
-
-def columns_of(kind: type, annotation: str) -> list[str]:
-    """Columns of a frame whose fields are annotated so."""
-    return [one.name for one in fields(kind) if one.type == annotation]
+    return frame.astype({one.name: "float64" for one in fields(kind) if one.type == "float | None"})
 
 
 def comparison(frame: pd.DataFrame) -> pd.DataFrame:
@@ -135,17 +142,10 @@ def comparison(frame: pd.DataFrame) -> pd.DataFrame:
 
     ``vs_<peer>`` is the peer's time over ours: above 1, ours is faster.
     """
-    names = list(dict.fromkeys(frame["contestant"]))
-    rows = []
-    for (workload, subject, mode, _), part in frame.groupby(["workload", "subject", "mode", "key"], sort=False):
-        times = {str(row["contestant"]): row["median_us"] for row in part.to_dict("records")}
-        ours = times.get(OURS)
-        row: dict[str, Any] = {"workload": workload, "subject": subject, "mode": mode}
-        row |= {f"{name}_us": times.get(name) for name in names}
-        if ours is not None:
-            row |= {f"vs_{name}": times[name] / ours for name in names if name != OURS and times.get(name) is not None}
-        rows.append(row)
-    return pd.DataFrame(rows)
+    cells = ["workload", "subject", "mode", "key"]
+    table = frame.set_index([*cells, "contestant"])["median_us"].unstack(sort=False)
+    ratios = table.drop(columns=OURS).div(table[OURS], axis=0).add_prefix("vs_")
+    return table.add_suffix("_us").join(ratios).reset_index().drop(columns="key")
 
 
 def verdict(frame: pd.DataFrame, what: str) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from fuseplan.costmodel.accuracy import spearman
 from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
-from fuseplan.planner.bench.prediction import prediction_verdict
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.report.frames import geometric_mean
 
@@ -16,6 +16,8 @@ from fuseplan.planner.report.frames import geometric_mean
 LOST = 0.97
 #: Share of copy bandwidth that large cells should have.
 _COPY_SHARE = 0.94
+#: A rank correlation of fewer cells than this says little.
+_FEWEST = 5
 
 
 def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -28,42 +30,44 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
     as many bytes reaches in the same run; only large cells have one. In a CUDA graph a copy of another mode
     counts where it is faster: graphs copy some sizes at two thirds of the speed.
     """
-    copies = frame[frame["contestant"] == COPY].groupby(["subject", "workload", "key"])["median_us"].min().to_dict()
-    names = [name for name in dict.fromkeys(frame["contestant"]) if name != COPY]
-    names.sort(key=lambda name: (OURS, OURS_IN_PLACE).index(name) if name in (OURS, OURS_IN_PLACE) else 2)
+    copies = frame[frame["contestant"] == COPY].groupby("key")["median_us"].min().to_dict()
+    present = dict.fromkeys(frame["contestant"])
+    names = [*(name for name in (OURS, OURS_IN_PLACE) if name in present),
+             *(name for name in present if name not in (OURS, OURS_IN_PLACE, COPY))]
     rows = []
     for (subject, workload, mode, key), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
         times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
-        if mode == "graph" and (subject, workload, key) in copies:
-            times[COPY] = copies[subject, workload, key]
-        row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode}
-        row |= {f"{name}_us": times.get(name) for name in names}
-        predicted = part.loc[part["contestant"] == OURS, "predicted_us"].dropna()
-        row["predicted_us"] = None if predicted.empty else float(predicted.iloc[0])
+        known = {name: time_us for name, time_us in times.items() if time_us > 0}
+        copy_us = copies.get(key) if mode == "graph" else times.get(COPY)
         in_place = set(part.loc[part["in_place"].eq(True), "contestant"])
-        rows.append(row | _standing(times, in_place, float(part["bytes"].max())))
+        rows.append({
+            "pattern": subject, "shape": workload, "mode": mode, **{f"{name}_us": times.get(name) for name in names},
+            "predicted_us": part.loc[part["contestant"] == OURS, "predicted_us"].max(),
+            **_standing(known, copy_us, in_place, float(part["bytes"].max())),
+        })
     return pd.DataFrame(rows)
 
 
-def _standing(times: dict[str, float], in_place: set[str], moved_bytes: float) -> dict[str, Any]:
-    known = {name: value for name, value in times.items() if pd.notna(value) and value}
-    ours, copy = known.get(OURS), known.get(COPY)
-    rivals = sorted((name for name in known if name not in (OURS, OURS_IN_PLACE, COPY)), key=lambda name: known[name])
+def _standing(
+    times: Mapping[str, float], copy_us: float | None, in_place: set[str], moved_bytes: float
+) -> dict[str, Any]:
+    ours = times.get(OURS)
+    rivals = sorted((name for name in times if name not in (OURS, OURS_IN_PLACE, COPY)), key=lambda name: times[name])
     overwriting = next((name for name in rivals if name in in_place), None)
     others = next((name for name in rivals if name not in in_place), None)
-    ratios = {
-        name: _ratio(known.get(name), own) for name, own in
-        ((overwriting, known.get(OURS_IN_PLACE, ours)), (others, ours)) if name is not None
-    }
-    judged = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    best = min(judged, key=lambda name: judged[name]) if judged else None
+    ratios = {}
+    if overwriting is not None and (own := times.get(OURS_IN_PLACE, ours)) is not None:
+        ratios[overwriting] = times[overwriting] / own
+    if others is not None and ours is not None:
+        ratios[others] = times[others] / ours
+    best = min(ratios, key=lambda name: ratios[name], default=None)
     return {
         "best_peer": best or others or overwriting or "",
-        "vs_best": None if best is None else judged[best],
-        "vs_in_place": None if overwriting is None else ratios[overwriting],
+        "vs_best": ratios.get(best or ""),
+        "vs_in_place": ratios.get(overwriting or ""),
         "mb": moved_bytes / 1e6,
         "gbps": moved_bytes / ours / 1e3 if ours else None,
-        "copy_share": _ratio(copy, ours),
+        "copy_share": copy_us / ours if copy_us and ours else None,
     }
 
 
@@ -73,18 +77,13 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
         return []
     table = pattern_table(frame)
     lines: list[str] = []
-    for mode, part in table.groupby("mode", sort=False):
-        judged = part[part["vs_best"].notna()]
-        if judged.empty:
-            continue
-        lost = judged[judged["vs_best"] < LOST]
+    for mode, judged in table[table["vs_best"].notna()].groupby("mode", sort=False):
         lines.append(
             f"{mode}: {geometric_mean(judged['vs_best']):.3f}x the best peer (geometric mean of {len(judged)} cells), "
-            f"worst {judged['vs_best'].min():.2f}x; {len(lost)} under {LOST:.2f}x"
+            f"worst {judged['vs_best'].min():.2f}x; {(judged['vs_best'] < LOST).sum()} under {LOST:.2f}x"
         )
-        for name, one in judged.groupby("pattern", sort=False):
-            mean, worst = geometric_mean(one["vs_best"]), one["vs_best"].min()
-            lines.append(f"{mode}, {name}: {mean:.3f}x ({len(one)} cells), worst {worst:.2f}x")
+        for name, one in judged.groupby("pattern", sort=False)["vs_best"]:
+            lines.append(f"{mode}, {name}: {geometric_mean(one):.3f}x ({len(one)} cells), worst {one.min():.2f}x")
         share = judged.loc[judged["mb"] >= LARGE_BYTES / 1e6, "copy_share"].dropna()
         if len(share):
             lines.append(
@@ -92,6 +91,21 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
                 f"{share.max():.1%} of a copy's bandwidth; {(share < _COPY_SHARE).sum()} under {_COPY_SHARE:.0%}"
             )
     return lines + prediction_verdict(frame) + _losses(frame, table)
+
+
+def prediction_verdict(frame: pd.DataFrame) -> list[str]:
+    """A sentence for each mode in which ours was both predicted and timed."""
+    ours = frame[(frame["contestant"] == OURS) & frame["predicted_us"].notna() & frame["median_us"].notna()]
+    lines = []
+    for mode, part in ours.groupby("mode", sort=False):
+        error = (part["predicted_us"] / part["median_us"] - 1.0).abs()
+        words = f"median error {error.median():.1%}, nine of ten within {error.quantile(0.9):.1%}"
+        if len(part) >= _FEWEST:
+            words += f", rank correlation {spearman(list(part['predicted_us']), list(part['median_us'])):.3f}"
+        lines.append(
+            f"{mode}: the cost model, as calibrated before this run, on its plans' times: {words} ({len(part)} cells)"
+        )
+    return lines
 
 
 def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
@@ -104,10 +118,9 @@ def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
         own, peer = facts[*cell, OURS], facts[*cell, row["best_peer"]]
         overwriting = facts.get((*cell, OURS_IN_PLACE))
         same_kind = overwriting if peer["in_place"] and overwriting is not None else own
-        words = [
-            f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels",
-            *([f"{own['registers']} registers"] if own["registers"] else []), *filter(None, [own["config"]]),
-        ]
+        words = [f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels"]
+        words += [f"{own['registers']} registers"] if own["registers"] else []
+        words += [own["config"]] if own["config"] else []
         lines.append(
             f"lost: {row['mode']}, {row['pattern']} {row['shape']}: {row['vs_best']:.2f}x {row['best_peer']} ("
             f"{_spread(same_kind)} against {_spread(peer)} us, noise {own['noise']:.1%}); {', '.join(words)}"
@@ -132,20 +145,14 @@ def notes(frame: pd.DataFrame) -> list[str]:
 
 
 def headline_table(frame: pd.DataFrame, claims: Mapping[str, str]) -> pd.DataFrame:
-    """One line per cell and mode: how many times faster than eager ours and TorchInductor are.
-
-    ``claims`` are by cell key, in words.
-    """
+    """One line per cell and mode: gains of ours and of TorchInductor over eager; ``claims`` are by cell key."""
     rivals = [name for name in (INDUCTOR, MAX_AUTOTUNE) if name in set(frame["contestant"])]
-    rows = []
-    for (subject, workload, mode, key), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
-        times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
-        eager = times.get(EAGER)
-        row: dict[str, Any] = {"pattern": subject, "shape": workload, "mode": mode, "said": claims.get(str(key), "")}
-        row |= {f"{name}_x": _ratio(eager, times.get(name)) for name in (OURS, *rivals)}
-        rows.append(row | {f"{name}_us": times.get(name) for name in (EAGER, OURS, *rivals)})
-    return pd.DataFrame(rows)
-
-
-def _ratio(slow: float | None, fast: float | None) -> float | None:
-    return slow / fast if slow is not None and fast is not None and pd.notna(slow) and pd.notna(fast) else None
+    cells = ["subject", "workload", "mode", "key"]
+    times = frame.set_index([*cells, "contestant"])["median_us"].unstack(sort=False).reset_index()
+    table = times[cells].rename(columns={"subject": "pattern", "workload": "shape"})
+    table["said"] = table.pop("key").map(claims).fillna("")
+    for name in (OURS, *rivals):
+        table[f"{name}_x"] = times[EAGER] / times[name] if EAGER in times else None
+    for name in (EAGER, OURS, *rivals):
+        table[f"{name}_us"] = times.get(name)
+    return table

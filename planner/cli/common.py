@@ -27,18 +27,13 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-DbOption = Annotated[
-    str | None,
-    typer.Option(
-        "--db",
-        metavar="URL",
-        help="Tuning database: a file path or a SQLAlchemy URL. Default: tuning.db in your user data folder.",
-    ),
-]
+DbOption = Annotated[str | None, typer.Option(
+    "--db", metavar="URL",
+    help="Tuning database: a file path or a SQLAlchemy URL. Default: tuning.db in your user data folder.",
+)]
 DeviceOption = Annotated[
     Device, typer.Option("--device", help="Device to use; auto takes CUDA where PyTorch sees a GPU, else the CPU.")
 ]
-
 
 N = TypeVar("N", int, float)
 
@@ -56,7 +51,9 @@ def decimal(least: float, most: float = 1e6) -> Callable[[str | float], float]:
 def _reader(kind: type[N], form: str, what: str, least: N, most: N) -> Callable[[object], N]:
     def read(given: object) -> N:
         if not re.fullmatch(form, str(given)):
-            raise typer.BadParameter(f"{_shown(given)} is not {what}, from {least} to {most}")
+            text = repr(given)
+            shown = text if len(text) <= 40 else f"{text[:37]}..."
+            raise typer.BadParameter(f"{shown} is not {what}, from {least} to {most}")
         number = kind(str(given))
         if not least <= number <= most:
             raise typer.BadParameter(f"{number} is not in the range from {least} to {most}")
@@ -65,17 +62,8 @@ def _reader(kind: type[N], form: str, what: str, least: N, most: N) -> Callable[
     return read
 
 
-def _shown(given: object) -> str:
-    text = repr(given)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
 def device_type(device: Device) -> Literal["cpu", "cuda"]:
-    """``"cpu"`` or ``"cuda"``, with ``auto`` resolved.
-
-    Raises:
-        DeviceError: CUDA is asked for and PyTorch sees no GPU.
-    """
+    """``"cpu"`` or ``"cuda"``, with ``auto`` resolved; DeviceError where PyTorch sees no GPU that is asked for."""
     if device is Device.CPU:
         return "cpu"
     import torch
@@ -105,6 +93,10 @@ def console(stderr: bool = False) -> Console:
     return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=220)
 
 
+#: Characters of a text column before it wraps.
+_WIDEST = 44
+
+
 def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = ()) -> None:
     """Print a frame as a table: text to the left, numbers to the right, floats with ``digits`` decimals.
 
@@ -116,33 +108,27 @@ def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Se
     from rich.text import Text
 
     screen = console()
-    numeric = {name for name in frame.columns if pd.api.types.is_numeric_dtype(frame[name])}
-    texts = {name: [cell_text(value, digits) for value in frame[name]] for name in frame.columns}
-    widths = {name: min(_WIDEST, max(map(len, [str(name), *cells]))) for name, cells in texts.items()}
-    for name in (name for name in spare if name in widths):
+    texts = {str(name): [_cell_text(value, digits) for value in frame[name]] for name in frame.columns}
+    widths = {name: min(_WIDEST, max(map(len, [name, *cells]))) for name, cells in texts.items()}
+    for name in spare:
         if sum(widths.values()) + 3 * len(widths) <= screen.width:
             break
-        del widths[name]
+        widths.pop(name, None)
     heading = Text(plain(title)) if title else None
     table = Table(title=heading, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for name in widths:
-        table.add_column(str(name), justify="right" if name in numeric else "left", no_wrap=name in numeric)
+        is_number = pd.api.types.is_numeric_dtype(frame[name])
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
     for row in zip(*(texts[name] for name in widths), strict=True):
         table.add_row(*map(Text, row))
     screen.print(table)
 
 
-#: Characters of a text column before it wraps.
-_WIDEST = 44
-
-
-def cell_text(value: object, digits: int = 2) -> str:
-    """A table cell: numbers at ``digits`` decimals, nothing for a missing value, text without what a terminal obeys."""
+def _cell_text(value: object, digits: int) -> str:
+    """Numbers at ``digits`` decimals, nothing for a missing value, text without what a terminal obeys."""
     if value is None or (isinstance(value, float) and value != value):
         return ""
-    if isinstance(value, float):
-        return f"{value:,.{digits}f}"
-    return plain(str(value))
+    return f"{value:,.{digits}f}" if isinstance(value, float) else plain(str(value))
 
 
 def print_text(text: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from fuseplan.planner.cli.common import DbOption, Device, device_type, open_database, print_frame, print_text
 
@@ -30,7 +31,7 @@ def list_records(db: DbOption = None) -> None:
 
 @app.command()
 def show(
-    key: Annotated[str, typer.Argument(help="Start of a workload key, or part of a label, as `plan db ls` prints.")],
+    key: Annotated[str, Argument(help="Start of a workload key, or part of a label, as `plan db ls` prints.")],
     db: DbOption = None,
 ) -> None:
     """Print whole records as JSON, with their evidence."""
@@ -55,8 +56,8 @@ def show(
 
 @app.command("export")
 def export_records(
-    file: Annotated[Path, typer.Argument(help="File to write (JSON lines with a checksum).")],
-    device: Annotated[str | None, typer.Option("--device-key", help="Only this device's records.")] = None,
+    file: Annotated[Path, Argument(help="File to write (JSON lines with a checksum).")],
+    device: Annotated[str | None, Option("--device-key", help="Only this device's records.")] = None,
     db: DbOption = None,
 ) -> None:
     """Write every record to a file that `plan db import` reads."""
@@ -73,7 +74,7 @@ def export_records(
 
 @app.command("import")
 def import_records(
-    file: Annotated[Path, typer.Argument(help="File that `plan db export` wrote.")], db: DbOption = None
+    file: Annotated[Path, Argument(help="File that `plan db export` wrote.")], db: DbOption = None
 ) -> None:
     """Read an export into the database: whole, or not at all."""
     from fuseplan.search.store.transfer import import_bundle, read_bundle
@@ -102,9 +103,9 @@ def verify(db: DbOption = None) -> None:
 
 @app.command()
 def prune(
-    stale: Annotated[bool, typer.Option("--stale", help="Also delete records of other software versions.")] = False,
-    misses: Annotated[bool, typer.Option("--misses", help="Also delete logged misses.")] = False,
-    device: Annotated[str | None, typer.Option("--device-key", help="Also delete this device's records.")] = None,
+    stale: Annotated[bool, Option("--stale", help="Also delete records of other software versions.")] = False,
+    misses: Annotated[bool, Option("--misses", help="Also delete logged misses.")] = False,
+    device: Annotated[str | None, Option("--device-key", help="Also delete this device's records.")] = None,
     db: DbOption = None,
 ) -> None:
     """Delete finished trials and damaged rows, and more where asked for."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, console, device_type, print_frame
 
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def probe(
-    full: Annotated[bool, typer.Option("--full", help="More sizes and repetitions: about a minute.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Store what is found even where a better probe is stored already.")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw the bandwidth.")] = None,
+    full: Annotated[bool, Option("--full", help="More sizes and repetitions: about a minute.")] = False,
+    force: Annotated[bool, Option(
+        "--force", help="Store what is found even where a better probe is stored already.",
+    )] = False,
+    plot: Annotated[Path | None, Option(metavar="FILE.png", help="Also draw the bandwidth.")] = None,
     device: DeviceOption = Device.AUTO,
     db: DbOption = None,
 ) -> None:
@@ -50,14 +51,14 @@ def probe(
         typer.echo(f"plot written to {plot}")
     known = session.spec
     lost = losses(found, known) if known is not None and not force else []
-    if known is not None and lost:
-        typer.echo(
-            f"plan: warning: not stored, for the probe of {known.measured_at} is better ({'; '.join(lost)}); "
-            "`plan probe --force` replaces it", err=True,
-        )
+    if known is None or not lost:
+        session.with_spec(found).recalibrated()
+        typer.echo(f"stored in {session.database.where}")
         return
-    session.with_spec(found).recalibrated()
-    typer.echo(f"stored in {session.database.where}")
+    typer.echo(
+        f"plan: warning: not stored, for the probe of {known.measured_at} is better ({'; '.join(lost)}); "
+        "`plan probe --force` replaces it", err=True,
+    )
 
 
 def warn_of_problems(spec: DeviceSpec) -> None:

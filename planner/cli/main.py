@@ -14,13 +14,14 @@ from typing import Annotated, TextIO
 
 import typer
 
-from fuseplan.planner.cli import bench, database, device, explain, patterns, report, tune
-from fuseplan.planner.errors import FuseplanError
-from fuseplan.search.errors import MachineFailureError, NothingCompilesError, SearchError
+from fuseplan.planner.cli import bench, database, device, report, tune
+from fuseplan.search.errors import MachineFailureError, NothingCompilesError
 from fuseplan.search.store.plain import plain
 
 #: Exit statuses after Ctrl-C and after SIGTERM, as shells have them.
 _INTERRUPTED, _TERMINATED = 130, 143
+#: Every package's family of errors, by name: importing all of them would import torch.
+_FAMILIES = {"FuseplanError", "SearchError", "DeviceSpecError", "BuildError"}
 INTERRUPTED = "interrupted; finished work is stored, run the same command to go on"
 
 app = typer.Typer(
@@ -33,11 +34,11 @@ app = typer.Typer(
     "Start with `plan tune --model llama`; then torch.compile(model, backend='fuseplan') uses what was stored.",
 )
 app.command("tune", short_help="Plan a model's fusion, tune it on this device, store it.")(tune.tune)
-app.command("explain", short_help="Say why each boundary is where it is.")(explain.explain)
+app.command("explain", short_help="Say why each boundary is where it is.")(report.explain)
 app.command("bench", short_help="Measure the plan beside eager and TorchInductor.")(bench.bench)
 app.command("report", short_help="Show what is stored: tables or an HTML page.")(report.report)
 app.command("probe", short_help="Measure this device for the cost model.")(device.probe)
-app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(patterns.patterns)
+app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(report.patterns)
 app.command("backends", short_help="Say which kernel back ends work here, and why not.")(device.backends)
 app.add_typer(database.app, name="db", short_help="List, show, export, import, verify and prune records.")
 
@@ -93,27 +94,16 @@ def _report(error: BaseException) -> int:
 
 def describe(error: BaseException) -> tuple[str, int]:
     """One line for people, and the exit status: 2 for what the user can mend, 1 for a defect of ours or the machine."""
-    if any(base.__name__ == "ClickException" for base in type(error).__mro__):
+    families = {base.__name__ for base in type(error).__mro__}
+    if "ClickException" in families:
         message: str = getattr(error, "format_message", error.__str__)()
         return _one_line(message), 2
-    if isinstance(error, _user_errors()):
+    if families & _FAMILIES:
         # No mistake in the command: the machine fails it.
         return _one_line(str(error)), 1 if isinstance(error, (MachineFailureError, NothingCompilesError)) else 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     return f"{type(error).__name__}: {_one_line(str(error))} (add --debug for the traceback)", 1
-
-
-def _user_errors() -> tuple[type[Exception], ...]:
-    """Every package's error family; the packages stay apart, so only here do they meet."""
-    known: list[type[Exception]] = [FuseplanError, SearchError]
-    # These two import torch; an error of theirs means that it is loaded already.
-    if "torch" in sys.modules:
-        from fuseplan.costmodel.device import DeviceSpecError
-        from fuseplan.kernels.ir.backend import BuildError
-
-        known += [DeviceSpecError, BuildError]
-    return tuple(known)
 
 
 def _one_line(text: str) -> str:

@@ -16,56 +16,45 @@ if TYPE_CHECKING:
     from fuseplan.search.tune.tuner import ProgressEvent
 
 
-class _Bar(Progress):
-    """The bar, and under it a line that is cut rather than wrapped."""
+class TuneProgress(Progress):
+    """A bar over the regions that have to be tuned, as their graphs come, and a line below it."""
 
     line = ""
 
-    def get_renderables(self) -> Iterator[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield Text(f"  {self.line}", overflow="ellipsis", no_wrap=True)
-
-
-class TuneProgress:
-    """A progress bar over the regions that have to be tuned, as their graphs come; a context manager."""
-
     def __init__(self) -> None:
-        self._seen: set[str] = set()
-        #: For each distinct region of the graphs, in planning order: whether it has to be tuned.
-        self._pending: list[bool] = []
-        self._started = 0
-        self._bar = _Bar(
+        super().__init__(
             TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("regions"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
             console=console(stderr=True), transient=True,
         )
-        self._task = self._bar.add_task("tuning", total=1)
+        self._seen: set[str] = set()
+        #: For each distinct region of each graph, in planning order: whether it has to be tuned.
+        self._pending: list[bool] = []
+        self._started = 0
+        self._bar = self.add_task("tuning", total=1)
 
-    def __enter__(self) -> TuneProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(f"  {self.line}", overflow="ellipsis", no_wrap=True)
 
     def on_graph(self, graph: DataflowGraph, undecided: Sequence[Region]) -> None:
         """A workload's graph was captured."""
         from fuseplan.planner.groups.regions import find_regions, unique_regions
 
         keys = list(unique_regions(find_regions(graph)))
-        missing = {region.key for region in undecided}
-        self._pending += [key not in self._seen and key in missing for key in keys]
+        missing = {region.key for region in undecided} - self._seen
+        self._pending += [key in missing for key in keys]
         self._seen.update(keys)
-        self._bar.update(self._task, total=max(1, sum(self._pending)))
+        self.update(self._bar, total=max(1, sum(self._pending)))
 
     def on_region(self, workload: str, label: str, number: int, total: int) -> None:
         """A region of a workload is looked up or tuned next."""
         done = sum(self._pending[: self._started])
         self._started += 1
-        self._bar.line = label
-        self._bar.update(self._task, completed=done, description=workload)
+        self.line = label
+        self.update(self._bar, completed=done, description=workload)
 
     def on_trial(self, event: ProgressEvent) -> None:
         """A group's tune took a step."""
         best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
-        self._bar.line = f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}"
+        self.line = f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}"

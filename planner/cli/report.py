@@ -1,4 +1,4 @@
-"""``plan report``: what is stored, as tables or as one HTML page."""
+"""``plan report``, ``explain`` and ``patterns``: what is stored, in tables, one HTML page and words."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
+from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_frame, print_text, write_text
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from fuseplan.planner.report.frames import ReportData
 
 
@@ -38,21 +42,17 @@ _SHOWN = [
 
 
 def report(
-    topic: Annotated[
-        ReportTopic, typer.Argument(help="groups: fused against unfused. accuracy: predicted against measured times.")
-    ] = ReportTopic.GROUPS,
-    model: Annotated[str | None, typer.Option(help="Only what was tuned for this model.")] = None,
-    style: Annotated[
-        Format, typer.Option("--format", help="html writes one self-contained page (fuseplan-report.html).")
-    ] = Format.TABLE,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file.")] = None,
+    topic: Annotated[ReportTopic, Argument(
+        help="groups: fused against unfused. accuracy: predicted against measured times.",
+    )] = ReportTopic.GROUPS,
+    model: Annotated[str | None, Option(help="Only what was tuned for this model.")] = None,
+    style: Annotated[Format, Option(
+        "--format", help="html writes one self-contained page (fuseplan-report.html).",
+    )] = Format.TABLE,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write to a file.")] = None,
     device: DeviceOption = Device.AUTO,
-    device_key: Annotated[
-        str | None, typer.Option("--device-key", help="Report another device's records (`plan db ls` lists them).")
-    ] = None,
-    regime: Annotated[
-        str | None, typer.Option(help="Only what was tuned for this regime: eager or graph.")
-    ] = None,
+    device_key: Annotated[str | None, Option(help="Report another device's records (`plan db ls` lists them).")] = None,
+    regime: Annotated[str | None, Option(help="Only what was tuned for this regime: eager or graph.")] = None,
     db: DbOption = None,
 ) -> None:
     """Report fused against unfused times of everything that was tuned; nothing is measured."""
@@ -82,7 +82,7 @@ def load(
     """The stored and the shipped data of this machine's device, or of the one that ``device_key`` names."""
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.errors import PlanError
-    from fuseplan.planner.models.presets import ALIASES
+    from fuseplan.planner.models.sources import ALIASES
     from fuseplan.planner.report.frames import load_report
     from fuseplan.planner.tuning.session import stored_spec
     from fuseplan.search.store.database import Database
@@ -102,12 +102,10 @@ def load(
 
 
 def _print(data: ReportData, topic: ReportTopic) -> None:
-    from fuseplan.planner.report import frames
-    from fuseplan.planner.report.accuracy import accuracy_table, accuracy_tables, accuracy_text
+    from fuseplan.planner.report import accuracy, frames
 
     if topic is ReportTopic.ACCURACY:
-        print_frame(accuracy_table(data), title="Predicted against measured", digits=3)
-        for title, frame in accuracy_tables(data):
+        for title, frame in _accuracy(data):
             print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
     else:
         groups = frames.group_frame(data)
@@ -119,21 +117,88 @@ def _print(data: ReportData, topic: ReportTopic) -> None:
         if data.misses:
             print_frame(frames.miss_frame(data).drop(columns=["key"]), title="Look-ups without a plan")
         typer.echo(frames.headline(groups))
-    for line in accuracy_text(data):
+    for line in accuracy.accuracy_text(data):
         print_text(line)
 
 
-def _text(data: ReportData, topic: ReportTopic, style: Format) -> str:
-    from fuseplan.planner.report import frames
-    from fuseplan.planner.report.accuracy import accuracy_samples, accuracy_table, accuracy_tables, accuracy_text
+def _accuracy(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
+    from fuseplan.planner.report import accuracy
 
+    return [("Predicted against measured", accuracy.accuracy_table(data)), *accuracy.accuracy_tables(data)]
+
+
+def _text(data: ReportData, topic: ReportTopic, style: Format) -> str:
+    from fuseplan.planner.report import accuracy, frames
+
+    is_accuracy = topic is ReportTopic.ACCURACY
     if style is Format.CSV:
-        frame = accuracy_samples(data) if topic is ReportTopic.ACCURACY else frames.group_frame(data)
+        frame = accuracy.accuracy_samples(data) if is_accuracy else frames.group_frame(data)
         return str(frame.to_csv(index=False))
-    if topic is ReportTopic.ACCURACY:
-        parts = [("Predicted against measured", accuracy_table(data)), *accuracy_tables(data)]
-    else:
-        parts = [("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data))]
-        parts += [("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data))]
+    parts = _accuracy(data) if is_accuracy else [
+        ("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data)),
+        ("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data)),
+    ]
     tables = [f"## {title}\n\n{frames.markdown_table(frame)}" for title, frame in parts if len(frame)]
-    return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy_text(data), ""])
+    return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy.accuracy_text(data), ""])
+
+
+def explain(
+    model: opt.ModelOption = None,
+    config: opt.ConfigOption = None,
+    module: opt.ModuleOption = None,
+    pattern: opt.PatternOption = None,
+    shape: opt.ShapeOption = None,
+    workload: Annotated[str | None, Option(metavar="TEXT", help="Only workloads whose name contains this.")] = None,
+    decode: opt.DecodeOption = None,
+    kv_len: opt.KvLenOption = None,
+    prefill: opt.PrefillOption = None,
+    dtype: opt.DtypeOption = None,
+    layers: opt.LayersOption = None,
+    pack_weights: opt.PackWeightsOption = False,
+    numerics: opt.NumericsOption = opt.Numerics.FP32,
+    regime: opt.RegimeOption = opt.Regime.EAGER,
+    source: Annotated[bool, Option("--source", help="Also print the generated code of each group.")] = False,
+    device: DeviceOption = Device.AUTO,
+    db: DbOption = None,
+) -> None:
+    """Say in words what is fused, what is not, and why each boundary is where it is.
+
+    Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
+    """
+    from fuseplan.planner.errors import ConfigError, nearest
+    from fuseplan.planner.report import explain as words
+    from fuseplan.planner.tuning.planner import PlanSettings
+    from fuseplan.planner.tuning.session import open_session
+
+    kind = device_type(device)
+    models, workloads = (model, config, module), (decode, kv_len, prefill)
+    graphs = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights).graphs()
+    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
+    session = open_session(kind, db, settings, mode="inspect")
+    chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
+    if not chosen:
+        names = [name for name, _ in graphs]
+        close = nearest(workload or "", names) or names
+        raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
+    for name, graph in chosen:
+        failures: list[str] = []
+        plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
+        for line in [*words.explain_plan(session, name, graph, plan), *failures]:
+            print_text(line)
+        if source:
+            for label, text in words.sources(session, graph, plan):
+                print_text(f"\n// ---- {label}\n{text}")
+        typer.echo("")
+
+
+def patterns() -> None:
+    """List the named patterns: small graphs that inference engines fuse by hand.
+
+    Any of them can be tuned, explained and measured: plan tune --pattern swiglu --shape 32x4096.
+    """
+    import pandas as pd
+
+    from fuseplan.planner.patterns.table import PATTERNS
+
+    rows = [(name, found.summary, found.dims, found.example) for name, found in sorted(PATTERNS.items())]
+    print_frame(pd.DataFrame(rows, columns=["pattern", "computes", "--shape is", "such as"]))

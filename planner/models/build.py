@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +14,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from fuseplan.planner.errors import ConfigError, FuseplanError, in_words
-from fuseplan.planner.models.examples import example_call
 from fuseplan.planner.models.sources import ModelSource, generates, hf_config, quiet
 from fuseplan.planner.models.workload import Workload
+
+#: Names under which models take and return a cache.
+_CACHES = ("past_key_values", "cache_params")
+#: Width and height of images that a model takes in any size.
+_IMAGE = 224
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,9 @@ class Model:
     def example(self, workload: Workload) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of one call in this regime.
 
-        Decode gets a half-filled static cache, so ``kv_len // 2`` calls fit before
-        :func:`~fuseplan.planner.models.examples.rewind` is due.
-
-        Raises:
-            ConfigError: The model has no such regime.
+        Decode gets a half-filled static cache, so ``kv_len // 2`` calls fit before :func:`rewind` is due. For that the
+        model runs once on a token: it makes its cache as it needs it. ConfigError where it has no such regime, takes
+        something else, or keeps no cache.
         """
         if self.config is None:
             if workload.regime != "forward":
@@ -56,15 +60,80 @@ class Model:
             raise ConfigError("a model from a config runs in decode or prefill")
         if not self.generates and workload.regime == "decode":
             raise ConfigError(f"{self.config.model_type} does not generate by itself: it has no decode")
-        return (), example_call(self.module, self.config, workload, self.device, self.generates)
+        takes = inspect.signature(self.module.forward).parameters
+        found: dict[str, Any] = {name: self._input(name, workload) for name in self._reads(takes)}
+        if workload.masked and "attention_mask" in takes and "input_ids" in found:
+            found["attention_mask"] = torch.ones_like(found["input_ids"])
+        if workload.regime == "decode":
+            found |= {**self._half_full_cache(workload, found["input_ids"], takes), "use_cache": True}
+        elif self.generates or self.config.is_encoder_decoder:
+            found["use_cache"] = False
+        return (), found
+
+    def _reads(self, takes: Collection[str]) -> list[str]:
+        """Names of the arguments that it computes from."""
+        names = {str(getattr(self.module, "main_input_name", "input_ids"))}
+        if not self.generates and hasattr(self.config, "text_config") and hasattr(self.config, "vision_config"):
+            names = {"input_ids", "pixel_values"}
+        if self.config.is_encoder_decoder:
+            if "decoder_input_ids" not in takes:  # which may yet pass on what it does not know
+                kind = self.config.model_type
+                raise ConfigError(f"{kind} has no encoder beside its decoder; leave out is_encoder_decoder")
+            names.add("decoder_input_ids")
+        return sorted(names, reverse=True)
+
+    def _input(self, name: str, workload: Workload) -> torch.Tensor:
+        """Tokens, an image or sound."""
+        config, device, dtype = self.config, self.device, next(self.module.parameters()).dtype
+        if name in ("input_ids", "decoder_input_ids"):
+            words = config.get_text_config(decoder=True).vocab_size
+            return torch.randint(0, words, (workload.batch, workload.seq), device=device)
+        if name == "pixel_values":
+            seen = getattr(config, "vision_config", config)
+            size = getattr(seen, "image_size", _IMAGE)
+            height, width = size if isinstance(size, list | tuple) else (size, size)
+            return torch.randn(workload.batch, seen.num_channels, height, width, device=device, dtype=dtype)
+        if name == "input_features":
+            frames = 2 * config.max_source_positions
+            return torch.randn(workload.batch, config.num_mel_bins, frames, device=device, dtype=dtype)
+        raise ConfigError(f"{config.model_type} reads {name}; pass it with example inputs of its own, with --module")
+
+    def _half_full_cache(self, workload: Workload, ids: torch.Tensor, takes: Collection[str]) -> dict[str, Any]:
+        """The cache, zeros, by the name of its argument: a static one where the model takes one, else what it keeps."""
+        from transformers import StaticCache
+
+        call: Callable[..., Any] = self.module
+        experts = getattr(self.config, "_experts_implementation", None) or "eager"
+        if experts != "eager" and isinstance(ids, FakeTensor):
+            # Some library calls of experts know no fake dtype when run alone.
+            call = torch.compile(self.module, backend="eager", dynamic=False)
+        given = {}
+        if "past_key_values" in takes:
+            given["past_key_values"] = StaticCache(config=self.config, max_cache_len=workload.kv_len)
+        with torch.no_grad():
+            outputs = call(input_ids=ids, use_cache=True, **given)
+        for name in _CACHES:
+            if (cache := outputs.get(name)) is not None:
+                cache.reset()
+                rewind({name: cache}, workload)
+                return {name: cache}
+        raise ConfigError(f"{self.config.model_type} keeps no cache, so it has no decode; give --prefill only")
+
+
+def rewind(kwargs: Mapping[str, Any], workload: Workload) -> None:
+    """Put the cache of a decode call back to half full, so that further calls stay inside it."""
+    position = workload.kv_len // 2
+    for name in _CACHES:
+        # Older caches of states have no layers, and layers that keep a state of one size no position.
+        for layer in getattr(kwargs.get(name), "layers", ()):
+            if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
+                layer.cumulative_length.fill_(position)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = position
 
 
 def build_model(source: ModelSource, device: torch.device | str) -> Model:
-    """A real module with random weights (std 0.02, norms around 1), ready to run.
-
-    Raises:
-        ConfigError: The model cannot be built from its config, or the factory fails.
-    """
+    """A real module with random weights (std 0.02, norms around 1); ConfigError where it cannot be built."""
     if source.kind == "module":
         model = load_module(source)
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), model.inputs)
@@ -77,24 +146,20 @@ def build_model(source: ModelSource, device: torch.device | str) -> Model:
 
 def construct(source: ModelSource, device: torch.device | str) -> Model:
     """The preset's or config's module on ``device``, its parameters as they were allocated."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
     config, is_decoder = hf_config(source), generates(source)
-    auto = _auto_class(config, is_decoder)
+    # With the head that it usually has.
+    auto: Any = AutoModelForCausalLM if is_decoder else AutoModel
+    if config.is_encoder_decoder and not is_decoder:
+        both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
+        auto = next((one for one in both if type(config) in one._model_mapping), AutoModel)
     try:
         with quiet(), torch.device(device), _unfilled():
             module = auto.from_config(config, dtype=getattr(torch, source.dtype or "bfloat16"))
     except Exception as error:
         raise ConfigError(f"model {source.name} cannot be built: {in_words(error)}") from error
     return Model(module.eval(), torch.device(device), config, is_decoder)
-
-
-def _auto_class(config: Any, is_decoder: bool) -> Any:
-    """The factory in ``transformers`` that knows the model with the head that it usually has."""
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
-
-    if is_decoder:
-        return AutoModelForCausalLM
-    both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if config.is_encoder_decoder else ()
-    return next((auto for auto in both if type(config) in auto._model_mapping), AutoModel)
 
 
 @contextmanager
@@ -150,10 +215,8 @@ def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them.
 
     It is imported from the current folder or from wherever Python finds it, and makes real tensors unless it builds
-    under ``torch.device("meta")``. A source's dtype is that of the module's floating-point parameters and inputs.
-
-    Raises:
-        ConfigError: The factory cannot be imported, fails, or returns something else.
+    under ``torch.device("meta")``. A source's dtype is that of the module's floating-point parameters and inputs. A
+    factory that cannot be imported, fails, or returns something else is a :class:`ConfigError`.
     """
     path, _, attribute = source.name.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", source.name):

@@ -12,15 +12,41 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from fuseplan.planner.errors import ConfigError, UnknownModelError, in_words, nearest
-from fuseplan.planner.models.presets import ALIASES, PRESETS
-from fuseplan.planner.models.size_text import LARGEST
-from fuseplan.planner.models.workload import Workload, parse_workloads, with_calls
+from fuseplan.planner.models.workload import LARGEST, Workload, parse_workloads, with_calls
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DTYPES = {name: name for name in _SHORT.values()} | _SHORT
+#: Entries of a Hugging Face config.json.
+Config: TypeAlias = Mapping[str, Any]
+
+
+def _llama3(rope_factor: float, hidden: int, intermediate: int, layers: int, heads: int, tied: bool = False) -> Config:
+    """A Llama 3.1 or 3.2 config."""
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_act": "silu",
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": hidden // heads, "vocab_size": 128256,
+        "tie_word_embeddings": tied, "attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072, "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+
+
+#: Preset name to config.json entries.
+PRESETS: Mapping[str, Config] = {
+    "llama-3.2-1b": _llama3(32.0, hidden=2048, intermediate=8192, layers=16, heads=32, tied=True),
+    "llama-3.1-8b": _llama3(8.0, hidden=4096, intermediate=14336, layers=32, heads=32),
+    "llama-3.1-70b": _llama3(8.0, hidden=8192, intermediate=28672, layers=80, heads=64),
+}
+
+#: Names that stand for another preset, by device type.
+ALIASES: Mapping[str, Mapping[str, str]] = {"llama": {"cpu": "llama-3.2-1b", "cuda": "llama-3.1-8b"}}
 
 
 @dataclass(frozen=True)
@@ -55,9 +81,7 @@ def find_source(
 ) -> ModelSource:
     """The source that the command line's flags name; ``--model llama`` without any.
 
-    Raises:
-        UnknownModelError: No preset of that name.
-        ConfigError: Flags that exclude each other, an unreadable config, an unknown dtype.
+    UnknownModelError where no preset has that name, ConfigError for other mistakes.
     """
     if sum(flag is not None for flag in (model, config, module)) > 1:
         raise ConfigError("give one of --model, --config and --module, not several")
@@ -72,16 +96,19 @@ def find_source(
         return ModelSource("module", module, dtype=name)
     if config is not None:
         entries = _read_config(Path(config))
-        name = name or _config_dtype(entries, str(config))
-        return ModelSource("config", str(config), _canonical(entries), name, layers)
+        given = str(entries.get("dtype") or entries.get("torch_dtype") or "auto")
+        name = name or {**_DTYPES, "auto": "bfloat16"}.get(given.removeprefix("torch."))
+        if name is None:
+            raise ConfigError(f"config {config}: dtype {given[:40]!r} cannot be planned; give --dtype bfloat16")
+        return ModelSource("config", str(config), json.dumps(entries, sort_keys=True), name, layers)
     preset = "llama" if model is None else model
     preset = ALIASES.get(preset, {}).get(device_type, preset)
     if preset not in PRESETS:
         raise UnknownModelError(preset, [*PRESETS, *ALIASES])
-    return ModelSource("preset", preset, _canonical(PRESETS[preset]), name or "bfloat16", layers)
+    return ModelSource("preset", preset, json.dumps(PRESETS[preset], sort_keys=True), name or "bfloat16", layers)
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
+def _read_config(path: Path) -> Config:
     if path.is_dir():
         path = path / "config.json"
     try:
@@ -110,7 +137,7 @@ _SIZES = (
 )
 
 
-def _check_numbers(entries: Mapping[str, Any], name: str) -> None:
+def _check_numbers(entries: Config, name: str) -> None:
     """Refuse numbers that no model has, before libraries count up to them."""
     for key, value in entries.items():
         most = _MOST_LAYERS if re.search(r"layers?$", key) else LARGEST
@@ -129,23 +156,10 @@ def _check_sizes(config: Any, name: str) -> None:
             raise ConfigError(f"config {name}: {key} is {str(value)[:40]!r}, which is no positive whole number")
 
 
-def _canonical(entries: Mapping[str, Any]) -> str:
-    return json.dumps(entries, sort_keys=True)
-
-
-def _config_dtype(entries: Mapping[str, Any], name: str) -> str:
-    given = entries.get("dtype") or entries.get("torch_dtype") or "auto"
-    dtype = {**_DTYPES, "auto": "bfloat16"}.get(str(given).removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(f"config {name}: dtype {str(given)[:40]!r} cannot be planned; give --dtype bfloat16")
-    return dtype
-
-
 def hf_config(source: ModelSource) -> Any:
     """The Hugging Face config object of a preset or config source.
 
-    Raises:
-        ConfigError: ``transformers`` does not know the model type, refuses an entry, or has fewer layers than asked.
+    A model type or an entry that ``transformers`` does not take, and too many layers, are a :class:`ConfigError`.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -163,7 +177,12 @@ def hf_config(source: ModelSource) -> Any:
         raise ConfigError(f"config {source.name}: {in_words(error)}") from None
     _check_sizes(text, source.name)
     if source.layers is not None:
-        _set_layers(text, source.layers)
+        # Of the (text) config; num_hidden_layers maps to the model's own name for their number.
+        if source.layers > text.num_hidden_layers:
+            raise ConfigError(f"--layers {source.layers}: this config describes only {text.num_hidden_layers} layers")
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = text.layer_types[: source.layers]
+        text.num_hidden_layers = source.layers
     return config
 
 
@@ -180,47 +199,29 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _set_layers(config: Any, layers: int) -> None:
-    """Keep the first layers of a (text) config; ``num_hidden_layers`` maps to the model's own name for their number."""
-    if layers > config.num_hidden_layers:
-        raise ConfigError(f"--layers {layers}: this config describes only {config.num_hidden_layers} layers")
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        config.layer_types = types[:layers]
-    config.num_hidden_layers = layers
-
-
 def generates(source: ModelSource) -> bool:
     """True for a decoder that generates tokens; False for an encoder such as BERT, and for both in one, such as T5."""
     entries = json.loads(source.config_json)
     if entries.get("is_encoder_decoder"):
         return False
-    for name in entries.get("architectures") or ():
-        if str(name).endswith(("ForCausalLM", "LMHeadModel")):
-            return True
-        return str(name).endswith("ForConditionalGeneration") and not _usually_has_encoder(entries)
-    return _usually_generates(entries) and not _usually_has_encoder(entries)
-
-
-def _usually_has_encoder(entries: Mapping[str, Any]) -> bool:
-    """Whether a config that does not say it is of a model type that is encoder and decoder in one."""
+    head = next(map(str, entries.get("architectures") or ()), "")
+    if head.endswith(("ForCausalLM", "LMHeadModel")):
+        return True
+    if head and not head.endswith("ForConditionalGeneration"):
+        return False
     from transformers import CONFIG_MAPPING
-
-    model_type = entries["model_type"]
-    silent = "is_encoder_decoder" not in entries and model_type in CONFIG_MAPPING
-    return silent and bool(getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False))
-
-
-def _usually_generates(entries: Mapping[str, Any]) -> bool:
-    """What a config without ``architectures`` is taken for: models with a masked head too are encoders."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
     model_type = entries["model_type"]
+    silent = "is_encoder_decoder" not in entries and model_type in CONFIG_MAPPING
+    if silent and getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False):
+        return False
+    # Without architectures, models that have a masked head too are encoders.
     encoder_too = model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not entries.get("is_decoder")
-    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder_too
+    return bool(head) or (model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder_too)
 
 
 def workloads_for(
@@ -230,11 +231,7 @@ def workloads_for(
     """The workloads to plan for this model, from flags or defaults (see :func:`parse_workloads`).
 
     The user's own module has one, its example inputs; an encoder has no decode. With ``calls`` come those that an
-    attention mask and ``generate()`` make of the same sizes.
-
-    Raises:
-        ShapeError: A size is not a positive number, or nothing is left to plan.
-        ConfigError: Sizes are given for a module that brings its own inputs, or decode for an encoder.
+    attention mask and ``generate()`` make of the same sizes. Sizes that the model does not take are a ConfigError.
     """
     if source.kind == "module":
         if any(option is not None for option in (decode_batches, kv_len, prefills)):

@@ -1,13 +1,13 @@
-"""What is run: the regimes of inference, with their sizes."""
+"""What is run: the regimes of inference, with their sizes as people write them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.models.size_text import fits, read_size
 
 #: decode: one new token per sequence against a static KV cache. prefill: whole sequences, no cache.
 #: forward: the example inputs that the user's own module came with.
@@ -94,9 +94,7 @@ def parse_workloads(
     """Workloads from flags, decode first: batch sizes (``"1,8"``), and lengths or batch x length (``"512,4x2048"``).
 
     The device's defaults stand in for absent flags. Once either list is given, an absent other list means none of it.
-
-    Raises:
-        ShapeError: A size is not a positive number, or nothing is left to plan.
+    ShapeError where a size is no positive number, or nothing is left to plan.
 
     >>> [workload.label for workload in parse_workloads("cpu", "1,8", 512, "4x128")]
     ['decode 1 @ 512', 'decode 8 @ 512', 'prefill 4x128']
@@ -108,8 +106,10 @@ def parse_workloads(
     if length < 2:
         raise ShapeError(f"--kv-len {length}: the cache must hold at least 2 tokens")
     fits(length, "--kv-len", str(length))
-    found = [decode(_positive(item, "--decode"), length) for item in _items(decode_batches)]
-    found += [prefill(*_batch_by_seq(item)) for item in _items(prefills)]
+    found = [decode(read_size(item, "--decode", "--decode 1,8,32"), length) for item in _items(decode_batches)]
+    for item in _items(prefills):
+        sizes = [read_size(size, "--prefill", "--prefill 512,4x2048") for size in item.split("x", 1)]
+        found.append(prefill(sizes[0] if len(sizes) == 2 else 1, sizes[-1]))
     if not found:
         raise ShapeError("nothing to plan: give --decode 1,8 or --prefill 4x2048")
     for workload in found:
@@ -121,10 +121,23 @@ def _items(text: str | None) -> list[str]:
     return [item.strip() for item in (text or "").split(",") if item.strip()]
 
 
-def _batch_by_seq(item: str) -> tuple[int, int]:
-    batch, cross, seq = item.partition("x")
-    return (_positive(batch, "--prefill"), _positive(seq, "--prefill")) if cross else (1, _positive(item, "--prefill"))
+#: The largest size of anything.
+LARGEST = 2**31 - 1
 
 
-def _positive(text: str, flag: str) -> int:
-    return read_size(text, flag, f"{flag} {'1,8,32' if flag == '--decode' else '512,4x2048'}")
+def read_size(text: str, where: str, example: str) -> int:
+    """A size from 1 to :data:`LARGEST`; int() would also take signs, underscores and digits of other scripts.
+
+    Other text is a :class:`ShapeError`, which names ``where`` it is given, and an ``example``.
+    """
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise ShapeError(f"{where}: {text!r} is no positive size; write it like {example}")
+    return fits(int(text) if len(text) < 20 else LARGEST + 1, where, text)
+
+
+def fits(size: int, where: str, text: str) -> int:
+    """The size, or the number of rows that several make together; :class:`ShapeError` where that is too large."""
+    if size > LARGEST:
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        raise ShapeError(f"{where}: {shown} is more than {LARGEST}, the largest size there is")
+    return size

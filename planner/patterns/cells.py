@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import product
 from types import MappingProxyType
 
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
-from fuseplan.planner.models.size_text import read_size
+from fuseplan.planner.models.workload import read_size
 from fuseplan.planner.patterns.table import PATTERNS, inputs_of
 
 #: Rows of every sweep: decode of one sequence to a long prefill.
@@ -38,10 +37,8 @@ class Cell:
 class Sweep:
     """The sizes of one pattern.
 
-    Attributes:
-        cols: Widths of a row.
-        shapes: Ways to write a shape, with ``{rows}`` and ``{cols}``; the first one whose rank the pattern takes.
-        most_rows: Rows beyond which no model uses the pattern.
+    ``cols`` are widths of a row. A shape is written as the first of ``shapes`` whose rank the pattern takes. No model
+    uses the pattern at more than ``most_rows``.
     """
 
     cols: tuple[int, ...]
@@ -53,7 +50,7 @@ _HEADS = Sweep((128,), ("1x32x8x{rows}x{cols}", "1x32x{rows}x{cols}"))
 _GATED = Sweep((8192, 14336, 28672))
 _NORMS = Sweep((2048, 4096, 8192, 5120))
 
-#: What is measured unless patterns are named; a name may be a wildcard.
+#: What is measured unless patterns are named.
 SWEEPS: Mapping[str, Sweep] = MappingProxyType({
     "swiglu": _GATED,
     "geglu": _GATED,
@@ -66,7 +63,8 @@ SWEEPS: Mapping[str, Sweep] = MappingProxyType({
     "softmax": Sweep((4096, 32768)),
     "causal_softmax": Sweep((4096, 16384)),
     "sampling_softmax": Sweep((128256,), most_rows=512),
-    "rms_norm_fp8*": _NORMS,
+    "rms_norm_fp8_token": _NORMS,
+    "rms_norm_fp8_tensor": _NORMS,
 })
 
 
@@ -76,63 +74,37 @@ def sweep_cells(
     """The cells of the sweeps, and a sentence for everything that was left out.
 
     What is empty stands for all sweeps, :data:`ROWS`, a sweep's own widths and each pattern's own dtype. A pattern
-    without a sweep of its own is swept over rows and widths.
-
-    Raises:
-        UnknownPatternError: A name is no pattern.
-        ShapeError: No size fits a named pattern, or none fits any.
+    without a sweep of its own is swept over rows and widths. No size that fits a named pattern, or any of all, is a
+    :class:`ShapeError`.
     """
-    notes: list[str] = []
-    cells: list[Cell] = []
-    last: ShapeError | None = None
-    for name, sweep in _named(names, notes):
-        fitting, problem = _fitting(name, sweep, rows or ROWS, cols or sweep.cols, dtype)
-        if names and not fitting and problem is not None:
-            raise problem
-        if problem is not None:
-            last = problem
-            notes.append(f"some sizes of {name} are left out: {problem}")
-        cells += fitting
-    if not cells and last is not None:
-        raise last
-    return cells, notes
-
-
-def _named(names: Sequence[str], notes: list[str]) -> list[tuple[str, Sweep]]:
     if unknown := [name for name in names if name not in PATTERNS]:
         raise UnknownPatternError(unknown[0], PATTERNS)
-    if names:
-        return [(name, _sweep_of(name)) for name in dict.fromkeys(names)]
-    found: dict[str, Sweep] = {}
-    for wanted, sweep in SWEEPS.items():
-        matching = [name for name in PATTERNS if fnmatchcase(name, wanted)]
-        if not matching:
-            notes.append(f"there is no pattern {wanted}")
-        found.update(dict.fromkeys(matching, sweep))
-    return list(found.items())
+    cells: list[Cell] = []
+    left_out: dict[str, ShapeError] = {}
+    for name in dict.fromkeys(names or SWEEPS):
+        before = len(cells)
+        for shape in _shapes(name, rows, cols):
+            try:
+                cells.append(cell(name, shape, dtype))
+            except ShapeError as error:
+                left_out[name] = error
+        if names and len(cells) == before and name in left_out:
+            raise left_out[name]
+    if left_out and not cells:
+        raise list(left_out.values())[-1]
+    return cells, [f"some sizes of {name} are left out: {problem}" for name, problem in left_out.items()]
 
 
-def _sweep_of(name: str) -> Sweep:
-    usual = _NORMS if 2 in PATTERNS[name].ranks else _HEADS
-    return next((sweep for wanted, sweep in SWEEPS.items() if fnmatchcase(name, wanted)), usual)
-
-
-def _fitting(
-    name: str, sweep: Sweep, rows: Sequence[int], cols: Sequence[int], dtype: str | None
-) -> tuple[list[Cell], ShapeError | None]:
-    """The cells that the pattern takes, and why it does not take the others."""
+def _shapes(name: str, rows: Sequence[int], cols: Sequence[int]) -> Iterator[str]:
+    """Shapes of a pattern's sweep, as text."""
     found = PATTERNS[name]
+    sweep = SWEEPS.get(name, _NORMS if 2 in found.ranks else _HEADS)
     text = next((shape for shape in sweep.shapes if shape.count("x") + 1 in found.ranks), None)
     if text is None:
-        return [], ShapeError(f"pattern {name} takes {found.dims}; give --shape, such as --shape {found.example}")
-    cells: list[Cell] = []
-    problem: ShapeError | None = None
-    for width, count in product(cols, (count for count in rows if count <= sweep.most_rows)):
-        try:
-            cells.append(cell(name, text.format(rows=count, cols=width), dtype))
-        except ShapeError as error:
-            problem = error
-    return cells, problem
+        raise ShapeError(f"pattern {name} takes {found.dims}; give --shape, such as --shape {found.example}")
+    for width, count in product(cols or sweep.cols, rows or ROWS):
+        if count <= sweep.most_rows:
+            yield text.format(rows=count, cols=width)
 
 
 def cell(name: str, shape: str, dtype: str | None = None) -> Cell:
@@ -142,15 +114,7 @@ def cell(name: str, shape: str, dtype: str | None = None) -> Cell:
 
 
 def parse_sizes(text: str | None, option: str) -> tuple[int, ...]:
-    """``"1,8,32"`` as numbers; () for None.
-
-    Raises:
-        ShapeError: It is no list of sizes.
-
-    >>> parse_sizes("1,8", "--rows")
-    (1, 8)
-    """
+    """``"1,8,32"`` as numbers; () for None, and a :class:`ShapeError` for what is no list of sizes."""
     if text is None:
         return ()
-    parts = [part.strip() for part in text.split(",")]
-    return tuple(dict.fromkeys(read_size(part, option, f"{option} 1,8,32") for part in parts))
+    return tuple(dict.fromkeys(read_size(part.strip(), option, f"{option} 1,8,32") for part in text.split(",")))

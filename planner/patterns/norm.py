@@ -39,8 +39,9 @@ def _norm_add_norm_gemma(residual: Tensor, x: Tensor, post: Tensor, pre: Tensor)
     return _add_rms_norm_gemma(residual, rms_norm_gemma(x, post), pre)
 
 
-def _residual_chain(residual: Tensor, attention: Tensor, mlp: Tensor, shared: Tensor, weight: Tensor
-                    ) -> tuple[Tensor, Tensor]:
+def _residual_chain(
+    residual: Tensor, attention: Tensor, mlp: Tensor, shared: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
     """Parallel branches joined before a norm: attention, MLP and a shared expert, as GPT-NeoX and MoE models have."""
     hidden = mlp + shared + attention + residual
     return hidden, rms_norm(hidden, weight)
@@ -60,38 +61,33 @@ def _embedding_inputs(shape: Shape, dtype: str) -> Specs:
     }
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias)
-
-
 NORMED, ADDED = rows("x", weights=("weight",)), rows("residual", "x", weights=("weight",))
 
 
-def norm_patterns() -> dict[str, Pattern]:
-    both = ("hidden", "out")
-    return {
-        "rms_norm": Pattern(rms_norm, NORMED, *OVER_ROWS, "x / sqrt(mean(x^2) + eps) * weight"),
-        "add_rms_norm": Pattern(add_rms_norm, ADDED, *OVER_ROWS, "h = residual + x; h and rms_norm(h)", both),
-        "rms_norm_gemma": Pattern(
-            rms_norm_gemma, NORMED, *OVER_ROWS, "x / sqrt(mean(x^2) + eps) * (1 + weight), in fp32"
-        ),
-        "add_rms_norm_gemma": Pattern(
-            _add_rms_norm_gemma, ADDED, *OVER_ROWS, "h = residual + x; h and Gemma's rms_norm(h)", both
-        ),
-        "norm_add_norm_gemma": Pattern(
-            _norm_add_norm_gemma, rows("residual", "x", weights=("post_weight", "pre_weight")), *OVER_ROWS,
-            "h = residual + rms_norm(x); h and rms_norm(h), both Gemma's", both,
-        ),
-        "residual_chain": Pattern(
-            _residual_chain, rows("residual", "attention", "mlp", "shared", weights=("weight",)), *OVER_ROWS,
-            "h = the sum of four branches; h and rms_norm(h)", both,
-        ),
-        "embedding_rms_norm": Pattern(
-            _embedding_rms_norm, _embedding_inputs, "tokens x vocabulary x columns", "32x32000x4096", (3,),
-            "h = embedding(ids, table); h and rms_norm(h)", both,
-        ),
-        "layer_norm": Pattern(
-            _layer_norm, rows("x", weights=("weight", "bias")), *OVER_ROWS,
-            "(x - mean) / sqrt(var + eps) * weight + bias",
-        ),
-    }
+_BOTH = ("hidden", "out")
+NORM_PATTERNS = {
+    "rms_norm": Pattern(rms_norm, NORMED, *OVER_ROWS, "x / sqrt(mean(x^2) + eps) * weight"),
+    "add_rms_norm": Pattern(add_rms_norm, ADDED, *OVER_ROWS, "h = residual + x; h and rms_norm(h)", _BOTH),
+    "rms_norm_gemma": Pattern(
+        rms_norm_gemma, NORMED, *OVER_ROWS, "x / sqrt(mean(x^2) + eps) * (1 + weight), in fp32"
+    ),
+    "add_rms_norm_gemma": Pattern(
+        _add_rms_norm_gemma, ADDED, *OVER_ROWS, "h = residual + x; h and Gemma's rms_norm(h)", _BOTH
+    ),
+    "norm_add_norm_gemma": Pattern(
+        _norm_add_norm_gemma, rows("residual", "x", weights=("post_weight", "pre_weight")), *OVER_ROWS,
+        "h = residual + rms_norm(x); h and rms_norm(h), both Gemma's", _BOTH,
+    ),
+    "residual_chain": Pattern(
+        _residual_chain, rows("residual", "attention", "mlp", "shared", weights=("weight",)), *OVER_ROWS,
+        "h = the sum of four branches; h and rms_norm(h)", _BOTH,
+    ),
+    "embedding_rms_norm": Pattern(
+        _embedding_rms_norm, _embedding_inputs, "tokens x vocabulary x columns", "32x32000x4096", (3,),
+        "h = embedding(ids, table); h and rms_norm(h)", _BOTH,
+    ),
+    "layer_norm": Pattern(
+        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias), rows("x", weights=("weight", "bias")),
+        *OVER_ROWS, "(x - mean) / sqrt(var + eps) * weight + bias",
+    ),
+}

@@ -1,10 +1,18 @@
-"""What a named pattern is: a PyTorch function and its inputs; the table is :mod:`fuseplan.planner.patterns.table`."""
+"""What a named pattern is, a PyTorch function and its inputs; and the patterns without reductions.
+
+Those are gated activations, soft-cap, and the chains of pointwise ops that fusers are shown with. The table of all is
+:mod:`fuseplan.planner.patterns.table`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from fuseplan.planner.graph.dataflow import TensorSpec
 
@@ -24,12 +32,9 @@ class Pattern:
     Attributes:
         compute: The function, on tensors in the order of ``inputs``; one tensor or several.
         inputs: Layout of its arguments for a shape and dtype; a :class:`ShapeError` where the shape does not fit.
-        dims: What the dimensions of the shape mean.
-        example: A shape.
-        ranks: Numbers of dimensions it takes.
+        dims: What the dimensions of the shape mean; ``ranks`` are the numbers of them that it takes.
         summary: Its formula.
-        outputs: Names of its results.
-        dtype: The dtype it is built in unless one is given.
+        dtype: The one that it is built in unless another is given.
         typed: ``compute`` also takes the ``dtype``, which none of its tensors has.
     """
 
@@ -54,3 +59,39 @@ def rows(*names: str, weights: Sequence[str] = ()) -> Inputs:
     return lambda shape, dtype: {
         **{name: dense(shape, dtype) for name in names}, **{name: dense(shape[-1:], dtype) for name in weights}
     }
+
+
+# -- patterns without reductions ------------------------------------------------------------------------------
+
+GATED = rows("gate", "up")
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``, as Gemma 2 bounds its attention scores and logits."""
+    return torch.tanh(x / cap) * cap
+
+
+def _pointwise_chain(x: Tensor) -> Tensor:
+    """Eleven ops of one operand each, every one of them a launch in eager mode."""
+    x = torch.relu((x + 1.0) * 2.0 - 0.5)
+    return torch.sqrt(torch.abs(torch.neg(torch.exp(torch.tanh(torch.sigmoid(x)))))) * 0.5
+
+
+_CHAIN = ("any", "1024x1024", (1, 2, 3))
+POINTWISE_PATTERNS = {
+    "swiglu": Pattern(swiglu, GATED, *OVER_ROWS, "silu(gate) * up"),
+    "geglu": Pattern(lambda gate, up: F.gelu(gate) * up, GATED, *OVER_ROWS, "gelu(gate) * up, with erf"),
+    "geglu_tanh": Pattern(
+        lambda gate, up: F.gelu(gate, approximate="tanh") * up, GATED, *OVER_ROWS, "gelu(gate) * up, with tanh"
+    ),
+    "soft_cap": Pattern(lambda x: soft_capped(x, 30.0), rows("x"), *OVER_ROWS, "30 * tanh(x / 30)"),
+    "pointwise_chain": Pattern(_pointwise_chain, rows("x"), *_CHAIN, "11 pointwise ops in a row", dtype="float32"),
+    "sin_chain": Pattern(
+        lambda x: torch.sin((x + 1.0) * 2.0), rows("x"), "any", "10000000", (1, 2, 3), "sin((x + 1) * 2)",
+        dtype="float32",
+    ),
+}

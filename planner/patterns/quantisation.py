@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
 from fuseplan.planner.patterns.norm import ADDED, NORMED, add_rms_norm, rms_norm
-from fuseplan.planner.patterns.pattern import OVER_ROWS, Inputs, Pattern, Shape, Specs, dense
-from fuseplan.planner.patterns.pointwise import GATED, swiglu
+from fuseplan.planner.patterns.pattern import GATED, OVER_ROWS, Inputs, Pattern, Shape, Specs, dense, swiglu
 
 _AWQ_GROUP = 128
 #: int4 numbers in an int32 word.

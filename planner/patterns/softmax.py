@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.patterns.pattern import OVER_ROWS, Pattern, Shape, Specs, dense, rows
-from fuseplan.planner.patterns.pointwise import soft_capped
+from fuseplan.planner.patterns.pattern import OVER_ROWS, Pattern, Shape, Specs, dense, rows, soft_capped
 
 
 def _softmax(x: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ def _sampling_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _top(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts of a token: a quarter of them, at most 8 (2 of 8 as in Mixtral, 8 of 128 as in Qwen 3)."""
+    """Values and experts of a token: a quarter of them, at most 8 (2 of 8 as in Mixtral, 8 of 128 as in Qwen 3)."""
     values, experts = scores.topk(max(1, min(8, scores.shape[-1] // 4)), -1)
     return values, experts
 
@@ -57,30 +56,29 @@ def _moe_sigmoid(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, experts
 
 
-def softmax_patterns() -> dict[str, Pattern]:
-    routing, routed = ("tokens x experts", "32x128", (2,)), ("weights", "experts")
-    scores = ("... x queries x keys", "1x32x128x128", (2, 3, 4))
-    return {
-        "softmax": Pattern(_softmax, rows("x"), *OVER_ROWS, "exp(x - max(x)) / sum(exp(x - max(x))), in fp32"),
-        "causal_softmax": Pattern(
-            lambda x: _masked_softmax(x * 0.125), partial(_score_inputs, name="causal_softmax"), *scores,
-            "softmax(scores / 8, later keys masked)",
-        ),
-        # Gemma 2's attention scores.
-        "soft_cap_softmax": Pattern(
-            lambda x: _masked_softmax(soft_capped(x * 0.0625, 50.0)), partial(_score_inputs, name="soft_cap_softmax"),
-            *scores, "softmax(50 * tanh(scores / 16 / 50), later keys masked)",
-        ),
-        "sampling_softmax": Pattern(
-            _sampling_softmax,
-            lambda shape, dtype: {"logits": dense(shape, dtype), "temperature": dense(shape[:-1], "float32")},
-            "rows x vocabulary", "8x128256", OVER_ROWS[2], "softmax(logits / temperature of the row)",
-        ),
-        "moe_softmax": Pattern(
-            _moe_softmax, rows("logits"), *routing, "top-k of softmax(logits), made to sum to 1", routed
-        ),
-        "moe_sigmoid": Pattern(
-            _moe_sigmoid, lambda shape, dtype: {"logits": dense(shape, dtype), "bias": dense(shape[-1:], "float32")},
-            *routing, "sigmoid(logits) at the top-k of sigmoid(logits) + bias, made to sum to 2.5", routed,
-        ),
-    }
+_ROUTING, _ROUTED = ("tokens x experts", "32x128", (2,)), ("weights", "experts")
+_SCORES = ("... x queries x keys", "1x32x128x128", (2, 3, 4))
+SOFTMAX_PATTERNS = {
+    "softmax": Pattern(_softmax, rows("x"), *OVER_ROWS, "exp(x - max(x)) / sum(exp(x - max(x))), in fp32"),
+    "causal_softmax": Pattern(
+        lambda x: _masked_softmax(x * 0.125), partial(_score_inputs, name="causal_softmax"), *_SCORES,
+        "softmax(scores / 8, later keys masked)",
+    ),
+    # Gemma 2's attention scores.
+    "soft_cap_softmax": Pattern(
+        lambda x: _masked_softmax(soft_capped(x * 0.0625, 50.0)), partial(_score_inputs, name="soft_cap_softmax"),
+        *_SCORES, "softmax(50 * tanh(scores / 16 / 50), later keys masked)",
+    ),
+    "sampling_softmax": Pattern(
+        _sampling_softmax,
+        lambda shape, dtype: {"logits": dense(shape, dtype), "temperature": dense(shape[:-1], "float32")},
+        "rows x vocabulary", "8x128256", OVER_ROWS[2], "softmax(logits / temperature of the row)",
+    ),
+    "moe_softmax": Pattern(
+        _moe_softmax, rows("logits"), *_ROUTING, "top-k of softmax(logits), made to sum to 1", _ROUTED
+    ),
+    "moe_sigmoid": Pattern(
+        _moe_sigmoid, lambda shape, dtype: {"logits": dense(shape, dtype), "bias": dense(shape[-1:], "float32")},
+        *_ROUTING, "sigmoid(logits) at the top-k of sigmoid(logits) + bias, made to sum to 2.5", _ROUTED,
+    ),
+}

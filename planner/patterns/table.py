@@ -2,18 +2,12 @@
 
 A pattern is spelled as Hugging Face models spell it, so its plan serves those models too. The planner has no special
 case for any of them. Each family has a module of its own.
-
->>> graph, specs = pattern("swiglu", "32x4096", "bfloat16")
->>> graph.input_names, graph.output_names
-(('gate', 'up'), ('out',))
->>> specs["gate"].shape
-(32, 4096)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -28,35 +22,23 @@ from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.models.size_text import read_size
-from fuseplan.planner.patterns.norm import norm_patterns
-from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs
-from fuseplan.planner.patterns.pointwise import pointwise_patterns
+from fuseplan.planner.models.workload import read_size
+from fuseplan.planner.patterns.norm import NORM_PATTERNS
+from fuseplan.planner.patterns.pattern import POINTWISE_PATTERNS, Pattern, Shape, Specs
 from fuseplan.planner.patterns.quantisation import quantisation_patterns
-from fuseplan.planner.patterns.rope import rope_patterns
-from fuseplan.planner.patterns.softmax import softmax_patterns
+from fuseplan.planner.patterns.rope import ROPE_PATTERNS
+from fuseplan.planner.patterns.softmax import SOFTMAX_PATTERNS
 
 #: What activations may be.
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: Every named pattern.
 PATTERNS: Mapping[str, Pattern] = MappingProxyType({
-    **pointwise_patterns(),
-    **norm_patterns(),
-    **rope_patterns(),
-    **softmax_patterns(),
-    **quantisation_patterns(),
+    **POINTWISE_PATTERNS, **NORM_PATTERNS, **ROPE_PATTERNS, **SOFTMAX_PATTERNS, **quantisation_patterns(),
 })
 
 
 def parse_shape(text: str, example: str = "32x4096") -> Shape:
-    """``"32x4096"`` as a tuple.
-
-    Raises:
-        ShapeError: The text is no shape, or a size is zero.
-
-    >>> parse_shape("32x4096")
-    (32, 4096)
-    """
+    """``"32x4096"`` as a tuple; a :class:`ShapeError` for what is no shape, or has a size of zero."""
     parts = re.split(r"[x×,]", text.strip().lower().strip("()[]"))
     numbers = [part.strip() for part in parts]
     if not all(re.fullmatch(r"[0-9]+", number) for number in numbers):
@@ -69,13 +51,11 @@ def parse_shape(text: str, example: str = "32x4096") -> Shape:
 def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[Shape, str, Specs]:
     """The shape and dtype that a pattern is built in, and the layout of each of its inputs.
 
-    Raises:
-        UnknownPatternError: No pattern has that name.
-        ShapeError: The shape cannot be read, or does not fit the pattern; or the dtype is unknown.
+    UnknownPatternError where no pattern has that name; ShapeError for a shape or a dtype that it does not take.
     """
-    found = PATTERNS.get(name)
-    if found is None:
+    if name not in PATTERNS:
         raise UnknownPatternError(name, PATTERNS)
+    found = PATTERNS[name]
     sizes = parse_shape(shape, found.example) if isinstance(shape, str) else tuple(int(size) for size in shape)
     if len(sizes) not in found.ranks:
         raise ShapeError(
@@ -91,10 +71,8 @@ def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -
 def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, Specs]:
     """A named pattern at one shape: the graph, and the layout of each of its inputs.
 
-    ``shape`` is sizes, or their text; ``dtype`` is that of its activations, by default the pattern's own.
-
-    Raises:
-        UnknownPatternError, ShapeError: As :func:`inputs_of`.
+    ``shape`` is sizes, or their text; ``dtype`` is that of its activations, by default the pattern's own. Raises what
+    :func:`inputs_of` does.
     """
     _, dtype, specs = inputs_of(name, shape, dtype)
     found = PATTERNS[name]
@@ -103,12 +81,12 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
         fakes = [torch.empty(one.shape, dtype=torch_dtype(one.dtype)) for one in specs.values()]
     with mode:
         traced = normalise(make_fx(lambda *tensors: compute(*tensors), pre_dispatch=True)(*fakes)).graph
-    names = {**dict(zip(traced.inputs, specs, strict=True)), **dict(zip(traced.outputs, found.outputs, strict=True))}
-    nodes = (
-        replace(node, inputs=tuple(names.get(one, one) for one in node.inputs),
-                outputs=tuple(names.get(one, one) for one in node.outputs))
-        for node in traced
-    )
+    names = dict(zip((*traced.inputs, *traced.outputs), (*specs, *found.outputs), strict=True))
+
+    def named(values: Iterable[str]) -> tuple[str, ...]:
+        return tuple(names.get(value, value) for value in values)
+
+    nodes = [replace(node, inputs=named(node.inputs), outputs=named(node.outputs)) for node in traced]
     return SubGraph(tuple(nodes), tuple(specs), found.outputs), specs
 
 

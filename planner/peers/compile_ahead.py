@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,7 @@ import torch
 
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.patterns.cells import Cell
-from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE, Case
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
+from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE, make_case
 from fuseplan.planner.peers.peers import FLASHINFER, PEERS
 from fuseplan.search.workers.worker import WorkerPool
 
@@ -26,42 +27,34 @@ from fuseplan.search.workers.worker import WorkerPool
 _LIMIT_S = 300.0
 
 
-class CompilePool:
-    """Processes that compile; a context manager. Without any, each cell is compiled when its turn comes.
+@contextmanager
+def compile_ahead(
+    device_type: str, peers: Sequence[str], processes: int
+) -> Iterator[Callable[[Sequence[Cell]], list[str]]]:
+    """A function that has ``peers`` compile what they need for the cells of one pattern.
 
-    Of ``peers``, names of those in the bench, the ones that compile nothing play no part.
+    It returns where TorchInductor failed; the bench meets every failure again. Without ``processes`` it does nothing:
+    each cell is compiled when its turn comes.
     """
+    names = [
+        name for name in (FLASHINFER, INDUCTOR, MAX_AUTOTUNE)
+        if name in peers and processes and device_type in PEERS[name].devices
+    ]
+    with tempfile.TemporaryDirectory(prefix="fuseplan-bench-") as folder, WorkerPool(processes) as pool:
+        lock = str(Path(folder) / "device.lock")
 
-    def __init__(self, device_type: str, peers: Sequence[str], processes: int) -> None:
-        self._device_type = device_type
-        self._names = [
-            name for name in (FLASHINFER, INDUCTOR, MAX_AUTOTUNE)
-            if name in peers and processes and device_type in PEERS[name].devices
-        ]
-        self._pool = WorkerPool(max(1, processes))
-        self._built: set[str] = set()
-        self._folder = tempfile.TemporaryDirectory(prefix="fuseplan-bench-")
+        def compile_cells(cells: Sequence[Cell]) -> list[str]:
+            jobs = [
+                (cell, device_type, name, lock)
+                for name in names for cell in (cells[:1] if name == FLASHINFER else cells)
+            ]
+            outcomes = pool.map(compile_cell, jobs, _LIMIT_S)
+            return [
+                f"{cell.key}: {outcome.failure}" for (cell, _, name, _), outcome in zip(jobs, outcomes, strict=True)
+                if name != FLASHINFER and not outcome.ok
+            ]
 
-    def __enter__(self) -> CompilePool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pool.close()
-        self._folder.cleanup()
-
-    def compile(self, cells: Sequence[Cell]) -> list[str]:
-        """Fill the caches for ``cells``; returns where TorchInductor failed (the bench meets every failure again)."""
-        jobs = []
-        for name in self._names:
-            for cell in cells:
-                if name != FLASHINFER or cell.pattern not in self._built:
-                    jobs.append((cell, self._device_type, name, str(Path(self._folder.name) / "device.lock")))
-                    self._built.add(cell.pattern)
-        outcomes = self._pool.map(compile_cell, jobs, _LIMIT_S) if jobs else []
-        return [
-            f"{cell.key}: {outcome.failure}"
-            for (cell, _, name, _), outcome in zip(jobs, outcomes, strict=True) if name != FLASHINFER and not outcome.ok
-        ]
+        yield compile_cells
 
 
 def compile_cell(cell: Cell, device_type: str, name: str, lock: str) -> None:
@@ -71,29 +64,26 @@ def compile_cell(cell: Cell, device_type: str, name: str, lock: str) -> None:
     config.compile_threads = 1  # the pool's processes are the parallelism
     if device_type == "cuda":
         _take_turns(lock)
-    traced, specs = trace_cell(cell, device_type)
-    inputs = make_inputs(traced, specs, device_type)
     with torch.no_grad():
-        case = Case(cell.pattern, cell.shape, cell.dtype, traced, tuple(specs), inputs, (), local_target(device_type))
+        case = make_case(cell, local_target(device_type))
         contestant = PEERS[name].build(case)
-        contestant.run(*contestant.operands(inputs))
+        contestant.run(*contestant.operands(case.inputs))
     if device_type == "cuda":
         torch.cuda.synchronize()
+        del case, contestant
         torch.cuda.empty_cache()  # the process stays, its memory is needed elsewhere
 
 
+@cache
 def _take_turns(lock: str) -> None:
     """Make TorchInductor's timing of a configuration wait for its turn on the device."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     bench: Any = CachingAutotuner.bench
-    if getattr(bench, "takes_turns", False):
-        return
 
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
         with Path(lock).open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             return bench(self, *args, **kwargs)
 
-    alone.takes_turns = True  # type: ignore[attr-defined]
     CachingAutotuner.bench = alone  # type: ignore[method-assign]

@@ -2,39 +2,43 @@
 
 Nothing is imported before a peer is built, and a peer that is not installed, does not have the op, or cannot build it
 raises :class:`PeerError` (or whatever went wrong inside it) with the reason.
-
->>> PEERS["eager"].summary
-'the ATen ops, one by one'
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import copy
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch import fx
 
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import ConfigError, nearest
-from fuseplan.planner.patterns.table import activations
-from fuseplan.planner.peers import flashinfer, liger
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, LibraryOp, PeerError
-from fuseplan.planner.peers.inductor import inductor_callable
+from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import GroupPlan
 
 LIGER, FLASHINFER = "liger", "flashinfer"
+#: Options of ``torch.compile``'s max-autotune mode without its CUDA graphs, which the bench adds itself.
+_MAX_AUTOTUNE: Mapping[str, Any] = {
+    "max_autotune": True, "coordinate_descent_tuning": True, "triton.cudagraphs": False,
+    "autotune_num_choices_displayed": 0,
+}
 
 
 @dataclass(frozen=True)
 class Peer:
     """Somebody to measure against; ``build`` may raise anything, :class:`PeerError` with a reason at best."""
 
-    name: str
-    summary: str
     build: Callable[[Case], Contestant]
     devices: tuple[str, ...] = ("cpu", "cuda")
 
@@ -43,34 +47,26 @@ def fused(case: Case, groups: Sequence[GroupPlan], in_place: bool = False) -> Co
     """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
 
     With ``in_place`` its activations are given away, as intermediates are that die in a group: results may lie in them.
-
-    Raises:
-        PeerError: A group cannot be built or placed; or no result can lie in an activation.
+    A group that cannot be built or placed is a :class:`PeerError`, and so is it where no result can lie in one.
     """
-    tally = Tally(f"bench {case.pattern}")
-    fresh = activations(case.pattern, case.shape, case.dtype)
-    donated = {at for at, name in enumerate(case.names) if in_place and name in fresh}
+    tally = Tally(f"bench {case.cell.pattern}")
+    donated = {at for at, hot in enumerate(case.hot) if in_place and hot}
     forward = executable(case.traced, groups, case.target, tally, case.numerics, donated=donated)
-
-    def complain() -> None:
-        fallbacks = tally.snapshot().fallbacks
-        if fallbacks:
-            raise PeerError("; ".join(fallbacks))
-
-    complain()
-    # A kernel that fails does so in its first call, and its ATen ops take over; so that call overwrites nothing.
-    forward(*case.inputs)
-    complain()
+    if not tally.snapshot().fallbacks:
+        # A kernel that fails does so in its first call, and its ATen ops take over; so that call overwrites nothing.
+        forward(*case.inputs)
+    seen = tally.snapshot()
+    if seen.fallbacks:
+        raise PeerError("; ".join(seen.fallbacks))
     if not in_place:
         return Contestant(forward)
-    taken = tally.snapshot().in_place
-    if not taken:
+    if not seen.in_place:
         raise PeerError("no result can lie in the memory of an activation")
 
     def copies(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(one.clone() if at in donated else one for at, one in enumerate(inputs))
 
-    return Contestant(forward, copies, note=f"writes {taken} of its results over activations", in_place=True)
+    return Contestant(forward, copies, note=f"writes {seen.in_place} of its results over activations", in_place=True)
 
 
 def _eager(case: Case) -> Contestant:
@@ -80,6 +76,50 @@ def _eager(case: Case) -> Contestant:
 
 def _inductor(case: Case, max_autotune: bool) -> Contestant:
     return Contestant(inductor_callable(case.traced.module, case.inputs, max_autotune))
+
+
+def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max_autotune: bool) -> Callable[..., Any]:
+    """TorchInductor's generated program for a chain of ops, called as its own compiled graphs call it.
+
+    That is the innermost callable: Dynamo's guards and AOTAutograd's wrapper, which a model pays once however many
+    groups it has, are not charged to the group. Ours is measured the same way.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    programs: list[Callable[..., Any]] = []
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        programs.append(compile_fx_inner(*args, **kwargs))
+        return programs[-1]
+
+    options = dict(_MAX_AUTOTUNE) if max_autotune else {}
+    compiled: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
+    whole: Callable[..., Any] = compiled
+    expected = whole(*inputs)
+    if len(programs) != 1 or not _same(programs[0](list(inputs)), expected):
+        return whole  # the calling convention is not the plain one for this chain
+    program = programs[0]
+    return lambda *operands: program(list(operands))
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """Keep what TorchInductor prints of each matmul it tunes, and of choices that do not fit, off the terminal."""
+    log = logging.getLogger("torch._inductor.select_algorithm")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _same(outputs: Any, expected: Any) -> bool:
+    # The float8 types have no comparison of their own.
+    return len(outputs) == len(expected) and all(
+        a.dtype == b.dtype and torch.equal(a.double(), b.double()) for a, b in zip(outputs, expected, strict=True)
+    )
 
 
 def _default(case: Case, name: str) -> Contestant:
@@ -103,49 +143,42 @@ def _default(case: Case, name: str) -> Contestant:
 
 def _library(case: Case, name: str, ops: Mapping[str, LibraryOp]) -> Contestant:
     """A library of hand-written kernels, called through its ``ops`` by pattern."""
-    found = ops.get(case.pattern)
+    found = ops.get(case.cell.pattern)
     if found is None:
-        raise PeerError(f"{name} has no op for {case.pattern}")
+        raise PeerError(f"{name} has no op for {case.cell.pattern}")
     if case.names != found.inputs:
         raise PeerError(f"{name}'s op takes {', '.join(found.inputs)}, the pattern {', '.join(case.names)}")
+    if found.dtypes and case.cell.dtype not in found.dtypes:
+        raise PeerError(f"{name}'s op takes {' and '.join(found.dtypes)}, not {case.cell.dtype}")
     return found.build(case)
 
-
-# -- all of them ------------------------------------------------------------------------------------------
 
 _GPU = ("cuda",)
 
 #: Every peer, in the order of the tables.
-PEERS: Mapping[str, Peer] = MappingProxyType({peer.name: peer for peer in (
-    Peer(EAGER, "the ATen ops, one by one", _eager),
-    Peer(INDUCTOR, "TorchInductor as it comes", partial(_inductor, max_autotune=False)),
-    Peer(MAX_AUTOTUNE, "TorchInductor, max-autotune with coordinate descent", partial(_inductor, max_autotune=True)),
-    Peer(LIGER, "Liger-Kernel's forward kernels", partial(_library, name=LIGER, ops=liger.OPS), _GPU),
-    Peer(FLASHINFER, "FlashInfer's kernels", partial(_library, name=FLASHINFER, ops=flashinfer.OPS), _GPU),
-    Peer("triton default", "our groups as Triton kernels, untuned", partial(_default, name="triton"), _GPU),
-    Peer(
-        "ninetoothed default", "our groups as ninetoothed kernels, untuned", partial(_default, name="ninetoothed"), _GPU
-    ),
-    Peer("cpp default", "our groups as C++ kernels, untuned", partial(_default, name="cpp"), ("cpu",)),
-)})
+PEERS: Mapping[str, Peer] = MappingProxyType({
+    EAGER: Peer(_eager),
+    INDUCTOR: Peer(partial(_inductor, max_autotune=False)),
+    MAX_AUTOTUNE: Peer(partial(_inductor, max_autotune=True)),
+    LIGER: Peer(partial(_library, name=LIGER, ops=LIGER_OPS), _GPU),
+    FLASHINFER: Peer(partial(_library, name=FLASHINFER, ops=FLASHINFER_OPS), _GPU),
+    **{f"{name} default": Peer(partial(_default, name=name), _GPU) for name in ("triton", "ninetoothed")},
+    "cpp default": Peer(partial(_default, name="cpp"), ("cpu",)),
+})
 
 
 def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) -> tuple[str, ...]:
     """Names of the peers that ``text`` lists, in the order of the tables; all that the device has when it is None.
 
-    Commas join the names, and a dash stands for a space; those in ``without`` are left out.
-
-    Raises:
-        ConfigError: A name is unknown.
-
-    >>> peer_names("triton-default,eager", "cuda")
-    ('eager', 'triton default')
+    Commas join the names, and a dash stands for a space; those in ``without`` are left out. An unknown name is a
+    :class:`ConfigError`.
     """
     if text is None:
         wanted = {name for name, peer in PEERS.items() if device_type in peer.devices}
     else:
-        wanted = {" ".join(word.lower().replace("-", " ").split()) for word in text.split(",") if word.strip()}
-        wanted = {_SPELLINGS.get(name, name) for name in wanted}
+        words = {" ".join(word.lower().replace("-", " ").split()) for word in text.split(",") if word.strip()}
+        spelt = {name.replace("-", " "): name for name in PEERS} | {"max autotune": MAX_AUTOTUNE}
+        wanted = {spelt.get(word, word) for word in words}
         for name in sorted(wanted - PEERS.keys()):
             close = nearest(name, PEERS)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(PEERS)}"
@@ -153,6 +186,3 @@ def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) 
         if not wanted:
             raise ConfigError(f"--peers is empty; known: {', '.join(PEERS)}")
     return tuple(name for name in PEERS if name in wanted and name not in without)
-
-
-_SPELLINGS = {name.replace("-", " "): name for name in PEERS} | {"max autotune": MAX_AUTOTUNE}

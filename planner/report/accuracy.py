@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from itertools import product
 
+import networkx as nx
 import pandas as pd
 
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
@@ -13,56 +14,31 @@ from fuseplan.costmodel.device import Calibration
 from fuseplan.planner.report.frames import ReportData, geometric_mean
 from fuseplan.planner.report.held_out import SPLITS, ranked_covers, regret_frame, sample_frame, verdict_frame
 from fuseplan.planner.tuning.summary import RegionSummary
-from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord
-
-SUMMARY_COLUMNS = ("split", "value", "pairs", "median_error", "p90_error", "spearman")
-REGRET_COLUMNS = ("region", "choices", "best_us", "model_us", "regret", "key")
+from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """A measured way to run some ops of a region."""
-
-    ops: tuple[int, ...]
-    kind: str
-    label: str
-    predicted_us: float
-    measured_us: float
-    delay_us: float
-
-
-def _choices(plan: PlanRecord) -> Iterator[_Choice]:
-    """Everything of a region that was both predicted and measured, chosen or not."""
-    measured: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
-    for one in measured:
+def _measured(plan: PlanRecord) -> Iterator[tuple[GroupChoice | Alternative, float, float]]:
+    """Everything of a region that was both predicted and measured, chosen or not, with both times."""
+    choices: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
+    for one in choices:
         if one.measured_us is not None and one.predicted_us is not None and one.predicted_us > 0:
-            yield _Choice(one.ops, one.implementation, one.label, one.predicted_us, one.measured_us, one.delay_us)
+            yield one, one.predicted_us, one.measured_us
 
 
 def accuracy_pairs(data: ReportData) -> list[MeasuredPair]:
-    """Predicted and measured time of every kernel and op that a plan measured; one row for each in a distinct part."""
+    """Predicted and measured time of every kernel and op that a plan measured; one for each in a distinct part."""
     return [
-        MeasuredPair(key.workload, f"{choice.kind} {choice.label}", choice.predicted_us, choice.measured_us,
-                     kind=choice.kind, regime=key.regime)
+        MeasuredPair(key.workload, f"{one.implementation} {one.label}", predicted_us, measured_us,
+                     kind=one.implementation, regime=key.regime)
         for key, plan in data.decided().items()
-        for choice in _choices(plan)
+        for one, predicted_us, measured_us in _measured(plan)
     ]
-
-
-def accuracy_pairs_frame(data: ReportData) -> pd.DataFrame:
-    """The pairs as a frame, with ``ratio`` and ``relative_error``."""
-    return accuracy_frame(accuracy_pairs(data))
 
 
 def accuracy_table(data: ReportData) -> pd.DataFrame:
     """Median and 90th percentile of the relative error, and rank correlation: over all, and by kind of kernel."""
-    summary = accuracy_summary(accuracy_pairs_frame(data))
-    return summary[list(SUMMARY_COLUMNS)]
-
-
-def accuracy_points(data: ReportData) -> list[tuple[float, float, bool]]:
-    """``(measured_us, predicted_us, fused)`` of every pair."""
-    return [(pair.measured_us, pair.predicted_us, pair.kind != ATEN) for pair in accuracy_pairs(data)]
+    summary = accuracy_summary(accuracy_frame(accuracy_pairs(data)))
+    return summary[["split", "value", "pairs", "median_error", "p90_error", "spearman"]]
 
 
 def regret_table(data: ReportData) -> pd.DataFrame:
@@ -71,57 +47,44 @@ def regret_table(data: ReportData) -> pd.DataFrame:
     Only choices that were measured take part, so that every partition has a measured time, with what its kernels were
     held to cost each other in the cache. ``regret`` is how much slower the model's partition is than the best one.
     """
-    shapes = {region.key: region for workload in data.workloads for region in workload.regions}
+    regions = [(workload, region) for workload in data.workloads for region in workload.regions]
+    shapes = {region.key: region for _, region in regions}
+    parts = {key for workload, region in regions for key in workload.part_keys(region)}
     rows = []
-    parts = {key for workload in data.workloads for region in workload.regions for key in workload.part_keys(region)}
     for key, plan in data.plans.items():
-        if key in parts and key.workload not in shapes:
+        region = shapes.get(key.workload)
+        if key in parts and region is None:
             continue
-        choices = list(_choices(plan))
-        row = _regret(choices, shapes.get(key.workload))
-        if row is not None:
-            best_us, model_us = row
-            regret = model_us / best_us - 1.0
-            rows.append((plan.label, len(choices), best_us, model_us, regret, key.workload))
-    return pd.DataFrame(rows, columns=list(REGRET_COLUMNS))
+        choices = list(_measured(plan))
+        ranked = ranked_covers([one.ops for one, _, _ in choices], _compute_edges(region) if region else ())
+        if ranked is None:
+            continue
+        predicted = [predicted_us + one.delay_us for one, predicted_us, _ in choices]
+        measured = [measured_us + one.delay_us for one, _, measured_us in choices]
+        best_us, model_us = (
+            math.fsum(measured[at] for at in ranked(times_us, 1)[0]) for times_us in (measured, predicted)
+        )
+        rows.append((plan.label, len(choices), best_us, model_us, model_us / best_us - 1.0, key.workload))
+    return pd.DataFrame(rows, columns=["region", "choices", "best_us", "model_us", "regret", "key"])
 
 
-def _regret(choices: list[_Choice], region: RegionSummary | None) -> tuple[float, float] | None:
-    """Measured time of the best partition and of the model's; None where there is nothing to choose."""
-    ranked = ranked_covers([choice.ops for choice in choices], _compute_edges(region))
-    if ranked is None:
-        return None
-    measured, predicted = (
-        [getattr(choice, name) + choice.delay_us for choice in choices] for name in ("measured_us", "predicted_us")
-    )
-    (best,), (model,) = ranked(measured, 1), ranked(predicted, 1)
-    return math.fsum(measured[at] for at in best), math.fsum(measured[at] for at in model)
-
-
-def _compute_edges(region: RegionSummary | None) -> Iterator[tuple[int, int]]:
+def _compute_edges(region: RegionSummary) -> Iterable[tuple[int, int]]:
     """Which compute op reads which, through views."""
-    if region is None:
-        return
-    readers: dict[int, list[int]] = {}
-    for before, after in region.edges:
-        readers.setdefault(before, []).append(after)
-    for op, kind in enumerate(region.kinds):
-        waiting = list(readers.get(op, ())) if kind != "view" else []
-        while waiting:
-            reader = waiting.pop()
-            if region.kinds[reader] == "view":
-                waiting += readers.get(reader, ())
-            else:
-                yield op, reader
+    graph = nx.DiGraph(region.edges)
+    for view in [op for op in graph if region.kinds[op] == "view"]:
+        graph.add_edges_from(list(product(graph.predecessors(view), graph.successors(view))))
+        graph.remove_node(view)
+    edges: Iterable[tuple[int, int]] = graph.edges
+    return edges
 
 
 def accuracy_samples(data: ReportData) -> pd.DataFrame:
     """Everything measured, one row each: :func:`~fuseplan.planner.report.held_out.sample_frame`.
 
-    Where no samples were kept, the pairs of :func:`accuracy_pairs_frame`.
+    Where no samples were kept, the pairs of :func:`accuracy_pairs`, with ``ratio`` and ``relative_error``.
     """
     if not data.samples or data.spec is None:
-        return accuracy_pairs_frame(data)
+        return accuracy_frame(accuracy_pairs(data))
     return sample_frame(data.samples, data.spec, phases(data))
 
 
@@ -164,20 +127,15 @@ def accuracy_text(data: ReportData) -> list[str]:
             f"Trusting the model alone to choose among what was measured would take {geometric_mean(ratios):.3g} times "
             f"as long on average (geometric mean of {len(ratios)} regions) and {ratios.max():.3g} times at worst."
         )
-    for backend, fit in sorted(data.spec.calibrations.items() if data.spec is not None else ()):
-        if fit.held_out_error is not None:
-            lines.append(_held_out(backend, fit))
-    return lines
+    fits = sorted(data.spec.calibrations.items()) if data.spec is not None else []
+    return lines + [_held_out(backend, fit) for backend, fit in fits if fit.held_out_error is not None]
 
 
 def _held_out(backend: str, fit: Calibration) -> str:
-    text = (
+    p90 = "" if fit.held_out_p90 is None else f" (90th percentile {fit.held_out_p90:.0%})"
+    rank = "" if fit.held_out_spearman is None else f"; rank correlation {fit.held_out_spearman:.2f}"
+    return (
         f"Calibrated on {fit.samples} distinct measured choices ({backend}), the model is off by "
-        f"{fit.held_out_error:.0%} in the median"
+        f"{fit.held_out_error:.0%} in the median{p90} on kernels left out of the fit with all that compute the same"
+        f"{rank}."
     )
-    if fit.held_out_p90 is not None:
-        text += f" (90th percentile {fit.held_out_p90:.0%})"
-    text += " on kernels left out of the fit with all that compute the same"
-    if fit.held_out_spearman is not None:
-        text += f"; rank correlation {fit.held_out_spearman:.2f}"
-    return text + "."

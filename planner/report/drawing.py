@@ -17,8 +17,6 @@ COLOURS = 8
 _CHIP_W, _CHIP_H, _GAP, _PAD, _HEAD, _SPACE, _MARGIN = 84, 24, 14, 10, 20, 34, 4
 #: Chips and clusters side by side.
 _A_ROW = 4
-#: Width that a letter of a cluster's heading is given.
-_LETTER = 6.4
 
 
 class _Box(NamedTuple):
@@ -36,11 +34,7 @@ def templates() -> Environment:
 
 
 def group_name(number: int) -> str:
-    """Letters for groups: A to Z, then A1, B1 and so on.
-
-    >>> group_name(0), group_name(27)
-    ('A', 'B1')
-    """
+    """Letters for groups: A to Z, then A1, B1 and so on."""
     return chr(ord("A") + number % 26) + (str(number // 26) if number >= 26 else "")
 
 
@@ -59,29 +53,23 @@ def partition_svg(region: RegionSummary, plan: PlanRecord) -> str:
         for reader in (number for number, ops in enumerate(members) if after in ops):
             # A value that is computed in the reader's own cluster comes from there.
             edges += [((maker, before), (reader, after)) for maker in ([reader] if reader in makers else makers[:1])]
-    inside = []
+    inside, sizes = [], {}
     for number, ops in enumerate(members):
-        own = {(a[1], b[1]) for a, b in edges if a[0] == b[0] == number}
-        inside.append(_placed(dict.fromkeys(ops, (_CHIP_W, _CHIP_H)), own, _GAP))
-    sizes = {}
-    for number, chips in enumerate(inside):
+        own = [(a[1], b[1]) for a, b in edges if a[0] == b[0] == number]
+        chips = _placed(dict.fromkeys(ops, (_CHIP_W, _CHIP_H)), own, _GAP)
         width, height = _extent(chips.values())
+        inside.append(chips)
         sizes[number] = (max(width, _CHIP_W) + 2 * _PAD, height + _HEAD + 2 * _PAD)
-    outer = _placed(sizes, {(a[0], b[0]) for a, b in edges if a[0] != b[0]}, _SPACE, _MARGIN)
+    outer = _placed(sizes, [(a[0], b[0]) for a, b in edges if a[0] != b[0]], _SPACE, _MARGIN)
     placed = {
         (number, op): box._replace(x=box.x + outer[number].x + _PAD, y=box.y + outer[number].y + _PAD + _HEAD)
         for number, chips in enumerate(inside) for op, box in chips.items()
     }
     names = [op.split(".")[0] for op in region.ops]
-    parts = [
-        f"{group_name(number)} ({group.implementation}): {', '.join(names[op] for op in group.ops)}"
-        for number, group in enumerate(plan.groups)
-    ]
     width, height = _extent(outer.values())
     return templates().get_template("partition.svg.j2").render(
-        width=width + _MARGIN, height=height + _MARGIN, pad=_PAD,
-        words=f"Partition of {plan.label} into {len(parts)} groups. " + "; ".join(parts),
-        clusters=[(box, group_class(plan, number), *_heading(plan, number, box)) for number, box in outer.items()],
+        width=width + _MARGIN, height=height + _MARGIN, pad=_PAD, names=names, plan=plan,
+        clusters=[(box, group_name(at), group_class(plan, at), plan.groups[at]) for at, box in outer.items()],
         edges=[(placed[a], placed[b], a[0] != b[0]) for a, b in edges],
         chips=[(box, names[op], region.kinds[op], region.ops[op], region.shapes[op])
                for (_, op), box in placed.items()],
@@ -114,17 +102,6 @@ def _extent(boxes: Iterable[_Box]) -> tuple[float, float]:
     return max((x for x, _ in ends), default=0), max((y for _, y in ends), default=0)
 
 
-def _heading(plan: PlanRecord, number: int, box: _Box) -> tuple[str, float]:
-    """Words over a cluster that fit it, and the width that they get."""
-    group, room = plan.groups[number], box.width - 2 * _PAD
-    time_us = group.measured_us if group.measured_us is not None else group.predicted_us
-    time = f"{time_us:,.0f} us" if time_us >= 100 else f"{time_us:.3g} us"
-    text = f"{group_name(number)} · {group.implementation} · {time}"
-    if _LETTER * len(text) > room:
-        text = f"{group_name(number)} · {time}"
-    return text, min(room, _LETTER * len(text))
-
-
 def _members(region: RegionSummary, groups: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Ops of each cluster; a view is drawn with an op that reads it, which is where its address map is used."""
     members = [list(ops) for ops in groups]
@@ -132,10 +109,8 @@ def _members(region: RegionSummary, groups: Sequence[tuple[int, ...]]) -> list[l
         if any(op in ops for ops in members):
             continue
         readers = [after for before, after in region.edges if before == op]
-        home = next((ops for reader in readers for ops in members if reader in ops), None)
-        if home is None:
-            makers = [before for before, after in region.edges if after == op]
-            home = next((ops for maker in makers for ops in members if maker in ops), None)
-        if home is not None:
+        makers = [before for before, after in region.edges if after == op]
+        homes = (ops for neighbour in (*readers, *makers) for ops in members if neighbour in ops)
+        if (home := next(homes, None)) is not None:
             home.append(op)
     return [sorted(ops) for ops in members]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Enumeration, enumerate_candidates, region_dependencies
+from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_boundaries, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
@@ -18,9 +18,10 @@ from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.report.drawing import group_name
+from fuseplan.planner.report.frames import config_text, how_it_runs
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.search.store.record import ATEN, GroupChoice, RecordKey, TuningRecord
+from fuseplan.search.store.record import ATEN, GroupChoice, TuningRecord
 
 #: Examples of a kind that are spelled out; the rest is counted.
 _EXAMPLES = 5
@@ -54,10 +55,8 @@ def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Ex
 
 
 def _externs(graph: DataflowGraph) -> Iterator[str]:
-    reasons: Counter[str] = Counter()
-    for node in graph:
-        if kind_of(node, graph.specs) == "opaque":
-            reasons[why_opaque(node, graph.specs) or f"{node.op}: a library call"] += 1
+    opaque = [node for node in graph if kind_of(node, graph.specs) == "opaque"]
+    reasons = Counter(why_opaque(node, graph.specs) or f"{node.op}: a library call" for node in opaque)
     for reason, count in reasons.most_common():
         yield f"  boundary: {reason} ({_times(count)})"
 
@@ -65,15 +64,12 @@ def _externs(graph: DataflowGraph) -> Iterator[str]:
 def _region_boundaries(graph: DataflowGraph) -> Iterator[str]:
     """Compute ops that exchange a value and still are in different regions."""
     boundaries = find_boundaries(graph)
-    reasons: Counter[str] = Counter()
-    example: dict[str, str] = {}
-    for boundary in boundaries:
-        kind = boundary.reason.split(" (")[0]
-        reasons[kind] += 1
-        before, after = (_short(graph.op(name).op) for name in (boundary.before, boundary.after))
-        example.setdefault(kind, f"{before} and {after}, because {boundary.reason}")
-    for kind, count in reasons.most_common(_EXAMPLES):
-        yield f"  apart although one reads the other ({_times(count)}): {example[kind]}"
+    kinds = [boundary.reason.split(" (")[0] for boundary in boundaries]
+    example = dict(zip(reversed(kinds), reversed(boundaries), strict=True))
+    for kind, count in Counter(kinds).most_common(_EXAMPLES):
+        one = example[kind]
+        before, after = (_short(graph.op(name).op) for name in (one.before, one.after))
+        yield f"  apart although one reads the other ({_times(count)}): {before} and {after}, because {one.reason}"
 
 
 def _times(count: int) -> str:
@@ -90,15 +86,18 @@ class _Group:
     choice: GroupChoice
     ops: frozenset[str]
 
+    @property
+    def time_us(self) -> float:
+        """Measured, else predicted; with what it was held to take longer in its region."""
+        one = self.choice
+        return (one.measured_us if one.measured_us is not None else one.predicted_us) + one.delay_us
+
 
 class _RegionWords:
     """Explains one region."""
 
     def __init__(self, session: Session, graph: DataflowGraph, book: GroupBook, plan: RegionPlan) -> None:
-        self.session = session
-        self.graph = graph
-        self.book = book
-        self.plan = plan
+        self.session, self.graph, self.book, self.plan = session, graph, book, plan
         self.groups = [
             _Group(group_name(number), choice, frozenset(plan.group_ops(choice)))
             for number, choice in enumerate(plan.record.groups)
@@ -108,23 +107,17 @@ class _RegionWords:
         yield f"  {self._source()}"
         for group in self.groups:
             yield from self._group(group)
-        enumeration = self._enumerated()
-        yield from self._pairs(enumeration)
-        yield from self._rejected()
-        yield from _refused(self.graph, enumeration)
-
-    def _enumerated(self) -> Enumeration:
-        """The groups of all parts of the region."""
         limits, legal = self.session.settings.limits, self.book.legal
         found = [
             enumerate_candidates(self.graph, part, legal, limits)
             for part in region_parts(self.graph, self.plan.region)
         ]
-        return Enumeration(
-            tuple(candidate for one in found for candidate in one.candidates),
-            tuple(refusal for one in found for refusal in one.refusals),
-            next((one.truncated for one in found if one.truncated), None),
-        )
+        candidates = {frozenset(candidate.ops): candidate for one in found for candidate in one.candidates}
+        refusals = [refusal for one in found for refusal in one.refusals]
+        yield from self._pairs(candidates, refusals)
+        yield from self._rejected()
+        yield from _refused(self.graph, refusals)
+        yield from [f"  {one.truncated}" for one in found if one.truncated][:1]
 
     def _source(self) -> str:
         record = self.plan.record
@@ -140,23 +133,10 @@ class _RegionWords:
             gain = f"; {record.planned_us:.2f} us against {record.unfused_us:.2f} us unfused"
         return f"{found}; {record.evidence.reason}{gain}"
 
-    # -- groups -------------------------------------------------------------------------------------------
-
     def _group(self, group: _Group) -> Iterator[str]:
         choice = group.choice
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
-        how = (
-            "ATen's op" if choice.is_plain
-            else f"one {choice.implementation} kernel" if choice.is_kernel
-            else f"library call {choice.implementation}"
-        )
-        yield f"  {group.name}: {how}: {ops}"
-        yield f"     {self._time(choice)}"
-        tuning = self._tuning(choice.workload)
-        if tuning is not None:
-            yield f"     why: {tuning.evidence.reason}"
-
-    def _time(self, choice: GroupChoice) -> str:
+        yield f"  {group.name}: {how_it_runs(choice)}: {ops}"
         parts = [f"{choice.measured_us:.2f} us measured"] if choice.measured_us is not None else ["not measured"]
         if choice.predicted_us:
             parts.append(f"{choice.predicted_us:.2f} us predicted")
@@ -165,70 +145,55 @@ class _RegionWords:
         if choice.lower_bound_us:
             parts.append(f"no kernel can take less than {choice.lower_bound_us:.2f} us")
         if choice.config:
-            parts.append(" ".join(f"{name}={value}" for name, value in sorted(choice.config.items())))
-        return "; ".join(parts)
+            parts.append(config_text(choice.config))
+        yield f"     {'; '.join(parts)}"
+        tuning = self._tuning(choice.workload)
+        if tuning is not None:
+            yield f"     why: {tuning.evidence.reason}"
 
     def _tuning(self, workload: str) -> TuningRecord | None:
         if not workload:
             return None
-        key = self.plan.record.key
-        return self.session.store.get_record(RecordKey(workload, key.device, key.regime, key.numerics)).record
+        return self.session.store.get_record(replace(self.plan.record.key, workload=workload)).record
 
-    # -- boundaries between groups --------------------------------------------------------------------------
-
-    def _pairs(self, enumeration: Enumeration) -> Iterator[str]:
+    def _pairs(
+        self, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
+    ) -> Iterator[str]:
         """For each two groups that exchange a value: why they are not one."""
-        home = {op: group for group in self.groups for op in group.ops}
+        home = {op: number for number, group in enumerate(self.groups) for op in group.ops}
         dependencies = region_dependencies(self.graph, self.plan.region)
         flow = compute_graph_of(self.graph)
         names = [flow.names[at] for at in dependencies.members]
-        pairs = {
-            (home[names[before]].name, home[names[after]].name)
-            for before, after in dependencies.edges()
-            if home[names[before]] is not home[names[after]]
-        }
-        by_name = {group.name: group for group in self.groups}
-        for before, after in sorted(pairs)[: 4 * _EXAMPLES]:
-            yield f"  between {before} and {after}: {self._why_apart(by_name[before], by_name[after], enumeration)}"
+        edges = {(home[names[before]], home[names[after]]) for before, after in dependencies.edges()}
+        pairs = [(self.groups[a], self.groups[b]) for a, b in edges if a != b]
+        for one, other in sorted(pairs, key=lambda pair: (pair[0].name, pair[1].name))[: 4 * _EXAMPLES]:
+            yield f"  between {one.name} and {other.name}: {self._why_apart(one, other, candidates, refusals)}"
 
-    def _why_apart(self, first: _Group, second: _Group, enumeration: Enumeration) -> str:
+    def _why_apart(
+        self, first: _Group, second: _Group, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
+    ) -> str:
         union = first.ops | second.ops
-        tried = {
-            frozenset(self.plan.region.ops[at] for at in one.ops): one
-            for one in self.plan.record.rejected
-            if one.implementation != ATEN
-        }
-        if union in tried:
-            one = tried[union]
-            measured = "no working kernel"
-            if one.measured_us is not None:
-                measured = f"{one.measured_us + one.delay_us:.2f} us"
-            return f"tried as one kernel: {measured}, {self._apart_us(first, second)}; {one.reason}"
-        for refusal in enumeration.refusals:
+        apart = f"apart {first.time_us:.2f} + {second.time_us:.2f} us"
+        for one in reversed(self.plan.record.rejected):
+            if one.implementation != ATEN and union == {self.plan.region.ops[at] for at in one.ops}:
+                measured = "no working kernel"
+                if one.measured_us is not None:
+                    measured = f"{one.measured_us + one.delay_us:.2f} us"
+                return f"tried as one kernel: {measured}, {apart}; {one.reason}"
+        for refusal in refusals:
             ops = frozenset(refusal.ops)
             if ops <= union and ops & first.ops and ops & second.ops:
                 return f"they cannot be one kernel: {refusal.reason}"
-        candidate = next((one for one in enumeration.candidates if frozenset(one.ops) == union), None)
-        if candidate is None:
-            larger = min(
-                (len(one.ops) for one in enumeration.candidates if union < frozenset(one.ops)), default=None
-            )
+        if union not in candidates:
+            larger = min((len(one) for one in candidates if union < one), default=None)
             if larger is None:
                 return "no legal group holds both"
             return f"a kernel with both must hold {larger} ops at least, and no such group is in the best cover"
         spec = self.session.spec
         if spec is None:
             return "legal as one kernel, but not in the best cover"
-        bound_us = lower_bound(self.book.work(candidate), spec, kernel_mode(self.session.settings.regime))
-        return f"as one kernel at least {bound_us:.2f} us, {self._apart_us(first, second)}: not worth measuring further"
-
-    @staticmethod
-    def _apart_us(first: _Group, second: _Group) -> str:
-        times = [
-            (one.measured_us if one.measured_us is not None else one.predicted_us) + one.delay_us
-            for one in (first.choice, second.choice)
-        ]
-        return f"apart {times[0]:.2f} + {times[1]:.2f} us"
+        bound_us = lower_bound(self.book.work(candidates[union]), spec, kernel_mode(self.session.settings.regime))
+        return f"as one kernel at least {bound_us:.2f} us, {apart}: not worth measuring further"
 
     def _rejected(self) -> Iterator[str]:
         fused = [one for one in self.plan.record.rejected if one.implementation != ATEN]
@@ -243,23 +208,15 @@ class _RegionWords:
             yield f"  and {len(fused) - _EXAMPLES} more measured groups that were not chosen"
 
 
-def _refused(graph: DataflowGraph, enumeration: Enumeration) -> Iterator[str]:
-    """Groups that cannot exist, by reason."""
-    reasons: Counter[str] = Counter(_general(refusal.reason) for refusal in enumeration.refusals)
-    example: Mapping[str, Sequence[str]] = {
-        _general(refusal.reason): refusal.ops for refusal in reversed(enumeration.refusals)
-    }
-    for reason, count in reasons.most_common(_EXAMPLES):
-        names = ", ".join(dict.fromkeys(_short(graph.op(name).op) for name in example[reason]))
-        groups = "one group" if count == 1 else f"{count} groups, such as"
+def _refused(graph: DataflowGraph, refusals: Sequence[Refusal]) -> Iterator[str]:
+    """Groups that cannot exist, by reason; equal reasons about other ops count together."""
+    by_reason: dict[str, list[Sequence[str]]] = {}
+    for refusal in refusals:
+        by_reason.setdefault(re.sub(r" \(\S+\)", "", refusal.reason), []).append(refusal.ops)
+    for reason, ops in sorted(by_reason.items(), key=lambda item: -len(item[1]))[:_EXAMPLES]:
+        names = ", ".join(dict.fromkeys(_short(graph.op(name).op) for name in ops[0]))
+        groups = "one group" if len(ops) == 1 else f"{len(ops)} groups, such as"
         yield f"  cannot be one kernel ({groups} {names}): {reason}"
-    if enumeration.truncated:
-        yield f"  {enumeration.truncated}"
-
-
-def _general(reason: str) -> str:
-    """A reason without the names of single ops, so that equal reasons count together."""
-    return re.sub(r" \(\S+\)", "", reason)
 
 
 def sources(session: Session, graph: DataflowGraph, plan: GraphPlan) -> Iterator[tuple[str, str]]:

@@ -1,14 +1,12 @@
-"""Reports: pandas frames over what the database holds for one device and, if wanted, one model.
-
-Every number is a stored one; nothing here measures. Frames have units in their column names and one row per group,
-region or workload.
-"""
+"""Reports: pandas frames over what the database holds for one device and, if wanted, one model. Nothing is measured."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -38,7 +36,6 @@ COVERAGE_COLUMNS = (
     "workload", "ops", "views", "library_calls", "fusable", "fused", "coverage", "launches_unfused", "launches",
     "planned_us", "unfused_us",
 )
-MISS_COLUMNS = ("label", "count", "first_seen", "regime", "numerics", "key")
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,8 @@ class ReportData:
     """What a report is made from.
 
     Attributes:
-        device: Identity of the device.
-        model: Model the report is limited to; empty for everything stored.
-        spec: The measured device, when it was probed.
-        records: Tuning records by key.
-        plans: Plans by key.
+        device: Its identity.
+        model: The one that the report is limited to; empty for everything stored.
         workloads: What was tuned; empty for records that were imported.
         misses: Look-ups that found nothing, as the database counts them.
         samples: What was measured of each planned region.
@@ -79,18 +73,15 @@ class ReportData:
 
     def decided(self) -> dict[RecordKey, PlanRecord]:
         """The plans of what was decided by itself: parts in the place of their regions."""
-        regions = ((workload, region) for workload in self.workloads for region in workload.regions if region.parts)
-        joined = {one.plan_key(region) for one, region in regions if one.part_keys(region) <= self.plans.keys()}
+        joined = {
+            one.plan_key(region) for one in self.workloads for region in one.regions
+            if region.parts and one.part_keys(region) <= self.plans.keys()
+        }
         return {key: plan for key, plan in self.plans.items() if key not in joined}
 
     def name_of(self, workload: WorkloadSummary) -> str:
         """Name of a workload, with its model where the report spans several."""
         return workload.workload if self.model else f"{workload.model} {workload.workload}"
-
-    def record_of(self, plan: PlanRecord, group: GroupChoice) -> TuningRecord | None:
-        """Tuning record of a plan's group."""
-        key = plan.key
-        return self.records.get(RecordKey(group.workload, key.device, key.regime, key.numerics))
 
 
 def load_report(
@@ -99,10 +90,8 @@ def load_report(
 ) -> ReportData:
     """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
 
-    ``device`` is its identity; ``regime`` is ``"eager"`` or ``"graph"``, None for both.
-
-    Raises:
-        PlanError: Nothing is stored for this device, or for this model on it.
+    ``regime`` is ``"eager"`` or ``"graph"``, None for both. Nothing stored for this device, or for this model on it, is
+    a :class:`PlanError`.
     """
     plans = {plan.key: plan for plan in database.plans() if plan.key.device == device}
     records = {record.key: record for record in database.records() if record.key.device == device}
@@ -131,54 +120,38 @@ def load_report(
     return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped)
 
 
-# -- groups ---------------------------------------------------------------------------------------------------
-
-
 def group_frame(data: ReportData) -> pd.DataFrame:
-    """One row per distinct group of the chosen partitions (columns :data:`GROUP_COLUMNS`).
+    """One row per distinct group of the chosen partitions.
 
     ``times`` counts how often the group runs in one pass over each workload; ``speedup`` is unfused over what the
     plan runs, so it is 1 where the answer is not to fuse. Ops that were never a tuning question (a lone op that no
     kernel was tuned for) have no row.
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
+    runs: defaultdict[RecordKey, Counter[str]] = defaultdict(Counter)
     shipped = {group.workload for key in data.shipped for group in data.plans[key].groups if group.workload}
     for workload, region, plan in data.planned():
         for group in plan.groups:
-            record = data.record_of(plan, group)
+            key = replace(plan.key, workload=group.workload or group.label)
+            record = data.records.get(key) if group.workload else None
             if record is None and group.is_plain:
                 continue
-            key = RecordKey(group.workload or group.label, plan.key.device, plan.key.regime, plan.key.numerics)
             source = "shipped" if plan.key in data.shipped or group.workload in shipped else "stored"
-            row = rows.setdefault(
-                key, {**_group_row(group, record), "source": source, "regime": key.regime, "key": key.workload}
-            )
+            more = {"source": source, "regime": key.regime, "key": key.workload}
+            rows.setdefault(key, {**_group_row(group, record), **more})
             if workload is not None and region is not None:
-                runs = row.setdefault("runs", {})
-                name = data.name_of(workload)
-                runs[name] = runs.get(name, 0) + region.occurrences
-    return _frame((_with_runs(row) for row in rows.values()), GROUP_COLUMNS)
-
-
-def _is_anchor(region: RegionSummary, group: GroupChoice) -> bool:
-    return any(region.kinds[at : at + 1] == ("anchor",) for at in group.ops)
-
-
-def how_it_runs(group: GroupChoice) -> str:
-    """A group's implementation in words."""
-    if group.is_plain:
-        return "ATen's op"
-    if not group.is_kernel:
-        return f"library call {group.implementation}"
-    return f"one {group.implementation} kernel ({config_text(group.config)})"
+                runs[key][data.name_of(workload)] += region.occurrences
+    for key, row in rows.items():
+        row |= {"workload": ", ".join(runs[key]), "times": runs[key].total() or None}
+    return pd.DataFrame(list(rows.values()), columns=list(GROUP_COLUMNS))
 
 
 def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "group": group.label, "ops": len(group.ops), "answer": "do not fuse" if group.is_plain else "fuse",
         "backend": "" if group.is_plain else group.implementation, "config": config_text(group.config),
-        "predicted_us": group.predicted_us,
-        "lower_bound_us": group.lower_bound_us, "fused_us": None if group.is_plain else group.measured_us,
+        "predicted_us": group.predicted_us, "lower_bound_us": group.lower_bound_us,
+        "fused_us": None if group.is_plain else group.measured_us,
     }
     if record is None:
         return row
@@ -194,9 +167,11 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
     return row | {"speedup": row["unfused_us"] / chosen_us if chosen_us else None}
 
 
-def _with_runs(row: dict[str, Any]) -> dict[str, Any]:
-    runs = row.pop("runs", {})
-    return row | {"workload": ", ".join(runs), "times": sum(runs.values()) or None}
+def how_it_runs(group: GroupChoice) -> str:
+    """A group's implementation in words."""
+    if group.is_plain:
+        return "ATen's op"
+    return f"one {group.implementation} kernel" if group.is_kernel else f"library call {group.implementation}"
 
 
 def config_text(config: Mapping[str, int | str]) -> str:
@@ -206,8 +181,8 @@ def config_text(config: Mapping[str, int | str]) -> str:
 
 def geometric_mean(ratios: Iterable[float]) -> float:
     """Geometric mean of the positive, finite ratios; NaN when there are none."""
-    logs = [math.log(ratio) for ratio in ratios if ratio is not None and 0 < ratio < math.inf]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+    known = [ratio for ratio in ratios if ratio is not None and 0 < ratio < math.inf]
+    return statistics.geometric_mean(known) if known else math.nan
 
 
 def headline(groups: pd.DataFrame) -> str:
@@ -223,29 +198,22 @@ def headline(groups: pd.DataFrame) -> str:
     )
 
 
-# -- regions --------------------------------------------------------------------------------------------------
-
-
 def region_frame(data: ReportData) -> pd.DataFrame:
     """One row per distinct region and workload: the partition against running everything unfused."""
-    return _frame((_region_row(data, *planned) for planned in data.planned()), REGION_COLUMNS)
-
-
-def _region_row(
-    data: ReportData, workload: WorkloadSummary | None, region: RegionSummary | None, plan: PlanRecord
-) -> dict[str, Any]:
-    return {
-        "workload": data.name_of(workload) if workload else "", "region": plan.label,
-        "times": region.occurrences if region else None, "ops": len({op for group in plan.groups for op in group.ops}),
-        "kernels": len(plan.groups), "planned_us": plan.planned_us, "unfused_us": plan.unfused_us,
-        "speedup": plan.unfused_us / plan.planned_us if plan.planned_us > 0 else None,
-        "predicted_us": plan.predicted_us, "candidates": plan.enumerated, "measured_candidates": plan.measured,
-        "gap": plan.gap, "peak_bytes": plan.peak_bytes, "unfused_peak_bytes": plan.unfused_peak_bytes,
-        "regime": plan.key.regime, "key": plan.key.workload,
-    }
-
-
-# -- coverage and misses --------------------------------------------------------------------------------------
+    rows = [
+        {
+            "workload": data.name_of(workload) if workload else "", "region": plan.label,
+            "times": region.occurrences if region else None,
+            "ops": len({op for group in plan.groups for op in group.ops}), "kernels": len(plan.groups),
+            "planned_us": plan.planned_us, "unfused_us": plan.unfused_us,
+            "speedup": plan.unfused_us / plan.planned_us if plan.planned_us > 0 else None,
+            "predicted_us": plan.predicted_us, "candidates": plan.enumerated, "measured_candidates": plan.measured,
+            "gap": plan.gap, "peak_bytes": plan.peak_bytes, "unfused_peak_bytes": plan.unfused_peak_bytes,
+            "regime": plan.key.regime, "key": plan.key.workload,
+        }
+        for workload, region, plan in data.planned()
+    ]
+    return pd.DataFrame(rows, columns=list(REGION_COLUMNS))
 
 
 def coverage_frame(data: ReportData) -> pd.DataFrame:
@@ -253,25 +221,25 @@ def coverage_frame(data: ReportData) -> pd.DataFrame:
 
     ``launches`` leaves library calls out; the times are those of whole regions, with their matmuls and attention.
     """
-    return _frame((_coverage_row(data, workload) for workload in data.workloads), COVERAGE_COLUMNS)
+    rows = [_coverage_row(data, workload) for workload in data.workloads]
+    return pd.DataFrame(rows, columns=list(COVERAGE_COLUMNS))
 
 
 def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]:
     fused = launches = unfused_launches = 0
     planned_us = unfused_us = 0.0
     for region in workload.regions:
-        plan = data.plans.get(workload.plan_key(region))
-        computes = region.kinds.count("compute")
-        unfused_launches += computes * region.occurrences
+        plan, times = data.plans.get(workload.plan_key(region)), region.occurrences
+        unfused_launches += times * region.kinds.count("compute")
         if plan is None:
-            launches += computes * region.occurrences
+            launches += times * region.kinds.count("compute")
             continue
-        fused += region.occurrences * len({op for group in plan.groups if group.is_kernel for op in group.ops})
-        launches += region.occurrences * sum(
-            1 if group.is_kernel else len(group.ops) for group in plan.groups if not _is_anchor(region, group)
-        )
-        planned_us += region.occurrences * plan.planned_us
-        unfused_us += region.occurrences * plan.unfused_us
+        anchors = {at for at, kind in enumerate(region.kinds) if kind == "anchor"}
+        others = [group for group in plan.groups if anchors.isdisjoint(group.ops)]
+        fused += times * len({op for group in plan.groups if group.is_kernel for op in group.ops})
+        launches += times * sum(1 if group.is_kernel else len(group.ops) for group in others)
+        planned_us += times * plan.planned_us
+        unfused_us += times * plan.unfused_us
     fusable = workload.computes
     return {
         "workload": data.name_of(workload), "ops": workload.ops, "views": workload.views,
@@ -283,14 +251,8 @@ def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]
 
 def miss_frame(data: ReportData) -> pd.DataFrame:
     """Look-ups at run time that found no plan, most frequent first."""
-    return _frame(({**miss, "key": miss["workload"]} for miss in data.misses), MISS_COLUMNS)
-
-
-def _frame(rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> pd.DataFrame:
-    return pd.DataFrame(list(rows), columns=list(columns))
-
-
-# -- as text --------------------------------------------------------------------------------------------------
+    rows = [{**miss, "key": miss["workload"]} for miss in data.misses]
+    return pd.DataFrame(rows, columns=["label", "count", "first_seen", "regime", "numerics", "key"])
 
 
 def markdown_table(frame: pd.DataFrame) -> str:

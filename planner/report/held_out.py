@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pandas as pd
 
@@ -30,11 +30,7 @@ _TOP = 8
 
 SAMPLE_COLUMNS = (
     "region", "key", "regime", "phase", "ops", "kind", "implementation", "label", "family", "group", "mode",
-    "measured_us", "delay_us", "predicted_us", "other_families_us", "other_phases_us",
-)
-VERDICT_COLUMNS = ("left out of the fit", "figure", "over", "value", "bar", "verdict")
-REGION_COLUMNS = (
-    "region", "phase", "choices", "enumerated", "best_us", "model_us", "regret", "top8_regret", "why", "key"
+    "measured_us", "delay_us", "predicted_us",
 )
 #: The left-out predictions of a sample frame, and what they leave out.
 SPLITS: Mapping[str, str] = {"other_families_us": "kernels that compute the same", "other_phases_us": "shapes"}
@@ -45,82 +41,62 @@ _CHOICE = ["group", "kind", "regime"]
 def sample_frame(regions: Sequence[RegionSamples], spec: DeviceSpec, phases: Mapping[str, str]) -> pd.DataFrame:
     """Every sample with its predictions, its terms (``term_*``, in us, uncalibrated) and its work (``work_*``).
 
-    Args:
-        regions: Stored samples.
-        spec: The device; its stored calibrations make ``predicted_us``.
-        phases: Phase of each region by workload key (``"decode"``). Where there is only one, shapes are told apart by
-            size instead: ``"small"`` and ``"large"``, half of the samples each.
+    ``predicted_us`` comes from the device's stored calibrations, ``other_families_us`` from a fit without all kernels
+    that compute the same, and ``other_phases_us`` from one without the sample's phase. A kernel that several regions
+    share counts once in every fit.
 
-    ``other_families_us`` comes from a fit without all kernels that compute the same, ``other_phases_us`` from one
-    without the sample's phase. A kernel that several regions share counts once in every fit.
+    ``phases`` has the phase of each region by workload key (``"decode"``). Where there is only one, shapes are told
+    apart by size instead: ``"small"`` and ``"large"``, half of the samples each.
     """
-    rows = [
-        {
-            "region": region.label, "key": region.key.workload, "regime": region.key.regime,
-            "phase": phases.get(region.key.workload, ""), "ops": " ".join(map(str, sample.ops)),
-            "kind": sample.name, "implementation": sample.implementation, "label": sample.label,
-            "family": sample.family, "group": sample.group, "mode": sample.mode,
-            "measured_us": sample.measured_us, "delay_us": sample.delay_us,
-            "predicted_us": predict(sample.work, spec, sample.mode, backend=sample.name).time_us,
-            **_terms(sample, spec), **_work(sample),
-        }
-        for region in regions
-        for sample in region.samples
-    ]
-    columns = [*SAMPLE_COLUMNS, *(name for name in (rows[0] if rows else {}) if name.startswith(("term_", "work_")))]
-    frame = pd.DataFrame(rows, columns=[name for name in columns if not name.startswith("other_")])
-    samples = [sample for region in regions for sample in region.samples]
-    frame["phase"] = _phases(frame)
-    frame["other_families_us"] = _left_out(frame, samples, spec, "family")
-    frame["other_phases_us"] = _left_out(frame, samples, spec, "phase")
-    return frame[columns]
+    pairs = [(region, sample) for region in regions for sample in region.samples]
+    frame = pd.DataFrame([_sample_row(region, sample, spec, phases) for region, sample in pairs],
+                         columns=None if pairs else [*SAMPLE_COLUMNS, "work_dram_bytes"])
+    if frame["phase"].nunique() <= 1:
+        large = frame["work_dram_bytes"] > frame["work_dram_bytes"].median()
+        frame["phase"] = large.map({True: "large", False: "small"})
+    samples = [sample for _, sample in pairs]
+    at = len(SAMPLE_COLUMNS)
+    for column, part in (("other_phases_us", "phase"), ("other_families_us", "family")):
+        frame.insert(at, column, _left_out(frame, samples, spec, part))
+    return frame
 
 
-def _terms(sample: ChoiceSample, spec: DeviceSpec) -> dict[str, float]:
-    terms = roofline_terms(sample.work, spec, sample.mode)
-    return {f"term_{name}": value for name, value in asdict(terms).items()}
-
-
-def _work(sample: ChoiceSample) -> dict[str, float | str]:
-    work = asdict(sample.work)
+def _sample_row(
+    region: RegionSamples, sample: ChoiceSample, spec: DeviceSpec, phases: Mapping[str, str]
+) -> dict[str, Any]:
+    key, work = region.key, asdict(sample.work)
     flops, parts = work.pop("flops"), work.pop("traffic")
+    terms = asdict(roofline_terms(sample.work, spec, sample.mode))
     return {
+        "region": region.label, "key": key.workload, "regime": key.regime, "phase": phases.get(key.workload, ""),
+        "ops": " ".join(map(str, sample.ops)), "kind": sample.name, "implementation": sample.implementation,
+        "label": sample.label, "family": sample.family, "group": sample.group, "mode": sample.mode,
+        "measured_us": sample.measured_us, "delay_us": sample.delay_us,
+        "predicted_us": predict(sample.work, spec, sample.mode, backend=sample.name).time_us,
+        **{f"term_{name}": value for name, value in terms.items()},
         **{f"work_{name}": value for name, value in work.items()},
         "work_flops": " ".join(f"{unit}={count:g}" for unit, count in sorted(flops.items())),
         "work_traffic": " ".join(f"{part['moved_bytes']:g}/{part['requested_bytes']:g}" for part in parts),
     }
 
 
-def _phases(frame: pd.DataFrame) -> pd.Series:
-    """The stored phases, else two halves by the bytes that are moved."""
-    if frame["phase"].nunique() > 1 or frame.empty:
-        return frame["phase"]
-    middle = frame["work_dram_bytes"].median()
-    return (frame["work_dram_bytes"] > middle).map({True: "large", False: "small"})
-
-
 def _left_out(frame: pd.DataFrame, samples: Sequence[ChoiceSample], spec: DeviceSpec, part: str) -> pd.Series:
     """For each row the prediction of a fit without its part; rows of one kernel have one prediction."""
-    found = [math.nan] * len(frame)
+    found = pd.Series(math.nan, index=frame.index)
     for _, rows in frame.groupby(["kind", "regime"]):
         distinct = rows.drop_duplicates(["group", part])
-        parts = list(distinct[part].astype(str))
-        times = predict_left_out([samples[at].sample() for at in distinct.index], spec, parts)
-        known = dict(zip(zip(distinct["group"], parts, strict=True), times, strict=True))
-        for at, group, own in zip(rows.index, rows["group"], rows[part].astype(str), strict=True):
-            found[at] = known[group, own]
-    return pd.Series(found, index=frame.index)
+        times = predict_left_out([samples[at].sample() for at in distinct.index], spec, list(distinct[part]))
+        known = distinct[["group", part]].assign(time_us=list(times))
+        found[rows.index] = rows[["group", part]].merge(known, how="left")["time_us"].to_numpy()
+    return found
 
 
 #: Of times in microseconds and how many covers, the best ones.
 Ranked: TypeAlias = Callable[[Sequence[float], int], list[tuple[int, ...]]]
 
 
-# -- regret -----------------------------------------------------------------------------------------------------------
-
-
 def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: str) -> pd.DataFrame:
-    """What following the predictions in ``column`` costs in each region that leaves a choice (:data:`REGION_COLUMNS`).
+    """What following the predictions in ``column`` costs in each region that leaves a choice.
 
     ``regret`` is how much slower the cover is that the predictions like best than the best cover of all that was
     measured; ``top8_regret`` the same for the fastest of the eight that they like best. ``enumerated`` says how many
@@ -129,11 +105,23 @@ def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: 
     by_key = dict(list(frame.groupby(["key", "regime"])))
     rows = []
     for region in regions:
-        own = by_key.get((region.key.workload, region.key.regime))
-        row = None if own is None else _regret(region, own.reset_index(drop=True), column)
-        if row is not None:
-            rows.append(row)
-    return pd.DataFrame(rows, columns=list(REGION_COLUMNS)).sort_values("regret", ascending=False, kind="stable")
+        ranked = ranked_covers([sample.ops for sample in region.samples], region.edges)
+        if ranked is None or (region.key.workload, region.key.regime) not in by_key:
+            continue
+        own = by_key[region.key.workload, region.key.regime].reset_index(drop=True)
+        predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
+        if any(map(math.isnan, predicted)):
+            continue
+        likes, (best,) = ranked(predicted, _TOP), ranked(measured, 1)
+        best_us, *likes_us = (math.fsum(measured[at] for at in cover) for cover in (best, *likes))
+        model_us = likes_us[0]
+        why = _why(own, column, likes[0], best) if model_us > best_us else ""
+        rows.append((
+            region.label, own["phase"].iloc[0], len(predicted), region.enumerated, best_us, model_us,
+            model_us / best_us - 1.0, max(0.0, min(likes_us) / best_us - 1.0), why, region.key.workload,
+        ))
+    columns = ["region", "phase", "choices", "enumerated", "best_us", "model_us", "regret", "top8_regret", "why", "key"]
+    return pd.DataFrame(rows, columns=columns).sort_values("regret", ascending=False, kind="stable")
 
 
 def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, int]]) -> Ranked | None:
@@ -154,25 +142,6 @@ def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, 
     return ranked
 
 
-def _regret(region: RegionSamples, own: pd.DataFrame, column: str) -> dict[str, object] | None:
-    predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
-    ranked = ranked_covers([sample.ops for sample in region.samples], region.edges)
-    if ranked is None or any(math.isnan(one) for one in predicted):
-        return None
-
-    def paid_us(cover: tuple[int, ...]) -> float:
-        return math.fsum(measured[at] for at in cover)
-
-    likes, (best,) = ranked(predicted, _TOP), ranked(measured, 1)
-    best_us, model_us = paid_us(best), paid_us(likes[0])
-    return {
-        "region": region.label, "phase": own["phase"].iloc[0], "choices": len(predicted),
-        "enumerated": region.enumerated, "best_us": best_us, "model_us": model_us, "regret": model_us / best_us - 1.0,
-        "top8_regret": max(0.0, min(map(paid_us, likes)) / best_us - 1.0),
-        "why": _why(own, column, likes[0], best) if model_us > best_us else "", "key": region.key.workload,
-    }
-
-
 def _why(own: pd.DataFrame, column: str, model: tuple[int, ...], best: tuple[int, ...]) -> str:
     """The kernels in which two covers differ, each with its prediction and its time."""
     def told(cover: tuple[int, ...], other: tuple[int, ...]) -> str:
@@ -185,11 +154,8 @@ def _why(own: pd.DataFrame, column: str, model: tuple[int, ...], best: tuple[int
     return f"takes {told(model, best)} instead of {told(best, model)}"
 
 
-# -- verdicts ---------------------------------------------------------------------------------------------------------
-
-
 def verdict_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame) -> pd.DataFrame:
-    """Every figure of the bar with its verdict (columns :data:`VERDICT_COLUMNS`): of all, and of each kind or phase."""
+    """Every figure of the bar with its verdict: of all, and of each kind or phase."""
     rows: list[tuple[object, ...]] = []
     for column, name in SPLITS.items():
         known = frame[frame[column].notna()]
@@ -198,7 +164,7 @@ def verdict_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame) -> pd.D
         for part, own in known.groupby(split):
             rows += _fit_rows(f"{name}: {words.format(part)}", own, column)
         rows += _regret_rows(name, regret_frame(regions, frame, column))
-    return pd.DataFrame(rows, columns=list(VERDICT_COLUMNS))
+    return pd.DataFrame(rows, columns=["left out of the fit", "figure", "over", "value", "bar", "verdict"])
 
 
 def _fit_rows(name: str, rows: pd.DataFrame, column: str) -> list[tuple[object, ...]]:
@@ -213,16 +179,15 @@ def _fit_rows(name: str, rows: pd.DataFrame, column: str) -> list[tuple[object, 
 
 
 def _regret_rows(name: str, table: pd.DataFrame) -> list[tuple[object, ...]]:
+    over = f"{len(table)} regions, {int((table['choices'] >= table['enumerated']).sum())} measured exhaustively"
     found: list[tuple[object, ...]] = []
     for column, bar, what in (
         ("regret", MAX_TOP_REGRET, "of the model's first choice"),
         ("top8_regret", MAX_TOP8_REGRET, f"of the best of its first {_TOP}"),
     ):
-        mean = geometric_mean(table[column] + 1.0) - 1.0 if len(table) else math.nan
-        worst = float(table[column].max()) if len(table) else math.nan
-        over = f"{len(table)} regions, {int((table['choices'] >= table['enumerated']).sum())} measured exhaustively"
-        for figure, value in ((f"mean regret {what}", mean), (f"worst regret {what}", worst)):
-            found.append((name, figure, over, value, f"at most {bar}", _met(value <= bar, value)))
+        figures = {"mean": geometric_mean(table[column] + 1.0) - 1.0, "worst": float(table[column].max())}
+        for figure, value in figures.items():
+            found.append((name, f"{figure} regret {what}", over, value, f"at most {bar}", _met(value <= bar, value)))
     return found
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fuseplan.costmodel.accuracy import MeasuredPair
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.device_report import format_bytes
-from fuseplan.search.store.record import TuningRecord
+from fuseplan.search.store.record import ATEN, TuningRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,13 +67,28 @@ def bandwidth_plot(spec: DeviceSpec) -> str:
 def roofline_plot(spec: DeviceSpec, records: Iterable[TuningRecord]) -> str:
     """Each group's best kernel under the measured roofs; groups without arithmetic have no place on it."""
     groups = [one for one in records if one.work.total_flops > 0 and one.work.dram_bytes > 0]
-    fused = [one for one in groups if one.fused is not None]
-    intensity = np.array([one.work.total_flops / one.work.dram_bytes for one in groups])
+    timed = {
+        "unfused chain": [(one.work, one.unfused.median_us) for one in groups],
+        "best fused kernel": [(one.work, one.fused.median_us) for one in groups if one.fused is not None],
+    }
+    intensity = [one.work.total_flops / one.work.dram_bytes for one in groups]
 
     def draw(axes: Axes) -> None:
-        _roofs(axes, spec, intensity)
-        _rates(axes, groups, [one.unfused.median_us for one in groups], "o", _UNFUSED, "unfused chain")
-        _rates(axes, fused, [one.fused.median_us for one in fused if one.fused], "D", _FUSED, "best fused kernel")
+        if "fp32" in spec.peaks:
+            peak_gops = spec.peak("fp32").per_s * 1e-9
+            fastest_gbps, slowest_gbps = max(point.gbps for point in spec.bandwidth.points), spec.bandwidth.memory_gbps
+            left = min(*(intensity or [0.1]), peak_gops / fastest_gbps) / 3
+            right = max(*(intensity or [10.0]), peak_gops / slowest_gbps) * 3
+            x = np.geomspace(left, right, 100)
+            cache, memory = (np.minimum(peak_gops, x * gbps) for gbps in (fastest_gbps, slowest_gbps))
+            axes.plot(x, cache, color=_MUTED, linewidth=1, linestyle="--", label="cache roof")
+            axes.plot(x, memory, color=_INK, linewidth=1.2, label="memory roof")
+        for (label, found), marker, colour in zip(timed.items(), "oD", (_UNFUSED, _FUSED), strict=True):
+            axes.scatter(
+                [work.total_flops / work.dram_bytes for work, _ in found],
+                [work.total_flops / time_us * 1e-3 for work, time_us in found],
+                marker=marker, color=colour, label=label, **_MARKS,
+            )
         axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="Gop/s")
         _plain_ticks(axes.xaxis, axes.yaxis)
         axes.legend(loc="lower right")
@@ -84,45 +100,24 @@ def roofline_plot(spec: DeviceSpec, records: Iterable[TuningRecord]) -> str:
     return _svg("roofline", words, draw)
 
 
-def _roofs(axes: Axes, spec: DeviceSpec, intensity: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-    if "fp32" not in spec.peaks:
-        return
-    peak_gops = spec.peak("fp32").per_s * 1e-9
-    fastest_gbps = max(point.gbps for point in spec.bandwidth.points)
-    slowest_gbps = spec.bandwidth.memory_gbps
-    left = min(float(intensity.min()) if len(intensity) else 0.1, peak_gops / fastest_gbps) / 3
-    right = max(float(intensity.max()) if len(intensity) else 10.0, peak_gops / slowest_gbps) * 3
-    x = np.geomspace(left, right, 100)
-    axes.plot(x, np.minimum(peak_gops, x * fastest_gbps), color=_MUTED, linewidth=1, linestyle="--", label="cache roof")
-    axes.plot(x, np.minimum(peak_gops, x * slowest_gbps), color=_INK, linewidth=1.2, label="memory roof")
-
-
-def _rates(
-    axes: Axes, groups: Sequence[TuningRecord], times_us: Sequence[float], marker: str, colour: str, label: str
-) -> None:
-    x = [one.work.total_flops / one.work.dram_bytes for one in groups]
-    y = [one.work.total_flops / time_us * 1e-3 for one, time_us in zip(groups, times_us, strict=True)]
-    axes.scatter(x, y, marker=marker, color=colour, label=label, **_MARKS)
-
-
-def scatter_plot(points: Sequence[tuple[float, float, bool]]) -> str:
-    """Predicted over measured times, from ``(measured_us, predicted_us, fused)``."""
+def scatter_plot(pairs: Sequence[MeasuredPair]) -> str:
+    """Predicted over measured times."""
 
     def draw(axes: Axes) -> None:
-        times = [time for measured, predicted, _ in points for time in (measured, predicted)]
+        times = [time_us for pair in pairs for time_us in (pair.measured_us, pair.predicted_us)]
         low, high = min(times) / 1.5, max(times) * 1.5
         axes.plot([low, high], [low, high], color=_MUTED, linewidth=1)
         axes.fill_between([low, high], [low / 1.25, high / 1.25], [low * 1.25, high * 1.25], color=_LINE, alpha=0.5)
         for is_fused, colour, marker, label in ((False, _UNFUSED, "o", "unfused op"), (True, _FUSED, "D", "fused")):
-            chosen = [(measured, predicted) for measured, predicted, fused in points if fused is is_fused]
+            chosen = [pair for pair in pairs if (pair.kind != ATEN) is is_fused]
             if chosen:
-                x, y = zip(*chosen, strict=True)
+                x, y = [pair.measured_us for pair in chosen], [pair.predicted_us for pair in chosen]
                 axes.scatter(x, y, color=colour, marker=marker, label=label, **_MARKS)
         axes.set(xscale="log", yscale="log", xlabel="measured, us", ylabel="predicted, us")
         _plain_ticks(axes.xaxis, axes.yaxis)
         axes.legend(loc="upper left")
 
-    words = f"Predicted against measured time of {len(points)} kernels; the band is plus or minus 25 percent."
+    words = f"Predicted against measured time of {len(pairs)} kernels; the band is plus or minus 25 percent."
     return _svg("accuracy", words, draw)
 
 

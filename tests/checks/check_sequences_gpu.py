@@ -26,8 +26,7 @@ from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import Cell
-from fuseplan.planner.peers.contestant import Case
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
+from fuseplan.planner.peers.contestant import make_case
 from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import PlanSettings
@@ -75,8 +74,8 @@ def delay_us(graph: DataflowGraph, parts: Sequence[Lowered], spec: DeviceSpec) -
 
 
 def check(cell: Cell, session: Session, seconds: float) -> str:
-    traced, specs = trace_cell(cell, "cuda")
-    graph, inputs = traced.graph, make_inputs(traced, specs, "cuda")
+    case = make_case(cell, session.target, session.backends, session.settings.numerics)
+    graph, inputs = case.traced.graph, case.inputs
     computes = [node.name for node in graph if kind_of(node, graph.specs) != "view"]
     first = ancestors(graph, graph.outputs[0])
     divided = [[name for name in computes if name in first], [name for name in computes if name not in first]]
@@ -85,8 +84,6 @@ def check(cell: Cell, session: Session, seconds: float) -> str:
     for side, divisions in (("one", [computes]), ("two", divided)):
         found = kernels(graph, divisions, session)
         groups = tuple(plan for _, plan in found)
-        case = Case(cell.pattern, cell.shape, cell.dtype, traced, tuple(specs), inputs, groups, session.target,
-                    session.backends, session.settings.numerics)
         runs[side] = fused(case, groups).run
         lowered = [one for one, _ in found]
         if side == "two":

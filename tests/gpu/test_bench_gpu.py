@@ -13,7 +13,7 @@ from curves import curve_of
 
 from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity
-from fuseplan.planner.bench import groups, launch
+from fuseplan.planner.bench import launch
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternBench
 from fuseplan.planner.models.build import build_model
@@ -21,7 +21,7 @@ from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import decode
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.patterns.table import pattern_graph
-from fuseplan.planner.peers.compile_ahead import CompilePool
+from fuseplan.planner.peers.compile_ahead import compile_ahead
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER, peer_names
 from fuseplan.planner.tuning.session import Session, open_session
@@ -56,8 +56,8 @@ def session(tmp_path: Path) -> Session:
 def test_group_in_both_modes(session: Session) -> None:
     graph = pattern_graph("add_rms_norm", "3x4097", "bfloat16")
     plan = session.planner().plan_graph(graph)
-    for group in groups.fused_groups(session, [("3x4097", graph, plan)]):
-        rows = list(groups.bench_group(session, group, (EAGER, INDUCTOR), ("eager", "graph"), 0.0))
+    for group in bench_model.fused_groups(session, [("3x4097", graph, plan)]):
+        rows = bench_model.bench_group(session, group, (EAGER, INDUCTOR), ("eager", "graph"), 0.0)
         assert len(rows) == 6
         for row in rows:
             assert row.median_us is not None, row
@@ -74,7 +74,7 @@ def test_decode_in_both_modes(session: Session, tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text(json.dumps(config))
     model = build_model(find_source(config=path, device_type="cuda"), "cuda")
-    rows = list(bench_model.bench_model(session, model, decode(2, 64), (EAGER,), ("eager", "graph"), 0.0))
+    rows = bench_model.bench_model(session, model, decode(2, 64), (EAGER,), ("eager", "graph"), 0.0)
     assert [(row.contestant, row.mode) for row in rows] == [
         (EAGER, "eager"), (OURS, "eager"), (EAGER, "graph"), (OURS, "graph"),
     ]
@@ -115,8 +115,8 @@ def test_large_cells_are_held_against_a_copy(session: Session) -> None:
 
 def test_inductor_is_compiled_beforehand(session: Session) -> None:
     one = cell("swiglu", "5x96", "bfloat16")
-    with CompilePool("cuda", (INDUCTOR, MAX_AUTOTUNE), 2) as pool:
-        assert pool.compile([one]) == []
+    with compile_ahead("cuda", (INDUCTOR, MAX_AUTOTUNE), 2) as compile_cells:
+        assert compile_cells([one]) == []
     rows = PatternBench(session, (MAX_AUTOTUNE,), ("graph",), 0.0).rows(one)
     assert {row.contestant: row.median_us is not None for row in rows} == {OURS: True, MAX_AUTOTUNE: True}
 

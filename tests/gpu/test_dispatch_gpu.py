@@ -19,7 +19,7 @@ from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode, prefill
 from fuseplan.planner.patterns.table import PATTERNS, pattern
-from fuseplan.planner.peers.inputs import make_inputs
+from fuseplan.planner.peers.contestant import make_inputs
 from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler
 from fuseplan.search.timing.verify import errors, rounding
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import ir_samples as samples
@@ -21,8 +22,7 @@ from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import cell
-from fuseplan.planner.peers.contestant import Case
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
+from fuseplan.planner.peers.contestant import make_case
 from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 
@@ -123,16 +123,11 @@ def test_a_model_gives_the_same_bits_with_and_without(cuda_graphs: bool, tmp_pat
 
 def test_the_bench_times_what_dispatch_runs(backend: GpuBackend) -> None:
     target = local_target("cuda")
-    one = cell("add_rms_norm", "65x2048", "bfloat16")
-    traced, specs = trace_cell(one, "cuda")
-    ops = tuple(node.name for node in traced.graph if kind_of(node, traced.graph.specs) == "compute")
-    from fuseplan.planner.groups.compute_graph import lower_group
-
-    config = backend.default_config(lower_group(traced.graph, ops).ir, target)
-    case = Case(
-        one.pattern, one.shape, one.dtype, traced, tuple(specs), make_inputs(traced, specs, "cuda"),
-        (GroupPlan(ops, backend, config, "model"),), target, (backend,),
-    )
+    case = make_case(cell("add_rms_norm", "65x2048", "bfloat16"), target, (backend,))
+    graph = case.traced.graph
+    ops = tuple(node.name for node in graph if kind_of(node, graph.specs) == "compute")
+    config = backend.default_config(case.kernel(ops).ir, target)
+    case = replace(case, groups=(GroupPlan(ops, backend, config, "model"),))
     plain, over = fused(case, case.groups), fused(case, case.groups, in_place=True)
     operands = over.operands(case.inputs)
     wanted = plain.outputs(plain.run(*case.inputs), case.inputs)

@@ -14,7 +14,6 @@ from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.patterns import PatternRow
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import Case
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 
@@ -29,9 +28,7 @@ def cpu_session(folder: Path) -> Session:
 
 
 def case_of(session: Session, name: str, shape: str, dtype: str = "float32") -> Case:
-    one = cell(name, shape, dtype)
-    traced, specs = trace_cell(one, "cpu")
-    return plan_case(session, one, traced, tuple(specs), make_inputs(traced, specs, "cpu"))[0]
+    return plan_case(session, cell(name, shape, dtype))[0]
 
 
 def row(shape: str, contestant: str, median_us: float | None, mode: str = "cold", **more: Any) -> PatternRow:

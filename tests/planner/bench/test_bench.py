@@ -16,7 +16,7 @@ import report_samples as samples
 import torch
 
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.planner.bench import evidence, groups
+from fuseplan.planner.bench import evidence
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench import rows as bench
 from fuseplan.planner.bench.rows import BenchRow
@@ -45,13 +45,18 @@ def session(tmp_path: Path) -> Session:
 
 def test_rows_of_a_contest() -> None:
     contest = Contest({OURS: (2.0, 1.0, 3.0, 2.0, 2.0), EAGER: (4.0, 5.0, 6.0, 4.0, 4.0)}, 0.02, "eager")
-    rows = bench.rows_of(contest, workload="decode 1", subject="swiglu")
-    ours, eager = rows[OURS], rows[EAGER]
-    assert (ours.median_us, ours.p20_us, ours.p80_us, ours.rounds) == (2.0, 2.0, 3.0, 5)
-    assert ours.gain is None
+    ours, eager = bench.times_of(contest, OURS), bench.times_of(contest, EAGER)
+    assert (ours["median_us"], ours["p20_us"], ours["p80_us"], ours["rounds"]) == (2.0, 2.0, 3.0, 5)
+    assert ours["gain"] is None
     # Paired differences 2, 4, 3, 2, 2: median 2, over eager's median 4.
-    assert eager.gain == pytest.approx(0.5)
-    assert (eager.workload, eager.mode, eager.noise) == ("decode 1", "eager", 0.02)
+    assert eager["gain"] == pytest.approx(0.5) and eager["noise"] == 0.02
+
+
+def _race(runs: dict[str, Run], facts: dict[str, dict[str, object]] | None = None) -> bench.Race[BenchRow]:
+    race = bench.Race(BenchRow, workload="w", subject="s")
+    for name, run in runs.items():
+        race.enter(name, lambda name=name, run=run: (run, (facts or {}).get(name, {})))  # type: ignore
+    return race
 
 
 def _frame() -> pd.DataFrame:
@@ -91,14 +96,14 @@ class _Counting(Timer):
 
 def test_a_contestant_that_fails_leaves_the_others_in_the_race() -> None:
     runs: dict[str, Run] = {OURS: lambda: 2.0, EAGER: lambda: 8.0, INDUCTOR: lambda: None}
-    facts = {OURS: {"error": 0.5}, EAGER: {}, INDUCTOR: {"note": "compiled"}}
-    rows = bench.mode_rows(_Counting(), runs, [()], 0.0, facts, workload="w", subject="s")
+    facts: dict[str, dict[str, object]] = {OURS: {"error": 0.5}, INDUCTOR: {"note": "compiled"}}
+    rows = _race(runs, facts).rows(_Counting(), [()], 0.0)
     assert [row.contestant for row in rows] == [OURS, EAGER, INDUCTOR]
     assert [row.median_us for row in rows] == [2.0, 8.0, None]
     assert [row.mode for row in rows] == ["graph"] * 3
     assert (rows[0].error, rows[1].gain) == (0.5, 0.75)
     assert rows[2].note == "RuntimeError: not capturable"
-    only = bench.mode_rows(_Counting(), {INDUCTOR: lambda: None}, [()], 0.0, {INDUCTOR: {}}, workload="w", subject="s")
+    only = _race({INDUCTOR: lambda: None}).rows(_Counting(), [()], 0.0)
     assert [row.note for row in only] == ["RuntimeError: not capturable"]
 
 
@@ -118,7 +123,7 @@ def test_nobody_but_eager_always_follows_the_same_neighbour() -> None:
             return sample
 
     runs: dict[str, Run] = {name: lambda name=name: name for name in (OURS, EAGER, INDUCTOR, "liger")}  # type: ignore
-    bench.fair_contest(Watching(), runs, [()], 0.0)
+    _race(runs).rows(Watching(), [()], 0.0)
     before = [Counter(previous for previous, name in pairwise(order) if name == who) for who in runs if who != EAGER]
     assert all(max(seen.values()) < 0.75 * seen.total() for seen in before), before
 
@@ -147,8 +152,7 @@ def test_who_ran_before_does_not_decide_which_cluster_a_median_is_of(
             return sample
 
     runs: dict[str, Run] = {name: lambda name=name: name for name in names}  # type: ignore
-    facts: dict[str, dict[str, object]] = {name: {} for name in runs}
-    rows = bench.mode_rows(AfterEager(), runs, [()], seconds, facts, workload="w", subject="s")
+    rows = _race(runs).rows(AfterEager(), [()], seconds)
     times = {row.contestant: row.median_us for row in rows}
     assert times[OURS] == times[names[-1]] == 13.25 and times[EAGER] == 100.0
     assert {row.rounds for row in rows} == {samples}
@@ -194,16 +198,16 @@ def test_file_and_folder_names() -> None:
 # -- groups -----------------------------------------------------------------------------------------------------
 
 
-def _groups(session: Session, name: str, shape: str) -> list[groups.BenchGroup]:
+def _groups(session: Session, name: str, shape: str) -> list[bench_model.BenchGroup]:
     graph = pattern_graph(name, shape, "float32")
     plan = session.planner().plan_graph(graph)
-    return groups.fused_groups(session, [(shape, graph, plan), (f"again {shape}", graph, plan)])
+    return bench_model.fused_groups(session, [(shape, graph, plan), (f"again {shape}", graph, plan)])
 
 
 def test_every_contestant_of_a_group_computes_the_same(session: Session) -> None:
     (group,) = _groups(session, "add_rms_norm", "3x127")
     assert group.workload == "3x127"
-    rows = {row.contestant: row for row in groups.bench_group(session, group, (EAGER,), ("eager",), 0.0)}
+    rows = {row.contestant: row for row in bench_model.bench_group(session, group, (EAGER,), ("eager",), 0.0)}
     assert rows.keys() == {OURS, EAGER}
     for row in rows.values():
         assert row.median_us is not None and row.median_us > 0
@@ -215,7 +219,7 @@ def test_inductor_kernel_is_right(session: Session) -> None:
     (group,) = _groups(session, "swiglu", "3x17")
     inputs = group.subject.make_inputs(0, "cpu")
     with torch.no_grad():
-        outputs = groups.inductor_callable(group.subject.chain, inputs, max_autotune=False)(*inputs)
+        outputs = bench_model.inductor_callable(group.subject.chain, inputs, max_autotune=False)(*inputs)
     reference = group.subject.reference(*inputs)
     torch.testing.assert_close(next(iter(outputs)).double(), reference[0], rtol=1e-5, atol=1e-6)
 
@@ -224,9 +228,9 @@ def test_a_peer_that_fails_gets_a_row_with_the_reason(session: Session, monkeypa
     def fail(*_: object) -> None:
         raise RuntimeError("no\nkernel")
 
-    monkeypatch.setattr(groups, "inductor_callable", fail)
+    monkeypatch.setattr(bench_model, "inductor_callable", fail)
     (group,) = _groups(session, "swiglu", "3x17")
-    rows = {row.contestant: row for row in groups.bench_group(session, group, (EAGER, INDUCTOR), ("eager",), 0.0)}
+    rows = {row.contestant: row for row in bench_model.bench_group(session, group, (EAGER, INDUCTOR), ("eager",), 0.0)}
     assert rows[INDUCTOR].median_us is None and rows[INDUCTOR].note == "RuntimeError: no kernel"
     assert rows[OURS].gain is None and rows[EAGER].gain is not None
 
@@ -265,7 +269,6 @@ def test_cache_is_put_back_before_it_is_full() -> None:
         calls.append(int(past_key_values.layers[0].cumulative_length))
 
     forward = bench_model.Forward(call, (), {"past_key_values": cache}, decode(1, 16))
-    assert forward.room == 7
     sample = bench_model.ForwardTimer("cpu").prepare(forward, [()])
     for number in range(5):
         sample(number)

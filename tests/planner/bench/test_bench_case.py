@@ -8,11 +8,11 @@ import pytest
 import torch
 from bench_samples import case_of, cpu_session
 
-from fuseplan.planner.bench import case as bench_case
-from fuseplan.planner.bench.case import operand_sets, plan_case
+from fuseplan.planner.bench.case import operand_sets, plan_case, plan_facts, plan_note
+from fuseplan.planner.dispatch_stats import CompileStats
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.patterns.table import activations
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
+from fuseplan.planner.peers.contestant import make_inputs, trace_cell
 from fuseplan.planner.tuning.session import Session
 
 
@@ -66,19 +66,16 @@ def test_weights_rotate_only_where_copies_can_fill_the_cache(session: Session) -
 
 
 def test_moved_bytes_are_exact(session: Session) -> None:
-    def facts(name: str, shape: str) -> bench_case.PlanFacts:
-        one = cell(name, shape, "float32")
-        traced, specs = trace_cell(one, "cpu")
-        return plan_case(session, one, traced, tuple(specs), make_inputs(traced, specs, "cpu"))[1]
-
-    assert facts("swiglu", "3x127").bytes == 3 * 3 * 127 * 4  # gate, up, out
-    assert facts("add_rms_norm", "3x127").bytes == (4 * 3 * 127 + 127) * 4  # two in, two out, and the weight
-    one = facts("swiglu", "3x127")
-    assert one.kernels == 1 and one.config.startswith("cpp ") and "not tuned" in one.note
+    case, seen = plan_case(session, cell("swiglu", "3x127", "float32"))
+    facts = plan_facts(case)
+    assert facts["bytes"] == 3 * 3 * 127 * 4  # gate, up, out
+    assert facts["kernels"] == 1 and facts["config"].startswith("cpp ") and "not tuned" in plan_note(case, seen)
+    # Two in, two out, and the weight.
+    assert plan_facts(case_of(session, "add_rms_norm", "3x127"))["bytes"] == (4 * 3 * 127 + 127) * 4
 
 
 def test_a_plan_that_fuses_nothing_moves_what_goes_in_and_out(session: Session) -> None:
     case = replace(case_of(session, "swiglu", "3x127"), groups=())
-    facts = bench_case.plan_facts(case, bench_case.CompileStats())
-    assert (facts.bytes, facts.kernels, facts.config) == (3 * 3 * 127 * 4, 2, "")
-    assert facts.note == "the plan fuses nothing"
+    facts = plan_facts(case)
+    assert (facts["bytes"], facts["kernels"], facts["config"]) == (3 * 3 * 127 * 4, 2, "")
+    assert plan_note(case, CompileStats()) == "the plan fuses nothing"

@@ -27,13 +27,13 @@ from fuseplan.planner.cli import bench_patterns, main
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.patterns.cells import cell
-from fuseplan.planner.peers import inputs
+from fuseplan.planner.peers import contestant
 from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.database import Database
-from fuseplan.search.tune.tuner import make_pool
+from fuseplan.search.tune.tuner import Budget, make_pool
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -85,9 +85,9 @@ def test_statements_during_calls_are_counted(session: Session) -> None:
         session.planner().look_up("0" * 64)
 
     quiet, loud = ("quiet", "", ""), ("loud", "", "")
-    samples_of, statements = launch._host_times({quiet: lambda: None, loud: look_up}, 0.0, "cpu")
-    assert statements[quiet] == 0
-    assert statements[loud] >= len(samples_of[loud]) * launch._CALLS
+    still, asking = launch._timed({quiet: lambda: None, loud: look_up}, 0.0, "cpu")
+    assert still.statements == 0
+    assert asking.statements >= launch._MIN_ROUNDS * launch._CALLS
 
 
 def test_a_launcher_that_fails_leaves_a_reason(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +131,18 @@ def test_the_launch_verdict_answers_the_bar() -> None:
 # -- tuning -----------------------------------------------------------------------------------------------------
 
 
-_BRIEFLY = bench_patterns.Wanted(trials=1, tune_seconds=0.1)
+_BRIEFLY = Budget(trials=1, seconds=0.1)
 
 
 def test_a_cell_is_tuned_once_and_found_by_the_bench(session: Session) -> None:
     one, said = cell("swiglu", "3x33", "float32"), list[str]()
-    graph = inputs.trace_cell(one, "cpu")[0].graph
+    graph = contestant.trace_cell(one, "cpu")[0].graph
     assert session.planner().undecided(graph)
     with make_pool("cpu") as pool:
-        bench_patterns._tune(session, _BRIEFLY, [one], pool, said)
+        bench_patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
     assert not session.planner().undecided(graph) and not said
     with make_pool("cpu") as unused:
-        bench_patterns._tune(session, _BRIEFLY, [one], unused, said)
+        bench_patterns.tune_cells(session, [one], _BRIEFLY, unused, said)
         assert unused._process is None  # nothing was missing, so no process was started
     (ours,) = [row for row in PatternBench(session, (), ("eager",), 0.0).rows(one) if row.contestant == OURS]
     assert "not tuned" not in ours.note and ours.median_us is not None
@@ -164,9 +164,9 @@ def test_a_region_that_cannot_be_planned_costs_only_itself(session: Session, mon
     monkeypatch.setattr(Planner, "_decide", fails_for_logarithms)
     one = cell("swiglu", "3x33", "float32")
     said: list[str] = []
-    monkeypatch.setattr(inputs, "trace_cell", lambda *_: (SimpleNamespace(graph=graph), {}))
+    monkeypatch.setattr(contestant, "trace_cell", lambda *_: (SimpleNamespace(graph=graph), {}))
     with InlineExecutor() as pool:
-        bench_patterns._tune(session, _BRIEFLY, [one], pool, said)
+        bench_patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
     (failure,) = said
     assert failure.startswith(f"{one.key}: ") and "ZeroDivisionError: no groups" in failure
     assert len(session.planner().undecided(graph)) == 1  # the other region is stored
@@ -182,7 +182,7 @@ def test_what_would_fail_for_every_cell_is_raised(
     monkeypatch.setattr(Planner, "_decide", fails)
     one, said = cell("swiglu", "3x33", "float32"), list[str]()
     with InlineExecutor() as pool, pytest.raises(type(error), match="no space left"):
-        bench_patterns._tune(session, _BRIEFLY, [one], pool, said)
+        bench_patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
     assert said == []
 
 
@@ -329,7 +329,7 @@ def test_the_bench_imports_no_peer_before_it_is_asked_for() -> None:
     import subprocess
 
     code = (
-        "import sys, fuseplan.planner.peers.peers, fuseplan.planner.peers.liger, fuseplan.planner.peers.flashinfer; "
+        "import sys, fuseplan.planner.peers.peers; "
         "print([name for name in ('liger_kernel', 'flashinfer', 'torch._inductor.compile_fx') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from bench_samples import row
 
-from fuseplan.planner.bench.log import RowLog
+from fuseplan.planner.bench.patterns import RowLog
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.peers.contestant import EAGER, OURS
 

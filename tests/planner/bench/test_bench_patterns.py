@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,17 +26,8 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def rivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Peers of swiglu that are right, wrong, misshapen, broken, and absent; counts of what was built."""
-    built: dict[str, Any] = {}
-
-    def peer(name: str, make: Any) -> Peer:
-        def build(case: Case) -> Contestant:
-            built[name] = built.get(name, 0) + 1
-            made: Contestant = make(case)
-            return made
-
-        return Peer(name, "", build)
+def rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers of swiglu that are right, wrong, misshapen, broken, and absent."""
 
     def joined(case: Case) -> Contestant:
         def overwrite(both: torch.Tensor) -> None:
@@ -56,16 +45,17 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     def absent(case: Case) -> Contestant:
         raise PeerError("it is not installed")
 
-    made = [
-        PEERS[EAGER], peer("joined", joined), peer("wrong", lambda case: Contestant(lambda gate, up: gate * up)),
-        peer("short", lambda case: Contestant(lambda gate, up: _swiglu(gate, up)[:1])),
-        peer("broken", broken), peer("absent", absent), replace(peer("elsewhere", absent), devices=("cuda",)),
-    ]
-    monkeypatch.setattr(patterns, "PEERS", {one.name: one for one in made})
-    yield built
+    makers = {
+        "joined": joined, "wrong": lambda case: Contestant(lambda gate, up: gate * up),
+        "short": lambda case: Contestant(lambda gate, up: _swiglu(gate, up)[:1]), "broken": broken, "absent": absent,
+    }
+    peers = {name: Peer(make) for name, make in makers.items()}
+    elsewhere = Peer(absent, devices=("cuda",))
+    monkeypatch.setattr(patterns, "PEERS", {EAGER: PEERS[EAGER], **peers, "elsewhere": elsewhere})
 
 
-def test_everyone_gets_a_row_and_only_who_is_right_a_time(session: Session, rivals: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("rivals")
+def test_everyone_gets_a_row_and_only_who_is_right_a_time(session: Session) -> None:
     names = (EAGER, "joined", "wrong", "short", "broken", "absent", "elsewhere")
     found = PatternBench(session, names, ("eager",), 0.0).rows(cell("swiglu", "3x127", "float32"))
     rows = {row.contestant: row for row in found}
@@ -88,27 +78,13 @@ def test_everyone_gets_a_row_and_only_who_is_right_a_time(session: Session, riva
         assert (row.dtype, row.bytes, row.kernels) == ("float32", 3 * 3 * 127 * 4, 1)
 
 
-def test_who_fails_slowly_is_not_asked_again(
-    session: Session, rivals: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = PatternBench(session, ("broken", "absent"), ("eager",), 0.0)
-    for limit_s in (0.0, 1e9):
-        monkeypatch.setattr(patterns, "_SLOW_FAILURE_S", limit_s)
-        for shape in ("1x8", "3x8"):
-            rows = {row.contestant: row for row in bench.rows(cell("swiglu", shape, "float32"))}
-            assert rows["broken"].note == "RuntimeError: no compiler"
-        assert rivals["broken"] == 1  # once with every failure slow, and remembered after
-    PatternBench(session, ("broken",), ("eager",), 0.0).rows(cell("swiglu", "3x8", "float32"))
-    assert rivals["broken"] == 2
-
-
 def test_a_cell_that_cannot_be_made_leaves_the_others_in_the_bench(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("64 GiB are too many")
 
-    monkeypatch.setattr(patterns, "make_inputs", fail)
+    monkeypatch.setattr(patterns, "plan_case", fail)
     (only,) = PatternBench(session, (EAGER,), ("eager",), 0.0).rows(cell("swiglu", "3x8", "float32"))
     assert (only.contestant, only.median_us, only.note) == (OURS, None, "MemoryError: 64 GiB are too many")
     assert only.key == "swiglu 3x8 float32"

@@ -13,15 +13,13 @@ import report_samples as samples
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.roofline import lower_bound
-from fuseplan.planner.bench.case import plan_case
+from fuseplan.planner.bench.case import plan_case, predicted_us
 from fuseplan.planner.bench.patterns import PatternBench, PatternRow
-from fuseplan.planner.bench.prediction import prediction_verdict
 from fuseplan.planner.bench.rows import bench_frame
-from fuseplan.planner.bench.verdicts import pattern_table
+from fuseplan.planner.bench.verdicts import pattern_table, prediction_verdict
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import cell
-from fuseplan.planner.peers.contestant import EAGER, OURS
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
+from fuseplan.planner.peers.contestant import EAGER, OURS, trace_cell
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.work.group_work import op_work
 from fuseplan.search.store.database import Database
@@ -37,9 +35,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 
 def predicted(session: Session, pattern: str, shape: str) -> float | None:
-    one = cell(pattern, shape, "float32")
-    traced, specs = trace_cell(one, "cpu")
-    return plan_case(session, one, traced, tuple(specs), make_inputs(traced, specs, "cpu"))[1].predicted_us
+    case, _ = plan_case(session, cell(pattern, shape, "float32"))
+    return predicted_us(case.traced.graph, case.groups, session.spec, "eager")
 
 
 def test_a_plan_is_priced_between_its_bound_and_the_unfused_chain(session: Session) -> None:

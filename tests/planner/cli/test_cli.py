@@ -19,7 +19,7 @@ from inline_executor import InlineExecutor
 from fuseplan.costmodel.device import Peak
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import load
-from fuseplan.planner.bench import scaling
+from fuseplan.planner.bench import synthetic
 from fuseplan.planner.cli import main
 from fuseplan.planner.tuning import session
 from fuseplan.planner.tuning.session import stored_spec
@@ -385,8 +385,8 @@ def test_packed_weights_are_another_workload(plan: Run, db: Path) -> None:
 
 
 def test_bench_planner_writes_its_table(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = scaling.plan_scaling
-    monkeypatch.setattr(scaling, "plan_scaling", lambda planner: real(planner, (200, 400)))
+    real = synthetic.plan_scaling
+    monkeypatch.setattr(synthetic, "plan_scaling", lambda planner: real(planner, (200, 400)))
     status, out, err = plan("bench", "planner", "--device", "cpu", "--db", tmp_path / "a.db", "--out", tmp_path)
     assert status == 0, err
     rows = pd.read_csv(tmp_path / "planner-planner.csv")

@@ -19,8 +19,9 @@ from fuseplan.costmodel.device import DeviceSpec, Mode, Peak
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Target
-from fuseplan.planner.bench import prediction
-from fuseplan.planner.bench.prediction import PlannedKernel, predicted_us
+from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.planner.bench import case
+from fuseplan.planner.bench.case import predicted_us
 from fuseplan.planner.cost.prices import ModelPrices, shared_cache
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -34,6 +35,7 @@ from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.partition.guided_loop import predicted_partition
+from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.search.store.database import Database
@@ -214,33 +216,32 @@ def test_the_bench_predicts_a_plan_as_the_planner_does() -> None:
     graph, _ = two_scaled(4000)
     names = [node.name for node in graph]
     apart, together = (
-        [PlannedKernel(lower_group(graph, ops), "triton", {"overlap": "none"}) for ops in divided]
+        [GroupPlan(tuple(ops), TritonBackend(), {"overlap": "none"}, "model") for ops in divided]
         for divided in ([names[:1], names[1:]], [names])
     )
-    alone_us = predict(kernel_work(apart[0].lowered.ir), KNEE, "graph").time_us
-    assert predicted_us(graph, apart, (), KNEE, "graph") == pytest.approx(2 * (alone_us + 2.0), rel=0.001)
-    mixed_us = predicted_us(graph, apart[:1], names[1:], KNEE, "graph")
+    alone_us = predict(kernel_work(lower_group(graph, names[:1]).ir), KNEE, "graph").time_us
+    assert predicted_us(graph, apart, KNEE, "graph") == pytest.approx(2 * (alone_us + 2.0), rel=0.001)
+    mixed_us = predicted_us(graph, apart[:1], KNEE, "graph")
     op_us = predict(op_work(graph, names[1]), KNEE, "graph").time_us + delay_of_op_us(graph, names[1])
     assert mixed_us == pytest.approx(alone_us + 2.0 + op_us, rel=0.001)
-    assert predicted_us(graph, together, (), KNEE, "graph") == pytest.approx(
-        predict(kernel_work(together[0].lowered.ir, (True,) * 3), KNEE, "graph").time_us
+    assert predicted_us(graph, together, KNEE, "graph") == pytest.approx(
+        predict(kernel_work(lower_group(graph, names).ir, (True,) * 3), KNEE, "graph").time_us
     )
 
 
 def test_the_bench_predicts_a_plan_in_its_own_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, _ = two_scaled(4000)
-    names = [node.name for node in graph]
     asked: list[str] = []
 
     def noted(graph: DataflowGraph, ops: Sequence[str], numerics: str, *more: Any) -> Lowered:
         asked.append(numerics)
         return lower(graph, ops, numerics, *more)
 
-    for module in (prediction, compute_graph):
+    for module in (case, compute_graph):
         monkeypatch.setattr(module, "lower", noted)
     for numerics in ("eager", "fp32"):
         asked.clear()
-        prediction.predicted_us(graph, (), names, KNEE, "graph", numerics)
+        predicted_us(graph, (), KNEE, "graph", numerics)
         assert set(asked) == {numerics}
 
 

@@ -13,10 +13,8 @@ import torch
 from model_samples import CONFIGS, write_config
 
 from fuseplan.planner.errors import ConfigError, ShapeError, UnknownModelError
-from fuseplan.planner.models.build import build_model
-from fuseplan.planner.models.examples import rewind
-from fuseplan.planner.models.presets import PRESETS
-from fuseplan.planner.models.sources import find_source, generates, hf_config, workloads_for
+from fuseplan.planner.models.build import build_model, rewind
+from fuseplan.planner.models.sources import PRESETS, find_source, generates, hf_config, workloads_for
 from fuseplan.planner.models.workload import Workload, decode, parse_workloads, prefill
 
 # -- workloads --------------------------------------------------------------------------------------------

@@ -15,16 +15,16 @@ from fuseplan.planner.peers.peers import FLASHINFER, LIGER
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 
-def test_without_inductor_nothing_is_compiled_beforehand() -> None:
-    with compile_ahead.CompilePool("cpu", (EAGER, "liger"), 4) as pool:
-        assert pool.compile([cell("swiglu", "3x8")]) == [] and pool._pool._process is None
-    with compile_ahead.CompilePool("cpu", (EAGER, INDUCTOR), 0) as pool:
-        assert pool.compile([cell("swiglu", "3x8")]) == [] and pool._pool._process is None
+def test_without_inductor_nothing_is_compiled_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerPool, "_start", None)  # no process is started
+    for peers, processes in (((EAGER, "liger"), 4), ((EAGER, INDUCTOR), 0)):
+        with compile_ahead.compile_ahead("cpu", peers, processes) as compile_cells:
+            assert compile_cells([cell("swiglu", "3x8")]) == []
 
 
 def test_what_fails_beforehand_is_said() -> None:
-    with compile_ahead.CompilePool("cpu", (MAX_AUTOTUNE,), 1) as pool:
-        (said,) = pool.compile([Cell("no_such_pattern", (3, 8), "float32")])
+    with compile_ahead.compile_ahead("cpu", (MAX_AUTOTUNE,), 1) as compile_cells:
+        (said,) = compile_cells([Cell("no_such_pattern", (3, 8), "float32")])
     assert said.startswith("no_such_pattern 3x8 float32: UnknownPatternError")
 
 
@@ -36,15 +36,12 @@ def test_a_library_builds_each_pattern_once_with_its_first_cell(monkeypatch: pyt
         return [Outcome(failure="no nvcc")] * len(arguments)
 
     monkeypatch.setattr(WorkerPool, "map", run)
-    cells = [cell("swiglu", "1x64"), cell("swiglu", "8x64"), cell("rms_norm", "1x64")]
-    with compile_ahead.CompilePool("cuda", (LIGER, FLASHINFER, INDUCTOR), 1) as pool:
-        assert pool.compile(cells) == [f"{one.key}: no nvcc" for one in cells]  # the library's failures are the bench's
-        assert jobs == [*((one, FLASHINFER) for one in (cells[0], cells[2])), *((one, INDUCTOR) for one in cells)]
-        jobs.clear()
-        pool.compile(cells[:1])
-    assert jobs == [(cells[0], INDUCTOR)]
-    with compile_ahead.CompilePool("cpu", (FLASHINFER,), 1) as pool:  # it has no kernels for CPUs
-        assert pool.compile(cells) == [] and len(jobs) == 1
+    cells = [cell("swiglu", "1x64"), cell("swiglu", "8x64")]
+    with compile_ahead.compile_ahead("cuda", (LIGER, FLASHINFER, INDUCTOR), 1) as compile_cells:
+        assert compile_cells(cells) == [f"{one.key}: no nvcc" for one in cells]  # the library's are the bench's
+    assert jobs == [(cells[0], FLASHINFER), *((one, INDUCTOR) for one in cells)]
+    with compile_ahead.compile_ahead("cpu", (FLASHINFER,), 1) as compile_cells:  # it has no kernels for CPUs
+        assert compile_cells(cells) == [] and len(jobs) == 3
 
 
 def test_timing_a_configuration_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

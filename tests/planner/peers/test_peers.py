@@ -20,11 +20,9 @@ from fuseplan.planner.bench.case import reference_outputs
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.cells import cell
-from fuseplan.planner.peers import flashinfer, liger
-from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError
-from fuseplan.planner.peers.inductor import _same, without_chatter
-from fuseplan.planner.peers.inputs import make_inputs, trace_cell
-from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, fused, peer_names
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, make_case
+from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
+from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, _same, fused, peer_names, without_chatter
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.search.timing.verify import errors
 
@@ -38,15 +36,11 @@ SHAPES = {
 
 def case_of(name: str, shape: str, dtype: str = "float32") -> Case:
     """A case on the CPU whose plan is one kernel of everything."""
-    one = cell(name, shape, dtype)
-    traced, specs = trace_cell(one, "cpu")
-    graph = traced.graph
     backend = backends_for("cpu")[0]
+    case = make_case(cell(name, shape, dtype), local_target("cpu"), (backend,))
+    graph = case.traced.graph
     ops = tuple(node.name for node in graph if kind_of(node, graph.specs) == "compute")
-    return Case(
-        name, one.shape, dtype, traced, tuple(specs), make_inputs(traced, specs, "cpu"),
-        (GroupPlan(ops, backend, {}, "model"),), local_target("cpu"), (backend,),
-    )
+    return replace(case, groups=(GroupPlan(ops, backend, {}, "model"),))
 
 
 def results(case: Case, contestant: Contestant) -> list[torch.Tensor]:
@@ -241,7 +235,7 @@ def install_liger(monkeypatch: pytest.MonkeyPatch, rms_norm: Any = _liger_rms_no
     install(monkeypatch, f"{ops}.rope", rope_forward=_liger_rope)
 
 
-@pytest.mark.parametrize("pattern", sorted(liger.OPS.keys() & SHAPES.keys()))
+@pytest.mark.parametrize("pattern", sorted(LIGER_OPS.keys() & SHAPES.keys()))
 def test_liger_is_asked_for_the_pattern(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install_liger(monkeypatch)
     case = case_of(pattern, SHAPES[pattern])
@@ -313,7 +307,7 @@ def _apply_rope(
     return turned(query), turned(key)
 
 
-@pytest.mark.parametrize("pattern", sorted(flashinfer.OPS.keys() & SHAPES.keys()))
+@pytest.mark.parametrize("pattern", sorted(FLASHINFER_OPS.keys() & SHAPES.keys()))
 def test_flashinfer_is_asked_for_the_pattern(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(
         monkeypatch, "flashinfer.activation", silu_and_mul=_act_and_mul(F.silu), gelu_and_mul=_act_and_mul(F.gelu),
@@ -332,7 +326,7 @@ def test_flashinfer_is_asked_for_the_pattern(pattern: str, monkeypatch: pytest.M
 def test_every_library_op_is_of_a_pattern() -> None:
     from fuseplan.planner.patterns.table import PATTERNS, pattern
 
-    for name, op in {**liger.OPS, **flashinfer.OPS}.items():
+    for name, op in {**LIGER_OPS, **FLASHINFER_OPS}.items():
         assert tuple(pattern(name, PATTERNS[name].example)[1]) == op.inputs, name
 
 

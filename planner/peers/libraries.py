@@ -1,0 +1,189 @@
+"""Libraries of hand-written kernels as peers: their kernels by pattern, in the layouts that they want.
+
+Liger-Kernel's forward functions are called below the autograd functions that wrap them: a training framework pays for
+those wrappers, an inference engine need not. https://github.com/linkedin/Liger-Kernel
+
+FlashInfer compiles its kernels when they are first called. Without a CUDA compiler that fails, and the row says so.
+https://github.com/flashinfer-ai/flashinfer
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, library_function
+
+#: What the patterns have.
+_RMS_EPSILON, _LAYER_NORM_EPSILON = 1e-6, 1e-5
+_GATED, _NORMED, _ADDED = ("gate", "up"), ("x", "weight"), ("residual", "x", "weight")
+_ROTARY = ("q", "k", "cos", "sin")
+
+# -- Liger-Kernel ---------------------------------------------------------------------------------------------
+
+
+def _forward(module: str, name: str, **fixed: Any) -> Callable[..., Any]:
+    """A forward function with those of the ``fixed`` arguments that this version of the library knows."""
+    found = library_function("liger_kernel.ops", module, name)
+    known = inspect.signature(found).parameters
+    arguments = {key: value for key, value in fixed.items() if key in known}
+    return lambda *tensors: found(*tensors, **arguments)
+
+
+def _picked(*positions: int) -> Callable[[Any, Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """The outputs among what a forward function returns for its backward."""
+    return lambda result, operands: [result[position] for position in positions]
+
+
+def _called(output: int, module: str, name: str, **fixed: Any) -> Callable[[Case], Contestant]:
+    """A function that takes the pattern's inputs in their order and returns its ``output``."""
+    return lambda case: Contestant(_forward(module, name, **fixed), outputs=_picked(output))
+
+
+def _rms_norm(offset: float, casting_mode: str) -> Callable[[Case], Contestant]:
+    return _called(
+        0, "rms_norm", "rms_norm_forward", eps=_RMS_EPSILON, offset=offset, casting_mode=casting_mode, row_mode=None
+    )
+
+
+def _add_rms_norm(offset: float, casting_mode: str) -> Callable[[Case], Contestant]:
+    def build(case: Case) -> Contestant:
+        forward = _forward(
+            "fused_add_rms_norm", "fused_add_rms_norm_forward", eps=_RMS_EPSILON, offset=offset,
+            casting_mode=casting_mode,
+        )
+        return Contestant(lambda residual, x, weight: forward(x, residual, weight), outputs=_picked(1, 0))
+
+    return build
+
+
+def _rope(case: Case) -> Contestant:
+    forward = _forward("rope", "rope_forward")
+    return Contestant(
+        lambda q, k, cos, sin: forward(q.transpose(1, 2), k.transpose(1, 2), cos, sin),
+        lambda q, k, cos, sin: (q.clone(), k.clone(), cos, sin), _picked(0, 1), "writes q and k in place",
+        in_place=True,
+    )
+
+
+#: Liger's, by pattern.
+LIGER_OPS: Mapping[str, LibraryOp] = MappingProxyType({
+    "swiglu": LibraryOp(_GATED, _called(2, "swiglu", "swiglu_forward")),
+    "geglu_tanh": LibraryOp(_GATED, _called(2, "geglu", "geglu_forward")),
+    "rms_norm": LibraryOp(_NORMED, _rms_norm(0.0, "llama")),
+    "rms_norm_gemma": LibraryOp(_NORMED, _rms_norm(1.0, "gemma")),
+    "add_rms_norm": LibraryOp(_ADDED, _add_rms_norm(0.0, "llama")),
+    "add_rms_norm_gemma": LibraryOp(_ADDED, _add_rms_norm(1.0, "gemma")),
+    "layer_norm": LibraryOp(
+        ("x", "weight", "bias"), _called(0, "layer_norm", "layer_norm_forward", eps=_LAYER_NORM_EPSILON)
+    ),
+    "softmax": LibraryOp(("x",), _called(0, "softmax", "_softmax_forward")),
+    "rope": LibraryOp(_ROTARY, _rope),
+})
+
+
+# -- FlashInfer -----------------------------------------------------------------------------------------------
+
+_HALF = ("float16", "bfloat16")
+_op = partial(library_function, "flashinfer")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows x columns."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _shaped(case: Case) -> Callable[[Any, Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """One output, in the shape of the first input."""
+    return lambda result, operands: [result.view(case.inputs[0].shape)]
+
+
+def _act_and_mul(case: Case, name: str) -> Contestant:
+    return Contestant(
+        _op("activation", name), lambda gate, up: (torch.cat([gate, up], -1),), note="reads gate and up from one tensor"
+    )
+
+
+def _flat_rms_norm(case: Case, name: str) -> Contestant:
+    norm = _op("norm", name)
+    return Contestant(
+        lambda x, weight: norm(x, weight, _RMS_EPSILON), lambda x, weight: (_flat(x), weight), _shaped(case)
+    )
+
+
+def _flat_add_rms_norm(case: Case, name: str) -> Contestant:
+    norm = _op("norm", name)
+
+    def outputs(result: None, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        x, residual = (tensor.view(case.inputs[0].shape) for tensor in operands[:2])
+        return [residual, x]
+
+    return Contestant(
+        lambda x, residual, weight: norm(x, residual, weight, _RMS_EPSILON),
+        lambda residual, x, weight: (_flat(x).clone(), _flat(residual).clone(), weight), outputs,
+        "writes x and residual in place", in_place=True,
+    )
+
+
+def _layer_norm(case: Case) -> Contestant:
+    norm = _op("norm", "layernorm")
+    return Contestant(
+        lambda x, weight, bias: norm(x, weight, bias, _LAYER_NORM_EPSILON),
+        lambda x, weight, bias: (_flat(x), weight.float(), bias.float()), _shaped(case),
+        "reads weight and bias in float32",
+    )
+
+
+def _softmax(case: Case) -> Contestant:
+    """Of rows over a temperature each, or over 1."""
+    dtype = case.cell.dtype
+    return Contestant(
+        _op("sampling", "softmax"),
+        lambda x, *temperature: (_flat(x).float(), *(one.reshape(-1) for one in temperature)), _shaped(case),
+        "reads and writes float32" + ("" if dtype == "float32" else f", twice the bytes of {dtype}"),
+    )
+
+
+def _token_rope(case: Case, is_neox: bool = True) -> Contestant:
+    rope = _op("rope", "apply_rope_with_cos_sin_cache")
+    dim, width = case.inputs[0].shape[-1], case.inputs[2].shape[-1]
+    angles = width // 2 if is_neox else width
+
+    def prepare(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows are tokens; the table is float32, and has each angle once."""
+        tokens = q.shape[0] * q.shape[1]
+        tables = [_flat(table)[:, :angles].float() for table in (cos, sin)]
+        positions = torch.arange(tokens, device=q.device, dtype=torch.int64)
+        return positions, q.reshape(tokens, -1), k.reshape(tokens, -1), torch.cat(tables, -1).contiguous()
+
+    def outputs(result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [one.view(own.shape).transpose(1, 2) for one, own in zip(result, case.inputs[:2], strict=True)]
+
+    return Contestant(
+        lambda positions, q, k, table: rope(positions, q, k, dim, table, is_neox), prepare, outputs,
+        "reads a float32 table of angles",
+    )
+
+
+#: FlashInfer's, by pattern.
+FLASHINFER_OPS: Mapping[str, LibraryOp] = MappingProxyType({
+    "swiglu": LibraryOp(_GATED, partial(_act_and_mul, name="silu_and_mul"), _HALF),
+    "geglu": LibraryOp(_GATED, partial(_act_and_mul, name="gelu_and_mul"), _HALF),
+    "geglu_tanh": LibraryOp(_GATED, partial(_act_and_mul, name="gelu_tanh_and_mul"), _HALF),
+    "rms_norm": LibraryOp(_NORMED, partial(_flat_rms_norm, name="rmsnorm"), _HALF),
+    "rms_norm_gemma": LibraryOp(_NORMED, partial(_flat_rms_norm, name="gemma_rmsnorm"), _HALF),
+    "add_rms_norm": LibraryOp(_ADDED, partial(_flat_add_rms_norm, name="fused_add_rmsnorm"), _HALF),
+    "add_rms_norm_gemma": LibraryOp(_ADDED, partial(_flat_add_rms_norm, name="gemma_fused_add_rmsnorm"), _HALF),
+    "layer_norm": LibraryOp(("x", "weight", "bias"), _layer_norm, ("bfloat16",)),
+    "softmax": LibraryOp(("x",), _softmax),
+    "sampling_softmax": LibraryOp(("logits", "temperature"), _softmax),
+    "rope": LibraryOp(_ROTARY, _token_rope, _HALF),
+    "rope_partial": LibraryOp(_ROTARY, _token_rope, _HALF),
+    "rope_interleaved": LibraryOp(_ROTARY, partial(_token_rope, is_neox=False), _HALF),
+    "rope_partial_interleaved": LibraryOp(_ROTARY, partial(_token_rope, is_neox=False), _HALF),
+})

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
+from fuseplan.planner.implementations.direct_calls import GroupCall, is_written
 from fuseplan.planner.lowering.views import VIEW_MAPS
-
-#: By target of a fused call, the outputs that it returns.
-Allocated: TypeAlias = Mapping[Any, Sequence[Buffer]]
 
 #: Of the ops that run as several others, those that return new memory all the same.
 _MAKES_NEW = frozenset({
@@ -32,18 +29,12 @@ def _schema(node: fx.Node) -> torch._C.FunctionSchema:
     return node.target._schema
 
 
-def is_written(argument: torch._C.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def may_view(node: fx.Node) -> bool:
     """Whether the results may lie in the first operand, and nothing is written."""
     schema = _schema(node)
-    return (
-        not schema.is_mutable
-        and len(schema.returns) == 1
-        and (schema.returns[0].alias_info is not None or str(node.target) in VIEW_MAPS)
-    )
+    if schema.is_mutable or len(schema.returns) != 1:
+        return False
+    return schema.returns[0].alias_info is not None or str(node.target) in VIEW_MAPS
 
 
 def returns_operand(node: fx.Node) -> bool:
@@ -55,54 +46,45 @@ def returns_operand(node: fx.Node) -> bool:
     return first is not None and first.is_write and first.before_set == schema.returns[0].alias_info.before_set
 
 
-# -- over a graph -----------------------------------------------------------------------------------------
-
-
-def exposed(graph: fx.Graph, calls: Allocated) -> set[fx.Node]:
+def exposed(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose result is returned or written to, and all that they may be views of."""
-    pending = [node for user in graph.nodes for node in _exposed_by(user, calls)]
+    pending = [node for user in graph.nodes for node in _exposed_by(user)]
     kept: set[fx.Node] = set()
     while pending:
         node = pending.pop()
         if node not in kept:
             kept.add(node)
-            pending.extend(_aliased(node, calls))
+            pending.extend(_aliased(node))
     return kept
 
 
-def _exposed_by(user: fx.Node, calls: Allocated) -> Iterator[fx.Node]:
+def _exposed_by(user: fx.Node) -> Iterator[fx.Node]:
     """Operands that a node hands out, or writes to, or may write to."""
-    if user.op == "call_function":
-        if user.target in calls:
-            yield from _overwritten(user, calls)
-            return
-        if user.target is operator.getitem or user.target in MODE_SWITCHES:
-            return
-        if is_op(user):
-            yield from _operands(user, is_written)
-            return
-    yield from user.all_input_nodes
+    if isinstance(user.target, GroupCall):
+        yield from _overwritten(user)
+    elif is_op(user):
+        yield from _operands(user, is_written)
+    elif user.target is not operator.getitem and user.target not in MODE_SWITCHES:
+        yield from user.all_input_nodes
 
 
-def _overwritten(call: fx.Node, calls: Allocated) -> Iterator[fx.Node]:
-    """Arguments that a fused call writes to, and returns."""
-    for buffer in calls[call.target]:
-        if buffer.over is not None and isinstance(argument := call.args[buffer.over], fx.Node):
-            yield argument
-
-
-def _aliased(node: fx.Node, calls: Allocated) -> Iterator[fx.Node]:
+def _aliased(node: fx.Node) -> Iterator[fx.Node]:
     """Operands whose memory may be a result's."""
-    if node.op != "call_function":
-        return
-    if node.target in calls:
-        yield from _overwritten(node, calls)
+    if isinstance(node.target, GroupCall):
+        yield from _overwritten(node)
     elif not is_op(node):
         yield from node.all_input_nodes
     elif any(one.alias_info is not None for one in _schema(node).returns):
         yield from _operands(node, lambda argument: argument.alias_info is not None)
     elif str(node.target) in VIEW_MAPS or (str(node.target) not in _MAKES_NEW and _is_composite(node.target)):
         yield from node.all_input_nodes
+
+
+def _overwritten(call: fx.Node) -> Iterator[fx.Node]:
+    """Arguments that a group's call writes to, and returns."""
+    assert isinstance(call.target, GroupCall)
+    written = (call.args[one.over] for one in call.target.buffers if one.over is not None)
+    yield from (argument for argument in written if isinstance(argument, fx.Node))
 
 
 def _operands(node: fx.Node, wanted: Callable[[Any], bool]) -> Iterator[fx.Node]:

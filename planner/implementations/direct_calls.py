@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseplan.kernels.ir.in_place import ReuseOptions
+from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
-from fuseplan.planner.implementations.aliasing import is_written
 from fuseplan.planner.rewrites.packing import pack_operands
 from fuseplan.planner.rewrites.trace_edit import fake_value
 
@@ -29,12 +31,35 @@ class Direct:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function = function
-        self.__name__ = name
-        self.__qualname__ = name
+        self.__name__ = self.__qualname__ = name
         self.__module__ = "fuseplan"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
+
+
+class GroupCall:
+    """Stands for the call of a group of ops in an FX graph: ``call(*inputs, *symbols)``.
+
+    Attributes:
+        ops, inputs, outputs: Names of ops and values.
+        symbols: The dynamic sizes that it takes.
+        buffers: How the results lie.
+        reuse_options: Inputs whose memory the outputs could take, if nothing needs them.
+    """
+
+    def __init__(
+        self, name: str, ops: tuple[str, ...], inputs: tuple[str, ...], outputs: tuple[str, ...],
+        symbols: tuple[str, ...] = (), buffers: Sequence[Buffer] = (),
+        reuse_options: ReuseOptions = MappingProxyType({}),
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "fuseplan"
+        self.ops, self.inputs, self.outputs = ops, inputs, outputs
+        self.symbols, self.buffers, self.reuse_options = symbols, buffers, reuse_options
+
+    def __call__(self, *args: Any) -> Any:
+        raise AssertionError(f"{self.__name__} was never filled")
 
 
 def fill_namespace(namespace: dict[str, Any]) -> None:
@@ -155,6 +180,10 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
         and not (draws and _by_name(target, args, kwargs).get("dropout_p") != 0.0)
         and not any(arg.kwarg_only and is_written(arg) for arg in target._schema.arguments)
     )
+
+
+def is_written(argument: torch._C.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _standin(namespace: Any, function: Callable[..., Any]) -> Direct:

@@ -22,8 +22,8 @@ from torch import fx
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import Buffer
-from fuseplan.planner.implementations.aliasing import Allocated, exposed, is_op, may_view, returns_operand
-from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
+from fuseplan.planner.implementations.aliasing import exposed, is_op, may_view, returns_operand
+from fuseplan.planner.implementations.direct_calls import Direct, FakeValues, GroupCall
 from fuseplan.planner.rewrites.trace_edit import is_pure
 
 #: Library calls whose result is certainly row-major.
@@ -33,7 +33,7 @@ _PRODUCTS = frozenset({
 })
 
 
-def collapse_views(graph: fx.Graph, traced: fx.Graph, allocated: Allocated, parameters: Collection[int] = ()) -> None:
+def collapse_views(graph: fx.Graph, traced: fx.Graph, parameters: Collection[int] = ()) -> None:
     """Make chains of views single calls, share equal ones, and drop what nobody reads then.
 
     Nodes name the node of ``traced`` that they stand for (``meta["traced"]``), which has its fake value. ``parameters``
@@ -42,8 +42,8 @@ def collapse_views(graph: fx.Graph, traced: fx.Graph, allocated: Allocated, para
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes if is_op(node)):
         return  # a tensor's layout is changed under way
     movable = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in parameters}
-    places = _Places(graph, FakeValues(traced), allocated, movable)
-    kept = exposed(graph, allocated)
+    places = _Places(graph, FakeValues(traced), movable)
+    kept = exposed(graph)
     before = list(graph.nodes)
     made: dict[tuple[Any, ...], fx.Node] = {}
     for node in before:
@@ -80,9 +80,8 @@ class _Place(NamedTuple):
 class _Places:
     """The places of all tensors of a graph with static sizes; several for a node with several results."""
 
-    def __init__(self, graph: fx.Graph, values: FakeValues, allocated: Allocated, movable: Collection[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, values: FakeValues, movable: Collection[fx.Node]) -> None:
         self._values = values
-        self._allocated = allocated
         self._movable = movable
         self.of: dict[fx.Node, _Place | list[_Place | None] | None] = {}
         self.views: set[fx.Node] = set()  # nodes that compute nothing
@@ -97,8 +96,8 @@ class _Places:
             return None
         if node.target is operator.getitem:
             return self._item(node)
-        if node.target in self._allocated:
-            buffers = self._allocated[node.target]
+        if isinstance(node.target, GroupCall):
+            buffers = node.target.buffers
             return _allocated(node, buffers[0]) if len(buffers) == 1 else None
         if not is_op(node):
             return None
@@ -115,8 +114,8 @@ class _Places:
         source, number = node.args
         if not isinstance(source, fx.Node) or not isinstance(number, int):
             return None
-        if source.op == "call_function" and source.target in self._allocated:
-            return _allocated(node, self._allocated[source.target][number])
+        if isinstance(source.target, GroupCall):
+            return _allocated(node, source.target.buffers[number])
         places = self.of.get(source)
         if isinstance(places, list):
             if source in self.views:

@@ -40,7 +40,7 @@ def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequen
 
 def run_op(op: OpGroup, args: Sequence[Any]) -> tuple[Any, Fused]:
     """Run the op that a library's call stands for; the result, and what does so in later calls."""
-    chain = chain_module([op.node], op.inputs, op.outputs, op.device_type).forward
+    chain: Fused = chain_module([op.node], op.inputs, op.outputs, op.device_type).forward
     plain = (lambda *given: chain(*given)[0]) if len(op.outputs) == 1 else chain
     return plain(*args), plain
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from tracing import check
 
-from fuseplan.planner.runtime.recordable import Roles, argument_roles, why_unrecordable
+from fuseplan.planner.runtime.recording import Roles, argument_roles, why_unrecordable
 
 HELD = torch.zeros(3)
 

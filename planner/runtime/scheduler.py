@@ -88,12 +88,7 @@ class FusionScheduler:
         return total(tuple(tally.snapshot() for tally in self._tallies))
 
     def dispatch(self, graph: SubGraph, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Run ``graph``.
-
-        ``inputs`` has a tensor for each of ``graph.input_names``, all on one device.
-
-        Returns:
-            A tensor for each of ``graph.output_names``.
+        """Run ``graph`` on a tensor for each of its ``input_names``, all on one device: one for each ``output_names``.
 
         Raises:
             GraphError: The graph is malformed.
@@ -151,19 +146,14 @@ class FusionScheduler:
         self._tallies.append(tally)
         try:
             traced, session, resolved = self._plan(graph, tensors, tally)
-            groups = self._kept(traced.graph, resolved)
             return executable(
-                traced, groups, session.target, tally, session.settings.numerics, self.config.debug_mode,
-                calls=resolved.calls,
+                traced, self._kept(traced.graph, resolved), session.target, tally, session.settings.numerics,
+                self.config.debug_mode, calls=resolved.calls,
             )
-        except FuseplanError as error:
+        except Exception as error:
             # What is wrong with the graph itself would fail unfused as well.
             is_mistake = isinstance(error, GraphError | ShapeError | UnknownOpError)
             if is_mistake or not self.config.fallback_on_error:
-                raise
-            reason = failure_reason(error)
-        except Exception as error:
-            if not self.config.fallback_on_error:
                 raise
             reason = failure_reason(error)
         tally.refuse(reason)
@@ -182,12 +172,10 @@ class FusionScheduler:
 
     def _kept(self, graph: DataflowGraph, resolved: Resolved) -> list[GroupPlan]:
         """The groups that are large enough for the configuration."""
-        config = self.config
         return [
-            group
-            for group in resolved.groups
-            if len(group.ops) >= config.min_nodes_for_fusion
-            and _largest_tensor(graph, group.ops) >= config.min_tensor_elements
+            group for group in resolved.groups
+            if len(group.ops) >= self.config.min_nodes_for_fusion
+            and _largest_tensor(graph, group.ops) >= self.config.min_tensor_elements
         ]
 
 

@@ -19,7 +19,7 @@ from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.implementations.subject import random_tensor
+from fuseplan.planner.implementations.sample_inputs import random_tensor
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.peers.inputs import make_inputs, trace_cell

@@ -16,8 +16,8 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions, region_parts
-from fuseplan.planner.implementations.aten_op import UNFUSED
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import UNFUSED
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.peers.contestant import OURS
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, launch_mode, op_work

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_dependencies, single_candidates
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.implementations import Implementation, Implementations
 
 
 @dataclass(frozen=True)
@@ -17,22 +17,6 @@ class Choice:
 
     group: Candidate
     implementation: Implementation
-
-
-@dataclass(frozen=True)
-class Implementations:
-    """The ways to run groups on a device.
-
-    ``aten`` runs every single op, ``kernel`` what lowers; ``libraries`` run the groups that they do not refuse.
-    """
-
-    aten: Implementation
-    kernel: Implementation
-    libraries: tuple[Implementation, ...] = ()
-
-    def named(self, name: str) -> Implementation:
-        """The way that a plan's record names: a back end's name stands for the kernel."""
-        return next((one for one in (self.aten, *self.libraries) if one.name == name), self.kernel)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 ``torch.ops.aten.view.default(x, shape)`` finds its kernel through a boxed call that converts each argument by schema;
 ``Tensor.view`` is generated C++ for the same operator and takes half the time or less. Which overload a binding picks
-depends on the kinds of its arguments, so every use is tried out: the binding is traced with operands of the same kind
-on the meta device, and taken only when it dispatches that very overload, once, with equal arguments, and returns its
-result. Operators that fail this in any way are called as before.
+depends on the kinds of its arguments, so every use is tried out: binding and operator are traced with operands of the
+same kind on the meta device, and the binding is taken only when it dispatches and returns the very same. Operators that
+fail this in any way are called as before.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +22,7 @@ from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
 from fuseplan.planner.rewrites.packing import pack_operands
-from fuseplan.planner.rewrites.trace_edit import fake_value
+from fuseplan.planner.rewrites.trace_edit import fake_value, is_written
 
 
 class Direct:
@@ -182,10 +181,6 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
     )
 
 
-def is_written(argument: torch._C.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def _standin(namespace: Any, function: Callable[..., Any]) -> Direct:
     """One for each function, so that generated code has one name for it."""
     name = function.__name__
@@ -195,30 +190,38 @@ def _standin(namespace: Any, function: Callable[..., Any]) -> Direct:
 def _does_the_same(
     candidate: Callable[..., Any], target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
+    """Whether both dispatch the same calls with equal arguments, and return the same of what these give."""
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    count = len(tensors)
 
-    def call(*given: torch.Tensor) -> Any:
-        remaining = iter(given)
-        filled = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
-        return candidate(*own_args, **own_kwargs)
+    def call(*given: torch.Tensor) -> list[Any]:
+        results = []
+        for function, operands in ((candidate, given[:count]), (target, given[count:])):
+            remaining = iter(operands)
+            filled = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
+            result = function(*own_args, **own_kwargs)
+            results.append(list(result) if isinstance(result, list | tuple) else result)
+        return results
 
     try:
         with torch.no_grad():
-            graph = make_fx(call, pre_dispatch=True)(*(tensor.clone() for tensor in tensors)).graph
+            graph = make_fx(call, pre_dispatch=True)(*(tensor.clone() for tensor in (*tensors, *tensors))).graph
     except Exception:  # no such overload, or no way to try it without data
         return False
-    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
-    if len(calls) != 1 or calls[0].target is not target:
-        return False
-    numbers = iter(graph.find_nodes(op="placeholder"))
-    expected = pytree.tree_unflatten(
-        [next(numbers) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    given, half = list(graph.find_nodes(op="placeholder")), len(calls) // 2
+    twins = dict(zip((*given[:count], *calls[:half]), (*given[count:], *calls[half:]), strict=False))
+
+    def is_same(one: Any, other: Any) -> bool:  # as text: 1, 1.0 and True are different scalars
+        return repr(fx.map_arg(one, lambda node: twins.get(node, node))) == repr(other)
+
+    own, its = graph.output_node().args[0]
+    return len(calls) == 2 * half and is_same(own, its) and all(
+        one.target is other.target and is_same((one.args, one.kwargs), (other.args, other.kwargs))
+        for one, other in zip(calls[:half], calls[half:], strict=True)
     )
-    (call_node,) = calls
-    seen = _by_name(target, call_node.args, call_node.kwargs)
-    return _equal(seen, _by_name(target, *expected)) and _returns(graph.output_node().args[0], call_node)
 
 
 def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,24 +229,3 @@ def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
     names = [arg.name for arg in target._schema.arguments]
     defaults = {arg.name: arg.default_value for arg in target._schema.arguments if arg.has_default_value()}
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Equal, and of one type: 1, 1.0 and True are different scalars."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _returns(result: Any, call: fx.Node) -> bool:
-    """Whether ``result`` is all that ``call`` gives, in its order."""
-    if not isinstance(result, list | tuple):
-        return result is call
-    items = all(
-        isinstance(item, fx.Node) and item.target is operator.getitem and item.args == (call, number)
-        for number, item in enumerate(result)
-    )
-    whole = call.meta.get("val")
-    return items and isinstance(whole, list | tuple) and len(result) == len(whole)

@@ -8,7 +8,7 @@ import torch
 
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import TensorSpec
-from fuseplan.planner.implementations.subject import needs_positive_inputs, random_tensor
+from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.patterns.table import trace_pattern
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -216,24 +216,29 @@ def _can_be_evaluated(target: Any) -> bool:
     return target is operator.getitem or isinstance(target, torch._ops.OpOverload)
 
 
-def _reads_by_index(node: fx.Node, tensors: Collection[fx.Node]) -> bool:
+def _reads_by_index(node: fx.Node, tensors: set[fx.Node]) -> bool:
     """Whether a node reads elements of tensors wherever they lie, and writes to none of them and hands out none."""
     if node.op != "call_function" or node.target is torch.ops.aten.as_strided.default:
         return False
-    return is_pure(node.target) or (_is_aten(node.target) and written_operands(node).isdisjoint(tensors))
+    return is_pure(node.target) or (_is_aten(node.target) and tensors.isdisjoint(operands_where(node, is_written)))
 
 
 def _is_aten(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
 
 
-def written_operands(node: fx.Node) -> set[fx.Node]:
-    """The operands that a call of an op writes to, as its schema says."""
+def is_written(argument: torch._C.Argument) -> bool:
+    """Whether an op writes to an argument, as its schema says."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def operands_where(node: fx.Node, wanted: Callable[[torch._C.Argument], bool]) -> list[fx.Node]:
+    """The operands of an op's call whose arguments in the schema are ``wanted``."""
     assert isinstance(node.target, torch._ops.OpOverload)
     arguments = node.target._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
-    written = (given.get(one.name) for one in arguments if one.alias_info is not None and one.alias_info.is_write)
-    return {leaf for value in written for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)}
+    values = [given.get(argument.name) for argument in arguments if wanted(argument)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, fx.Node)]
 
 
 def _moves_elements(old: torch.Tensor, new: torch.Tensor) -> bool:

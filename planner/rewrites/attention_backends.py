@@ -16,6 +16,7 @@ import torch
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import TensorSpec
+from fuseplan.planner.rewrites.attention_call import can_use
 
 _HALVES = ("float16", "bfloat16")
 #: Flash kernels read heads in steps of so many elements; the efficient kernel reads masks so.
@@ -215,14 +216,7 @@ def _strided(call: Attention, read: Sequence[TensorSpec]) -> str | None:
 
 def _device_reason(backend: str, call: Attention) -> str | None:
     """Why PyTorch says no on this device. Without a CUDA device nobody is asked."""
-    if not torch.cuda.is_available():
-        return None
-    from torch.backends import cuda
-
-    can_use = getattr(cuda, f"can_use_{backend}_attention")
-    given = fake_call(call)
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "enable_gqa")
-    if can_use(cuda.SDPAParams(*(given[name] for name in names)), False):
+    if not torch.cuda.is_available() or can_use(backend, fake_call(call)):
         return None
     return f"PyTorch's can_use_{backend}_attention says no on this device"
 

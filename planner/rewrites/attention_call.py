@@ -83,20 +83,21 @@ def chosen_backend(arguments: dict[str, Any]) -> str:
     PyTorch settles its order of preference when attention is first called, which a trace of attention has done. Sizes
     that are symbols are asked about as they were seen: the answer would tie the graph to them.
     """
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    for number in order() if order is not None else ():
+        name = _BACKENDS.get(number, "")
+        if name == "math" or (name and can_use(name, arguments)):
+            return name
+    return "math"
+
+
+def can_use(backend: str, arguments: dict[str, Any]) -> bool:
+    """Whether PyTorch says that a back end can run a call on this CUDA device; the arguments as above."""
     from torch.backends import cuda
 
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "enable_gqa")
     params = cuda.SDPAParams(*(_as_seen(arguments[name]) for name in names))
-    usable = {
-        "cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
-        "efficient": cuda.can_use_efficient_attention,
-    }
-    order = getattr(torch._C, "_get_sdp_priority_order", None)
-    for number in order() if order is not None else ():
-        name = _BACKENDS.get(number, "")
-        if name == "math" or (name in usable and usable[name](params)):
-            return name
-    return "math"
+    return bool(getattr(cuda, f"can_use_{backend}_attention")(params))
 
 
 def _as_seen(argument: Any) -> Any:

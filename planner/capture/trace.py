@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,10 +38,7 @@ from fuseplan.planner.rewrites.merged_projections import merge_projections
 
 @dataclass(frozen=True)
 class Captured:
-    """The graphs of one model under one workload.
-
-    Dynamo makes one graph or, with graph breaks, several in call order.
-    """
+    """The graphs of one model under one workload: one, or with graph breaks several in call order."""
 
     graphs: tuple[DataflowGraph, ...]
     workload: Workload
@@ -131,13 +129,12 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
     device = "meta" if device_type == "cuda" and not torch.cuda.is_available() else device_type
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _without_data(source, mode, device)
-    with mode:
-        if workload.regime != "generate":
-            with foreign_code("the model cannot be run"):
-                args, kwargs = model.example(workload)
-                traces = record(model.module, args, kwargs, pack_weights)
     if workload.regime == "generate":
         traces = record_generation(model, workload, mode, pack_weights)
+    else:
+        with mode, foreign_code("the model cannot be run"):
+            args, kwargs = model.example(workload)
+            traces = record(model.module, args, kwargs, pack_weights)
     return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload)
 
 
@@ -256,23 +253,14 @@ class _Recorder:
                 merge_projections(trace, parameter_positions(example_inputs))
             run = laid_out(graph.forward, trace)
             self.traces.append(normalise(trace))
+            return run
         except FuseplanError as error:
             self.errors.append(error)
             return graph.forward
-        return run
 
 
 #: Writes pages about an operation that fails on fake tensors; the error says it in one line.
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-
-
-@contextmanager
-def _silent(log: logging.Logger) -> Iterator[None]:
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 @contextmanager
@@ -285,9 +273,9 @@ def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
     """
     recorder = _Recorder(pack_weights)
     torch._dynamo.reset()
+    was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
-        with _silent(_FAKE_LOG):
-            yield recorder
+        yield recorder
     except Exception as error:
         if recorder.errors:
             raise recorder.errors[0] from error
@@ -295,6 +283,7 @@ def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
         why = "it decides by a number in a tensor, and a trace has none" if asked else in_words(error)
         raise CaptureError(f"{failure}: {why}") from error
     finally:
+        _FAKE_LOG.disabled = was_disabled
         torch._dynamo.reset()
     if recorder.errors:
         raise recorder.errors[0]
@@ -321,16 +310,11 @@ def _without_data(source: ModelSource, mode: FakeTensorMode, device: str) -> Mod
 
 def _faked(model: Model, mode: FakeTensorMode, device: str) -> Model:
     """The model with every tensor replaced by a fake one on ``device``; shared tensors stay shared."""
-    made: dict[int, Any] = {}
 
+    @cache  # by identity
     def fake(tensor: torch.Tensor) -> Any:
-        if id(tensor) not in made:
-            twin: Any = mode.from_tensor(tensor.detach()).to(device)
-            if isinstance(tensor, torch.nn.Parameter):
-                twin = torch.nn.Parameter(twin, requires_grad=False)
-            # The original is kept too: a freed tensor's id could come back.
-            made[id(tensor)] = (tensor, twin)
-        return made[id(tensor)][1]
+        twin = mode.from_tensor(tensor.detach()).to(device)
+        return torch.nn.Parameter(twin, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else twin
 
     for module in model.module.modules():
         for held in (module._parameters, module._buffers, vars(module)):

@@ -41,7 +41,11 @@ def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequen
 def run_op(op: OpGroup, args: Sequence[Any]) -> tuple[Any, Fused]:
     """Run the op that a library's call stands for; the result, and what does so in later calls."""
     chain: Fused = chain_module([op.node], op.inputs, op.outputs, op.device_type).forward
-    plain = (lambda *given: chain(*given)[0]) if len(op.outputs) == 1 else chain
+
+    def plain(*given: Any) -> Any:
+        results = chain(*given)
+        return results[0] if len(op.outputs) == 1 else results
+
     return plain(*args), plain
 
 

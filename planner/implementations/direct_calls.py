@@ -217,7 +217,8 @@ def _does_the_same(
     def is_same(one: Any, other: Any) -> bool:  # as text: 1, 1.0 and True are different scalars
         return repr(fx.map_arg(one, lambda node: twins.get(node, node))) == repr(other)
 
-    own, its = graph.output_node().args[0]
+    results: Any = graph.output_node().args[0]
+    own, its = results
     return len(calls) == 2 * half and is_same(own, its) and all(
         one.target is other.target and is_same((one.args, one.kwargs), (other.args, other.kwargs))
         for one, other in zip(calls[:half], calls[half:], strict=True)

@@ -64,12 +64,8 @@ _FOUND: WeakKeyDictionary[ComputeGraph, _Parts] = WeakKeyDictionary()
 
 def _found(graph: DataflowGraph) -> _Parts:
     flow = compute_graph_of(graph)
-    if flow not in _FOUND:
-        _FOUND[flow] = _search(graph, flow)
-    return _FOUND[flow]
-
-
-def _search(graph: DataflowGraph, flow: ComputeGraph) -> _Parts:
+    if flow in _FOUND:
+        return _FOUND[flow]
     anchors = [[at] for at, kind in enumerate(flow.kinds) if kind == "anchor" and flow.live[at]]
     cut = compute_graph_of(graph, cut_at_anchors=True) if anchors else flow
     parts = [*_Finder(graph, cut).components(), *anchors]
@@ -82,7 +78,8 @@ def _search(graph: DataflowGraph, flow: ComputeGraph) -> _Parts:
             found |= {region: (region,) for region in (finder.region(parts[number]) for number in within)}
         else:
             found[finder.region(members)] = tuple(finder.region(parts[number]) for number in within)
-    return dict(sorted(found.items(), key=lambda item: min(flow.position[name] for name in item[0].ops)))
+    _FOUND[flow] = dict(sorted(found.items(), key=lambda item: min(flow.position[name] for name in item[0].ops)))
+    return _FOUND[flow]
 
 
 def find_boundaries(graph: DataflowGraph) -> list[Boundary]:

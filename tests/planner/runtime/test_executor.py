@@ -25,7 +25,7 @@ from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.aten import run_op
 from fuseplan.planner.implementations.direct_calls import GroupCall
-from fuseplan.planner.libraries.merged_calls import MergedCall
+from fuseplan.planner.libraries.matmul_calls import MergedCall
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import CallPlan, FirstCall, GroupPlan, check_layouts
 from fuseplan.planner.tuning.planner import Planner

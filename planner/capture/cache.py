@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -39,11 +40,8 @@ def cached_capture(
 ) -> Captured:
     """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before.
 
-    The user's own module is always captured: its code may have changed. A folder that cannot be written is no error;
-    the capture is then just not kept.
-
-    Raises:
-        CaptureError, ConfigError: As :func:`~fuseplan.planner.capture.trace.capture`.
+    The user's own module is always captured: its code may have changed. Where the folder cannot be written nothing is
+    kept.
     """
     if source.kind == "module":
         return capture(source, workload, device_type, pack_weights)
@@ -106,11 +104,9 @@ def _read(path: Path, workload: Workload) -> Captured | None:
 
 def _write(path: Path, captured: Captured) -> None:
     """Write beside the target and rename: a reader never sees half a file."""
-    try:
+    with suppress(OSError, ValueError):
         text = json.dumps({"graphs": [graph_to_json(graph) for graph in captured.graphs]})
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
-    except (OSError, ValueError):
-        return

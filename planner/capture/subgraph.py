@@ -24,9 +24,7 @@ _ALIASES = {"cast": "to", "rmsnorm": "rms_norm", "layernorm": "layer_norm", "con
 
 @dataclass(frozen=True)
 class SubGraph:
-    """A graph of ops over named values.
-
-    The ops are in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
+    """Ops over named values, in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
 
     >>> swiglu = SubGraph(
     ...     (OpNode("silu", ("gate",), ("act",)), OpNode("mul", ("act", "up"), ("out",))), ("gate", "up"), ("out",)
@@ -101,11 +99,9 @@ def full_name(node: OpNode) -> str:
         GraphError: No overload takes these operands and attributes.
     """
     if "." in node.op:
-        resolve_op(node.op)
-        reason = _misfit(node, node.op)
-        if reason is None:
-            return node.op
-        raise GraphError(f"op {node.op} ({node.name}): {reason}")
+        if (reason := _misfit(node, node.op)) is not None:
+            raise GraphError(f"op {node.op} ({node.name}): {reason}")
+        return node.op
     short = _ALIASES.get(node.op, node.op)
     packet = getattr(torch.ops.aten, short, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -150,9 +146,7 @@ def _short_names() -> list[str]:
 
 
 def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:
-    """Trace and normalise a hand-built graph, as the back end does with a model; nothing is computed.
-
-    ``specs`` has the layout of every input, ``device`` says where they would be.
+    """Trace and normalise a hand-built graph with inputs of these layouts, as the back end does with a model.
 
     Raises:
         GraphError: The graph is malformed.

@@ -70,10 +70,9 @@ def trace_predispatch(
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 
-    No functionalisation, and no decomposition but of ops that only rearrange elements (``COMPOSED``): ``linear`` and
-    attention stay whole, in-place updates stay in place. But attention is asked for less
-    (:func:`~fuseplan.planner.rewrites.attention.rewrite_attention`, which takes the other two arguments);
-    ``meta["attention"]`` of the result says how often.
+    No functionalisation, and no decomposition but of ops that only rearrange elements (``COMPOSED``).
+    :func:`~fuseplan.planner.rewrites.attention.rewrite_attention` takes the other two arguments; what it did is
+    ``meta["attention"]`` of the result.
 
     Raises:
         CaptureError: Tracing failed, or autocast is on (its casts are not part of the trace).
@@ -111,16 +110,11 @@ def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Captured:
-    """Capture a model as ``torch.compile`` would see it on this kind of device.
+    """Capture a model as ``torch.compile`` would see it on this kind of device, ``"cpu"`` or ``"cuda"``.
 
-    Args:
-        source: The model.
-        workload: The sizes of the call.
-        device_type: ``"cpu"`` or ``"cuda"``. Without a GPU, ``"cuda"`` is captured on the meta device: the same ops,
-            but attention's output layout may differ from the real device's.
-        pack_weights: As with the option of this name: linear ops that read one value are one op.
-
-    Forgets all graphs that ``torch.compile`` holds in this process (they are compiled again when next called).
+    Without a GPU, ``"cuda"`` is captured on the meta device: the same ops, but attention's output layout may differ.
+    With ``pack_weights`` linear ops that read one value are one op. Forgets all graphs that ``torch.compile`` holds in
+    this process.
 
     Raises:
         CaptureError: The model cannot be traced without data; the message names the reason.
@@ -156,9 +150,9 @@ def record_generation(
 ) -> list[Traced]:
     """Let ``generate()`` call the model until it makes no new graphs, and give these, normalised.
 
-    The loop of ``transformers`` runs for real, on tokens; its calls only trace, and every token has the same score. So
-    masks, positions and caches are what they are at run time: a prompt, a first token, and one after that, from which
-    on a cache that grows has a dynamic size; and, where it is not far, the tokens at which a sliding window is full.
+    The loop of ``transformers`` runs for real; its calls only trace, and every token has the same score. So masks,
+    positions and caches are what they are at run time: a prompt, a first token, one after that, from which on a cache
+    that grows has a dynamic size, and, where it is not far, the tokens at which a sliding window is full.
 
     Raises:
         CaptureError: Dynamo cannot trace a call, or ``generate()`` fails.
@@ -183,10 +177,9 @@ def record_generation(
 
 
 def _prompt_masks(workload: Workload, device: torch.device) -> list[torch.Tensor]:
-    """Attention masks of prompts as a tokenizer makes them: batch x seq, int64.
+    """Attention masks of prompts, batch x seq, int64: of several lengths, padded on the left, and of one.
 
-    Prompts of one length have no padding, and ``transformers`` then drops masks; of several lengths the shorter ones
-    are padded on the left.
+    ``transformers`` drops masks without padding.
     """
     full = torch.ones(workload.batch, workload.seq, dtype=torch.long, device=device)
     if workload.batch == 1 or workload.seq == 1:
@@ -268,8 +261,7 @@ def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
     """A recorder for what is compiled meanwhile; all graphs that ``torch.compile`` holds are forgotten.
 
     Raises:
-        CaptureError: What is done with it fails, which ``failure`` names, or a graph cannot be normalised, or there is
-            none.
+        CaptureError: What is done meanwhile fails, named by ``failure``; a graph cannot be normalised, or is missing.
     """
     recorder = _Recorder(pack_weights)
     torch._dynamo.reset()

@@ -68,6 +68,22 @@ class Enumeration:
     refusals: tuple[Refusal, ...]
     truncated: str | None = None
 
+    def moved(self, graph: DataflowGraph, planned: Region, other: Region) -> Enumeration:
+        """What was enumerated of region ``planned`` at the same places of ``other``, a region of the same key."""
+        if planned.key != other.key:
+            raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
+        names = dict(zip(planned.ops, other.ops, strict=True))
+        values = dict(zip(planned.inputs, other.inputs, strict=True))
+        for here, there in names.items():
+            values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
+
+        def at(ops: Iterable[str], known: Mapping[str, str] = names) -> tuple[str, ...]:
+            return tuple(known[name] for name in ops)
+
+        found = [Candidate(at(one.ops), at(one.inputs, values), at(one.outputs, values)) for one in self.candidates]
+        refusals = [Refusal(at(one.ops), one.reason) for one in self.refusals]
+        return Enumeration(tuple(found), tuple(refusals), self.truncated)
+
 
 def enumerate_candidates(
     graph: DataflowGraph, region: Region, legal: Legal, limits: CandidateLimits = CandidateLimits()
@@ -148,28 +164,6 @@ def group_form(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str])
     members = [flow.position[name] for name in ops]
     names = [flow.names[at] for at in (*members, *flow.views_behind(members))]
     return canonical_form(graph, names, outputs)
-
-
-def transfer_all(graph: DataflowGraph, enumeration: Enumeration, planned: Region, other: Region) -> Enumeration:
-    """What was enumerated of region ``planned`` at the same places of ``other``, a region of the same key."""
-    if planned.key != other.key:
-        raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
-    names = dict(zip(planned.ops, other.ops, strict=True))
-    values = dict(zip(planned.inputs, other.inputs, strict=True))
-    for here, there in names.items():
-        values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
-
-    def moved(ops: Iterable[str], known: Mapping[str, str] = names) -> tuple[str, ...]:
-        return tuple(known[name] for name in ops)
-
-    return Enumeration(
-        tuple(
-            Candidate(moved(one.ops), moved(one.inputs, values), moved(one.outputs, values))
-            for one in enumeration.candidates
-        ),
-        tuple(Refusal(moved(one.ops), one.reason) for one in enumeration.refusals),
-        enumeration.truncated,
-    )
 
 
 def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Candidate:

@@ -50,11 +50,8 @@ def canonical_form(
 ) -> CanonicalForm:
     """Canonical form of the ops ``ops`` of ``graph`` (in any order).
 
-    Args:
-        graph: A static graph; ordering edges between two of the ops are part of the form.
-        ops: Names of the ops.
-        outputs: Values used outside.
-        order: Further orderings between ops that hold outside the set (a path through other ops).
+    ``graph`` is static; its ordering edges between two of the ops are part of the form, and so are those of ``order``,
+    which hold outside (a path through other ops). ``outputs`` are the values used outside.
 
     Raises:
         KeyError: An op is not in the graph.

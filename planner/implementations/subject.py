@@ -38,14 +38,11 @@ class GroupSubject:
 
     Attributes:
         key: Canonical workload key.
-        label: Short name for people.
         ir: The fused kernel, static; only its buffers where no kernel can be generated (a library's op).
         work: Bytes, flops and launches of the fused kernel.
         hot_inputs: Per input, True for an activation just produced, False for a weight.
         nodes: The ops of the unfused chain with the views between them, topological.
-        inputs: Value names of the kernel's inputs.
-        outputs: Value names of the kernel's outputs.
-        specs: Layouts of every value named above.
+        inputs, outputs: Value names of the kernel's inputs and outputs; ``specs`` has their layouts.
         device: Device type the unfused chain creates tensors on.
         library: What runs the ops in ATen's place; None for ATen.
         packed: Numbers of the inputs that lie one after another in one buffer, which is one operand.

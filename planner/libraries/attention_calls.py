@@ -1,12 +1,10 @@
 """PyTorch's attention, one back end at a time: each is a library call that a plan may choose.
 
-``scaled_dot_product_attention`` takes the first back end of a fixed order that can run a call. Here the op of one back
-end is called directly. A switch such as ``torch.nn.attention.sdpa_kernel`` would be the whole process's.
-
-What the composite op does before it calls a back end (``aten/src/ATen/native/transformers/attention.cpp``) is done
-here, too: heads are padded to a multiple of 8 for flash, boolean masks become numbers, masks get the strides that the
-efficient kernel wants, and keys are repeated for back ends that cannot share them. The rules for what is refused are
-in :mod:`~fuseplan.planner.rewrites.attention_backends`.
+The op of one back end is called directly: a switch such as ``torch.nn.attention.sdpa_kernel`` would be the whole
+process's. What ``scaled_dot_product_attention`` does before it calls a back end
+(``aten/src/ATen/native/transformers/attention.cpp``) is done here, too: heads are padded to a multiple of 8 for flash,
+boolean masks become numbers, masks get the strides that the efficient kernel wants, and keys are repeated for back ends
+that cannot share them.
 
 With one query position, the query heads that share keys are as good as positions of one head:
 ``[batch, kv * group, 1, width]`` is read as ``[batch, kv, group, width]``. That is the ``folded`` form of a call.
@@ -26,20 +24,8 @@ from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.graph.layouts import laid_out
 from fuseplan.planner.libraries.library_call import Call, OpGroup
-from fuseplan.planner.rewrites.attention_backends import (
-    BACKENDS,
-    STEP,
-    Attention,
-    fake_call,
-    folded,
-    is_whole_step,
-    whole_numbers,
-    why_not_foldable,
-    why_not_plain,
-)
+from fuseplan.planner.rewrites.attention_backends import BACKENDS, STEP, Attention, fake_call, whole_numbers
 from fuseplan.planner.rewrites.attention_call import masked_number
-
-__all__ = ["ATTENTION_CALLS", "AttentionCall"]
 
 _aten = torch.ops.aten
 _OP = "aten.scaled_dot_product_attention.default"
@@ -49,11 +35,9 @@ _Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Attention by one back end of PyTorch (implements
-    :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
+    """Attention by one of ``BACKENDS``, a :class:`~fuseplan.planner.libraries.library_call.LibraryCall`.
 
-    The back end is ``"flash"``, ``"efficient"``, ``"cudnn"`` or ``"math"``. ``folded``: query heads of a group are
-    positions of one head.
+    ``folded``: query heads of a group are positions of one head.
     """
 
     backend: str
@@ -71,7 +55,7 @@ class AttentionCall:
             return call
         if not self.folded:
             return BACKENDS[self.backend](call)
-        return why_not_foldable(call) or BACKENDS[self.backend](folded(call))
+        return call.why_not_foldable() or BACKENDS[self.backend](call.folded())
 
     def build(self, group: OpGroup) -> Call:
         """The call.
@@ -82,7 +66,7 @@ class AttentionCall:
         whole = _parsed(group)
         if isinstance(whole, str):
             raise ValueError(f"{self.name} cannot run {group.outputs}: {whole}")
-        call = folded(whole) if self.folded else whole
+        call = whole.folded() if self.folded else whole
         attend, numbers = _BUILDERS[self.backend](call), _numbers(whole, call, self.backend)
         names = bind_call(group.node, group.node.inputs)[0][:4]  # query, key, value and mask
         first, second, third, *last = (group.inputs.index(name) for name in names if name is not None)
@@ -120,7 +104,7 @@ def _parsed(group: OpGroup) -> Attention | str:
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
         return "kernels multiply what is masked by a scale that is not positive"
     call = Attention(query, key, value, mask, causal, scale, bool(kwargs.get("enable_gqa")), group.device_type)
-    return why_not_plain(call) or call
+    return call.why_not_plain() or call
 
 
 # -- calls ------------------------------------------------------------------------------------------------
@@ -173,7 +157,7 @@ def _build_flash(call: Attention) -> _Attend:
         query, key, value = (pad(one, (0, -width % STEP)) for one in (query, key, value))
         return attend(query, key, value, mask)[..., :width]
 
-    return attend if is_whole_step(width) else attend_padded
+    return attend if width % STEP == 0 else attend_padded
 
 
 def _build_efficient(call: Attention) -> _Attend:

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuseplan.planner.rewrites.attention_call import (
-    arguments_of,
-    attention_calls,
-    change_call,
-    fake_arguments,
-    masked_number,
-)
+from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of, change_call, fake_arguments, masked_number
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
 from fuseplan.planner.rewrites.trace_edit import (
     ancestors,
@@ -76,7 +70,7 @@ def _drop_constant_masks(graph: fx.Graph) -> int:
     """Let calls with a constant mask be causal, or without a mask, where that is the same; how many there were."""
     found = 0
     kinds: dict[tuple[fx.Node, tuple[int, ...]], str] = {}
-    for node in list(attention_calls(graph)):
+    for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
         call = arguments_of(node)
         mask, query, key = call["attn_mask"], static_sizes(call["query"]), static_sizes(call["key"])
         value = value_of(mask)
@@ -161,7 +155,7 @@ def _add_boolean_masks(graph: fx.Graph) -> int:
     """Turn boolean masks into the numbers that PyTorch takes, once for all calls on a GPU; how many calls."""
     found = 0
     numbers: dict[tuple[fx.Node, torch.dtype, float], fx.Node] = {}
-    for node in list(attention_calls(graph)):
+    for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
         mask, query = arguments_of(node)["attn_mask"], value_of(arguments_of(node)["query"])
         value = value_of(mask)
         if value is None or value.dtype != torch.bool or query is None or trace_device(node) != "cuda":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,11 +22,6 @@ _FINITE_BEFORE = "2.12"
 _FINITE = -65504.0
 #: Backends of PyTorch's attention on CUDA, by their numbers in its order of preference.
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-
-
-def attention_calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Every call of attention, in order."""
-    yield from graph.find_nodes(op="call_function", target=ATTENTION)
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

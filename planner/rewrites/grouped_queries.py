@@ -6,9 +6,8 @@ few kernels make use.
 * On GPUs ``enable_gqa`` reads shared keys and values as they are, for any number of tokens, where PyTorch has a fused
   back end that can. Which back end runs the call is chosen later, by measurement.
 * On CPUs, with a single query position the query heads of a group are as good as positions of one head:
-  ``[batch, kv * group, 1, width]`` becomes ``[batch, kv, group, width]``. The same numbers are computed for every head;
-  only the order in which a kernel adds them up may be another. On GPUs that is a choice, too (``sdpa.flash.folded``):
-  kernels that split a long cache among multiprocessors for one query position are faster without.
+  ``[batch, kv * group, 1, width]`` becomes ``[batch, kv, group, width]``. Only the order in which a kernel adds numbers
+  up may be another. On GPUs that is a choice of the plan (``sdpa.flash.folded``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch import fx
 from fuseplan.planner.rewrites.attention_call import (
     ATTENTION,
     arguments_of,
-    attention_calls,
     change_call,
     chosen_backend,
     fake_arguments,
@@ -68,7 +66,7 @@ def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> 
     if wanted is False:
         return 0
     found = 0
-    for node in list(attention_calls(module.graph)):
+    for node in list(module.graph.find_nodes(op="call_function", target=ATTENTION)):
         if trace_device(node) == "cuda" and _share(module.graph, node):
             found += 1
         elif wanted or trace_device(node) in MEASURED:

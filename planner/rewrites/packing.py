@@ -20,11 +20,8 @@ _DEVICES = ("cpu", "cuda")
 def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
     """Let the parameters of each group follow one another in memory, along their first dimension.
 
-    What lies so already is left alone. One group is copied at a time, and what it was copied from is freed: at most one
-    group lies in memory twice.
-
-    ``groups`` are positions in ``arguments`` of parameters of one dtype, device and inner shape; empty ones are passed
-    over.
+    ``groups`` are positions in ``arguments`` of parameters of one dtype, device and inner shape. At most one group lies
+    in memory twice meanwhile.
 
     Returns:
         Why they do not all lie as wanted; None when they do.

@@ -45,10 +45,7 @@ def static_sizes(node: Any) -> tuple[int, ...] | None:
 
 
 def sizes_of(node: Any) -> tuple[Any, ...] | None:
-    """The shape of a node's tensor, None where it has none: numbers, and expressions for dynamic sizes.
-
-    Comparing them adds no guard to the trace; equal ones are equal for all sizes.
-    """
+    """The shape of a node's tensor, None where it has none. Comparing dynamic sizes adds no guard to the trace."""
     value = value_of(node)
     if value is None:
         return None

@@ -11,22 +11,15 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.planner.dispatch_stats import Tally
-from fuseplan.planner.runtime.recording import (
-    NotRecordable,
-    Results,
-    Roles,
-    StaticInputs,
-    argument_roles,
-    why_unrecordable,
-)
+from fuseplan.planner.runtime.cuda_recorder import CudaRecorder, cuda_recorder
+from fuseplan.planner.runtime.recording import NotRecordable, Results, Roles, StaticInputs, why_unrecordable
 
 logger = logging.getLogger("fuseplan")
 
@@ -62,39 +55,15 @@ def graphed(
     if (reason := why_unrecordable(module, device_type)) is not None:
         note_plain(tally, reason)
         return function
-    roles = argument_roles(module, stationary)
+    roles = Roles.of(module, stationary)
     launcher = find_launcher()
     read = None if launcher is None else launcher.address_reader(roles.kept, roles.held)
     return GraphedCall(function, roles, recorder, tally, copy_outputs, read_addresses=read).__call__
 
 
-def find_recorder(device_type: str) -> Recorder | None:
+def find_recorder(device_type: str) -> CudaRecorder | None:
     """The recorder of the current device, None where there are no CUDA graphs."""
-    if device_type != "cuda":
-        return None
-    from fuseplan.planner.runtime.cuda_recorder import cuda_recorder
-
-    return cuda_recorder(torch.cuda.current_device())
-
-
-class Recorder(Protocol):
-    """A device that can record launches."""
-
-    def busy(self) -> bool:
-        """True when the caller records already, or works on another device: then calls must be plain."""
-
-    def turn(self) -> AbstractContextManager[Any]:
-        """One recording or replay at a time: all share memory, so one on another stream waits for the last one."""
-
-    def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
-        """Call ``function(*args)`` without running its kernels.
-
-        Returns:
-            What it returned (memory that each replay overwrites), and what replays its kernels.
-
-        Raises:
-            NotRecordable: It did something that cannot be recorded.
-        """
+    return cuda_recorder(torch.cuda.current_device()) if device_type == "cuda" else None
 
 
 class GraphedCall:
@@ -105,8 +74,8 @@ class GraphedCall:
     """
 
     def __init__(
-        self, function: Callable[..., Any], roles: Roles, recorder: Recorder, tally: Tally, copy_outputs: bool = True,
-        keep: int = KEPT_RECORDINGS, read_addresses: AddressReader | None = None
+        self, function: Callable[..., Any], roles: Roles, recorder: CudaRecorder, tally: Tally,
+        copy_outputs: bool = True, keep: int = KEPT_RECORDINGS, read_addresses: AddressReader | None = None
     ) -> None:
         self._function = function
         self._roles = roles

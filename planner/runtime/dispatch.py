@@ -47,14 +47,10 @@ def fuseplan(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None,
     mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph (registered as ``backend="fuseplan"``).
+    """Compile one Dynamo graph (registered as ``backend="fuseplan"``): a function that fails only where it would.
 
-    Example inputs are tensors and integers. For ``options`` see
-    :class:`~fuseplan.planner.runtime.options.DispatchOptions`; ``mode`` is a name of
+    For ``options`` see :class:`~fuseplan.planner.runtime.options.DispatchOptions`; ``mode`` is a name of
     :data:`~fuseplan.planner.runtime.options.MODES`.
-
-    Returns:
-        A function with the graph's signature. It never fails where the graph itself would not.
 
     Raises:
         ConfigError: A mode, an option or a value is unknown.

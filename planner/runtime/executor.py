@@ -1,9 +1,6 @@
 """Making a plan executable: each fused group becomes one call in the traced FX graph; everything else stays ATen.
 
-The traced graph is copied in a topological order of the graph in which every group is contracted to one node. Data
-dependencies, the ordering edges of mutations and the relative order of side effects are all kept, so a group is
-placed after its last input and before its first reader whatever the order of the trace was. A group that cannot be
-placed, lowered or built is left as the ATen ops it was, and counted with its reason.
+A group that cannot be placed, lowered or built is left as the ATen ops it was, and counted with its reason.
 """
 
 from __future__ import annotations
@@ -49,14 +46,13 @@ def executable(
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``plans`` as kernels.
 
-    Never raises for a group: one that cannot be built or placed runs unfused and is counted in ``tally``. The first
-    call of each kernel is guarded (a failure puts the group's ATen ops in its place for good); later calls are direct.
+    Never raises for a group. The first call of each kernel is guarded (:class:`FirstCall`); later calls are direct.
     With ``debug`` the first call also logs how far the kernel is from the ATen ops.
 
     With ``in_place``, outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
     on, where the back end can do that. ``donated`` and ``parameters`` are positions of arguments: those that the caller
-    gives away, whose memory may be taken so, too, and those that are parameters. ``calls`` are ops that a library's
-    call runs.
+    gives away, whose memory may be taken so, too, and those that are parameters. A library's call runs each of
+    ``calls``.
     """
     built = list(_kernel_calls(traced, plans, target, tally, numerics, in_place, debug))
     if built and target.device_type == "cuda" and (problem := launcher_problem()) is not None:

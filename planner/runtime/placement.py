@@ -24,6 +24,9 @@ from fuseplan.planner.rewrites.trace_edit import fake_tensors
 def fused_graph(traced: Traced, groups: Sequence[GroupCall]) -> tuple[fx.Graph, list[tuple[GroupCall, str]]]:
     """A copy of the traced graph in which groups replace the ops whose results they produce.
 
+    Its order is a topological one of the graph in which every group is one node: data dependencies, the ordering edges
+    of mutations and the relative order of side effects are kept.
+
     Returns:
         The new graph, whose nodes know the name of the traced node that they stand for (``meta["traced"]``), and the
         groups that could not be placed, each with the reason.

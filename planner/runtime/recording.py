@@ -50,24 +50,24 @@ class Roles:
     shaped: tuple[int, ...] = ()
     held: tuple[torch.Tensor, ...] = ()
 
-
-def argument_roles(module: fx.GraphModule, stationary: Collection[int]) -> Roles:
-    """The roles of a pre-dispatch trace's arguments; tensors at ``stationary`` positions are kept."""
-    kept, copied, sizes, shaped = [], [], [], []
-    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
-        fake = node.meta.get("val")
-        if not isinstance(fake, torch.Tensor):
-            sizes.append(position)
-            continue
-        if any(not isinstance(extent, int) for extent in (*fake.shape, *fake.stride())):
-            shaped.append(position)
-        if position in stationary:
-            kept.append(position)
-        elif node.users:
-            copied.append(position)
-    attributes = (attrgetter(str(node.target))(module) for node in module.graph.find_nodes(op="get_attr"))
-    held = tuple(attribute for attribute in attributes if isinstance(attribute, torch.Tensor))
-    return Roles(tuple(kept), tuple(copied), tuple(sizes), tuple(shaped), held)
+    @staticmethod
+    def of(module: fx.GraphModule, stationary: Collection[int]) -> Roles:
+        """The roles of a pre-dispatch trace's arguments; tensors at ``stationary`` positions are kept."""
+        kept, copied, sizes, shaped = [], [], [], []
+        for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
+            fake = node.meta.get("val")
+            if not isinstance(fake, torch.Tensor):
+                sizes.append(position)
+                continue
+            if any(not isinstance(extent, int) for extent in (*fake.shape, *fake.stride())):
+                shaped.append(position)
+            if position in stationary:
+                kept.append(position)
+            elif node.users:
+                copied.append(position)
+        attributes = (attrgetter(str(node.target))(module) for node in module.graph.find_nodes(op="get_attr"))
+        held = tuple(attribute for attribute in attributes if isinstance(attribute, torch.Tensor))
+        return Roles(tuple(kept), tuple(copied), tuple(sizes), tuple(shaped), held)
 
 
 def why_unrecordable(module: fx.GraphModule, device_type: str = "cuda") -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -206,18 +206,15 @@ class _Builder:
         name, storage = written.name, self.storages.of(written)
         if str(twin) not in RECIPES or name in self.placeholders or name in self.constants:
             return False
-        tensors = [(one, value) for one, value in self._traced() if value.name not in self.overwritten]
+        tensors = [
+            (one, tensor) for one, value in self.values.items() for tensor in tensors_in(value)
+            if tensor.name not in self.overwritten
+        ]
         if any(self.storages.of(value) == storage and value.name != name for _, value in tensors):
             return False
         standing_for = [self.nodes[name], *(one for one, value in tensors if value.name == name)]
         is_read_later = any(user is not node and user not in self.values for one in standing_for for user in one.users)
         return not is_read_later and is_laid_out_alike(node, twin)
-
-    def _traced(self) -> Iterator[tuple[fx.Node, TracedTensor]]:
-        """Every tensor so far, with a node that stands for it."""
-        for node, value in self.values.items():
-            for item in tensors_in(value):
-                yield node, item
 
     def _append_functional(self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node) -> None:
         """Add an in-place call as the op ``name``, whose result is in memory of its own."""

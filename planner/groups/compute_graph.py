@@ -124,11 +124,8 @@ class ComputeGraph:
 
     def compute_preds(self, at: int) -> Iterator[int]:
         """Compute ops and anchors whose values op ``at`` reads, views looked through; each once."""
-        seen: set[int] = set()
-        for source in self.sources[at]:
-            producer = self._producer.get(source)
-            if producer is not None and producer not in seen and self.is_member(producer):
-                seen.add(producer)
+        for producer in dict.fromkeys(map(self._producer.get, self.sources[at])):
+            if producer is not None and self.is_member(producer):
                 yield producer
 
     def views_behind(self, ops: Iterable[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -47,18 +46,13 @@ def region_problem(
     """
     dependencies = region_dependencies(graph, region)
     singles = single_candidates(graph, region)
+    asked = [] if book is None else [
+        (anchor, library) for anchor in singles if book.is_anchor(anchor) for library in implementations.libraries
+        if library.refuse(book, anchor) is None
+    ]
     choices = (
         *(Choice(single, implementations.aten) for single in singles),
-        *(_library_choices(book, singles, implementations.libraries) if book is not None else ()),
+        *(Choice(anchor, library) for anchor, library in asked),
         *(Choice(candidate, implementations.kernel) for candidate in enumeration.candidates),
     )
     return RegionProblem(tuple(single.ops[0] for single in singles), choices, dependencies.edges())
-
-
-def _library_choices(
-    book: GroupBook, singles: Sequence[Candidate], libraries: Sequence[Implementation]
-) -> list[Choice]:
-    anchors = [single for single in singles if book.is_anchor(single)]
-    return [
-        Choice(anchor, library) for anchor in anchors for library in libraries if library.refuse(book, anchor) is None
-    ]

@@ -157,14 +157,13 @@ def find_binding(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
         return None
     key = target, _kind(tuple(args)), _kind(dict(kwargs))
     if key not in _FOUND:
-        _FOUND[key] = next(
-            (
-                _standin(namespace, candidate) for namespace in _NAMESPACES
-                if callable(candidate := getattr(namespace, target._opname, None))
-                and _does_the_same(candidate, target, args, kwargs)
-            ),
-            None,
-        )
+        _FOUND[key] = None
+        for namespace in _NAMESPACES:
+            function = getattr(namespace, target._opname, None)
+            if callable(function) and _does_the_same(function, target, args, kwargs):
+                name = function.__name__  # one stand-in for each function, so that generated code has one name for it
+                _FOUND[key] = _STANDINS.setdefault((str(namespace), name), Direct(function, name))
+                break
     return _FOUND[key]
 
 
@@ -179,12 +178,6 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
         and not (draws and _by_name(target, args, kwargs).get("dropout_p") != 0.0)
         and not any(arg.kwarg_only and is_written(arg) for arg in target._schema.arguments)
     )
-
-
-def _standin(namespace: Any, function: Callable[..., Any]) -> Direct:
-    """One for each function, so that generated code has one name for it."""
-    name = function.__name__
-    return _STANDINS.setdefault((str(namespace), name), Direct(function, name))
 
 
 def _does_the_same(

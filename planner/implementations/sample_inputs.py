@@ -93,14 +93,11 @@ def needs_positive_inputs(nodes: Iterable[OpNode]) -> bool:
             continue
         if name in _ROOTS and not operands_safe:
             return True
-        if name in _NEVER_NEGATIVE or (name in _KEEP_SIGN and operands_safe and _adds_nothing_negative(node)):
+        other = node.attrs.get("other", 0)
+        adds_negative = isinstance(other, int | float) and not other >= 0
+        if name in _NEVER_NEGATIVE or (name in _KEEP_SIGN and operands_safe and not adds_negative):
             never_negative.update(node.outputs)
     return False
-
-
-def _adds_nothing_negative(node: OpNode) -> bool:
-    other = node.attrs.get("other", 0)
-    return not isinstance(other, int | float) or other >= 0
 
 
 def random_tensor(

@@ -254,7 +254,8 @@ def _plain_ones(spec: TensorSpec) -> TensorSpec:
 
 def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
     """The subject for a group that only library calls run."""
-    packed = _packed_weights(group.node)
+    is_merged = group.node.op.startswith("fuseplan.merged_linear")
+    packed = tuple(weight.position for weight in group.node.attrs["weights"]) if is_merged else ()
     operands = [name for number, name in enumerate(group.inputs) if number not in packed[1:]]
     layouts = dict(group.specs)
     if packed:
@@ -278,13 +279,6 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
         device=group.device_type,
         packed=packed,
     )
-
-
-def _packed_weights(node: OpNode) -> tuple[int, ...]:
-    """Numbers of the inputs that are weights packed in one buffer."""
-    if not node.op.startswith("fuseplan.merged_linear"):
-        return ()
-    return tuple(weight.position for weight in node.attrs["weights"])
 
 
 #: Spellings of long op runs by what they compute; only names for people, never used to decide anything.

@@ -56,17 +56,14 @@ def collapse_views(graph: fx.Graph, traced: fx.Graph, parameters: Collection[int
         if not isinstance(place, _Place) or node is place.root or node in kept:
             continue
         better = _better(graph, node, place, places.of[place.root], made)
-        if better is not None and not any(_writes_to(user, better) for user in node.users):
+        # ATen lets some ops that write read a view of a tensor without elements, but not the tensor itself.
+        writers = [user for user in node.users if is_op(user) and not is_pure(user.target)]
+        if better is not None and not any(better in user.all_input_nodes for user in writers):
             node.replace_all_uses_with(better)
     needed = set(before) - places.views
     for node in reversed(graph.nodes):
         if node not in needed and not node.users:
             graph.erase_node(node)
-
-
-def _writes_to(user: fx.Node, tensor: fx.Node) -> bool:
-    """Whether an op may write to a tensor: ATen lets some read a view of it without elements, but not itself."""
-    return is_op(user) and not is_pure(user.target) and tensor in user.all_input_nodes
 
 
 # -- where a view lies ------------------------------------------------------------------------------------

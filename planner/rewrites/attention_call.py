@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,17 +44,12 @@ def change_call(node: fx.Node, **changes: Any) -> bool:
         if name in _KEYWORDS and given[name] is not None and given[name] is not False
     }
     before, after = fake_arguments(node), fake_arguments(node, **changes)
-    if _is_dynamic(after.values()) and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
+    tensors = [one for one in after.values() if isinstance(one, FakeTensor)]
+    is_dynamic = any(isinstance(size, torch.SymInt) for one in tensors for size in (*one.shape, *one.stride()))
+    if is_dynamic and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
         node.args, node.kwargs = args, kwargs
         return True
     return change_arguments(node, args, kwargs)
-
-
-def _is_dynamic(arguments: Iterable[Any]) -> bool:
-    return any(
-        isinstance(size, torch.SymInt)
-        for one in arguments if isinstance(one, FakeTensor) for size in (*one.shape, *one.stride())
-    )
 
 
 def _layout_as_seen(arguments: dict[str, Any]) -> tuple[tuple[int, ...], ...] | None:

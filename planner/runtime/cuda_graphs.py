@@ -91,7 +91,8 @@ class GraphedCall:
     def __call__(self, *args: Any) -> Any:
         if self._plain or self._recorder.busy():
             return self._function(*args)
-        kind = self._kind(args)
+        sizes = (*(args[at] for at in self._roles.sizes), *(args[at].shape for at in self._roles.shaped))
+        kind = sizes, self._read_addresses(args)
         if kind not in self._recordings and not self._is_due(kind):
             return self._function(*args)
         with self._recorder.turn():
@@ -105,11 +106,6 @@ class GraphedCall:
                 self._recordings.move_to_end(kind)
                 return replay(args)
         return self._function(*args)
-
-    def _kind(self, args: tuple[Any, ...]) -> _Kind:
-        roles = self._roles
-        sizes = (*(args[at] for at in roles.sizes), *(args[at].shape for at in roles.shaped))
-        return sizes, self._read_addresses(args)
 
     def _is_due(self, kind: _Kind) -> bool:
         """Count a plain call; True when the next thing to do with its kind is to record it."""

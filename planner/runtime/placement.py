@@ -80,7 +80,12 @@ class _Rewrite:
         order.add_nodes_from(pending)
         while pending:  # units that an output or an effect needs
             unit = pending.pop()
-            needs = {self.definer.get(node, node) for node in self._reads(unit)} - {unit}
+            if isinstance(unit, fx.Node):
+                read = unit.all_input_nodes
+            else:
+                read = [node for name in unit.symbols for node in self.symbols.nodes(name)]
+                read += map(self._node, unit.inputs)
+            needs = {self.definer.get(node, node) for node in read} - {unit}
             pending += [need for need in needs if need not in order]
             order.add_edges_from((need, unit) for need in needs)
         edges = self._ordering_edges(groups)
@@ -94,12 +99,6 @@ class _Rewrite:
             return self.rank[unit]
         # Ranked by its last output, a group runs as late as the trace's order suggests: lifetimes stay short.
         return max(self.rank[self._node(value)] for value in unit.outputs)
-
-    def _reads(self, unit: _Unit) -> list[fx.Node]:
-        if isinstance(unit, fx.Node):
-            return unit.all_input_nodes
-        sizes = [node for name in unit.symbols for node in self.symbols.nodes(name)]
-        return [self._node(value) for value in unit.inputs] + sizes
 
     def _is_root(self, node: fx.Node) -> bool:
         if node.op in ("placeholder", "output"):
@@ -132,24 +131,22 @@ class _Rewrite:
         graph = fx.Graph()
         made = {node: graph.node_copy(node) for node in self.source.find_nodes(op="placeholder")}
         for unit in order:
-            if isinstance(unit, GroupCall):
-                self._emit_group(graph, unit, made)
-            elif unit.op not in ("placeholder", "output"):
-                made[unit] = graph.node_copy(unit, made.__getitem__)
+            if isinstance(unit, fx.Node):
+                if unit.op not in ("placeholder", "output"):
+                    made[unit] = graph.node_copy(unit, made.__getitem__)
+                continue
+            args = [made[self._node(value)] for value in unit.inputs]
+            args += [self.symbols.emit(name, graph, made) for name in unit.symbols]
+            call = graph.call_function(unit, tuple(args))
+            for number, value in enumerate(unit.outputs):
+                result = call if len(unit.outputs) == 1 else graph.call_function(operator.getitem, (call, number))
+                made.setdefault(self._node(value), result)
         graph.node_copy(self.source.output_node(), made.__getitem__)
         for node in graph.nodes:
             node.meta = {}  # the trace's fake tensors would live as long as the compiled graph
         for node, result in made.items():
             result.meta["traced"] = node.name
         return graph
-
-    def _emit_group(self, graph: fx.Graph, group: GroupCall, made: dict[fx.Node, fx.Node]) -> None:
-        args = [made[self._node(value)] for value in group.inputs]
-        args += [self.symbols.emit(name, graph, made) for name in group.symbols]
-        call = graph.call_function(group, tuple(args))
-        for number, value in enumerate(group.outputs):
-            result = call if len(group.outputs) == 1 else graph.call_function(operator.getitem, (call, number))
-            made.setdefault(self._node(value), result)
 
 
 def _item_nodes(traced: Traced) -> dict[str, fx.Node]:

@@ -54,7 +54,11 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     """
     if (reason := session.unusable()) is not None:
         tally.refuse(reason)
-        _warn_once(f"fuseplan fuses nothing here: {reason}")
+        message = f"fuseplan fuses nothing here: {reason}"
+        logger.info(message)
+        if message not in _WARNED:  # a process compiles hundreds of graphs
+            _WARNED.add(message)
+            warnings.warn(message, stacklevel=2)
         return Resolved((), ())
     start = time.perf_counter()
     planner = session.planner()
@@ -77,14 +81,6 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     resolved = _resolved(session, graph, plans, tally)
     tally.count("lookup_s", time.perf_counter() - start)
     return resolved
-
-
-def _warn_once(message: str) -> None:
-    """Log every time, warn in the first: a process compiles hundreds of graphs."""
-    logger.info(message)
-    if message not in _WARNED:
-        _WARNED.add(message)
-        warnings.warn(message, stacklevel=2)
 
 
 def _stored_plans(

@@ -107,8 +107,6 @@ class _Builder:
             else:
                 raise CaptureError(f"node {node.name} is a {node.op}; only ATen calls can be planned")
 
-    # -- leaves ---------------------------------------------------------------------------------------------
-
     def _placeholder(self, node: fx.Node, position: int) -> Any:
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor):
@@ -149,8 +147,6 @@ class _Builder:
             else:
                 leaves.append(leaf)
         self.results = tuple(leaves)
-
-    # -- calls ----------------------------------------------------------------------------------------------
 
     def _call(self, node: fx.Node) -> Any:
         target, fake = node.target, node.meta.get("val")
@@ -289,8 +285,6 @@ class _Builder:
         # What nobody can see written keeps its place all the same, as if it drew random numbers.
         changed = frozenset(map(self.storages.of, written)) if written else touched | GENERATOR
         self.accesses[node.name] = Access(touched, changed)
-
-    # -- higher-order ops -----------------------------------------------------------------------------------
 
     def _higher_order(self, node: fx.Node, target: torch._ops.HigherOrderOperator) -> Any:
         """Keep a call such as ``cond`` whole, as one opaque op (the tracer has inlined the simple ones)."""

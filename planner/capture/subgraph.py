@@ -88,9 +88,6 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(set(names))) or "none"
 
 
-# -- op names ---------------------------------------------------------------------------------------------
-
-
 def full_name(node: OpNode) -> str:
     """The ATen overload a node means: ``"add"`` with two tensors is ``"aten.add.Tensor"``.
 
@@ -140,9 +137,6 @@ def _short_names() -> list[str]:
 
     planned = {name.split(".")[1] for name in (*RECIPES, *VIEW_MAPS)}
     return sorted(planned | _ALIASES.keys() | {"linear", "matmul", "scaled_dot_product_attention"})
-
-
-# -- tracing ----------------------------------------------------------------------------------------------
 
 
 def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:

@@ -100,9 +100,6 @@ class FakeValues:
         return None if source is None else fake_value(source)
 
 
-# -- examples of operands ---------------------------------------------------------------------------------
-
-
 class _NoExample(Exception):
     """There is no plain value like this one."""
 
@@ -136,8 +133,6 @@ def _kind(value: Any) -> _Kind:
         return (type(value),)
     return type(value), value
 
-
-# -- bindings ---------------------------------------------------------------------------------------------
 
 #: Where PyTorch keeps the functions generated for its operators.
 _NAMESPACES: tuple[Any, ...] = tuple(

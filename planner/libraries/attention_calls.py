@@ -85,9 +85,6 @@ class AttentionCall:
         return run
 
 
-# -- reading a group --------------------------------------------------------------------------------------
-
-
 def _parsed(group: OpGroup) -> Attention | str:
     """The call that a group is, or why it is none that a back end could run."""
     if group.node.op != _OP:
@@ -105,9 +102,6 @@ def _parsed(group: OpGroup) -> Attention | str:
         return "kernels multiply what is masked by a scale that is not positive"
     call = Attention(query, key, value, mask, causal, scale, bool(kwargs.get("enable_gqa")), group.device_type)
     return call.why_not_plain() or call
-
-
-# -- calls ------------------------------------------------------------------------------------------------
 
 
 def _numbers(whole: Attention, call: Attention, backend: str) -> Callable[[torch.Tensor], torch.Tensor]:

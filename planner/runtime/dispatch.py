@@ -124,9 +124,6 @@ def _stationary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:
     }
 
 
-# -- what is not fused at all -----------------------------------------------------------------------------
-
-
 def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """Why no part of the graph may be fused, None when parts may."""
     tensors = [item for item in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(item, torch.Tensor)]

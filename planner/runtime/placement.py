@@ -70,8 +70,6 @@ class _Rewrite:
         """The FX node whose result is the tensor ``value`` (an item of an op with several results)."""
         return self.items.get(value) or self.node_of[value]
 
-    # -- order --------------------------------------------------------------------------------------------
-
     def schedule(self, groups: Sequence[GroupCall]) -> tuple[list[_Unit], list[GroupCall]]:
         """Live units in a topological order close to the trace's; or, where there is none, the groups in circles."""
         self.definer = {self._node(value): group for group in reversed(groups) for value in group.outputs}
@@ -123,8 +121,6 @@ class _Rewrite:
         for before, after, carried in self.flow.graph.edges(data="values"):
             if not carried:
                 yield from product(runs[before], runs[after])
-
-    # -- emission -----------------------------------------------------------------------------------------
 
     def emit(self, order: Sequence[_Unit]) -> fx.Graph:
         """The new graph."""

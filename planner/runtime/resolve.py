@@ -121,9 +121,6 @@ def _report_misses(
             logger.info("no tuned plan for %s; `plan tune` with this model and these sizes stores one", label)
 
 
-# -- neighbouring sizes -----------------------------------------------------------------------------------
-
-
 def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:
     """Plans tuned for the same regions with another value of one dynamic size.
 
@@ -163,9 +160,6 @@ def _tuned(
             if region.key in stored:
                 found[frozenset(region.ops)] = (size, RegionPlan(region, stored[region.key], "database"))
     return found
-
-
-# -- misses -----------------------------------------------------------------------------------------------
 
 
 def _plans_on_miss(
@@ -232,9 +226,6 @@ def _with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
         return replace(choice, implementation=same.implementation, config=same.config)
 
     return replace(plan, record=replace(plan.record, groups=tuple(map(configured, plan.record.groups))))
-
-
-# -- groups -----------------------------------------------------------------------------------------------
 
 
 def _resolved(session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally) -> Resolved:

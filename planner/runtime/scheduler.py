@@ -136,8 +136,6 @@ class FusionScheduler:
             lines += [f"  not chosen: {other.label}: {other.reason}" for other in plan.record.rejected]
         return "\n".join(lines) or "nothing to fuse: no two ops of the graph can share a kernel"
 
-    # -- building -----------------------------------------------------------------------------------------
-
     def _compile(self, graph: SubGraph, tensors: list[torch.Tensor]) -> Callable[..., Any]:
         unfused = _unfused(graph, tensors)
         if not self.config.enable_fusion:

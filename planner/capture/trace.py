@@ -12,9 +12,9 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils._pytree as pytree
@@ -35,25 +35,8 @@ from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.rewrites.attention import rewrite_attention
 from fuseplan.planner.rewrites.merged_projections import merge_projections
 
-
-@dataclass(frozen=True)
-class Captured:
-    """The graphs of one model under one workload: one, or with graph breaks several in call order."""
-
-    graphs: tuple[DataflowGraph, ...]
-    workload: Workload
-
-    @property
-    def graph(self) -> DataflowGraph:
-        """The graph of a model without graph breaks.
-
-        Raises:
-            CaptureError: There are several graphs.
-        """
-        if len(self.graphs) != 1:
-            raise CaptureError(f"the model breaks into {len(self.graphs)} graphs; use Captured.graphs")
-        return self.graphs[0]
-
+#: Of one model under one workload: one, or with graph breaks several in call order.
+Graphs: TypeAlias = tuple[DataflowGraph, ...]
 
 _ATEN = torch.ops.aten
 #: Ops that PyTorch itself computes by a ``permute``, ``reshape``, ``slice`` or ``repeat``.
@@ -109,7 +92,7 @@ def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
     return frozenset(at for at, item in enumerate(example_inputs) if isinstance(item, torch.nn.Parameter))
 
 
-def capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Captured:
+def capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Graphs:
     """Capture a model as ``torch.compile`` would see it on this kind of device, ``"cpu"`` or ``"cuda"``.
 
     Without a GPU, ``"cuda"`` is captured on the meta device: the same ops, but attention's output layout may differ.
@@ -129,7 +112,7 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
         with mode, foreign_code("the model cannot be run"):
             args, kwargs = model.example(workload)
             traces = record(model.module, args, kwargs, pack_weights)
-    return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload)
+    return tuple(bind_graph(trace.graph) for trace in traces)
 
 
 def record(

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TypeAlias
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.canonical import CanonicalForm, canonical_form
+from fuseplan.planner.groups.canonical import canonical_form
 from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.connected_sets import ConnectedSets, connected_sets, parts
 from fuseplan.planner.groups.convex import Dependencies, bits
@@ -158,12 +158,12 @@ def single_candidates(graph: DataflowGraph, region: Region) -> list[Candidate]:
     return region_candidates(graph, region, [1 << bit for bit in range(count)])
 
 
-def group_form(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) -> CanonicalForm:
-    """Canonical form of a group: its compute ops, and the views it reads through."""
+def group_key(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) -> str:
+    """Canonical hash of a group: its compute ops, and the views it reads through."""
     flow = compute_graph_of(graph)
     members = [flow.position[name] for name in ops]
     names = [flow.names[at] for at in (*members, *flow.views_behind(members))]
-    return canonical_form(graph, names, outputs)
+    return canonical_form(graph, names, outputs).key
 
 
 def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Candidate:

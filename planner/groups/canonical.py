@@ -15,40 +15,22 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, Region, TensorSpec
 from fuseplan.planner.groups.colouring import Colouring
 
 #: Version of the canonical text. Change it whenever the text of any graph changes.
 SCHEMA = "fuseplan-canonical-1"
 
 
-@dataclass(frozen=True)
-class CanonicalForm:
-    """Identity and canonical numbering of a set of ops.
-
-    Attributes:
-        key: sha256 of the canonical text; names and capture order play no part.
-        ops: Op names, topological; equal forms list corresponding ops at equal positions.
-        inputs: Values read from outside, in first-use order.
-        outputs: Values used outside, in op order.
-    """
-
-    key: str
-    ops: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
 def canonical_form(
     graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], order: Iterable[tuple[str, str]] = ()
-) -> CanonicalForm:
-    """Canonical form of the ops ``ops`` of ``graph`` (in any order).
+) -> Region:
+    """The ops ``ops`` of ``graph`` (in any order) with their key, a sha256: names and capture order play no part in it.
 
     ``graph`` is static; its ordering edges between two of the ops are part of the form, and so are those of ``order``,
     which hold outside (a path through other ops). ``outputs`` are the values used outside.
@@ -82,13 +64,13 @@ class _Builder:
         )
         self.order = sorted({(at[a], at[b]) for a, b in (*edges, *order)})
 
-    def form(self) -> CanonicalForm:
+    def form(self) -> Region:
         numbering = self._colouring().topological_order(first=len(self.external))
         text, inputs = self._text(numbering)
         ops = [self.nodes[at] for at in numbering]
         outputs = tuple(value for node in ops for value in node.outputs if value in self.outputs)
         key = hashlib.sha256(text.encode()).hexdigest()
-        return CanonicalForm(key, tuple(node.name for node in ops), inputs, outputs)
+        return Region(tuple(node.name for node in ops), inputs, outputs, key)
 
     def _colouring(self) -> Colouring:
         values = [f"in:{spec_text(self.graph.specs[value])}" for value in self.external]

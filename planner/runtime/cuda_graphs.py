@@ -139,12 +139,9 @@ class GraphedCall:
 
 def address_reader(roles: Roles) -> AddressReader:
     """Reads the addresses of what a call uses where it lies, tensor by tensor."""
-    held = tuple(roles.held)
-
-    def read(args: tuple[Any, ...]) -> tuple[int, ...]:
-        return (*(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in held))
-
-    return read
+    return lambda args: (
+        *(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in roles.held)
+    )
 
 
 def note_plain(tally: Tally, reason: str) -> None:

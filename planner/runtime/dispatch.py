@@ -1,11 +1,5 @@
 """The ``torch.compile`` back end: plans are looked up when a graph is compiled, and kernels are called directly after.
 
->>> import torch
->>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU())
->>> fast = torch.compile(model, backend="fuseplan")  # doctest: +SKIP
->>> with torch.no_grad():  # doctest: +SKIP
-...     fast(torch.randn(2, 8))
-
 Whatever cannot be fused runs as the ATen ops that eager would run, and is counted in
 :func:`fuseplan.planner.stats`. The back end is for inference: with gradients enabled on inputs or parameters
 that require them, the whole graph runs unfused.

@@ -105,10 +105,9 @@ class FusionScheduler:
                     self._cache[key] = call
             try:
                 results = call(*tensors)
-            except FuseplanError:
-                raise
             except Exception as error:
-                if not self.config.fallback_on_error or any(mutates(node) for node in graph.ordered):
+                is_told = isinstance(error, FuseplanError) or not self.config.fallback_on_error
+                if is_told or any(mutates(node) for node in graph.ordered):
                     raise
                 logger.warning("graph failed (%s); running its ops one by one", failure_reason(error))
                 results = _unfused(graph, tensors)(*tensors)  # names the op if it is the op that fails

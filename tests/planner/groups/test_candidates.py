@@ -21,7 +21,7 @@ from fuseplan.planner.groups.candidates import (
     Enumeration,
     enumerate_candidates,
     enumerate_parts,
-    group_form,
+    group_key,
 )
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.groups.convex import Dependencies, bits
@@ -231,7 +231,7 @@ def test_transfer_and_group_form_agree_between_repeats() -> None:
     there = enumerated(graph, other)
     assert here.moved(graph, first, other).candidates == there.candidates
     for a, b in zip(here.candidates[-5:], there.candidates[-5:], strict=True):
-        assert group_form(graph, a.ops, a.outputs).key == group_form(graph, b.ops, b.outputs).key
+        assert group_key(graph, a.ops, a.outputs) == group_key(graph, b.ops, b.outputs)
 
 
 def test_transfer_refuses_other_regions() -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from paths import SUPPORT
 from random_graphs import random_graph
 
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
-from fuseplan.planner.groups.canonical import CanonicalForm, attribute_text, canonical_form
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, Region, TensorSpec
+from fuseplan.planner.groups.canonical import attribute_text, canonical_form
 
 
 def scrambled(graph: DataflowGraph, seed: int) -> tuple[DataflowGraph, dict[str, str]]:
@@ -43,7 +43,7 @@ def scrambled(graph: DataflowGraph, seed: int) -> tuple[DataflowGraph, dict[str,
     return DataflowGraph(nodes, specs, inputs, outputs, order=order), names
 
 
-def structure(graph: DataflowGraph, form: CanonicalForm) -> list[Any]:
+def structure(graph: DataflowGraph, form: Region) -> list[Any]:
     """What two forms with one key must agree on: each op with its operands as positions in the form."""
     place: dict[str, Any] = {value: ("in", at) for at, value in enumerate(form.inputs)}
     for at, name in enumerate(form.ops):
@@ -54,7 +54,7 @@ def structure(graph: DataflowGraph, form: CanonicalForm) -> list[Any]:
     ] + [place[value] for value in form.outputs]
 
 
-def form_of(graph: DataflowGraph, ops: list[str]) -> CanonicalForm:
+def form_of(graph: DataflowGraph, ops: list[str]) -> Region:
     """The form of some ops, whose outputs are what others read or the graph returns."""
     values = [value for name in ops for value in graph.op(name).outputs]
     read = [value for value in values if any(reader not in ops for reader in graph.consumers(value))]

@@ -181,7 +181,7 @@ class _Builder:
         bound = bind_arguments(name, self._resolve(node.args), self._resolve(node.kwargs), self.names)
         results, value = self._results(node)
         if not results:
-            return self._append_effect(node, name, bound.operands, bound.written)
+            return self._append_opaque(node, name, bound.operands, (), bound.written)
         twin = functional_twin(target) if len(results) == len(bound.written) == 1 else None
         if twin is not None and self._may_be_functional(node, twin, bound.written[0]):
             self._append_functional(str(twin), bound, results, node)
@@ -274,31 +274,28 @@ class _Builder:
         )
         return [item for item in value if isinstance(item, TracedTensor)], value
 
-    def _append_effect(
-        self, node: fx.Node, name: str, operands: Sequence[TracedTensor], written: Sequence[TracedTensor]
+    def _append_opaque(
+        self, node: fx.Node, name: str, operands: Sequence[TracedTensor], results: Sequence[TracedTensor],
+        written: Sequence[TracedTensor],
     ) -> None:
-        """An op without a tensor as its result: it is there for what it writes, or for something else that it does."""
-        self.specs[node.name] = TensorSpec.contiguous((0,), "float32")
-        self.nodes[node.name] = node
-        self.ops.append(OpNode(name, tuple(operand.name for operand in operands), (node.name,)))
-        touched = frozenset(map(self.storages.of, operands))
+        """An op that is kept whole. Without a tensor as its result it is there for something else that it does."""
+        for result in results:
+            self._define(result.name, result.fake, node)
+        if not results:
+            self.specs[node.name] = TensorSpec.contiguous((0,), "float32")
+            self.nodes[node.name] = node
+        outputs = tuple(one.name for one in results) or (node.name,)
+        self.ops.append(OpNode(name, tuple(one.name for one in operands), outputs))
+        touched, changed = (frozenset(map(self.storages.of, tensors)) for tensors in (operands, written))
         # What nobody can see written keeps its place all the same, as if it drew random numbers.
-        changed = frozenset(map(self.storages.of, written)) if written else touched | GENERATOR
-        self.accesses[node.name] = Access(touched, changed)
+        self.accesses[outputs[0]] = Access(touched, changed if results or written else touched | GENERATOR)
 
     def _higher_order(self, node: fx.Node, target: torch._ops.HigherOrderOperator) -> Any:
         """Keep a call such as ``cond`` whole, as one opaque op (the tracer has inlined the simple ones)."""
-        name, operands = f"higher_order.{target.name()}", tensors_in(self._resolve((node.args, node.kwargs)))
+        operands = tensors_in(self._resolve((node.args, node.kwargs)))
         results, value = self._results(node)
-        if not results:
-            return self._append_effect(node, name, operands, ())
-        for result in results:
-            self._define(result.name, result.fake, node)
-        made = OpNode(name, tuple(one.name for one in operands), tuple(one.name for one in results))
-        self.ops.append(made)
         # What it does inside is not looked at: it may write to anything it is given.
-        touched = frozenset(map(self.storages.of, operands))
-        self.accesses[made.name] = Access(touched, touched)
+        self._append_opaque(node, f"higher_order.{target.name()}", operands, results, operands if results else ())
         return value
 
     def finish(self) -> Traced:

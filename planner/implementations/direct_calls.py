@@ -10,7 +10,7 @@ fail this in any way are called as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Direct:
         return self.function(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class GroupCall:
     """Stands for the call of a group of ops in an FX graph: ``call(*inputs, *symbols)``.
 
@@ -47,18 +48,20 @@ class GroupCall:
         reuse_options: Inputs whose memory the outputs could take, if nothing needs them.
     """
 
-    def __init__(
-        self, name: str, ops: tuple[str, ...], inputs: tuple[str, ...], outputs: tuple[str, ...],
-        symbols: tuple[str, ...] = (), buffers: Sequence[Buffer] = (),
-        reuse_options: ReuseOptions = MappingProxyType({}),
-    ) -> None:
-        self.__name__ = self.__qualname__ = name
+    name: str
+    ops: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    symbols: tuple[str, ...] = ()
+    buffers: Sequence[Buffer] = ()
+    reuse_options: ReuseOptions = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.__name__ = self.__qualname__ = self.name
         self.__module__ = "fuseplan"
-        self.ops, self.inputs, self.outputs = ops, inputs, outputs
-        self.symbols, self.buffers, self.reuse_options = symbols, buffers, reuse_options
 
     def __call__(self, *args: Any) -> Any:
-        raise AssertionError(f"{self.__name__} was never filled")
+        raise AssertionError(f"{self.name} was never filled")
 
 
 def fill_namespace(namespace: dict[str, Any]) -> None:

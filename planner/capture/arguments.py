@@ -1,4 +1,8 @@
-"""The arguments of a traced ATen call, split as :class:`~fuseplan.planner.graph.dataflow.OpNode` wants them."""
+"""The arguments of a traced ATen call, split as :class:`~fuseplan.planner.graph.dataflow.OpNode` wants them.
+
+Synonymous calls get one spelling: ``x.float()``, ``x.to("cuda", torch.float32)`` and ``x.type_as(y)`` are the same op,
+and ``view(-1, 64)`` is ``view(8, 64)``. Keys of tuned records must not depend on which one a model's author wrote.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from fuseplan.kernels.ir.index import as_size, is_static
 from fuseplan.planner.capture.sizes import SizeNames
-from fuseplan.planner.graph.dataflow import Ref
+from fuseplan.planner.graph.dataflow import Ref, TensorSpec
 from fuseplan.planner.graph.execute import Parameter, parameters_of
 
 
@@ -22,16 +27,13 @@ class TracedTensor:
     fake: torch.Tensor
 
 
-#: No address, and not the number that stands for the random number generator.
-_FIRST_RENEWED = -2
-
-
 @dataclass
 class Storages:
     """Which traced tensors share memory at run time."""
 
     _merged: dict[int, int] = field(default_factory=dict)
-    _renewals: int = 0
+    #: The last number given to memory that the trace does not show: no address, and not the random number generator.
+    _renewed: int = -2
 
     def of(self, tensor: TracedTensor) -> int:
         """Identity of the memory: equal for a tensor, its views, and what an in-place op returns."""
@@ -40,8 +42,8 @@ class Storages:
 
     def renew(self, tensor: TracedTensor) -> None:
         """Declare that from now on what the trace shows in the memory of ``tensor`` counts as another memory."""
-        self._renewals += 1
-        self._merged[int(tensor.fake.untyped_storage()._cdata)] = _FIRST_RENEWED - self._renewals
+        self._renewed -= 1
+        self._merged[int(tensor.fake.untyped_storage()._cdata)] = self._renewed
 
     def merge(self, tensor: TracedTensor, other: TracedTensor) -> None:
         """Declare that ``tensor`` is in the memory of ``other``, although the trace shows two storages."""
@@ -73,6 +75,14 @@ def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], name
     operands: list[TracedTensor] = []
     attrs: dict[str, Any] = {}
     written: list[TracedTensor] = []
+
+    def placed(item: Any) -> Any:
+        """A list element: a tensor becomes an operand and leaves a ``Ref`` to it."""
+        if not isinstance(item, TracedTensor):
+            return names.plain(item)
+        operands.append(item)
+        return Ref(len(operands) - 1)
+
     parameters = parameters_of(op)
     given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | dict(kwargs)
     for parameter in parameters:
@@ -85,7 +95,7 @@ def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], name
         elif parameter.is_variadic and tensors:
             operands.extend(tensors)
         elif tensors:
-            attrs[parameter.name] = tuple(_place(item, operands, names) for item in value)
+            attrs[parameter.name] = tuple(map(placed, value))
         elif not _is_default(parameter, value):
             attrs[parameter.name] = names.plain(value)
     return Bound(tuple(operands), attrs, tuple(written))
@@ -94,14 +104,6 @@ def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], name
 def tensors_in(value: Any) -> list[TracedTensor]:
     """The tensors in nested lists, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, TracedTensor)]
-
-
-def _place(item: Any, operands: list[TracedTensor], names: SizeNames) -> Any:
-    """A list element: a tensor becomes an operand and leaves a ``Ref`` to it."""
-    if not isinstance(item, TracedTensor):
-        return names.plain(item)
-    operands.append(item)
-    return Ref(len(operands) - 1)
 
 
 def _is_default(parameter: Parameter, value: Any) -> bool:
@@ -115,3 +117,61 @@ def _is_default(parameter: Parameter, value: Any) -> bool:
         usual = torch.contiguous_format if parameter.default == 0 else torch.preserve_format
         return value in (None, usual, parameter.default)
     return parameter.name == "generator" and value is None
+
+
+# -- one spelling -----------------------------------------------------------------------------------------
+
+_CASTS = frozenset({
+    "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default",
+    "aten._to_copy.default",
+})
+_VIEWS = frozenset({"aten.view.default", "aten.view_as.default"})
+_RESHAPES = frozenset({
+    "aten.reshape.default", "aten.reshape_as.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
+    "aten.unflatten.int",
+})
+_EXPANDS = frozenset(("aten.expand.default", "aten.expand_as.default"))
+
+
+def respell(
+    op: str, inputs: tuple[str, ...], attrs: Mapping[str, Any], source: TensorSpec | None, result: TensorSpec,
+    moves: bool,
+) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """``(op, inputs, attrs)`` in the one spelling the planner uses.
+
+    ``source`` is the spec of the first operand (None for an op without any), ``result`` that of the first result;
+    ``moves`` says that they are on different devices.
+    """
+    if op in _CASTS and not moves:
+        assert source is not None
+        kept = {key: value for key, value in attrs.items() if key == "memory_format"}
+        if source.dtype == result.dtype:
+            return "aten.clone.default", inputs[:1], kept
+        return "aten.to.dtype", inputs[:1], {"dtype": result.dtype, **kept}
+    if op in _VIEWS:
+        return "aten.view.default", inputs[:1], {"size": result.shape}
+    if op in _RESHAPES:
+        return "aten.reshape.default", inputs[:1], {"shape": result.shape}
+    if op in _EXPANDS:
+        return "aten.expand.default", inputs[:1], {"size": result.shape, "implicit": False}
+    if op == "aten.lift_fresh_copy.default":
+        return "aten.clone.default", inputs[:1], {}
+    if op == "aten.slice.Tensor" and source is not None:
+        return op, inputs, _explicit_slice(attrs, source, result)
+    return op, inputs, dict(attrs)
+
+
+def _explicit_slice(attrs: Mapping[str, Any], source: TensorSpec, result: TensorSpec) -> dict[str, Any]:
+    """Start and end as positions inside the dimension, where they are known."""
+    dim, step, start = attrs["dim"] % len(source.shape), attrs["step"], attrs["start"] or 0
+    extent, length = source.shape[dim], result.shape[dim]
+    if not is_static(start):
+        return dict(attrs)
+    if start < 0:
+        start = extent + start
+    if is_static(start, extent):
+        start = min(max(start, 0), extent)
+    end = as_size(start + length) if step == 1 else attrs["end"]
+    if step != 1 and is_static(extent, end):
+        end = min(end + extent if end < 0 else end, extent)
+    return {**attrs, "dim": dim, "start": as_size(start), "end": end}

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import platformdirs
 import torch
 
 import fuseplan.kernels
-from fuseplan.planner.capture.trace import Captured, capture
+from fuseplan.planner.capture.trace import Graphs, capture
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
@@ -36,19 +37,16 @@ def default_folder() -> Path:
 
 def cached_capture(
     source: ModelSource, workload: Workload, device_type: str, folder: Path | None = None, pack_weights: bool = False
-) -> Captured:
+) -> Graphs:
     """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before.
 
-    The user's own module is always captured: its code may have changed. A folder that cannot be written is no error;
-    the capture is then just not kept.
-
-    Raises:
-        CaptureError, ConfigError: As :func:`~fuseplan.planner.capture.trace.capture`.
+    The user's own module is always captured: its code may have changed. Where the folder cannot be written nothing is
+    kept.
     """
     if source.kind == "module":
         return capture(source, workload, device_type, pack_weights)
     path = capture_path(source, workload, device_type, folder, pack_weights)
-    found = _read(path, workload)
+    found = _read(path)
     if found is None:
         found = capture(source, workload, device_type, pack_weights)
         _write(path, found)
@@ -93,24 +91,21 @@ def _code_hash(folders: Sequence[Path] = _CODE) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, workload: Workload) -> Captured | None:
+def _read(path: Path) -> Graphs | None:
     try:
         # A file holds a hundred thousand lists, none of them garbage: the collector would look through them for longer
         # than it takes to read them.
         with no_collection():
-            graphs = json.loads(path.read_text(encoding="utf-8"))["graphs"]
-            return Captured(tuple(graph_from_json(graph) for graph in graphs), workload)
+            return tuple(map(graph_from_json, json.loads(path.read_text(encoding="utf-8"))["graphs"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _write(path: Path, captured: Captured) -> None:
+def _write(path: Path, graphs: Graphs) -> None:
     """Write beside the target and rename: a reader never sees half a file."""
-    try:
-        text = json.dumps({"graphs": [graph_to_json(graph) for graph in captured.graphs]})
+    with suppress(OSError, ValueError):
+        text = json.dumps({"graphs": [graph_to_json(graph) for graph in graphs]})
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
-    except (OSError, ValueError):
-        return

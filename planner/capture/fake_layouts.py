@@ -33,17 +33,18 @@ _LIKE = (
 def correct_layouts(module: fx.GraphModule) -> None:
     """Give what fake tensors get wrong in a pre-dispatch trace, and all that reads it, the layout that eager makes.
 
-    A trace that could not run with it (a ``view`` of what is not laid out for it) stays as it is: eager fails there.
+    A trace that could not run with it stays as it is: eager fails there.
 
     Raises:
         ValueError: Not even the shape of a fake value is eager's.
     """
+    mode: Any = torch._guards.detect_fake_mode([value_of(node) for node in module.graph.nodes])
     for node in module.graph.nodes:
-        strides = _indexed(node) if node.target is _INDEX else _like(node) if node.target in _LIKE else None
+        strides = _indexed(node, mode) if node.target is _INDEX else _like(node) if node.target in _LIKE else None
         result = value_of(node)
         if strides is None or result is None or _same(strides, result.stride()):
             continue
-        with torch.no_grad(), _mode(result):
+        with torch.no_grad(), mode:
             made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
         values = follow(node, made, corrected=True)
         if values is not None:
@@ -72,19 +73,15 @@ def _restrided(result: Any, expected: torch.Tensor | None) -> Any:
     return result.as_strided(expected.shape, expected.stride()) if numbers else result
 
 
-def _mode(result: torch.Tensor) -> Any:
-    mode = torch._guards.detect_fake_mode(result)
-    assert mode is not None, "a trace holds a tensor that is not fake"
-    return mode
-
-
-def _indexed(node: fx.Node) -> Sequence[Any] | None:
+def _indexed(node: fx.Node, mode: Any) -> Sequence[Any] | None:
     """Strides of what is indexed with tensors; None where nothing is known."""
     source, result, listed = value_of(node.args[0]), value_of(node), cast(Sequence[Any], node.args[1])
     indices = {dim: value for dim, one in enumerate(listed) if (value := value_of(one)) is not None}
-    if source is None or result is None or not indices or any(map(_is_mask, indices.values())):
+    if source is None or result is None or not indices:
         return None
-    with torch.no_grad(), _mode(result):
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices.values()):
+        return None
+    with torch.no_grad(), mode:
         strides = compute_elementwise_output_strides(*_operands(source.detach(), indices))
     if len(strides) != result.dim():  # an index without dimensions, which fake tensors do not broadcast
         raise ValueError(f"{node} has {len(strides)} dimensions, for PyTorch's fake tensors {result.dim()}")
@@ -99,10 +96,6 @@ def _like(node: fx.Node) -> Sequence[Any] | None:
     count = [not statically_known_true(size == 1) for size in source.shape]
     own, other = (list(compress(one.stride(), count)) for one in (result, source))
     return source.stride() if _same(own, other) else None
-
-
-def _is_mask(index: torch.Tensor) -> bool:
-    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _operands(source: torch.Tensor, indices: dict[int, torch.Tensor]) -> list[torch.Tensor]:

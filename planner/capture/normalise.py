@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +18,18 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fuseplan.planner.capture.arguments import Bound, Storages, TracedTensor, bind_arguments, tensors_in
-from fuseplan.planner.capture.functionalise import functional_twin, is_laid_out_alike, is_read_later, unordered_readers
-from fuseplan.planner.capture.hazards import Access, live, order_edges
+from fuseplan.planner.capture.arguments import Bound, Storages, TracedTensor, bind_arguments, respell, tensors_in
 from fuseplan.planner.capture.sizes import SizeNames
-from fuseplan.planner.capture.synonyms import Call, respell
 from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.writes import (
+    GENERATOR,
+    Access,
+    functional_twin,
+    is_laid_out_alike,
+    live,
+    order_edges,
+    unordered_readers,
+)
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.lowering.recipes import RECIPES
@@ -88,11 +94,10 @@ class _Builder:
         self.device = devices.most_common(1)[0][0] if devices else "cpu"
 
     def walk(self) -> None:
-        position = 0
+        positions = {node: at for at, node in enumerate(self.root.graph.find_nodes(op="placeholder"))}
         for node in self.root.graph.nodes:
             if node.op == "placeholder":
-                self.values[node] = self._placeholder(node, position)
-                position += 1
+                self.values[node] = self._placeholder(node, positions[node])
             elif node.op == "get_attr":
                 self.values[node] = self._attribute(node)
             elif node.op == "call_function":
@@ -101,8 +106,6 @@ class _Builder:
                 self._output(node)
             else:
                 raise CaptureError(f"node {node.name} is a {node.op}; only ATen calls can be planned")
-
-    # -- leaves ---------------------------------------------------------------------------------------------
 
     def _placeholder(self, node: fx.Node, position: int) -> Any:
         fake = node.meta.get("val")
@@ -145,8 +148,6 @@ class _Builder:
                 leaves.append(leaf)
         self.results = tuple(leaves)
 
-    # -- calls ----------------------------------------------------------------------------------------------
-
     def _call(self, node: fx.Node) -> Any:
         target, fake = node.target, node.meta.get("val")
         if target is operator.getitem:
@@ -171,15 +172,7 @@ class _Builder:
 
     def _resolve(self, argument: Any) -> Any:
         """The argument with every fx node replaced by what it stands for."""
-        if isinstance(argument, fx.Node):
-            return self.values[argument]
-        if isinstance(argument, list | tuple):
-            return tuple(self._resolve(item) for item in argument)
-        if isinstance(argument, dict):
-            return {key: self._resolve(item) for key, item in argument.items()}
-        if isinstance(argument, slice):
-            raise CaptureError("a slice object reached the trace; index with ATen ops")
-        return argument
+        return fx.map_arg(argument, self.values.__getitem__)
 
     def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> Any:
         name = str(target)
@@ -188,7 +181,7 @@ class _Builder:
         bound = bind_arguments(name, self._resolve(node.args), self._resolve(node.kwargs), self.names)
         results, value = self._results(node)
         if not results:
-            return self._append_effect(node, name, bound.operands, bound.written)
+            return self._append_opaque(node, name, bound.operands, (), bound.written)
         twin = functional_twin(target) if len(results) == len(bound.written) == 1 else None
         if twin is not None and self._may_be_functional(node, twin, bound.written[0]):
             self._append_functional(str(twin), bound, results, node)
@@ -196,7 +189,9 @@ class _Builder:
         if len(results) == 1 and bound.operands and not bound.written and self._is_same(name, bound, results[0]):
             # A split into a single part lists it.
             return bound.operands[0] if isinstance(value, TracedTensor) else bound.operands[:1]
-        self._append(name, bound, results, node, random=_is_random(target, bound.attrs))
+        # Attention draws random numbers only with dropout.
+        draws = torch.Tag.nondeterministic_seeded in target.tags and bound.attrs.get("dropout_p", 1.0) != 0.0
+        self._append(name, bound, results, node, GENERATOR if draws else frozenset())
         return value
 
     def _may_be_functional(self, node: fx.Node, twin: torch._ops.OpOverload, written: TracedTensor) -> bool:
@@ -207,26 +202,22 @@ class _Builder:
         name, storage = written.name, self.storages.of(written)
         if str(twin) not in RECIPES or name in self.placeholders or name in self.constants:
             return False
-        tensors = [(one, value) for one, value in self._traced() if value.name not in self.overwritten]
+        tensors = [
+            (one, tensor) for one, value in self.values.items() for tensor in tensors_in(value)
+            if tensor.name not in self.overwritten
+        ]
         if any(self.storages.of(value) == storage and value.name != name for _, value in tensors):
             return False
-        standing_for = [one for one, value in tensors if value.name == name]
-        if is_read_later([self.nodes[name], *standing_for], node, self.values):
-            return False
-        return is_laid_out_alike(node, twin)
-
-    def _traced(self) -> Iterator[tuple[fx.Node, TracedTensor]]:
-        """Every tensor so far, with a node that stands for it."""
-        for node, value in self.values.items():
-            for item in tensors_in(value):
-                yield node, item
+        standing_for = [self.nodes[name], *(one for one, value in tensors if value.name == name)]
+        is_read_later = any(user is not node and user not in self.values for one in standing_for for user in one.users)
+        return not is_read_later and is_laid_out_alike(node, twin)
 
     def _append_functional(self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node) -> None:
         """Add an in-place call as the op ``name``, whose result is in memory of its own."""
         (written,) = bound.written
         storage = self.storages.of(written)
         readers = [op for op in self.ops if storage in self.accesses[op.name].touched]
-        self._append(name, replace(bound, written=()), results, node, random=False, fresh=True)
+        self._append(name, replace(bound, written=()), results, node, fresh=True)
         made = self.ops[-1]
         # Where the op stays as it is, it writes over what they read.
         self.ordered.extend((reader, made.name) for reader in unordered_readers(readers, made, self.ops))
@@ -245,30 +236,25 @@ class _Builder:
         return offsets[0] == offsets[1] and self._spec(operand.fake) == self._spec(result.fake)
 
     def _append(
-        self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node, random: bool, fresh: bool = False
+        self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node,
+        also_written: frozenset[int] = frozenset(), fresh: bool = False,
     ) -> None:
         for result in results:
             self._define(result.name, result.fake, node)
         source, result = next(iter(bound.operands), None), results[0]
-        call = Call(
-            name,
-            tuple(operand.name for operand in bound.operands),
-            bound.attrs,
-            self.specs[source.name] if source else None,
-            self.specs[result.name],
-            source is not None and source.fake.device != result.fake.device,
-        )
-        op, inputs, attrs = respell(call)
-        if call.moves or any(self._is_elsewhere(tensor) for tensor in (*bound.operands, *results)):
+        moves = source is not None and source.fake.device != result.fake.device
+        names = tuple(operand.name for operand in bound.operands)
+        spec = self.specs[source.name] if source is not None else None
+        op, inputs, attrs = respell(name, names, bound.attrs, spec, self.specs[result.name], moves)
+        if moves or any(self._is_elsewhere(tensor) for tensor in (*bound.operands, *results)):
             attrs["device"] = result.fake.device.type
         if not bound.operands:
             self.from_nothing.update(item.name for item in results)
-        made = OpNode(op, inputs, tuple(item.name for item in results), attrs)
-        self.ops.append(made)
         touched = frozenset(map(self.storages.of, bound.operands))
         written = frozenset(map(self.storages.of, bound.written))
         is_view = bool(touched) and not written and not fresh and touched.issuperset(map(self.storages.of, results))
-        self.accesses[made.name] = Access(frozenset() if is_view else touched, written, random)
+        self.ops.append(OpNode(op, inputs, tuple(item.name for item in results), attrs))
+        self.accesses[result.name] = Access(frozenset() if is_view else touched, written | also_written)
 
     def _is_elsewhere(self, tensor: TracedTensor) -> bool:
         """True for a tensor on another device than most; what an op makes of numbers alone can be made anywhere."""
@@ -288,72 +274,53 @@ class _Builder:
         )
         return [item for item in value if isinstance(item, TracedTensor)], value
 
-    def _append_effect(
-        self, node: fx.Node, name: str, operands: Sequence[TracedTensor], written: Sequence[TracedTensor]
+    def _append_opaque(
+        self, node: fx.Node, name: str, operands: Sequence[TracedTensor], results: Sequence[TracedTensor],
+        written: Sequence[TracedTensor],
     ) -> None:
-        """An op without a tensor as its result: it is there for what it writes, or for something else that it does."""
-        self.specs[node.name] = TensorSpec.contiguous((0,), "float32")
-        self.nodes[node.name] = node
-        self.ops.append(OpNode(name, tuple(operand.name for operand in operands), (node.name,)))
-        touched = frozenset(map(self.storages.of, operands))
-        changed = frozenset(map(self.storages.of, written or operands))
+        """An op that is kept whole. Without a tensor as its result it is there for something else that it does."""
+        for result in results:
+            self._define(result.name, result.fake, node)
+        if not results:
+            self.specs[node.name] = TensorSpec.contiguous((0,), "float32")
+            self.nodes[node.name] = node
+        outputs = tuple(one.name for one in results) or (node.name,)
+        self.ops.append(OpNode(name, tuple(one.name for one in operands), outputs))
+        touched, changed = (frozenset(map(self.storages.of, tensors)) for tensors in (operands, written))
         # What nobody can see written keeps its place all the same, as if it drew random numbers.
-        self.accesses[node.name] = Access(touched, changed, random=not written)
-
-    # -- higher-order ops -----------------------------------------------------------------------------------
+        self.accesses[outputs[0]] = Access(touched, changed if results or written else touched | GENERATOR)
 
     def _higher_order(self, node: fx.Node, target: torch._ops.HigherOrderOperator) -> Any:
         """Keep a call such as ``cond`` whole, as one opaque op (the tracer has inlined the simple ones)."""
-        operands = tensors_in((self._resolve(node.args), self._resolve(node.kwargs)))
+        operands = tensors_in(self._resolve((node.args, node.kwargs)))
         results, value = self._results(node)
-        if not results:
-            return self._append_effect(node, f"higher_order.{target.name()}", operands, ())
-        for result in results:
-            self._define(result.name, result.fake, node)
-        made = OpNode(
-            f"higher_order.{target.name()}",
-            tuple(operand.name for operand in operands),
-            tuple(result.name for result in results),
-        )
-        self.ops.append(made)
         # What it does inside is not looked at: it may write to anything it is given.
-        touched = frozenset(map(self.storages.of, operands))
-        self.accesses[made.name] = Access(touched, touched)
+        self._append_opaque(node, f"higher_order.{target.name()}", operands, results, operands if results else ())
         return value
 
     def finish(self) -> Traced:
         ops = live(self.ops, self.accesses, self.outputs)
-        defined = {*self.placeholders, *self.constants}
         used = {*(name for op in ops for name in op.inputs), *self.outputs}
         constants = {name: held for name, held in self.constants.items() if name in used}
-        kept = {*self.placeholders, *constants, *(name for op in ops for name in op.outputs)}
+        given = {*self.placeholders, *constants}
+        kept = given.union(name for op in ops for name in op.outputs)
+        names = {op.name for op in ops}
         graph = DataflowGraph(
             ops,
             {name: spec for name, spec in self.specs.items() if name in kept},
-            [name for name in self.specs if name in defined and name in kept],
+            [name for name in self.specs if name in given],
             self.outputs,
             self.names.hints,
-            [*order_edges(ops, self.accesses), *self._ordered_among(ops)],
+            [*order_edges(ops, self.accesses), *(pair for pair in self.ordered if names.issuperset(pair))],
             self.names.derived,
         )
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
-        return Traced(
-            self.root, graph, nodes, self.placeholders, self.size_arguments, self.scalars, constants, self.results,
-            self._written(),
-        )
-
-    def _ordered_among(self, ops: Iterable[OpNode]) -> list[tuple[str, str]]:
-        kept = {op.name for op in ops}
-        return [(before, after) for before, after in self.ordered if before in kept and after in kept]
-
-    def _written(self) -> frozenset[int]:
         storages = {storage for access in self.accesses.values() for storage in access.written}
-        return frozenset(
+        written = frozenset(
             position for name, position in self.placeholders.items()
             if self.storages.of(TracedTensor(name, self.nodes[name].meta["val"])) in storages
         )
-
-
-def _is_random(target: torch._ops.OpOverload, attrs: Mapping[str, Any]) -> bool:
-    """True when the op draws random numbers (attention does only with dropout)."""
-    return torch.Tag.nondeterministic_seeded in target.tags and attrs.get("dropout_p", 1.0) != 0.0
+        return Traced(
+            self.root, graph, nodes, self.placeholders, self.size_arguments, self.scalars, constants, self.results,
+            written,
+        )

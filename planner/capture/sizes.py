@@ -19,8 +19,7 @@ class SizeNames:
     """Renames the symbols of one trace, and names what is no polynomial in them.
 
     Kernels and addresses know integer polynomials. Any other number that the trace computes from sizes, such as
-    ``(s0 + 1) // 2``, ``Max(1, s0 - 1)`` or ``sqrt(s0)``, is a symbol of its own with a definition; so is a float that
-    the model is called with.
+    ``(s0 + 1) // 2`` or ``sqrt(s0)``, is a symbol of its own with a definition; so is a float argument of the model.
 
     Attributes:
         hints: The value that each symbol had during the trace: a float for a symbol that is no integer.

@@ -24,9 +24,7 @@ _ALIASES = {"cast": "to", "rmsnorm": "rms_norm", "layernorm": "layer_norm", "con
 
 @dataclass(frozen=True)
 class SubGraph:
-    """A graph of ops over named values.
-
-    The ops are in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
+    """Ops over named values, in any order. Short names (``"add"``) mean the ATen overload that fits the operands.
 
     >>> swiglu = SubGraph(
     ...     (OpNode("silu", ("gate",), ("act",)), OpNode("mul", ("act", "up"), ("out",))), ("gate", "up"), ("out",)
@@ -90,9 +88,6 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(set(names))) or "none"
 
 
-# -- op names ---------------------------------------------------------------------------------------------
-
-
 def full_name(node: OpNode) -> str:
     """The ATen overload a node means: ``"add"`` with two tensors is ``"aten.add.Tensor"``.
 
@@ -101,11 +96,9 @@ def full_name(node: OpNode) -> str:
         GraphError: No overload takes these operands and attributes.
     """
     if "." in node.op:
-        resolve_op(node.op)
-        reason = _misfit(node, node.op)
-        if reason is None:
-            return node.op
-        raise GraphError(f"op {node.op} ({node.name}): {reason}")
+        if (reason := _misfit(node, node.op)) is not None:
+            raise GraphError(f"op {node.op} ({node.name}): {reason}")
+        return node.op
     short = _ALIASES.get(node.op, node.op)
     packet = getattr(torch.ops.aten, short, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -146,13 +139,8 @@ def _short_names() -> list[str]:
     return sorted(planned | _ALIASES.keys() | {"linear", "matmul", "scaled_dot_product_attention"})
 
 
-# -- tracing ----------------------------------------------------------------------------------------------
-
-
 def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:
-    """Trace and normalise a hand-built graph, as the back end does with a model; nothing is computed.
-
-    ``specs`` has the layout of every input, ``device`` says where they would be.
+    """Trace and normalise a hand-built graph with inputs of these layouts, as the back end does with a model.
 
     Raises:
         GraphError: The graph is malformed.
@@ -161,43 +149,35 @@ def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str
     for name in graph.input_names:
         if name not in specs:
             raise ShapeError(f"input {name!r} is missing; the graph reads {', '.join(graph.input_names)}")
-    with FakeTensorMode() as mode:
+    with FakeTensorMode():
         fakes = [
             torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device)
             for one in (specs[name] for name in graph.input_names)
         ]
-    with mode:
-        module = make_fx(runner(graph, device), pre_dispatch=True)(*fakes)
-    return normalise(module)
+        return normalise(make_fx(runner(graph, device), pre_dispatch=True)(*fakes))
 
 
 def runner(graph: SubGraph, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The graph as its ATen ops, called with its inputs in order; raises what :func:`run_nodes` and its order do."""
+    """The graph as its ATen ops, called one by one with its inputs in order.
+
+    Raises:
+        GraphError, UnknownOpError: The graph is malformed.
+        ShapeError: In a call: an op cannot take its operands; the message names it and their shapes.
+    """
     nodes = graph.ordered
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return run_nodes(nodes, graph, dict(zip(graph.input_names, tensors, strict=True)), device)
+        values = dict(zip(graph.input_names, tensors, strict=True))
+        for node in nodes:
+            operands = [values[name] for name in node.inputs]
+            try:
+                results = run_node(node, operands, operands[0].device if operands else device)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                shapes = ", ".join(f"{name} {tuple(values[name].shape)}" for name in node.inputs)
+                raise ShapeError(f"op {node.op} ({node.name}) cannot take {shapes}: {in_words(error)}") from error
+            if len(results) != len(node.outputs):
+                raise GraphError(f"op {node.op} ({node.name}) has {len(results)} results, not {len(node.outputs)}")
+            values.update(zip(node.outputs, results, strict=True))
+        return tuple(values[name] for name in graph.output_names)
 
     return run
-
-
-def run_nodes(
-    nodes: Iterable[OpNode], graph: SubGraph, inputs: Mapping[str, torch.Tensor], device: str
-) -> tuple[torch.Tensor, ...]:
-    """Execute ops one by one and return the graph's outputs.
-
-    Raises:
-        ShapeError: An op cannot take its operands; the message names it and their shapes.
-    """
-    values = dict(inputs)
-    for node in nodes:
-        operands = [values[name] for name in node.inputs]
-        try:
-            results = run_node(node, operands, operands[0].device if operands else device)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            shapes = ", ".join(f"{name} {tuple(values[name].shape)}" for name in node.inputs)
-            raise ShapeError(f"op {node.op} ({node.name}) cannot take {shapes}: {in_words(error)}") from error
-        if len(results) != len(node.outputs):
-            raise GraphError(f"op {node.op} ({node.name}) has {len(results)} results, not {len(node.outputs)}")
-        values.update(zip(node.outputs, results, strict=True))
-    return tuple(values[name] for name in graph.output_names)

@@ -12,8 +12,9 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils._pytree as pytree
@@ -34,28 +35,8 @@ from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.rewrites.attention import rewrite_attention
 from fuseplan.planner.rewrites.merged_projections import merge_projections
 
-
-@dataclass(frozen=True)
-class Captured:
-    """The graphs of one model under one workload.
-
-    Dynamo makes one graph or, with graph breaks, several in call order.
-    """
-
-    graphs: tuple[DataflowGraph, ...]
-    workload: Workload
-
-    @property
-    def graph(self) -> DataflowGraph:
-        """The graph of a model without graph breaks.
-
-        Raises:
-            CaptureError: There are several graphs.
-        """
-        if len(self.graphs) != 1:
-            raise CaptureError(f"the model breaks into {len(self.graphs)} graphs; use Captured.graphs")
-        return self.graphs[0]
-
+#: Of one model under one workload: one, or with graph breaks several in call order.
+Graphs: TypeAlias = tuple[DataflowGraph, ...]
 
 _ATEN = torch.ops.aten
 #: Ops that PyTorch itself computes by a ``permute``, ``reshape``, ``slice`` or ``repeat``.
@@ -72,10 +53,9 @@ def trace_predispatch(
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 
-    No functionalisation, and no decomposition but of ops that only rearrange elements (``COMPOSED``): ``linear`` and
-    attention stay whole, in-place updates stay in place. But attention is asked for less
-    (:func:`~fuseplan.planner.rewrites.attention.rewrite_attention`, which takes the other two arguments);
-    ``meta["attention"]`` of the result says how often.
+    No functionalisation, and no decomposition but of ops that only rearrange elements (``COMPOSED``).
+    :func:`~fuseplan.planner.rewrites.attention.rewrite_attention` takes the other two arguments; what it did is
+    ``meta["attention"]`` of the result.
 
     Raises:
         CaptureError: Tracing failed, or autocast is on (its casts are not part of the trace).
@@ -112,17 +92,12 @@ def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
     return frozenset(at for at, item in enumerate(example_inputs) if isinstance(item, torch.nn.Parameter))
 
 
-def capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Captured:
-    """Capture a model as ``torch.compile`` would see it on this kind of device.
+def capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Graphs:
+    """Capture a model as ``torch.compile`` would see it on this kind of device, ``"cpu"`` or ``"cuda"``.
 
-    Args:
-        source: The model.
-        workload: The sizes of the call.
-        device_type: ``"cpu"`` or ``"cuda"``. Without a GPU, ``"cuda"`` is captured on the meta device: the same ops,
-            but attention's output layout may differ from the real device's.
-        pack_weights: As with the option of this name: linear ops that read one value are one op.
-
-    Forgets all graphs that ``torch.compile`` holds in this process (they are compiled again when next called).
+    Without a GPU, ``"cuda"`` is captured on the meta device: the same ops, but attention's output layout may differ.
+    With ``pack_weights`` linear ops that read one value are one op. Forgets all graphs that ``torch.compile`` holds in
+    this process.
 
     Raises:
         CaptureError: The model cannot be traced without data; the message names the reason.
@@ -131,14 +106,13 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
     device = "meta" if device_type == "cuda" and not torch.cuda.is_available() else device_type
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _without_data(source, mode, device)
-    with mode:
-        if workload.regime != "generate":
-            with foreign_code("the model cannot be run"):
-                args, kwargs = model.example(workload)
-                traces = record(model.module, args, kwargs, pack_weights)
     if workload.regime == "generate":
         traces = record_generation(model, workload, mode, pack_weights)
-    return Captured(tuple(bind_graph(trace.graph) for trace in traces), workload)
+    else:
+        with mode, foreign_code("the model cannot be run"):
+            args, kwargs = model.example(workload)
+            traces = record(model.module, args, kwargs, pack_weights)
+    return tuple(bind_graph(trace.graph) for trace in traces)
 
 
 def record(
@@ -159,9 +133,9 @@ def record_generation(
 ) -> list[Traced]:
     """Let ``generate()`` call the model until it makes no new graphs, and give these, normalised.
 
-    The loop of ``transformers`` runs for real, on tokens; its calls only trace, and every token has the same score. So
-    masks, positions and caches are what they are at run time: a prompt, a first token, and one after that, from which
-    on a cache that grows has a dynamic size; and, where it is not far, the tokens at which a sliding window is full.
+    The loop of ``transformers`` runs for real; its calls only trace, and every token has the same score. So masks,
+    positions and caches are what they are at run time: a prompt, a first token, one after that, from which on a cache
+    that grows has a dynamic size, and, where it is not far, the tokens at which a sliding window is full.
 
     Raises:
         CaptureError: Dynamo cannot trace a call, or ``generate()`` fails.
@@ -186,10 +160,9 @@ def record_generation(
 
 
 def _prompt_masks(workload: Workload, device: torch.device) -> list[torch.Tensor]:
-    """Attention masks of prompts as a tokenizer makes them: batch x seq, int64.
+    """Attention masks of prompts, batch x seq, int64: of several lengths, padded on the left, and of one.
 
-    Prompts of one length have no padding, and ``transformers`` then drops masks; of several lengths the shorter ones
-    are padded on the left.
+    ``transformers`` drops masks without padding.
     """
     full = torch.ones(workload.batch, workload.seq, dtype=torch.long, device=device)
     if workload.batch == 1 or workload.seq == 1:
@@ -256,10 +229,10 @@ class _Recorder:
                 merge_projections(trace, parameter_positions(example_inputs))
             run = laid_out(graph.forward, trace)
             self.traces.append(normalise(trace))
+            return run
         except FuseplanError as error:
             self.errors.append(error)
             return graph.forward
-        return run
 
 
 #: Writes pages about an operation that fails on fake tensors; the error says it in one line.
@@ -267,27 +240,17 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
-def _silent(log: logging.Logger) -> Iterator[None]:
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-@contextmanager
 def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
     """A recorder for what is compiled meanwhile; all graphs that ``torch.compile`` holds are forgotten.
 
     Raises:
-        CaptureError: What is done with it fails, which ``failure`` names, or a graph cannot be normalised, or there is
-            none.
+        CaptureError: What is done meanwhile fails, named by ``failure``; a graph cannot be normalised, or is missing.
     """
     recorder = _Recorder(pack_weights)
     torch._dynamo.reset()
+    was_disabled, _FAKE_LOG.disabled = _FAKE_LOG.disabled, True
     try:
-        with _silent(_FAKE_LOG):
-            yield recorder
+        yield recorder
     except Exception as error:
         if recorder.errors:
             raise recorder.errors[0] from error
@@ -295,6 +258,7 @@ def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
         why = "it decides by a number in a tensor, and a trace has none" if asked else in_words(error)
         raise CaptureError(f"{failure}: {why}") from error
     finally:
+        _FAKE_LOG.disabled = was_disabled
         torch._dynamo.reset()
     if recorder.errors:
         raise recorder.errors[0]
@@ -321,16 +285,11 @@ def _without_data(source: ModelSource, mode: FakeTensorMode, device: str) -> Mod
 
 def _faked(model: Model, mode: FakeTensorMode, device: str) -> Model:
     """The model with every tensor replaced by a fake one on ``device``; shared tensors stay shared."""
-    made: dict[int, Any] = {}
 
+    @cache  # by identity
     def fake(tensor: torch.Tensor) -> Any:
-        if id(tensor) not in made:
-            twin: Any = mode.from_tensor(tensor.detach()).to(device)
-            if isinstance(tensor, torch.nn.Parameter):
-                twin = torch.nn.Parameter(twin, requires_grad=False)
-            # The original is kept too: a freed tensor's id could come back.
-            made[id(tensor)] = (tensor, twin)
-        return made[id(tensor)][1]
+        twin = mode.from_tensor(tensor.detach()).to(device)
+        return torch.nn.Parameter(twin, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else twin
 
     for module in model.module.modules():
         for held in (module._parameters, module._buffers, vars(module)):

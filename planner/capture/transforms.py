@@ -43,62 +43,42 @@ def without_transforms(module: fx.GraphModule, arguments: Sequence[Any]) -> fx.G
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
     interpreter.run(*arguments)
     values = interpreter.env
-    return _Rewrite(module, _joined(module.graph, sections, values), values).copy()
+    ends = {section[-1]: section for section in _joined(module.graph, sections, values)}
+    inside = {node for section in ends.values() for node in section}
+    graph, made, parts = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
+    for node in module.graph.nodes:
+        if node in ends:
+            name = f"section_{node.name}"
+            given, outputs, parts[name] = _flat(module, ends[node], values)
+            call = graph.call_module(name, tuple(made[one] for one in given))
+            made |= {one: graph.call_function(operator.getitem, (call, at)) for at, one in enumerate(outputs)}
+        elif _is_checkpoint(node):
+            body, *operands = node.args
+            made[node] = graph.call_module(body.target, fx.map_arg(tuple(operands), made.__getitem__))
+        elif node not in inside and _name(node) != _LOADS:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    held = [node.target for node in graph.nodes if node.op in ("get_attr", "call_module")]
+    return fx.GraphModule({name: parts.get(name) or operator.attrgetter(name)(module) for name in held}, graph)
 
 
-class _Rewrite:
-    def __init__(
-        self, module: fx.GraphModule, sections: Sequence[Sequence[fx.Node]], values: Mapping[fx.Node, Any]
-    ) -> None:
-        self._module, self._values = module, values
-        self._sections = {section[-1]: section for section in sections}
-        self._inside = {node for section in sections for node in section}
-        self._graph = fx.Graph()
-        self._made: dict[fx.Node, fx.Node] = {}
-        self._parts: dict[str, fx.GraphModule] = {}
-
-    def copy(self) -> fx.GraphModule:
-        for node in self._module.graph.nodes:
-            if node in self._sections:
-                self._emit(self._sections[node])
-            elif _is_checkpoint(node):
-                body, *operands = node.args
-                given = fx.map_arg(tuple(operands), self._made.__getitem__)
-                self._made[node] = self._graph.call_module(body.target, given)
-            elif node not in self._inside and _name(node) != _LOADS:
-                self._made[node] = self._graph.node_copy(node, self._made.__getitem__)
-        held = {node.target: self._held(node.target) for node in self._graph.nodes if node.op in _HOLDING}
-        return fx.GraphModule(held, self._graph)
-
-    def _held(self, name: str) -> Any:
-        return self._parts[name] if name in self._parts else operator.attrgetter(name)(self._module)
-
-    def _emit(self, section: Sequence[fx.Node]) -> None:
-        """Trace a section, and call the trace in its place."""
-        members = set(section)
-        inputs = _read_by(section)
-        outputs = [node for node in section if any(user not in members for user in node.users)]
-        part = fx.Graph()
-        own = {
-            node: part.node_copy(node) if node.op == "get_attr" else part.placeholder(node.name) for node in inputs
-        }
-        for node in section:
-            own[node] = part.node_copy(node, own.__getitem__)
-        part.output(tuple(own[node] for node in outputs))
-        given = [node for node in inputs if node.op != "get_attr"]
-        # Below pre-dispatch, levels are resolved before an op is recorded.
-        flat = make_fx(fx.GraphModule(self._module, part))(*(self._values[node] for node in given))
-        if any(isinstance(held, FakeTensor) for held in vars(flat).values()):
-            raise CaptureError(f"the functorch level at {section[0].name} reads a tensor that the graph does not show")
-        name = f"section_{section[0].name}"
-        self._parts[name] = flat
-        call = self._graph.call_module(name, tuple(self._made[node] for node in given))
-        for number, node in enumerate(outputs):
-            self._made[node] = self._graph.call_function(operator.getitem, (call, number))
-
-
-#: Kinds of nodes that name something that the module holds.
-_HOLDING = ("get_attr", "call_module")
+def _flat(
+    module: fx.GraphModule, section: Sequence[fx.Node], values: Mapping[fx.Node, Any]
+) -> tuple[list[fx.Node], list[fx.Node], fx.GraphModule]:
+    """What a section reads and what is read of it, and its trace, which is called with the one and gives the other."""
+    members = set(section)
+    outputs = [node for node in section if any(user not in members for user in node.users)]
+    graph = fx.Graph()
+    read = _read_by(section)
+    own = {node: graph.node_copy(node) if node.op == "get_attr" else graph.placeholder(node.name) for node in read}
+    for node in section:
+        own[node] = graph.node_copy(node, own.__getitem__)
+    graph.output(tuple(own[node] for node in outputs))
+    given = [node for node in read if node.op != "get_attr"]
+    # Below pre-dispatch, levels are resolved before an op is recorded.
+    flat = make_fx(fx.GraphModule(module, graph))(*(values[node] for node in given))
+    if any(isinstance(held, FakeTensor) for held in vars(flat).values()):
+        raise CaptureError(f"the functorch level at {section[0].name} reads a tensor that the graph does not show")
+    return given, outputs, flat
 
 
 def _joined(graph: fx.Graph, sections: Sequence[list[fx.Node]], values: Mapping[fx.Node, Any]) -> list[list[fx.Node]]:

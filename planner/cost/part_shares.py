@@ -12,7 +12,7 @@ from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.implementations import Implementation
 
 
 def part_shares(book: GroupBook, spec: DeviceSpec | None, aten: Implementation) -> Mapping[str, float]:

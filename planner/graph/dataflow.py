@@ -97,7 +97,6 @@ class DataflowGraph:
         self._producer: dict[str, str] = {}
         self._consumers: dict[str, list[str]] = {}
         self._position: dict[str, int] = {}
-        self._returned = frozenset(self.outputs)
         for node in nodes:
             self._add(node)
         for before, after in order:
@@ -139,10 +138,6 @@ class DataflowGraph:
     def position(self, name: str) -> int:
         """Rank of an op in capture order."""
         return self._position[name]
-
-    def is_returned(self, value: str) -> bool:
-        """True when the graph returns ``value``."""
-        return value in self._returned
 
     def completed(self, sizes: Mapping[str, int | float]) -> dict[str, int | float]:
         """``sizes`` and the values of those derived symbols that they determine."""

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TypeAlias
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.canonical import CanonicalForm, canonical_form
+from fuseplan.planner.groups.canonical import canonical_form
 from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.connected_sets import ConnectedSets, connected_sets, parts
 from fuseplan.planner.groups.convex import Dependencies, bits
@@ -68,19 +68,34 @@ class Enumeration:
     refusals: tuple[Refusal, ...]
     truncated: str | None = None
 
+    def moved(self, graph: DataflowGraph, planned: Region, other: Region) -> Enumeration:
+        """What was enumerated of region ``planned`` at the same places of ``other``, a region of the same key."""
+        if planned.key != other.key:
+            raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
+        names = dict(zip(planned.ops, other.ops, strict=True))
+        values = dict(zip(planned.inputs, other.inputs, strict=True))
+        for here, there in names.items():
+            values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
+
+        def at(ops: Iterable[str], known: Mapping[str, str] = names) -> tuple[str, ...]:
+            return tuple(known[name] for name in ops)
+
+        found = [Candidate(at(one.ops), at(one.inputs, values), at(one.outputs, values)) for one in self.candidates]
+        refusals = [Refusal(at(one.ops), one.reason) for one in self.refusals]
+        return Enumeration(tuple(found), tuple(refusals), self.truncated)
+
 
 def enumerate_candidates(
     graph: DataflowGraph, region: Region, legal: Legal, limits: CandidateLimits = CandidateLimits()
 ) -> Enumeration:
     """Enumerate the fusion groups of ``region``, a region of ``graph``."""
-    flow = compute_graph_of(graph)
-    members = member_positions(flow, region)
-    dependencies = Dependencies.of(flow, members)
-    grown = connected_sets(dependencies, limits.max_ops, limits.max_candidates, [flow.nodes[at].op for at in members])
-    refused = _reasons(flow, members, legal)
+    flow, dependencies = compute_graph_of(graph), region_dependencies(graph, region)
+    ops = [flow.nodes[at].op for at in dependencies.members]
+    grown = connected_sets(dependencies, limits.max_ops, limits.max_candidates, ops)
+    refused = _reasons(flow, dependencies, legal)
     masks = grown.masks
     if not grown.complete:  # what was kept may be illegal around some ops: legal groups cover them all
-        everything = (1 << len(members)) - 1
+        everything = (1 << len(ops)) - 1
         masks += tuple(parts(dependencies, everything, limits.max_ops, lambda mask: refused(mask) is None))
     candidates: list[Candidate] = []
     refusals = _separated_pairs(flow, dependencies)
@@ -98,12 +113,10 @@ def enumerate_parts(
     graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal
 ) -> Enumeration:
     """Single ops of a region, its ``groups`` where they are legal, and legal parts that cover those that are not."""
-    flow = compute_graph_of(graph)
-    members = member_positions(flow, region)
-    dependencies = Dependencies.of(flow, members)
-    bit_of = {flow.names[at]: bit for bit, at in enumerate(members)}
-    refused = _reasons(flow, members, legal)
-    masks = [1 << bit for bit in range(len(members))]
+    flow, dependencies = compute_graph_of(graph), region_dependencies(graph, region)
+    bit_of = {flow.names[at]: bit for bit, at in enumerate(dependencies.members)}
+    refused = _reasons(flow, dependencies, legal)
+    masks = [1 << bit for bit in range(len(dependencies))]
     for group in (sum(1 << bit_of[name] for name in ops) for ops in groups):
         if refused(group) is None:
             masks.append(group)
@@ -113,26 +126,16 @@ def enumerate_parts(
     return Enumeration(tuple(found), ())
 
 
-def _reasons(flow: ComputeGraph, members: Sequence[int], legal: Legal) -> Callable[[int], str | None]:
+def _reasons(flow: ComputeGraph, dependencies: Dependencies, legal: Legal) -> Callable[[int], str | None]:
     """``legal`` of masks of members, asked once each."""
-
-    @cache
-    def refused(mask: int) -> str | None:
-        return legal([flow.names[members[bit]] for bit in bits(mask)])
-
-    return refused
-
-
-def member_positions(flow: ComputeGraph, region: Region) -> list[int]:
-    """Positions in the flow of the region's compute ops and anchors, in canonical order."""
-    positions = (flow.position[name] for name in region.ops)
-    return [at for at in positions if flow.is_member(at)]
+    return cache(lambda mask: legal([flow.names[dependencies.members[bit]] for bit in bits(mask)]))
 
 
 def region_dependencies(graph: DataflowGraph, region: Region) -> Dependencies:
-    """How the region's compute ops and anchors depend on each other (bit ``i``: the ``i``-th of them)."""
+    """How the region's compute ops and anchors depend on each other (bit ``i``: the ``i``-th in canonical order)."""
     flow = compute_graph_of(graph)
-    return Dependencies.of(flow, member_positions(flow, region))
+    positions = (flow.position[name] for name in region.ops)
+    return Dependencies.of(flow, [at for at in positions if flow.is_member(at)])
 
 
 def region_candidates(graph: DataflowGraph, region: Region, masks: Iterable[int]) -> list[Candidate]:
@@ -155,34 +158,12 @@ def single_candidates(graph: DataflowGraph, region: Region) -> list[Candidate]:
     return region_candidates(graph, region, [1 << bit for bit in range(count)])
 
 
-def group_form(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) -> CanonicalForm:
-    """Canonical form of a group: its compute ops, and the views it reads through."""
+def group_key(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) -> str:
+    """Canonical hash of a group: its compute ops, and the views it reads through."""
     flow = compute_graph_of(graph)
     members = [flow.position[name] for name in ops]
     names = [flow.names[at] for at in (*members, *flow.views_behind(members))]
-    return canonical_form(graph, names, outputs)
-
-
-def transfer_all(graph: DataflowGraph, enumeration: Enumeration, planned: Region, other: Region) -> Enumeration:
-    """What was enumerated of region ``planned`` at the same places of ``other``, a region of the same key."""
-    if planned.key != other.key:
-        raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
-    names = dict(zip(planned.ops, other.ops, strict=True))
-    values = dict(zip(planned.inputs, other.inputs, strict=True))
-    for here, there in names.items():
-        values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
-
-    def moved(ops: Iterable[str], known: Mapping[str, str] = names) -> tuple[str, ...]:
-        return tuple(known[name] for name in ops)
-
-    return Enumeration(
-        tuple(
-            Candidate(moved(one.ops), moved(one.inputs, values), moved(one.outputs, values))
-            for one in enumeration.candidates
-        ),
-        tuple(Refusal(moved(one.ops), one.reason) for one in enumeration.refusals),
-        enumeration.truncated,
-    )
+    return canonical_form(graph, names, outputs).key
 
 
 def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Candidate:
@@ -199,25 +180,19 @@ def _separated_pairs(flow: ComputeGraph, dependencies: Dependencies) -> list[Ref
     refusals = []
     for bit, near in enumerate(dependencies.neighbours):
         for other in bits(near >> (bit + 1) << (bit + 1)):
+            one, two = dependencies.members[bit], dependencies.members[other]
             pair = 1 << bit | 1 << other
-            reason = _separation(flow, dependencies, pair, bit, other)
-            if reason is not None:
-                names = tuple(flow.names[dependencies.members[one]] for one in (bit, other))
-                refusals.append(Refusal(names, reason))
+            between = dependencies.between(pair)
+            if dependencies.has_detour(pair | between):
+                blocker = flow.first_blocker(min(one, two), max(one, two))
+                what = "another region" if blocker is None else f"{flow.nodes[blocker].op} ({flow.names[blocker]})"
+            elif between:
+                node = flow.nodes[dependencies.members[next(bits(between))]]
+                what = f"{node.op} ({node.name}), which a group with both must hold too"
+            else:
+                continue
+            refusals.append(Refusal((flow.names[one], flow.names[two]), f"path through {what}"))
     return refusals
-
-
-def _separation(flow: ComputeGraph, dependencies: Dependencies, pair: int, bit: int, other: int) -> str | None:
-    before, after = sorted((dependencies.members[bit], dependencies.members[other]))
-    between = dependencies.between(pair)
-    if dependencies.has_detour(pair | between):
-        blocker = flow.first_blocker(before, after)
-        what = "another region" if blocker is None else f"{flow.nodes[blocker].op} ({flow.names[blocker]})"
-        return f"path through {what}"
-    if not between:
-        return None
-    node = flow.nodes[dependencies.members[next(bits(between))]]
-    return f"path through {node.op} ({node.name}), which a group with both must hold too"
 
 
 def _truncation(grown: ConnectedSets, limits: CandidateLimits) -> str | None:

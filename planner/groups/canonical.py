@@ -12,45 +12,28 @@ text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
 
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
-from fuseplan.planner.groups.canonical_text import attribute_text, spec_text
+import torch
+
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, Region, TensorSpec
 from fuseplan.planner.groups.colouring import Colouring
 
 #: Version of the canonical text. Change it whenever the text of any graph changes.
 SCHEMA = "fuseplan-canonical-1"
 
 
-@dataclass(frozen=True)
-class CanonicalForm:
-    """Identity and canonical numbering of a set of ops.
-
-    Attributes:
-        key: sha256 of the canonical text; names and capture order play no part.
-        ops: Op names, topological; equal forms list corresponding ops at equal positions.
-        inputs: Values read from outside, in first-use order.
-        outputs: Values used outside, in op order.
-    """
-
-    key: str
-    ops: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
 def canonical_form(
-    graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str] | None = None,
-    order: Iterable[tuple[str, str]] = (),
-) -> CanonicalForm:
-    """Canonical form of the ops ``ops`` of ``graph`` (in any order).
+    graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], order: Iterable[tuple[str, str]] = ()
+) -> Region:
+    """The ops ``ops`` of ``graph`` (in any order) with their key, a sha256: names and capture order play no part in it.
 
-    Args:
-        graph: A static graph; ordering edges between two of the ops are part of the form.
-        ops: Names of the ops.
-        outputs: Values used outside. Default: those that the graph returns or an op outside ``ops`` reads.
-        order: Further orderings between ops that hold outside the set (a path through other ops).
+    ``graph`` is static; its ordering edges between two of the ops are part of the form, and so are those of ``order``,
+    which hold outside (a path through other ops). ``outputs`` are the values used outside.
 
     Raises:
         KeyError: An op is not in the graph.
@@ -63,29 +46,32 @@ class _Builder:
     """One run of :func:`canonical_form`: vertices are external values, then ops in capture order."""
 
     def __init__(
-        self, graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str] | None, order: Iterable[tuple[str, str]]
+        self, graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], order: Iterable[tuple[str, str]]
     ) -> None:
         self.graph = graph
-        members = set(ops)
-        self.nodes: list[OpNode] = [graph.op(name) for name in _in_capture_order(graph, members)]
+        self.nodes: list[OpNode] = [graph.op(name) for name in sorted(set(ops), key=graph.position)]
         self.made: dict[str, tuple[int, int]] = {
             value: (at, slot) for at, node in enumerate(self.nodes) for slot, value in enumerate(node.outputs)
         }
         self.external: list[str] = list(
             dict.fromkeys(value for node in self.nodes for value in node.inputs if value not in self.made)
         )
-        self.outputs = set(_used_outside(graph, self.nodes, members) if outputs is None else outputs)
+        self.outputs = set(outputs)
         self.results: list[str] = [self._result(node) for node in self.nodes]
         at = {node.name: number for number, node in enumerate(self.nodes)}
-        self.order = sorted({(at[a], at[b]) for a, b in (*_ordering_edges(graph, members), *order)})
+        edges = (
+            (before, name) for name in at for before, edge in graph.graph.pred[name].items()
+            if before in at and not edge["values"]
+        )
+        self.order = sorted({(at[a], at[b]) for a, b in (*edges, *order)})
 
-    def form(self) -> CanonicalForm:
+    def form(self) -> Region:
         numbering = self._colouring().topological_order(first=len(self.external))
         text, inputs = self._text(numbering)
         ops = [self.nodes[at] for at in numbering]
         outputs = tuple(value for node in ops for value in node.outputs if value in self.outputs)
         key = hashlib.sha256(text.encode()).hexdigest()
-        return CanonicalForm(key, tuple(node.name for node in ops), inputs, outputs)
+        return Region(tuple(node.name for node in ops), inputs, outputs, key)
 
     def _colouring(self) -> Colouring:
         values = [f"in:{spec_text(self.graph.specs[value])}" for value in self.external]
@@ -130,26 +116,43 @@ class _Builder:
         return "\n".join(lines), tuple(inputs)
 
 
-def _in_capture_order(graph: DataflowGraph, members: set[str]) -> list[str]:
-    missing = [name for name in members if name not in graph.graph]
-    if missing:
-        raise KeyError(f"no op named {min(missing)} in the graph")
-    return sorted(members, key=graph.position)
+# -- texts in which no name occurs ------------------------------------------------------------------------
 
 
-def _ordering_edges(graph: DataflowGraph, members: set[str]) -> list[tuple[str, str]]:
-    return [
-        (before, name)
-        for name in members
-        for before, edge in graph.graph.pred[name].items()
-        if before in members and not edge["values"]
-    ]
+@lru_cache(maxsize=65536)
+def spec_text(spec: TensorSpec) -> str:
+    """Canonical text of a static layout.
+
+    Raises:
+        TypeError: A size is dynamic.
+    """
+    if not spec.is_static:
+        raise TypeError(f"{spec} has dynamic sizes; bind them before asking for a key")
+    return f"{spec.dtype}[{','.join(map(str, spec.shape))}]@[{','.join(map(str, spec.strides))}]"
 
 
-def _used_outside(graph: DataflowGraph, nodes: list[OpNode], members: set[str]) -> list[str]:
-    return [
-        value
-        for node in nodes
-        for value in node.outputs
-        if graph.is_returned(value) or any(consumer not in members for consumer in graph.consumers(value))
-    ]
+def attribute_text(value: Any) -> str:
+    """Canonical text of an attribute value; an int and the equal float differ, a tuple and a list do not.
+
+    Raises:
+        TypeError: The type has no canonical text.
+    """
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{attribute_text(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(attribute_text(item) for item in value) + "]"
+    if value is None or isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return "float nan" if math.isnan(value) else f"float {value!r}"
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, Ref):
+        return f"&{value.position}"
+    if isinstance(value, complex | torch.dtype | torch.layout | torch.memory_format):
+        return f"{type(value).__name__} {value}"
+    if isinstance(value, torch.device):
+        # The device is part of the database identity; a plan tuned from a meta capture must be found on the GPU.
+        return "device"
+    kind = type(value).__name__
+    raise TypeError(f"attribute {value!r} of type {kind} has no canonical text (planner/groups/canonical.py)")

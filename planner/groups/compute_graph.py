@@ -41,14 +41,12 @@ class ComputeGraph:
         self.kinds: list[OpKind] = [kind_of(node, graph.specs) for node in self.nodes]
         if cut_at_anchors:
             self.kinds = ["opaque" if kind == "anchor" else kind for kind in self.kinds]
-        self._producer: dict[str, int] = {
-            value: at for at, node in enumerate(self.nodes) for value in node.outputs if self.kinds[at] != "view"
-        }
-        self._view_of: dict[str, int] = {
-            value: at for at, node in enumerate(self.nodes) for value in node.outputs if self.kinds[at] == "view"
-        }
+        self._producer: dict[str, int] = {}
+        self._view_of: dict[str, int] = {}
         self.sources: list[tuple[str, ...]] = []
-        for node in self.nodes:
+        for at, node in enumerate(self.nodes):
+            made = self._view_of if self.kinds[at] == "view" else self._producer
+            made.update(dict.fromkeys(node.outputs, at))
             found = dict.fromkeys(source for value in node.inputs for source in self.sources_of(value))
             self.sources.append(tuple(found))
         self.preds: list[list[int]] = [[] for _ in self.nodes]
@@ -104,14 +102,11 @@ class ComputeGraph:
 
     def _liveness(self) -> list[bool]:
         live = [kind == "opaque" for kind in self.kinds]
-        for source in self.escapes:
-            if (producer := self._producer.get(source)) is not None:
-                live[producer] = True
+        needed = set(self.escapes)
         for at in reversed(range(len(self.nodes))):
-            if live[at] and self.kinds[at] != "view":
-                for source in self.sources[at]:
-                    if (producer := self._producer.get(source)) is not None:
-                        live[producer] = True
+            live[at] |= self.kinds[at] != "view" and not needed.isdisjoint(self.nodes[at].outputs)
+            if live[at]:
+                needed.update(self.sources[at])
         return live
 
     def is_member(self, at: int) -> bool:
@@ -129,11 +124,8 @@ class ComputeGraph:
 
     def compute_preds(self, at: int) -> Iterator[int]:
         """Compute ops and anchors whose values op ``at`` reads, views looked through; each once."""
-        seen: set[int] = set()
-        for source in self.sources[at]:
-            producer = self._producer.get(source)
-            if producer is not None and producer not in seen and self.is_member(producer):
-                seen.add(producer)
+        for producer in dict.fromkeys(map(self._producer.get, self.sources[at])):
+            if producer is not None and self.is_member(producer):
                 yield producer
 
     def views_behind(self, ops: Iterable[int]) -> list[int]:

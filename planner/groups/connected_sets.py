@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fuseplan.planner.groups.convex import Dependencies, bits
+from fuseplan.planner.groups.convex import Dependencies, bits, union
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _grow_greedily(dependencies: Dependencies, edges: Sequence[int], mask: int, 
     grew = True
     while grew:
         grew = False
-        for bit in bits(_joined(edges, mask) & ~mask):
+        for bit in bits(union(edges[bit] for bit in bits(mask)) & ~mask):
             wider = mask | 1 << bit
             wider |= dependencies.between(wider)
             if wider.bit_count() <= max_ops and not dependencies.has_detour(wider) and dependencies.is_connected(wider):
@@ -145,7 +145,7 @@ def parts(dependencies: Dependencies, within: int, max_ops: int, allowed: Callab
     while rest:
         mask = rest & -rest
         untried = rest & ~mask
-        while near := untried & _joined(dependencies.neighbours, mask):
+        while near := untried & union(dependencies.neighbours[bit] for bit in bits(mask)):
             bit = next(bits(near))
             untried &= ~(1 << bit)
             wider = mask | 1 << bit
@@ -158,14 +158,6 @@ def parts(dependencies: Dependencies, within: int, max_ops: int, allowed: Callab
     return sets
 
 
-def _joined(edges: Sequence[int], mask: int) -> int:
-    """Members that an edge joins to those of a set."""
-    near = 0
-    for bit in bits(mask):
-        near |= edges[bit]
-    return near
-
-
 def _mirrored(
     dependencies: Dependencies, sets: Sequence[int], ops: Sequence[str], max_ops: int, limit: int
 ) -> list[int]:
@@ -176,9 +168,7 @@ def _mirrored(
     pairs: dict[int, None] = {}
     for twins in sorted(alike.values(), key=lambda masks: -masks[0].bit_count()):
         for number, mask in enumerate(twins):
-            siblings = 0
-            for bit in bits(mask):
-                siblings |= dependencies.siblings[bit]
+            siblings = union(dependencies.siblings[bit] for bit in bits(mask))
             for twin in twins[number + 1 :]:
                 joined = mask | twin
                 if len(pairs) >= limit:

@@ -6,9 +6,10 @@ something outside the region runs between the two (an opaque op, an ordering edg
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 from fuseplan.planner.groups.compute_graph import ComputeGraph
 
@@ -19,6 +20,11 @@ def bits(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def union(masks: Iterable[int]) -> int:
+    """Members that are in one of several sets."""
+    return reduce(operator.or_, masks, 0)
 
 
 @dataclass(frozen=True)
@@ -39,18 +45,14 @@ class Dependencies:
 
     @staticmethod
     def of(flow: ComputeGraph, members: Sequence[int]) -> Dependencies:
-        number = {at: bit for bit, at in enumerate(members)}
-        reads, detours = _arrivals(flow, number)
-        reached: dict[str, int] = {}
+        reads, detours = _arrivals(flow, {at: bit for bit, at in enumerate(members)})
+        readers: dict[str, int] = {}
         for bit, at in enumerate(members):
             for source in flow.sources[at]:
-                reached[source] = reached.get(source, 0) | 1 << bit
-        siblings = []
-        for bit, at in enumerate(members):
-            mask = 0
-            for source in flow.sources[at]:
-                mask |= reached[source]
-            siblings.append(mask & ~(1 << bit))
+                readers[source] = readers.get(source, 0) | 1 << bit
+        siblings = [
+            union(readers[source] for source in flow.sources[at]) & ~(1 << bit) for bit, at in enumerate(members)
+        ]
         return Dependencies(tuple(members), tuple(reads), tuple(detours), tuple(siblings))
 
     def __len__(self) -> int:
@@ -103,10 +105,7 @@ class Dependencies:
         """True when data flow and siblings join all members of ``mask``."""
         found = front = mask & -mask
         while front:
-            near = 0
-            for bit in bits(front):
-                near |= self.neighbours[bit]
-            front = near & mask & ~found
+            front = union(self.neighbours[bit] for bit in bits(front)) & mask & ~found
             found |= front
         return found == mask
 
@@ -130,27 +129,18 @@ def _arrivals(flow: ComputeGraph, number: dict[int, int]) -> tuple[list[int], li
     """For each member, the members that reach it through views alone, and those that reach it by a detour."""
     reads = [0] * len(number)
     detours = [0] * len(number)
-    #: What leaves an op outside the region: members that arrive through views alone, and by a detour.
+    #: What leaves an op: members that arrive through views alone, and by a detour.
     leaving: dict[int, tuple[int, int]] = {}
     for at in range(min(number), max(number) + 1):
-        direct, detour = _merge(flow, at, number, leaving)
+        direct = detour = 0
+        for pred in flow.preds[at]:
+            near, far = leaving.get(pred, (0, 0))
+            is_barred = (pred, at) in flow.barriers
+            direct |= 0 if is_barred else near
+            detour |= near | far if is_barred else far
         if at in number:
             reads[number[at]], detours[number[at]] = direct, detour
             leaving[at] = (1 << number[at], 0)
         elif direct | detour:
             leaving[at] = (direct, detour) if flow.kinds[at] == "view" else (0, direct | detour)
     return reads, detours
-
-
-def _merge(flow: ComputeGraph, at: int, number: dict[int, int], leaving: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    direct = detour = 0
-    for pred in flow.preds[at]:
-        arriving = leaving.get(pred)
-        if arriving is None:
-            continue
-        if (pred, at) in flow.barriers:
-            detour |= arriving[0] | arriving[1]
-        else:
-            direct |= arriving[0]
-            detour |= arriving[1]
-    return direct, detour

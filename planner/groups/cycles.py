@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -33,18 +33,12 @@ def short_cycles(group_of: Sequence[int], edges: Iterable[tuple[int, int]]) -> l
     for component in nx.strongly_connected_components(graph):
         tangle = graph.subgraph(component).copy()
         for start in sorted(component):
-            if start in tangle and (path := _shortest_cycle(tangle, start)):
-                cycles.append(_hops(links, path))
+            if start not in tangle:
+                continue
+            paths = nx.single_source_shortest_path(tangle, start)
+            if back := [paths[group] for group in tangle.predecessors(start) if group in paths]:
+                path = min(back, key=len)
+                steps = [links[step] for step in zip(path, [*path[1:], start], strict=True)]
+                cycles.append([Hop(group, steps[at - 1][1], steps[at][0]) for at, group in enumerate(path)])
                 tangle.remove_nodes_from(path)
     return sorted(cycles, key=lambda cycle: cycle[0].group)
-
-
-def _shortest_cycle(graph: nx.DiGraph[int], start: int) -> list[int]:
-    """Groups of a shortest cycle, ``start`` first; [] where none leads through it."""
-    paths = nx.single_source_shortest_path(graph, start)
-    return min((paths[group] for group in graph.predecessors(start) if group in paths), key=len, default=[])
-
-
-def _hops(links: Mapping[tuple[int, int], tuple[int, int]], path: Sequence[int]) -> list[Hop]:
-    steps = [links[group, path[(at + 1) % len(path)]] for at, group in enumerate(path)]
-    return [Hop(group, entry=steps[at - 1][1], leave=steps[at][0]) for at, group in enumerate(path)]

@@ -200,8 +200,7 @@ class _Finder:
         """The region of some members, with the views among them."""
         flow = self.flow
         ops = [flow.names[at] for at in (*members, *flow.views_behind(members))]
-        form = canonical_form(self.graph, ops, flow.needed_outside(members), self._detours(members))
-        return Region(form.ops, form.inputs, form.outputs, form.key)
+        return canonical_form(self.graph, ops, flow.needed_outside(members), self._detours(members))
 
     def _detours(self, members: Sequence[int]) -> list[tuple[str, str]]:
         """Pairs ordered by a path outside the region: they limit the legal groups, so they are part of the key."""

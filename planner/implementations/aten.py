@@ -12,6 +12,7 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.layouts import laid_out, layout_of
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.implementations.subject import Fused, chain_module
+from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
 
 
@@ -21,11 +22,31 @@ def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequen
     Results are laid out like the outputs of ``lowered``, the kernel that could not be used; ``args`` are what it would
     be called with.
     """
-    plain = _generated(traced, lowered, device_type)
-    laid_out = _LaidOut(plain, lowered)
+    plain, ir = _generated(traced, lowered, device_type), lowered.ir
+
+    def fit(results: Any, args: Sequence[Any]) -> Any:
+        """The results of a call, themselves if nothing has to be copied."""
+        symbols = dict(zip(ir.symbols, args[len(ir.inputs) :], strict=True))
+        given = (results,) if isinstance(results, torch.Tensor) else results
+        fitted = [laid_out(one, *layout_of(buffer, symbols)) for one, buffer in zip(given, ir.outputs, strict=True)]
+        if all(map(operator.is_, fitted, given)):
+            return results
+        return fitted[0] if isinstance(results, torch.Tensor) else tuple(fitted)
+
     results = plain(*args)
-    fitted = laid_out.fit(results, args)
-    return fitted, plain if fitted is results else laid_out
+    fitted = fit(results, args)
+    return fitted, plain if fitted is results else lambda *args: fit(plain(*args), args)
+
+
+def run_op(op: OpGroup, args: Sequence[Any]) -> tuple[Any, Fused]:
+    """Run the op that a library's call stands for; the result, and what does so in later calls."""
+    chain: Fused = chain_module([op.node], op.inputs, op.outputs, op.device_type).forward
+
+    def plain(*given: Any) -> Any:
+        results = chain(*given)
+        return results[0] if len(op.outputs) == 1 else results
+
+    return plain(*args), plain
 
 
 def _generated(traced: Traced, lowered: Lowered, device_type: str) -> Fused:
@@ -42,24 +63,3 @@ def _generated(traced: Traced, lowered: Lowered, device_type: str) -> Fused:
     fill_namespace(module.forward.__globals__)
     forward: Fused = module.forward
     return forward
-
-
-class _LaidOut:
-    """Calls the ops; where a result's strides are not those of the kernel's output, it is copied."""
-
-    def __init__(self, plain: Fused, lowered: Lowered) -> None:
-        self._plain = plain
-        self._ir = lowered.ir
-
-    def __call__(self, *args: Any) -> Any:
-        return self.fit(self._plain(*args), args)
-
-    def fit(self, results: Any, args: Sequence[Any]) -> Any:
-        """The results of a call, themselves if nothing has to be copied."""
-        ir = self._ir
-        symbols = dict(zip(ir.symbols, args[len(ir.inputs) :], strict=True))
-        given = (results,) if isinstance(results, torch.Tensor) else results
-        fitted = [laid_out(one, *layout_of(buffer, symbols)) for one, buffer in zip(given, ir.outputs, strict=True)]
-        if all(map(operator.is_, fitted, given)):
-            return results
-        return fitted[0] if isinstance(results, torch.Tensor) else tuple(fitted)

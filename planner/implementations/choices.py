@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_dependencies, single_candidates
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.implementations import Implementation, Implementations
 
 
 @dataclass(frozen=True)
@@ -17,22 +16,6 @@ class Choice:
 
     group: Candidate
     implementation: Implementation
-
-
-@dataclass(frozen=True)
-class Implementations:
-    """The ways to run groups on a device.
-
-    ``aten`` runs every single op, ``kernel`` what lowers; ``libraries`` run the groups that they do not refuse.
-    """
-
-    aten: Implementation
-    kernel: Implementation
-    libraries: tuple[Implementation, ...] = ()
-
-    def named(self, name: str) -> Implementation:
-        """The way that a plan's record names: a back end's name stands for the kernel."""
-        return next((one for one in (self.aten, *self.libraries) if one.name == name), self.kernel)
 
 
 @dataclass(frozen=True)
@@ -63,18 +46,13 @@ def region_problem(
     """
     dependencies = region_dependencies(graph, region)
     singles = single_candidates(graph, region)
+    asked = [] if book is None else [
+        (anchor, library) for anchor in singles if book.is_anchor(anchor) for library in implementations.libraries
+        if library.refuse(book, anchor) is None
+    ]
     choices = (
         *(Choice(single, implementations.aten) for single in singles),
-        *(_library_choices(book, singles, implementations.libraries) if book is not None else ()),
+        *(Choice(anchor, library) for anchor, library in asked),
         *(Choice(candidate, implementations.kernel) for candidate in enumeration.candidates),
     )
     return RegionProblem(tuple(single.ops[0] for single in singles), choices, dependencies.edges())
-
-
-def _library_choices(
-    book: GroupBook, singles: Sequence[Candidate], libraries: Sequence[Implementation]
-) -> list[Choice]:
-    anchors = [single for single in singles if book.is_anchor(single)]
-    return [
-        Choice(anchor, library) for anchor in anchors for library in libraries if library.refuse(book, anchor) is None
-    ]

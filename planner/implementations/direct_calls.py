@@ -2,15 +2,15 @@
 
 ``torch.ops.aten.view.default(x, shape)`` finds its kernel through a boxed call that converts each argument by schema;
 ``Tensor.view`` is generated C++ for the same operator and takes half the time or less. Which overload a binding picks
-depends on the kinds of its arguments, so every use is tried out: the binding is traced with operands of the same kind
-on the meta device, and taken only when it dispatches that very overload, once, with equal arguments, and returns its
-result. Operators that fail this in any way are called as before.
+depends on the kinds of its arguments, so every use is tried out: binding and operator are traced with operands of the
+same kind on the meta device, and the binding is taken only when it dispatches and returns the very same. Operators that
+fail this in any way are called as before.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseplan.kernels.ir.in_place import ReuseOptions
+from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
-from fuseplan.planner.implementations.aliasing import is_written
 from fuseplan.planner.rewrites.packing import pack_operands
-from fuseplan.planner.rewrites.trace_edit import fake_value
+from fuseplan.planner.rewrites.trace_edit import fake_value, is_written
 
 
 class Direct:
@@ -29,12 +30,38 @@ class Direct:
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.function = function
-        self.__name__ = name
-        self.__qualname__ = name
+        self.__name__ = self.__qualname__ = name
         self.__module__ = "fuseplan"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class GroupCall:
+    """Stands for the call of a group of ops in an FX graph: ``call(*inputs, *symbols)``.
+
+    Attributes:
+        ops, inputs, outputs: Names of ops and values.
+        symbols: The dynamic sizes that it takes.
+        buffers: How the results lie.
+        reuse_options: Inputs whose memory the outputs could take, if nothing needs them.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    symbols: tuple[str, ...] = ()
+    buffers: Sequence[Buffer] = ()
+    reuse_options: ReuseOptions = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.__name__ = self.__qualname__ = self.name
+        self.__module__ = "fuseplan"
+
+    def __call__(self, *args: Any) -> Any:
+        raise AssertionError(f"{self.name} was never filled")
 
 
 def fill_namespace(namespace: dict[str, Any]) -> None:
@@ -76,9 +103,6 @@ class FakeValues:
         return None if source is None else fake_value(source)
 
 
-# -- examples of operands ---------------------------------------------------------------------------------
-
-
 class _NoExample(Exception):
     """There is no plain value like this one."""
 
@@ -113,8 +137,6 @@ def _kind(value: Any) -> _Kind:
     return type(value), value
 
 
-# -- bindings ---------------------------------------------------------------------------------------------
-
 #: Where PyTorch keeps the functions generated for its operators.
 _NAMESPACES: tuple[Any, ...] = tuple(
     namespace for name in ("TensorBase", "_VariableFunctions", "_nn", "_linalg", "_special", "_fft")
@@ -133,14 +155,13 @@ def find_binding(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
         return None
     key = target, _kind(tuple(args)), _kind(dict(kwargs))
     if key not in _FOUND:
-        _FOUND[key] = next(
-            (
-                _standin(namespace, candidate) for namespace in _NAMESPACES
-                if callable(candidate := getattr(namespace, target._opname, None))
-                and _does_the_same(candidate, target, args, kwargs)
-            ),
-            None,
-        )
+        _FOUND[key] = None
+        for namespace in _NAMESPACES:
+            function = getattr(namespace, target._opname, None)
+            if callable(function) and _does_the_same(function, target, args, kwargs):
+                name = function.__name__  # one stand-in for each function, so that generated code has one name for it
+                _FOUND[key] = _STANDINS.setdefault((str(namespace), name), Direct(function, name))
+                break
     return _FOUND[key]
 
 
@@ -157,39 +178,42 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
     )
 
 
-def _standin(namespace: Any, function: Callable[..., Any]) -> Direct:
-    """One for each function, so that generated code has one name for it."""
-    name = function.__name__
-    return _STANDINS.setdefault((str(namespace), name), Direct(function, name))
-
-
 def _does_the_same(
     candidate: Callable[..., Any], target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
+    """Whether both dispatch the same calls with equal arguments, and return the same of what these give."""
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    count = len(tensors)
 
-    def call(*given: torch.Tensor) -> Any:
-        remaining = iter(given)
-        filled = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
-        return candidate(*own_args, **own_kwargs)
+    def call(*given: torch.Tensor) -> list[Any]:
+        results = []
+        for function, operands in ((candidate, given[:count]), (target, given[count:])):
+            remaining = iter(operands)
+            filled = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
+            result = function(*own_args, **own_kwargs)
+            results.append(list(result) if isinstance(result, list | tuple) else result)
+        return results
 
     try:
         with torch.no_grad():
-            graph = make_fx(call, pre_dispatch=True)(*(tensor.clone() for tensor in tensors)).graph
+            graph = make_fx(call, pre_dispatch=True)(*(tensor.clone() for tensor in (*tensors, *tensors))).graph
     except Exception:  # no such overload, or no way to try it without data
         return False
-    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
-    if len(calls) != 1 or calls[0].target is not target:
-        return False
-    numbers = iter(graph.find_nodes(op="placeholder"))
-    expected = pytree.tree_unflatten(
-        [next(numbers) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    given, half = list(graph.find_nodes(op="placeholder")), len(calls) // 2
+    twins = dict(zip((*given[:count], *calls[:half]), (*given[count:], *calls[half:]), strict=False))
+
+    def is_same(one: Any, other: Any) -> bool:  # as text: 1, 1.0 and True are different scalars
+        return repr(fx.map_arg(one, lambda node: twins.get(node, node))) == repr(other)
+
+    results: Any = graph.output_node().args[0]
+    own, its = results
+    return len(calls) == 2 * half and is_same(own, its) and all(
+        one.target is other.target and is_same((one.args, one.kwargs), (other.args, other.kwargs))
+        for one, other in zip(calls[:half], calls[half:], strict=True)
     )
-    (call_node,) = calls
-    seen = _by_name(target, call_node.args, call_node.kwargs)
-    return _equal(seen, _by_name(target, *expected)) and _returns(graph.output_node().args[0], call_node)
 
 
 def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,24 +221,3 @@ def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping
     names = [arg.name for arg in target._schema.arguments]
     defaults = {arg.name: arg.default_value for arg in target._schema.arguments if arg.has_default_value()}
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Equal, and of one type: 1, 1.0 and True are different scalars."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _returns(result: Any, call: fx.Node) -> bool:
-    """Whether ``result`` is all that ``call`` gives, in its order."""
-    if not isinstance(result, list | tuple):
-        return result is call
-    items = all(
-        isinstance(item, fx.Node) and item.target is operator.getitem and item.args == (call, number)
-        for number, item in enumerate(result)
-    )
-    whole = call.meta.get("val")
-    return items and isinstance(whole, list | tuple) and len(result) == len(whole)

@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import (
-    Candidate,
-    CandidateLimits,
-    Enumeration,
-    enumerate_candidates,
-    group_form,
-    transfer_all,
-)
+from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
@@ -67,7 +60,7 @@ class GroupBook:
             self._enumerated[part.key] = part, limits, found
             return found
         first, _, found = known
-        return transfer_all(self.graph, found, first, part)
+        return found.moved(self.graph, first, part)
 
     def lowered(self, group: Candidate) -> Lowered:
         """The group's kernel.
@@ -125,7 +118,7 @@ class GroupBook:
     def subject(self, group: Candidate) -> GroupSubject:
         """The group as the search sees it."""
         if group.ops not in self._subjects:
-            key = group_form(self.graph, group.ops, group.outputs).key
+            key = group_key(self.graph, group.ops, group.outputs)
             if self.is_anchor(group):
                 made = op_subject(self.graph, self.op_group(group), key)
             else:

@@ -9,7 +9,7 @@ import torch
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.gathers import index_limits, tables
-from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 
 #: Rows of a table that are made at least. More would only take memory: whatever a kernel looks up lies in these.
@@ -36,8 +36,7 @@ _PLACES = {"index_copy_": 1}
 
 
 def sample_inputs(
-    ir: KernelIR, nodes: Sequence[OpNode], names: Sequence[str], specs: Mapping[str, TensorSpec],
-    generator: torch.Generator, most: int | None = None,
+    ir: KernelIR, nodes: Sequence[OpNode], names: Sequence[str], generator: torch.Generator, most: int | None = None
 ) -> list[torch.Tensor]:
     """One tensor for each input of a static kernel, in the layout it expects.
 
@@ -53,27 +52,19 @@ def sample_inputs(
     limits = {number: min(limit, MOST_TABLE_ROWS) for number, limit in index_limits(ir).items()}
     short = {buffer for buffer, rows in tables(ir).items() if rows > MOST_TABLE_ROWS}
     made = []
-    for number, name in enumerate(names):
-        spec = specs[name]
+    for number, (name, buffer) in enumerate(zip(names, ir.inputs, strict=True)):
         if number in short:
-            spec = replace(spec, shape=(MOST_TABLE_ROWS, *spec.shape[1:]))
+            buffer = replace(buffer, shape=(MOST_TABLE_ROWS, *buffer.shape[1:]))
         below = None if name in packed else limits.get(number, _INTEGERS_BELOW)
         if below is not None and most is not None:
             below = min(below, most)
-        if name in places and number in limits:
-            made.append(_distinct(spec, limits[number], generator))
-            continue
-        made.append(random_tensor(spec, generator, positive or name in divisors, below, 0.0 if most == 1 else 1.0))
+        spread = 0.0 if most == 1 else 1.0
+        tensor = random_tensor(buffer, generator, positive or name in divisors, below, spread)
+        if name in places and number in limits:  # different numbers; more than there are of them are repeated
+            order = torch.randperm(limits[number], generator=generator, device=generator.device)
+            tensor.copy_(order.repeat(-(-len(tensor) // len(order)))[: len(tensor)])
+        made.append(tensor)
     return made
-
-
-def _distinct(spec: TensorSpec, below: int, generator: torch.Generator) -> torch.Tensor:
-    """Different integers below a limit; more than there are of them are repeated."""
-    count = spec.shape[0]
-    order = torch.randperm(below, generator=generator, device=generator.device)
-    picked = order.repeat(-(-count // below))[:count]
-    made = torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=generator.device)
-    return made.copy_(picked)
 
 
 def _flowing_into(nodes: Sequence[OpNode], operands: Mapping[str, int]) -> set[str]:
@@ -102,18 +93,15 @@ def needs_positive_inputs(nodes: Iterable[OpNode]) -> bool:
             continue
         if name in _ROOTS and not operands_safe:
             return True
-        if name in _NEVER_NEGATIVE or (name in _KEEP_SIGN and operands_safe and _adds_nothing_negative(node)):
+        other = node.attrs.get("other", 0)
+        adds_negative = isinstance(other, int | float) and not other >= 0
+        if name in _NEVER_NEGATIVE or (name in _KEEP_SIGN and operands_safe and not adds_negative):
             never_negative.update(node.outputs)
     return False
 
 
-def _adds_nothing_negative(node: OpNode) -> bool:
-    other = node.attrs.get("other", 0)
-    return not isinstance(other, int | float) or other >= 0
-
-
 def random_tensor(
-    spec: TensorSpec, generator: torch.Generator, positive: bool = False, below: int | None = _INTEGERS_BELOW,
+    spec: TensorSpec | Buffer, generator: torch.Generator, positive: bool = False, below: int | None = _INTEGERS_BELOW,
     spread: float = 1.0,
 ) -> torch.Tensor:
     """A random tensor with exactly this layout, on the generator's device (elements at one address are equal).

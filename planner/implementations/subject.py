@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
@@ -20,17 +21,12 @@ from fuseplan.kernels.ir.scalars import float_of_bits
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor, sample_inputs
+from fuseplan.planner.implementations.direct_calls import Direct
+from fuseplan.planner.implementations.sample_inputs import sample_inputs
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
-
-__all__ = [
-    "GroupSubject", "chain_module", "group_label", "group_subject",
-    "needs_positive_inputs", "op_group", "op_subject", "random_tensor", "reference_results",
-]
-
 
 #: Bounds on integers that are tried one after another where random ones lead to indices that do not exist.
 _SMALLER = (4, 2, 1)
@@ -42,14 +38,11 @@ class GroupSubject:
 
     Attributes:
         key: Canonical workload key.
-        label: Short name for people.
         ir: The fused kernel, static; only its buffers where no kernel can be generated (a library's op).
         work: Bytes, flops and launches of the fused kernel.
         hot_inputs: Per input, True for an activation just produced, False for a weight.
         nodes: The ops of the unfused chain with the views between them, topological.
-        inputs: Value names of the kernel's inputs.
-        outputs: Value names of the kernel's outputs.
-        specs: Layouts of every value named above.
+        inputs, outputs: Value names of the kernel's inputs and outputs; ``specs`` has their layouts.
         device: Device type the unfused chain creates tensors on.
         library: What runs the ops in ATen's place; None for ATen.
         packed: Numbers of the inputs that lie one after another in one buffer, which is one operand.
@@ -80,18 +73,10 @@ class GroupSubject:
         """
         for most in (None, *_SMALLER):
             generator = torch.Generator(device).manual_seed(seed)
-            inputs = sample_inputs(self.ir, self.nodes, self.operands, self._layouts, generator, most)
+            inputs = sample_inputs(self.ir, self.nodes, self.operands, generator, most)
             if not computes_indices(self.ir) or self._finds_all(inputs):
                 break
         return inputs
-
-    @property
-    def _layouts(self) -> Mapping[str, TensorSpec]:
-        """Layouts of the operands."""
-        if not self.packed:
-            return self.specs
-        buffer = self.ir.inputs[self.packed[0]]
-        return {**self.specs, self.inputs[self.packed[0]]: TensorSpec(buffer.shape, buffer.dtype, buffer.strides)}
 
     def _unpacked(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """A tensor for each input: rows of the packed operand where several lie in one."""
@@ -190,9 +175,8 @@ def chain_module(
         if len(node.outputs) == 1:
             values[node.outputs[0]] = call
             call.meta["value"] = node.outputs[0]
-            continue
-        for slot, name in enumerate(node.outputs):
-            values[name] = graph.call_function(_item, (call, slot))
+        else:
+            values |= {name: graph.call_function(operator.getitem, (call, n)) for n, name in enumerate(node.outputs)}
     graph.output(tuple(values[name] for name in outputs))
     graph.eliminate_dead_code()
     return fx.GraphModule(torch.nn.Module(), graph)
@@ -211,32 +195,14 @@ def _computed(value: Any, graph: fx.Graph, sizes: Mapping[str, fx.Node], source:
         {free: derived[free.name] for free in value.free_symbols if free.name not in sizes and free.name in derived}
     )
     names = sorted(symbols_of(value))
-    floats = frozenset(name for name in names if isinstance(hints.get(name), float))
-    return graph.call_function(_NumberOf(value, names, floats), tuple(sizes[name] for name in names))
 
+    @lru_cache(maxsize=256)
+    def compute(*given: int) -> int | float:
+        values = zip(names, given, strict=True)
+        decoded = {name: float_of_bits(one) if isinstance(hints.get(name), float) else one for name, one in values}
+        return number(value, decoded)
 
-class _NumberOf:
-    """A number as a function of a kernel's last arguments, which remembers results; FX asks it for its name."""
-
-    __name__ = __qualname__ = "number_of"
-    __module__ = "fuseplan"
-
-    def __init__(self, expression: Any, names: Sequence[str], floats: Collection[str]) -> None:
-        @lru_cache(maxsize=256)
-        def compute(*given: int) -> int | float:
-            values = {
-                name: float_of_bits(one) if name in floats else one for name, one in zip(names, given, strict=True)
-            }
-            return number(expression, values)
-
-        self._compute = compute
-
-    def __call__(self, *given: int) -> int | float:
-        return self._compute(*given)
-
-
-def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-    return values[number]
+    return graph.call_function(Direct(compute, "number_of"), tuple(sizes[name] for name in names))
 
 
 def group_subject(
@@ -250,7 +216,7 @@ def group_subject(
     """
     lowered = lower_group(graph, ops, numerics) if outputs is None else lower(graph, ops, numerics, outputs)
     nodes = group_nodes(graph, lowered)
-    values = {value for node in nodes for value in (*node.inputs, *node.outputs)} | set(lowered.inputs)
+    values = {*lowered.inputs, *(value for node in nodes for value in (*node.inputs, *node.outputs))}
     hot = hot_inputs(graph, lowered.inputs)
     return GroupSubject(
         key=key,
@@ -288,15 +254,14 @@ def _plain_ones(spec: TensorSpec) -> TensorSpec:
 
 def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
     """The subject for a group that only library calls run."""
-    packed = _packed_weights(group.node)
+    is_merged = group.node.op.startswith("fuseplan.merged_linear")
+    packed = tuple(weight.position for weight in group.node.attrs["weights"]) if is_merged else ()
     operands = [name for number, name in enumerate(group.inputs) if number not in packed[1:]]
-    specs = dict(group.specs)
+    layouts = dict(group.specs)
     if packed:
-        first = specs[group.inputs[packed[0]]]
-        rows = sum(int(specs[group.inputs[number]].shape[0]) for number in packed)
-        layouts = {**specs, group.inputs[packed[0]]: TensorSpec.contiguous((rows, *first.shape[1:]), first.dtype)}
-    else:
-        layouts = specs
+        first = layouts[group.inputs[packed[0]]]
+        rows = sum(int(group.specs[group.inputs[number]].shape[0]) for number in packed)
+        layouts[group.inputs[packed[0]]] = TensorSpec.contiguous((rows, *first.shape[1:]), first.dtype)
     buffers = [
         Buffer(name, layouts[name].dtype, layouts[name].shape, layouts[name].strides, is_output)
         for names, is_output in ((operands, False), (group.outputs, True)) for name in names
@@ -310,17 +275,10 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
         nodes=(group.node,),
         inputs=group.inputs,
         outputs=group.outputs,
-        specs=specs,
+        specs=group.specs,
         device=group.device_type,
         packed=packed,
     )
-
-
-def _packed_weights(node: OpNode) -> tuple[int, ...]:
-    """Numbers of the inputs that are weights packed in one buffer."""
-    if not node.op.startswith("fuseplan.merged_linear"):
-        return ()
-    return tuple(weight.position for weight in node.attrs["weights"])
 
 
 #: Spellings of long op runs by what they compute; only names for people, never used to decide anything.

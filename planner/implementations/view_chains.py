@@ -13,7 +13,7 @@ and ``_base`` are as in eager; and views with a dynamic size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +22,23 @@ from torch import fx
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import Buffer
-from fuseplan.planner.implementations.aliasing import Allocated, exposed, is_op, may_view, returns_operand
-from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
-from fuseplan.planner.rewrites.trace_edit import is_pure
+from fuseplan.planner.capture.normalise import MODE_SWITCHES
+from fuseplan.planner.implementations.direct_calls import Direct, FakeValues, GroupCall
+from fuseplan.planner.lowering.views import VIEW_MAPS
+from fuseplan.planner.rewrites.trace_edit import is_pure, is_written, operands_where
 
 #: Library calls whose result is certainly row-major.
 _PRODUCTS = frozenset({
     "aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
     "fuseplan.merged_linear.default",
 })
+#: Of the ops that run as several others, those that return new memory all the same.
+_MAKES_NEW = frozenset({
+    "aten.linear.default", "aten.matmul.default", "aten.scaled_dot_product_attention.default",
+})
 
 
-def collapse_views(graph: fx.Graph, traced: fx.Graph, allocated: Allocated, parameters: Collection[int] = ()) -> None:
+def collapse_views(graph: fx.Graph, traced: fx.Graph, parameters: Collection[int] = ()) -> None:
     """Make chains of views single calls, share equal ones, and drop what nobody reads then.
 
     Nodes name the node of ``traced`` that they stand for (``meta["traced"]``), which has its fake value. ``parameters``
@@ -42,8 +47,8 @@ def collapse_views(graph: fx.Graph, traced: fx.Graph, allocated: Allocated, para
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes if is_op(node)):
         return  # a tensor's layout is changed under way
     movable = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in parameters}
-    places = _Places(graph, FakeValues(traced), allocated, movable)
-    kept = exposed(graph, allocated)
+    places = _Places(graph, FakeValues(traced), movable)
+    kept = _exposed(graph)
     before = list(graph.nodes)
     made: dict[tuple[Any, ...], fx.Node] = {}
     for node in before:
@@ -51,17 +56,14 @@ def collapse_views(graph: fx.Graph, traced: fx.Graph, allocated: Allocated, para
         if not isinstance(place, _Place) or node is place.root or node in kept:
             continue
         better = _better(graph, node, place, places.of[place.root], made)
-        if better is not None and not any(_writes_to(user, better) for user in node.users):
+        # ATen lets some ops that write read a view of a tensor without elements, but not the tensor itself.
+        writers = [user for user in node.users if is_op(user) and not is_pure(user.target)]
+        if better is not None and not any(better in user.all_input_nodes for user in writers):
             node.replace_all_uses_with(better)
     needed = set(before) - places.views
     for node in reversed(graph.nodes):
         if node not in needed and not node.users:
             graph.erase_node(node)
-
-
-def _writes_to(user: fx.Node, tensor: fx.Node) -> bool:
-    """Whether an op may write to a tensor: ATen lets some read a view of it without elements, but not itself."""
-    return is_op(user) and not is_pure(user.target) and tensor in user.all_input_nodes
 
 
 # -- where a view lies ------------------------------------------------------------------------------------
@@ -80,9 +82,8 @@ class _Place(NamedTuple):
 class _Places:
     """The places of all tensors of a graph with static sizes; several for a node with several results."""
 
-    def __init__(self, graph: fx.Graph, values: FakeValues, allocated: Allocated, movable: Collection[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, values: FakeValues, movable: Collection[fx.Node]) -> None:
         self._values = values
-        self._allocated = allocated
         self._movable = movable
         self.of: dict[fx.Node, _Place | list[_Place | None] | None] = {}
         self.views: set[fx.Node] = set()  # nodes that compute nothing
@@ -97,16 +98,16 @@ class _Places:
             return None
         if node.target is operator.getitem:
             return self._item(node)
-        if node.target in self._allocated:
-            buffers = self._allocated[node.target]
+        if isinstance(node.target, GroupCall):
+            buffers = node.target.buffers
             return _allocated(node, buffers[0]) if len(buffers) == 1 else None
         if not is_op(node):
             return None
         source = self.of.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if isinstance(source, _Place):
-            if returns_operand(node):
+            if _returns_operand(node):
                 return _Place(node, source.lies) if source.root is node.args[0] else None
-            if may_view(node) and (found := self._viewed(node, source)) is not None:
+            if _may_view(node) and (found := self._viewed(node, source)) is not None:
                 return found
         is_product = str(node.target) in _PRODUCTS and isinstance(value, torch.Tensor) and value.is_contiguous()
         return _as_traced(node, value) if is_product else None
@@ -115,8 +116,8 @@ class _Places:
         source, number = node.args
         if not isinstance(source, fx.Node) or not isinstance(number, int):
             return None
-        if source.op == "call_function" and source.target in self._allocated:
-            return _allocated(node, self._allocated[source.target][number])
+        if isinstance(source.target, GroupCall):
+            return _allocated(node, source.target.buffers[number])
         places = self.of.get(source)
         if isinstance(places, list):
             if source in self.views:
@@ -126,7 +127,8 @@ class _Places:
 
     def _viewed(self, node: fx.Node, source: _Place) -> _Place | list[_Place | None] | None:
         """The results of a view op; None where its result is not in its operand's memory, or may not be."""
-        if _is_absolute(node):
+        offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+        if node.target is torch.ops.aten.as_strided.default and offset is not None:
             return None  # where a graph input begins in its storage is not known
         if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves((node.args[1:], dict(node.kwargs)))):
             return None
@@ -153,25 +155,17 @@ def _as_traced(node: fx.Node, value: Any) -> _Place | None:
         return None
     if value.dtype.is_complex or value.is_neg():
         return None
-    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
-        return None
-    return _Place(node, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
+    return _root(node, value.shape, value.stride(), value.dtype)
 
 
 def _allocated(node: fx.Node, buffer: Buffer) -> _Place | None:
-    shape, strides = ([size for size in sizes if isinstance(size, int)] for sizes in (buffer.shape, buffer.strides))
-    if len(shape) + len(strides) < 2 * len(buffer.shape):
+    return _root(node, buffer.shape, buffer.strides, torch_dtype(buffer.dtype))
+
+
+def _root(node: fx.Node, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype) -> _Place | None:
+    if not all(isinstance(size, int) for size in (*shape, *strides)):
         return None
-    return _Place(node, torch.empty_strided(shape, strides, dtype=torch_dtype(buffer.dtype), device="meta"))
-
-
-def _is_absolute(node: fx.Node) -> bool:
-    """Whether a view says where it lies in the storage, whatever its operand's offset."""
-    return node.target is torch.ops.aten.as_strided.default and _given(node, 3, "storage_offset") is not None
-
-
-def _given(node: fx.Node, number: int, name: str) -> Any:
-    return node.args[number] if number < len(node.args) else node.kwargs.get(name)
+    return _Place(node, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
 
 
 def _shares(one: Any, other: torch.Tensor) -> bool:
@@ -210,3 +204,78 @@ def _better(
             made[key] = graph.call_function(call, args)
         made[key].meta = dict(node.meta)
     return made[key]
+
+
+# -- what schemas say about memory ------------------------------------------------------------------------
+
+
+def is_op(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+
+
+def _schema(node: fx.Node) -> torch._C.FunctionSchema:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target._schema
+
+
+def _may_view(node: fx.Node) -> bool:
+    """Whether the results may lie in the first operand, and nothing is written."""
+    schema = _schema(node)
+    if schema.is_mutable or len(schema.returns) != 1:
+        return False
+    return schema.returns[0].alias_info is not None or str(node.target) in VIEW_MAPS
+
+
+def _returns_operand(node: fx.Node) -> bool:
+    """Whether the op writes to its first operand and returns that."""
+    schema = _schema(node)
+    if len(schema.returns) != 1 or schema.returns[0].alias_info is None or not schema.arguments:
+        return False
+    first = schema.arguments[0].alias_info
+    return first is not None and first.is_write and first.before_set == schema.returns[0].alias_info.before_set
+
+
+def _exposed(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose result is returned or written to, and all that they may be views of."""
+    pending = [node for user in graph.nodes for node in _exposed_by(user)]
+    kept: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in kept:
+            kept.add(node)
+            pending.extend(_aliased(node))
+    return kept
+
+
+def _exposed_by(user: fx.Node) -> Iterator[fx.Node]:
+    """Operands that a node hands out, or writes to, or may write to."""
+    if isinstance(user.target, GroupCall):
+        yield from _overwritten(user)
+    elif is_op(user):
+        yield from operands_where(user, is_written)
+    elif user.target is not operator.getitem and user.target not in MODE_SWITCHES:
+        yield from user.all_input_nodes
+
+
+def _aliased(node: fx.Node) -> Iterator[fx.Node]:
+    """Operands whose memory may be a result's."""
+    if isinstance(node.target, GroupCall):
+        yield from _overwritten(node)
+    elif not is_op(node):
+        yield from node.all_input_nodes
+    elif any(one.alias_info is not None for one in _schema(node).returns):
+        yield from operands_where(node, lambda argument: argument.alias_info is not None)
+    elif str(node.target) in VIEW_MAPS or (str(node.target) not in _MAKES_NEW and _is_composite(node.target)):
+        yield from node.all_input_nodes
+
+
+def _overwritten(call: fx.Node) -> Iterator[fx.Node]:
+    """Arguments that a group's call writes to, and returns."""
+    assert isinstance(call.target, GroupCall)
+    written = (call.args[one.over] for one in call.target.buffers if one.over is not None)
+    yield from (argument for argument in written if isinstance(argument, fx.Node))
+
+
+def _is_composite(target: Any) -> bool:
+    """Whether an op runs as others, which may return an operand though its schema promises a new tensor (dropout)."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"))

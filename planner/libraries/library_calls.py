@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
 from fuseplan.planner.libraries.library_call import LibraryCall
-from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS
-from fuseplan.planner.libraries.merged_calls import MERGED_CALLS
+from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MERGED_CALLS
 
 LIBRARY_CALLS: tuple[LibraryCall, ...] = (*ATTENTION_CALLS, *MATMUL_CALLS, *MERGED_CALLS)

@@ -7,6 +7,9 @@
 * ``matmul.gemv`` is a matrix times a vector.
 
 What is added inside a matmul is added before the product is rounded to its type.
+
+* ``merged.one`` and ``merged.apart`` run linear ops that read one value, merged
+  (:mod:`~fuseplan.planner.graph.merged_linear`), as one product or as several, which may be faster for many rows.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from typing import Any, TypeAlias
 import torch
 
 from fuseplan.planner.graph.dataflow import TensorSpec
-from fuseplan.planner.graph.execute import resolve_op
+from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.graph.layouts import laid_out
+from fuseplan.planner.graph.merged_linear import MergedLinear, linear_apart
 from fuseplan.planner.libraries.library_call import Call, OpGroup
-
-__all__ = ["MATMUL_CALLS", "MatmulCall"]
+from fuseplan.planner.rewrites.packing import pack_operands
 
 _LINEAR, _MM, _BMM, _ADDMM, _MATMUL = (
     f"aten.{name}.default" for name in ("linear", "mm", "bmm", "addmm", "matmul"))
@@ -54,11 +57,7 @@ _Form: TypeAlias = Callable[[_Matmul], Callable[[Any, Any, Any], torch.Tensor] |
 
 @dataclass(frozen=True)
 class MatmulCall:
-    """A matmul in one of PyTorch's forms (implements
-    :class:`~fuseplan.planner.libraries.library_call.LibraryCall`).
-
-    Records call it by its name; ``form`` is how it computes.
-    """
+    """A matmul in one of PyTorch's forms, a :class:`~fuseplan.planner.libraries.library_call.LibraryCall`."""
 
     name: str
     form: _Form
@@ -207,3 +206,26 @@ MATMUL_CALLS = (
     MatmulCall("matmul.unbatched", _unbatched),
     MatmulCall("matmul.gemv", _gemv),
 )
+
+
+@dataclass(frozen=True)
+class MergedCall:
+    """A merged linear op (:class:`~fuseplan.planner.libraries.library_call.LibraryCall`), one product if ``joined``."""
+
+    name: str
+    joined: bool
+
+    def refuse(self, group: OpGroup) -> str | None:
+        return None if group.node.op == "fuseplan.merged_linear.default" else "it is no merged linear op"
+
+    def build(self, group: OpGroup) -> Call:
+        call = MergedLinear(pack_operands) if self.joined else linear_apart
+        (x, weights, biases), _ = bind_call(group.node, [group.inputs.index(name) for name in group.node.inputs])
+
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
+            return call(inputs[x], [inputs[at] for at in weights], [inputs[at] for at in biases])
+
+        return run
+
+
+MERGED_CALLS = (MergedCall("merged.one", True), MergedCall("merged.apart", False))

@@ -19,7 +19,7 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies
 from fuseplan.planner.groups.cycles import short_cycles
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.implementations import Implementation
 from fuseplan.planner.implementations.subject import group_label
 from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.partition.plan_record import region_label

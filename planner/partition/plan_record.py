@@ -18,7 +18,7 @@ from fuseplan.planner.groups.candidates import Candidate, placed_candidates, reg
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.implementations import Implementation
 from fuseplan.planner.implementations.subject import group_label
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
 from fuseplan.planner.partition.peak_memory import NamedReuse, peak_bytes

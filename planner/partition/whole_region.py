@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import placed_candidates, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.choices import Choice, Implementations
+from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part

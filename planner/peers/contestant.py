@@ -13,7 +13,7 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.subject import needs_positive_inputs, random_tensor
+from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor
 from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.patterns.table import trace_pattern

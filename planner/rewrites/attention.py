@@ -2,29 +2,47 @@
 
 Attention itself stays PyTorch's. What a trace asks of it costs more than it needs to, in three ways:
 
-* keys and values that query heads share are copied for every head (:mod:`~fuseplan.planner.rewrites.grouped_queries`);
-* a mask that is known to be causal is handed over as data (:mod:`~fuseplan.planner.rewrites.attention_masks`): a
-  compiler's trace has it, since only with the numbers at hand can a model tell that it is causal;
-* a boolean mask is turned into numbers by every call (the same module).
+* Keys and values that query heads share are copied for every head (:mod:`~fuseplan.planner.rewrites.grouped_queries`).
+* **Constant masks.** A model that is traced cannot look at numbers, so it hands over a mask where eagerly it would have
+  seen that it is causal, and skipped it. A mask that is computed from nothing but constants (positions from ``arange``)
+  is evaluated here, and if it is causal the call says so instead, which skips half of the work and the mask's traffic.
+* **Boolean masks.** No back end reads a boolean mask on a GPU: PyTorch turns it into numbers in each call, by several
+  small kernels. All layers have the same mask, so it is done once, and fused with what computes the mask.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
-from fuseplan.planner.rewrites.attention_masks import add_boolean_masks, drop_constant_masks
+from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of, change_call, fake_arguments, masked_number
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
+from fuseplan.planner.rewrites.trace_edit import (
+    ancestors,
+    between,
+    erase_unused,
+    insert_call,
+    is_pure,
+    may_write,
+    static_sizes,
+    trace_device,
+    value_of,
+)
+
+_aten = torch.ops.aten
+#: A mask is evaluated if all that is computed for it takes no more bytes than this.
+_MOST_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class AttentionRewrites:
-    """How many attention calls of a trace were rewritten, and how.
+    """How many attention calls of a trace were rewritten.
 
     ``grouped_queries`` read keys and values without a copy for every query head; ``dropped_masks`` had a mask that is
-    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers, computed once for all
-    of them.
+    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers.
     """
 
     grouped_queries: int = 0
@@ -35,16 +53,121 @@ class AttentionRewrites:
 def rewrite_attention(
     module: fx.GraphModule, grouped_queries: bool | None = None, masks: bool = True
 ) -> AttentionRewrites:
-    """Rewrite every attention call of a pre-dispatch trace.
+    """Rewrite every attention call of a trace with fake values in ``meta["val"]``; the masks only with ``masks``.
 
-    Every node carries its fake value in ``meta["val"]``. ``grouped_queries`` is as
-    :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it; ``masks`` says whether to rewrite
-    masks.
+    ``grouped_queries`` is as :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it.
     """
-    dropped = drop_constant_masks(module) if masks else 0
+    dropped = _drop_constant_masks(module.graph) if masks else 0
     grouped = fold_grouped_queries(module, grouped_queries)
-    added = add_boolean_masks(module) if masks else 0
+    added = _add_boolean_masks(module.graph) if masks else 0
     if dropped or grouped or added:
         module.graph.lint()
         module.recompile()
     return AttentionRewrites(grouped, dropped, added)
+
+
+def _drop_constant_masks(graph: fx.Graph) -> int:
+    """Let calls with a constant mask be causal, or without a mask, where that is the same; how many there were."""
+    found = 0
+    kinds: dict[tuple[fx.Node, tuple[int, ...]], str] = {}
+    for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
+        call = arguments_of(node)
+        mask, query, key = call["attn_mask"], static_sizes(call["query"]), static_sizes(call["key"])
+        value = value_of(mask)
+        if value is None or value.dtype != torch.bool or query is None or key is None:
+            continue
+        scale = call["scale"]  # kernels scale the minus infinity of what is hidden, too
+        is_positive = scale is None or (isinstance(scale, int | float) and scale > 0)
+        if call["is_causal"] or call["dropout_p"] != 0.0 or not is_positive:
+            continue
+        sizes = (*query[:-1], key[-2])
+        if (mask, sizes) not in kinds:
+            kinds[mask, sizes] = _kind(mask, sizes)
+        kind = kinds[mask, sizes]
+        if kind != "data" and change_call(node, attn_mask=None, is_causal=kind == "causal"):
+            found += 1
+    for mask in dict.fromkeys(mask for (mask, _), kind in kinds.items() if kind != "data"):
+        erase_unused(graph, ancestors(mask))
+    return found
+
+
+def _kind(mask: fx.Node, sizes: tuple[int, ...]) -> str:
+    """``"causal"``, ``"all"``, or ``"data"`` where a mask for scores of ``sizes`` is neither, or not known."""
+    made = ancestors(mask)
+    if not _is_constant(mask, made):
+        return "data"
+    # A trace is made in a fake mode, which would take these for fakes, too.
+    with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
+        try:
+            value = _evaluated(made)
+            rows, cols = value.expand(sizes).shape[-2:]
+        except Exception:  # also of an op that the CPU has not
+            return "data"
+        if bool(value.all()):
+            return "all"
+        if rows != cols or value.shape[-2:] != (rows, cols):
+            return "data"
+        causal = torch.ones(rows, cols, dtype=torch.bool, device=value.device).tril_()
+        return "causal" if bool((value == causal).all()) else "data"
+
+
+def _is_constant(mask: fx.Node, made: list[fx.Node]) -> bool:
+    """Whether a mask follows from constants alone, by ops that are cheap to run here."""
+    total = 0
+    for one in made:
+        value = value_of(one)
+        if one.op != "call_function" or not _is_function(one.target) or value is None or static_sizes(one) is None:
+            return False
+        # Whole numbers are the same on every device.
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            return False
+        total += value.numel() * value.element_size()
+    writers = between(made[0], mask.graph.output_node())
+    return total <= _MOST_BYTES and not any(may_write(one, made) for one in writers)
+
+
+def _is_function(target: Any) -> bool:
+    """Whether a call gives the same for the same operands: a custom op may read what it is not given."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return is_pure(target)
+    return target.namespace == "aten" and is_pure(target) and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _evaluated(made: list[fx.Node]) -> torch.Tensor:
+    """The value of the last of some nodes, on the CPU."""
+    here = torch.device("cpu")
+    values: dict[fx.Node, torch.Tensor] = {}
+    left = {one: len(one.users.keys() & set(made)) for one in made}
+    for one in made:
+        args = [here if isinstance(arg, torch.device) else arg for arg in fx.map_arg(one.args, values.__getitem__)]
+        kwargs = dict(fx.map_arg(one.kwargs, values.__getitem__))
+        if "device" in kwargs:
+            kwargs["device"] = here
+        values[one] = one.target(*args, **kwargs)  # type: ignore[operator]
+        for read in one.all_input_nodes:
+            left[read] -= 1
+            if not left[read]:
+                del values[read]
+    return values[made[-1]]
+
+
+def _add_boolean_masks(graph: fx.Graph) -> int:
+    """Turn boolean masks into the numbers that PyTorch takes, once for all calls on a GPU; how many calls."""
+    found = 0
+    numbers: dict[tuple[fx.Node, torch.dtype, float], fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
+        mask, query = arguments_of(node)["attn_mask"], value_of(arguments_of(node)["query"])
+        value = value_of(mask)
+        if value is None or value.dtype != torch.bool or query is None or trace_device(node) != "cuda":
+            continue
+        hidden = masked_number(fake_arguments(node))
+        made = numbers.get((mask, query.dtype, hidden))
+        if made is None or any(may_write(one, [mask]) for one in between(made, node)):
+            with graph.inserting_before(node):
+                where = insert_call(graph, _aten.where.Scalar, (mask, 0.0, hidden))
+                made = insert_call(graph, _aten.to.dtype, (where, query.dtype))
+            numbers[mask, query.dtype, hidden] = made
+        found += change_call(node, attn_mask=made)
+    for made in numbers.values():
+        erase_unused(graph, ancestors(made))
+    return found

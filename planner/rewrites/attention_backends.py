@@ -16,6 +16,7 @@ import torch
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import TensorSpec
+from fuseplan.planner.rewrites.attention_call import can_use
 
 _HALVES = ("float16", "bfloat16")
 #: Flash kernels read heads in steps of so many elements; the efficient kernel reads masks so.
@@ -67,70 +68,66 @@ class Attention:
         """Query heads to one key head."""
         return int(self.query.shape[1]) // int(self.key.shape[1])
 
+    def why_not_plain(self) -> str | None:
+        """Why it is more than attention over four dimensions, whichever back end computes it; None when it is that."""
+        if len({spec.dtype for spec in self.operands}) != 1:
+            return "query, key and value have different types"
+        if any(len(spec.shape) != 4 for spec in self.operands):
+            return "query, key and value do not all have four dimensions"
+        if self.mask is not None and self.mask.dtype not in ("bool", "float32", self.query.dtype):
+            return f"a mask of {self.mask.dtype}"
+        if self.mask is not None and self.causal:
+            return "it is causal and has a mask"
+        batch, heads, *_, length = self.sizes
+        if any(size == 0 for spec in self.operands for size in spec.shape):
+            return "a tensor is empty"
+        if self.key.shape[0] != batch or self.value.shape[0] != batch:
+            return "the batch is broadcast"
+        if self.key.shape[1] != self.value.shape[1]:
+            return "keys and values have different numbers of heads"
+        if self.key.shape[1] != heads and (not self.shared or heads % int(self.key.shape[1])):
+            return "heads are broadcast without enable_gqa"
+        if self.mask is not None:
+            shape = whole_numbers(self.mask.shape)
+            if not 2 <= len(shape) <= 4 or shape[-1] != length or any(
+                own not in (1, its) for own, its in zip(shape, self.sizes[-len(shape):], strict=True)
+            ):
+                return f"a mask of {list(shape)} for scores of {list(self.sizes)}"
+        return None
+
+    def why_not_foldable(self) -> str | None:
+        """Why heads of a group cannot be positions of one head; None when they can."""
+        if self.query.shape[2] != 1:
+            return "there are several query positions"
+        if self.group == 1:
+            return "no heads share keys"
+        if self.causal:
+            return "it is causal: only the first head of a group would see what it should"
+        if self.mask is not None and any(size != 1 for size in self.mask.shape[-3:-1]):
+            return "heads have masks of their own"
+        return None
+
+    def folded(self) -> Attention:
+        """The call with the heads of a group as positions of one head; its query is a view."""
+        batch, _, _, width = self.query.shape
+        of_batch, of_head, _, of_element = self.query.strides
+        shape = batch, self.key.shape[1], self.group, width
+        strides = of_batch, of_head * self.group, of_head, of_element
+        return replace(self, query=TensorSpec(shape, self.query.dtype, strides), shared=False)
+
+    def repeated(self) -> Attention:
+        """The call with keys and values copied for every query head."""
+        if self.group == 1:
+            return self
+        heads = self.query.shape[1]
+        key, value = (TensorSpec.contiguous((spec.shape[0], heads, *spec.shape[2:]), spec.dtype)
+                      for spec in (self.key, self.value))
+        return replace(self, key=key, value=value, shared=False)
+
 
 def whole_numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
     """Static sizes as plain numbers."""
     return tuple(int(size) for size in sizes)
-
-
-def why_not_plain(call: Attention) -> str | None:
-    """Why a call is more than attention over four dimensions, whichever back end computes it; None when it is that."""
-    if len({spec.dtype for spec in call.operands}) != 1:
-        return "query, key and value have different types"
-    if any(len(spec.shape) != 4 for spec in call.operands):
-        return "query, key and value do not all have four dimensions"
-    if call.mask is not None and call.mask.dtype not in ("bool", "float32", call.query.dtype):
-        return f"a mask of {call.mask.dtype}"
-    if call.mask is not None and call.causal:
-        return "it is causal and has a mask"
-    batch, heads, positions, length = call.sizes
-    if any(size == 0 for spec in call.operands for size in spec.shape):
-        return "a tensor is empty"
-    if call.key.shape[0] != batch or call.value.shape[0] != batch:
-        return "the batch is broadcast"
-    if call.key.shape[1] != call.value.shape[1]:
-        return "keys and values have different numbers of heads"
-    if call.key.shape[1] != heads and (not call.shared or heads % int(call.key.shape[1])):
-        return "heads are broadcast without enable_gqa"
-    if call.mask is not None:
-        shape, scores = whole_numbers(call.mask.shape), (batch, heads, positions, length)
-        if not 2 <= len(shape) <= 4 or shape[-1] != length or any(
-            own not in (1, its) for own, its in zip(shape, scores[-len(shape):], strict=True)
-        ):
-            return f"a mask of {list(shape)} for scores of {list(scores)}"
-    return None
-
-
-def why_not_foldable(call: Attention) -> str | None:
-    """Why heads of a group cannot be positions of one head; None when they can."""
-    if call.query.shape[2] != 1:
-        return "there are several query positions"
-    if call.group == 1:
-        return "no heads share keys"
-    if call.causal:
-        return "it is causal: only the first head of a group would see what it should"
-    if call.mask is not None and any(size != 1 for size in call.mask.shape[-3:-1]):
-        return "heads have masks of their own"
-    return None
-
-
-def folded(call: Attention) -> Attention:
-    """The call with the heads of a group as positions of one head; its query is a view."""
-    batch, _, _, width = call.query.shape
-    of_batch, of_head, _, of_element = call.query.strides
-    query = TensorSpec((batch, call.key.shape[1], call.group, width), call.query.dtype,
-                       (of_batch, of_head * call.group, of_head, of_element))
-    return replace(call, query=query, shared=False)
-
-
-def _repeated(call: Attention) -> Attention:
-    """The call with keys and values copied for every query head."""
-    if call.group == 1:
-        return call
-    heads = call.query.shape[1]
-    key, value = (TensorSpec.contiguous((spec.shape[0], heads, *spec.shape[2:]), spec.dtype)
-                  for spec in (call.key, call.value))
-    return replace(call, key=key, value=value, shared=False)
 
 
 def _refuse_flash(call: Attention) -> str | None:
@@ -147,7 +144,7 @@ def _refuse_flash(call: Attention) -> str | None:
     if call.causal and call.query.shape[2] != call.key.shape[2]:
         return "flash attention aligns a causal mask with the last key, ATen with the first"
     # Heads of another width are copied first.
-    read = call.operands if is_whole_step(call.widths[0]) else ()
+    read = call.operands if call.widths[0] % STEP == 0 else ()
     return _not_halves(call) or _strided(call, read) or _device_reason("flash", call)
 
 
@@ -159,12 +156,12 @@ def _refuse_efficient(call: Attention) -> str | None:
     step = _VECTOR_BYTES // ITEMSIZE[call.query.dtype]
     if any(width % step for width in call.widths) or call.widths[0] != call.widths[1]:
         return f"heads are not a multiple of {step} wide, or queries and keys differ"
-    call = _repeated(call)
+    call = call.repeated()
     return _strided(call, call.operands) or _device_reason("efficient", call)
 
 
 def _refuse_cudnn(call: Attention) -> str | None:
-    if not all(is_whole_step(width) and width <= _WIDEST for width in call.widths):
+    if not all(width % STEP == 0 and width <= _WIDEST for width in call.widths):
         return f"heads are not a multiple of {STEP} wide, or wider than {_WIDEST}"
     if call.widths[0] != call.widths[1]:
         return "queries and keys have different widths"
@@ -189,11 +186,6 @@ BACKENDS: dict[str, Callable[[Attention], str | None]] = {
 }
 
 
-def is_whole_step(width: int) -> bool:
-    """Whether flash kernels read heads of this width without padding."""
-    return width % STEP == 0
-
-
 def _not_halves(call: Attention) -> str | None:
     return None if call.query.dtype in _HALVES else f"it does not compute in {call.query.dtype}"
 
@@ -215,14 +207,7 @@ def _strided(call: Attention, read: Sequence[TensorSpec]) -> str | None:
 
 def _device_reason(backend: str, call: Attention) -> str | None:
     """Why PyTorch says no on this device. Without a CUDA device nobody is asked."""
-    if not torch.cuda.is_available():
-        return None
-    from torch.backends import cuda
-
-    can_use = getattr(cuda, f"can_use_{backend}_attention")
-    given = fake_call(call)
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "enable_gqa")
-    if can_use(cuda.SDPAParams(*(given[name] for name in names)), False):
+    if not torch.cuda.is_available() or can_use(backend, fake_call(call)):
         return None
     return f"PyTorch's can_use_{backend}_attention says no on this device"
 

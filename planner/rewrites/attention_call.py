@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fuseplan.planner.rewrites.trace_edit import change_arguments
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_DEFAULTS = (None, None, None, None, 0.0, False, None, False)
+_DEFAULTS: dict[str, Any] = {
+    "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
+    "enable_gqa": False,
+}
 #: What stands after the star in the schema.
 _KEYWORDS = frozenset({"scale", "enable_gqa"})
 #: PyTorch's number for what is masked, where cuDNN computes attention: finite (attention.cpp,
@@ -24,15 +25,9 @@ _FINITE = -65504.0
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
 
-def attention_calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Every call of attention, in order."""
-    yield from graph.find_nodes(op="call_function", target=ATTENTION)
-
-
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Every argument of an attention call by its name, with the schema's defaults."""
-    named = dict(zip(_PARAMETERS, node.args, strict=False))
-    return dict(zip(_PARAMETERS, _DEFAULTS, strict=True)) | named | dict(node.kwargs)
+    return _DEFAULTS | dict(zip(_DEFAULTS, node.args, strict=False)) | dict(node.kwargs)
 
 
 def change_call(node: fx.Node, **changes: Any) -> bool:
@@ -43,24 +38,16 @@ def change_call(node: fx.Node, **changes: Any) -> bool:
     a back end would tie the graph to them.
     """
     given = arguments_of(node) | changes
-    args = tuple(given[name] for name in _PARAMETERS if name not in _KEYWORDS)
+    args = tuple(given[name] for name in _DEFAULTS if name not in _KEYWORDS)
     # Not by equality: a scale of zero equals False, but is no default.
-    kwargs = {
-        name: given[name] for name in _PARAMETERS
-        if name in _KEYWORDS and given[name] is not None and given[name] is not False
-    }
+    kwargs = {name: given[name] for name in _DEFAULTS if name in _KEYWORDS and given[name] is not _DEFAULTS[name]}
     before, after = fake_arguments(node), fake_arguments(node, **changes)
-    if _is_dynamic(after.values()) and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
+    tensors = [one for one in after.values() if isinstance(one, FakeTensor)]
+    is_dynamic = any(isinstance(size, torch.SymInt) for one in tensors for size in (*one.shape, *one.stride()))
+    if is_dynamic and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
         node.args, node.kwargs = args, kwargs
         return True
     return change_arguments(node, args, kwargs)
-
-
-def _is_dynamic(arguments: Iterable[Any]) -> bool:
-    return any(
-        isinstance(size, torch.SymInt)
-        for one in arguments if isinstance(one, FakeTensor) for size in (*one.shape, *one.stride())
-    )
 
 
 def _layout_as_seen(arguments: dict[str, Any]) -> tuple[tuple[int, ...], ...] | None:
@@ -83,20 +70,20 @@ def chosen_backend(arguments: dict[str, Any]) -> str:
     PyTorch settles its order of preference when attention is first called, which a trace of attention has done. Sizes
     that are symbols are asked about as they were seen: the answer would tie the graph to them.
     """
-    from torch.backends import cuda
-
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "enable_gqa")
-    params = cuda.SDPAParams(*(_as_seen(arguments[name]) for name in names))
-    usable = {
-        "cudnn": cuda.can_use_cudnn_attention, "flash": cuda.can_use_flash_attention,
-        "efficient": cuda.can_use_efficient_attention,
-    }
     order = getattr(torch._C, "_get_sdp_priority_order", None)
     for number in order() if order is not None else ():
         name = _BACKENDS.get(number, "")
-        if name == "math" or (name in usable and usable[name](params)):
+        if name == "math" or (name and can_use(name, arguments)):
             return name
     return "math"
+
+
+def can_use(backend: str, arguments: dict[str, Any]) -> bool:
+    """Whether PyTorch says that a back end can run a call on this CUDA device; the arguments as above."""
+    from torch.backends import cuda
+
+    params = cuda.SDPAParams(*(_as_seen(arguments[name]) for name in _DEFAULTS if name != "scale"))
+    return bool(getattr(cuda, f"can_use_{backend}_attention")(params))
 
 
 def _as_seen(argument: Any) -> Any:

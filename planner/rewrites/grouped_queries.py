@@ -6,17 +6,15 @@ few kernels make use.
 * On GPUs ``enable_gqa`` reads shared keys and values as they are, for any number of tokens, where PyTorch has a fused
   back end that can. Which back end runs the call is chosen later, by measurement.
 * On CPUs, with a single query position the query heads of a group are as good as positions of one head:
-  ``[batch, kv * group, 1, width]`` becomes ``[batch, kv, group, width]``. The same numbers are computed for every head;
-  only the order in which a kernel adds them up may be another. On GPUs that is a choice, too (``sdpa.flash.folded``):
-  kernels that split a long cache among multiprocessors for one query position are faster without.
+  ``[batch, kv * group, 1, width]`` becomes ``[batch, kv, group, width]``. Only the order in which a kernel adds numbers
+  up may be another. On GPUs that is a choice of the plan (``sdpa.flash.folded``).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -24,7 +22,6 @@ from torch import fx
 from fuseplan.planner.rewrites.attention_call import (
     ATTENTION,
     arguments_of,
-    attention_calls,
     change_call,
     chosen_backend,
     fake_arguments,
@@ -51,13 +48,10 @@ _MERGES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default
 MEASURED = frozenset({"cpu"})
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """A key or value that groups of query heads share.
+class _Shared(NamedTuple):
+    """A key or value that groups of query heads share: before it is repeated, ``[batch, kv, length, width]``.
 
-    Attributes:
-        base: It, before it is repeated: ``[batch, kv, length, width]``.
-        copied: The node that copies it: from there to attention its memory must not change. None where nothing does.
+    From ``copied``, the node that copies it, to attention its memory must not change; None where nothing does.
     """
 
     base: fx.Node
@@ -72,7 +66,7 @@ def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> 
     if wanted is False:
         return 0
     found = 0
-    for node in list(attention_calls(module.graph)):
+    for node in list(module.graph.find_nodes(op="call_function", target=ATTENTION)):
         if trace_device(node) == "cuda" and _share(module.graph, node):
             found += 1
         elif wanted or trace_device(node) in MEASURED:
@@ -112,38 +106,34 @@ def _share(graph: fx.Graph, node: fx.Node) -> bool:
 def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     """Make query heads of a group positions of one head."""
     call = arguments_of(node)
-    query, mask = call["query"], call["attn_mask"]
-    sizes = sizes_of(query)
+    sizes, mask = sizes_of(call["query"]), call["attn_mask"]
     # A dynamic number of sequences can be left to a reshape to work out; nothing else.
     if sizes is None or len(sizes) != 4 or sizes[2] != 1 or not all(isinstance(size, int) for size in sizes[1:]):
         return False
-    if call["dropout_p"] != 0.0 or call["is_causal"] or not _is_same_for_all_heads(mask):
+    if call["dropout_p"] != 0.0 or call["is_causal"]:
         return False
-    key, value = (_shared(call[name], bool(call["enable_gqa"])) for name in ("key", "value"))
-    if key is None or value is None:
+    rows = () if mask is None else sizes_of(mask)
+    if rows is None or (mask is not None and not 2 <= len(rows) <= 4) or any(size != 1 for size in rows[-3:-1]):
+        return False  # heads have masks of their own
+    shared = [_shared(call[name], bool(call["enable_gqa"])) for name in ("key", "value")]
+    key, value = (one.base if one is not None else None for one in shared)
+    key_sizes, value_sizes = sizes_of(key), sizes_of(value)
+    if key is None or value is None or key_sizes is None or value_sizes is None:
         return False
-    batch, heads = sizes[:2]
-    key_sizes, value_sizes = sizes_of(key.base), sizes_of(value.base)
-    if key_sizes is None or value_sizes is None or key_sizes[:2] != value_sizes[:2] or key_sizes[0] != batch:
+    if key_sizes[:2] != value_sizes[:2] or key_sizes[0] != sizes[0]:
         return False
-    kv_heads, width = key_sizes[1], value_sizes[-1]
-    if not isinstance(kv_heads, int) or not isinstance(width, int):
+    heads, kv_heads = sizes[1], key_sizes[1]
+    if not isinstance(kv_heads, int) or not isinstance(value_sizes[-1], int) or heads == kv_heads or heads % kv_heads:
         return False
-    if heads == kv_heads or heads % kv_heads or _written_between((key, value), node):
+    if _written_between(shared, node):
         return False
-    return _fold_heads(graph, node, key.base, value.base)
-
-
-def _fold_heads(graph: fx.Graph, node: fx.Node, key: fx.Node, value: fx.Node) -> bool:
-    call, kv_heads = arguments_of(node), key.meta["val"].shape[1]
-    batch, heads, _, width = call["query"].meta["val"].shape
-    batch = batch if isinstance(batch, int) else -1
+    batch = sizes[0] if isinstance(sizes[0], int) else -1
     result = [batch, *node.meta["val"].shape[1:]]
     with graph.inserting_before(node):
-        sizes = [batch, kv_heads, heads // kv_heads, width]
-        folded = insert_call(graph, _aten.reshape.default, (call["query"], sizes))
+        positions = [batch, kv_heads, heads // kv_heads, sizes[3]]
+        folded = insert_call(graph, _aten.reshape.default, (call["query"], positions))
         scale = {"scale": call["scale"]} if call["scale"] is not None else {}
-        together = insert_call(graph, ATTENTION, (folded, key, value, call["attn_mask"]), scale)
+        together = insert_call(graph, ATTENTION, (folded, key, value, mask), scale)
         apart = insert_call(graph, _aten.reshape.default, (together, result))
     values = follow(node, apart.meta["val"])
     if values is None:
@@ -170,14 +160,6 @@ def _is_merely_read(node: fx.Node) -> bool:
     return not shares_memory(output, readers) and not any(may_write(one, readers) for one in between(node, output))
 
 
-def _is_same_for_all_heads(mask: Any) -> bool:
-    """Whether a mask ``[batch, heads, positions, length]`` (or fewer dimensions) has one row for all of a sequence."""
-    if mask is None:
-        return True
-    sizes = sizes_of(mask)
-    return sizes is not None and 2 <= len(sizes) <= 4 and all(size == 1 for size in sizes[-3:-1])
-
-
 def _shared(node: Any, grouped: bool) -> _Shared | None:
     """What a key or value is a repetition of: ``repeat_interleave`` over heads, or a new dimension that is expanded
     and merged; with ``grouped`` the node itself."""
@@ -194,10 +176,8 @@ def _shared(node: Any, grouped: bool) -> _Shared | None:
         if sizes == (short[0], short[1] * times, *short[2:]):
             return _Shared(call["self"], node)
         return None
-    merge = node
-    if merge.target not in _MERGES or not isinstance(merge.args[0], fx.Node):
+    if node.target not in _MERGES or not isinstance(expand := node.args[0], fx.Node):
         return None
-    expand = merge.args[0]
     wide = sizes_of(expand)
     if expand.target is not _aten.expand.default or wide is None or len(wide) != 5:
         return None
@@ -210,7 +190,7 @@ def _shared(node: Any, grouped: bool) -> _Shared | None:
         return None
     if sizes_of(insert) != (batch, heads, 1, length, width) or sizes != (batch, heads * times, length, width):
         return None
-    return _Shared(base, merge)
+    return _Shared(base, node)
 
 
 def _whole(node: Any) -> Any:
@@ -220,9 +200,9 @@ def _whole(node: Any) -> Any:
     return node
 
 
-def _written_between(read: Sequence[_Shared], node: fx.Node) -> bool:
+def _written_between(read: Iterable[_Shared | None], node: fx.Node) -> bool:
     """Whether something may write to a key or value, or to its copy, after it was copied and before attention."""
     return any(
         may_write(call, [one.base, one.copied])
-        for one in read if one.copied is not None for call in between(one.copied, node)
+        for one in read if one is not None and one.copied is not None for call in between(one.copied, node)
     )

@@ -43,10 +43,7 @@ Pack: TypeAlias = Callable[[Sequence[int], Sequence[int]], str | None]
 
 @dataclass(frozen=True)
 class MergedProjections:
-    """What was done with the linear ops of a trace.
-
-    Groups of linear ops that are one op now, and by reason those that stay as they were.
-    """
+    """Groups of linear ops that are one op now, and by reason those that stay as they were."""
 
     merged: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
@@ -83,19 +80,15 @@ def merge_projections(
     for run in list(_runs(graph)):
         fit: dict[tuple[Any, ...], list[_Linear]] = {}
         for one in run:
-            reason = _why_unfit(one, places)
-            if reason is None:
+            if (reason := _why_unfit(one, places)) is not None:
+                refused[reason] += 1
+            else:
                 fit.setdefault(one.kind, []).append(one)
-            else:
+        for site in (site for site in fit.values() if len(site) > 1):
+            if (reason := _merge(graph, site, places, pack)) is not None:
                 refused[reason] += 1
-        for site in fit.values():
-            if len(site) == 1:
-                continue
-            reason = _merge(graph, site, places, pack)
-            if reason is None:
+            else:
                 merged += 1
-            else:
-                refused[reason] += 1
     if merged:
         graph.lint()
         module.recompile()

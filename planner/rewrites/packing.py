@@ -20,11 +20,8 @@ _DEVICES = ("cpu", "cuda")
 def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
     """Let the parameters of each group follow one another in memory, along their first dimension.
 
-    What lies so already is left alone. One group is copied at a time, and what it was copied from is freed: at most one
-    group lies in memory twice.
-
-    ``groups`` are positions in ``arguments`` of parameters of one dtype, device and inner shape; empty ones are passed
-    over.
+    ``groups`` are positions in ``arguments`` of parameters of one dtype, device and inner shape. At most one group lies
+    in memory twice meanwhile.
 
     Returns:
         Why they do not all lie as wanted; None when they do.
@@ -45,7 +42,10 @@ def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
                 loose.append(parameters)
         try:
             for parameters in loose:
-                _move(parameters)
+                # Data made in inference mode would change what a parameter is, and the reverse.
+                with torch.inference_mode(parameters[0].is_inference()):
+                    for parameter, view in zip(parameters, side_by_side(parameters), strict=True):
+                        parameter.data = view
         except Exception as error:  # no memory for it, or a parameter that refuses other memory
             return f"parameters cannot be moved: {failure_reason(error)}"
     return None
@@ -76,29 +76,15 @@ def _why_not_alone(parameter: torch.nn.Parameter, counts: Counter[int]) -> str |
     storage = parameter.untyped_storage()
     if storage.nbytes() != parameter.numel() * parameter.element_size():
         return "a parameter is part of a larger tensor, or packed with others"
-    if counts[_storage(parameter)] > 1 or _holders(storage) > _ALONE:
+    # Private to PyTorch: where a version lacks it, only the graph's own arguments are compared. Two hold a storage that
+    # nothing shares: the tensor, and Python's object for the storage.
+    holders = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+    if counts[_storage(parameter)] > 1 or holders(storage._cdata) > 2:
         return "a parameter shares its memory with another tensor"
     if parameter.device.type == "cpu" and storage.is_shared():
         return "a parameter is in memory that processes share"
     return None
 
 
-#: Holders of the storage of a tensor that nothing shares: the tensor, and Python's object for the storage.
-_ALONE = 2
-
-
-def _holders(storage: torch.UntypedStorage) -> int:
-    # Private to PyTorch: where a version lacks it, only the graph's own arguments are compared.
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else int(count(storage._cdata))
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _move(parameters: Sequence[torch.nn.Parameter]) -> None:
-    # Data made in inference mode would change what a parameter is, and the reverse.
-    with torch.inference_mode(parameters[0].is_inference()):
-        for parameter, view in zip(parameters, side_by_side(parameters), strict=True):
-            parameter.data = view

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def fake_value(node: fx.Node) -> Any:
 
 def fake_tensors(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors that a node stands for."""
-    return [leaf for leaf in pytree.tree_leaves(fake_value(node)) if isinstance(leaf, torch.Tensor)]
+    return _tensors(fake_value(node))
 
 
 def static_sizes(node: Any) -> tuple[int, ...] | None:
@@ -45,16 +45,11 @@ def static_sizes(node: Any) -> tuple[int, ...] | None:
 
 
 def sizes_of(node: Any) -> tuple[Any, ...] | None:
-    """The shape of a node's tensor, None where it has none: numbers, and expressions for dynamic sizes.
-
-    Comparing them adds no guard to the trace; equal ones are equal for all sizes.
-    """
+    """The shape of a node's tensor, None where it has none. Comparing dynamic sizes adds no guard to the trace."""
     value = value_of(node)
-    return None if value is None else tuple(map(_expression, value.shape))
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    if value is None:
+        return None
+    return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape)
 
 
 def trace_device(node: fx.Node) -> str:
@@ -73,13 +68,8 @@ def is_pure(target: Any) -> bool:
 def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
     """A call at the graph's insertion point, with its fake value."""
     made = graph.call_function(target, args, kwargs or {})
-    evaluate_fake(made)
+    made.meta["val"] = fake_result(target, args, kwargs or {}, {})
     return made
-
-
-def evaluate_fake(node: fx.Node) -> None:
-    """Work a node's fake value out from those of its operands."""
-    node.meta["val"] = fake_result(node.target, node.args, node.kwargs, {})
 
 
 def change_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -121,75 +111,58 @@ def follow(
         what it was, or that is shared where it was not, is written to, returned, or read by address, unless it is
         ``corrected``.
     """
-    moved = _Moved(corrected)
+    values: dict[fx.Node, Any] = {}
+    # Storages that the nodes in ``values`` were in, and those that they are in.
+    before: set[int] = set()
+    after: set[int] = set()
+    # Nodes whose elements lie elsewhere in memory than before, or in memory that is shared otherwise.
+    odd: set[fx.Node] = set()
+
+    def put(node: fx.Node, fresh: Any, is_odd: bool) -> None:
+        pairs = _pairs(node, fresh)
+        if any((old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device) for old, new in pairs):
+            raise ValueError(f"{node} would be another tensor")
+        if is_odd or any(_moves_elements(old, new) for old, new in pairs):
+            odd.add(node)
+        values[node] = fresh
+        before.update(_storage(old) for old, _ in pairs)
+        after.update(_storage(new) for _, new in pairs)
+
+    def take(node: fx.Node) -> bool:
+        """Work out a reader's value again; whether it differs."""
+        reads_odd = not odd.isdisjoint(node.all_input_nodes)
+        if reads_odd and not corrected and not _reads_by_index(node, odd):
+            raise ValueError(f"{node} may tell that memory is laid out otherwise")
+        if node.op != "call_function" or not _can_be_evaluated(node.target):
+            return False
+        fresh = fake_result(node.target, node.args, node.kwargs, values)
+        pairs = _pairs(node, fresh)
+        places = [(_storage(old) in before, _storage(new) in after) for old, new in pairs]
+        if not any(map(any, places)) and all(old.stride() == new.stride() for old, new in pairs):
+            return False
+        put(node, fresh, any(was != now or (now and reads_odd) for was, now in places))
+        return True
+
     try:
-        moved.put(changed, value, odd=shared)
+        put(changed, value, shared)
         waiting, node = set(changed.users), changed
         while waiting:
             node = node.next
             if node in waiting:
                 waiting.remove(node)
-                waiting.update(node.users if moved.take(node) else ())
+                waiting.update(node.users if take(node) else ())
     except Exception:  # an op may refuse another layout for any reason
         return None
-    return moved.values
+    return values
 
 
-class _Moved:
-    """What is found on the way from a changed node to what reads it.
-
-    ``values`` are its new fake values.
-    """
-
-    def __init__(self, corrected: bool) -> None:
-        self.values: dict[fx.Node, Any] = {}
-        self._corrected = corrected
-        # Storages that the nodes in ``values`` were in, and those that they are in.
-        self._before: set[int] = set()
-        self._after: set[int] = set()
-        # Nodes whose elements lie elsewhere in memory than before, or in memory that is shared otherwise.
-        self._odd: set[fx.Node] = set()
-
-    def take(self, node: fx.Node) -> bool:
-        """Work out a reader's value again; whether it differs.
-
-        Raises:
-            ValueError: It cannot stand for the old one.
-        """
-        reads_odd = not self._odd.isdisjoint(node.all_input_nodes)
-        if reads_odd and not self._corrected and not _reads_by_index(node, self._odd):
-            raise ValueError(f"{node} may tell that memory is laid out otherwise")
-        if node.op != "call_function" or not _can_be_evaluated(node.target):
-            return False
-        fresh = fake_result(node.target, node.args, node.kwargs, self.values)
-        pairs = _pairs(node, fresh)
-        shared = [(_storage(old) in self._before, _storage(new) in self._after) for old, new in pairs]
-        if not any(map(any, shared)) and all(old.stride() == new.stride() for old, new in pairs):
-            return False
-        self.put(node, fresh, odd=any(was != now or (now and reads_odd) for was, now in shared))
-        return True
-
-    def put(self, node: fx.Node, fresh: Any, odd: bool = False) -> None:
-        """Note a node's new value, and whether its memory is surely not as before.
-
-        Raises:
-            ValueError: It is another tensor.
-        """
-        pairs = _pairs(node, fresh)
-        if any((old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device) for old, new in pairs):
-            raise ValueError(f"{node} would be another tensor")
-        if odd or any(_moves_elements(old, new) for old, new in pairs):
-            self._odd.add(node)
-        self.values[node] = fresh
-        self._before.update(_storage(old) for old, _ in pairs)
-        self._after.update(_storage(new) for _, new in pairs)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _pairs(node: fx.Node, fresh: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The tensors of a node's fake value, each with that of another one."""
-    found = ([leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, torch.Tensor)]
-             for one in (node.meta.get("val"), fresh))
-    return list(zip(*found, strict=True))
+    return list(zip(_tensors(node.meta.get("val")), _tensors(fresh), strict=True))
 
 
 def fake_result(target: Any, args: Any, kwargs: Any, values: Mapping[fx.Node, Any]) -> Any:
@@ -216,24 +189,27 @@ def _can_be_evaluated(target: Any) -> bool:
     return target is operator.getitem or isinstance(target, torch._ops.OpOverload)
 
 
-def _reads_by_index(node: fx.Node, tensors: Collection[fx.Node]) -> bool:
+def _reads_by_index(node: fx.Node, tensors: set[fx.Node]) -> bool:
     """Whether a node reads elements of tensors wherever they lie, and writes to none of them and hands out none."""
-    if node.op != "call_function" or node.target is torch.ops.aten.as_strided.default:
+    target = node.target
+    if node.op != "call_function" or target is torch.ops.aten.as_strided.default:
         return False
-    return is_pure(node.target) or (_is_aten(node.target) and written_operands(node).isdisjoint(tensors))
+    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return is_pure(target) or (is_aten and tensors.isdisjoint(operands_where(node, is_written)))
 
 
-def _is_aten(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+def is_written(argument: torch._C.Argument) -> bool:
+    """Whether an op writes to an argument, as its schema says."""
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def written_operands(node: fx.Node) -> set[fx.Node]:
-    """The operands that a call of an op writes to, as its schema says."""
+def operands_where(node: fx.Node, wanted: Callable[[torch._C.Argument], bool]) -> list[fx.Node]:
+    """The operands of an op's call whose arguments in the schema are ``wanted``."""
     assert isinstance(node.target, torch._ops.OpOverload)
     arguments = node.target._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
-    written = (given.get(one.name) for one in arguments if one.alias_info is not None and one.alias_info.is_write)
-    return {leaf for value in written for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)}
+    values = [given.get(argument.name) for argument in arguments if wanted(argument)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, fx.Node)]
 
 
 def _moves_elements(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -272,29 +248,20 @@ def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 def may_write(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
     """Whether a node may write to the memory of one of ``tensors``: an unknown call always may."""
-    if node.op != "call_function" or is_pure(node.target) or node.target in _HARMLESS or _computes_a_size(node):
+    if node.op != "call_function" or is_pure(node.target) or node.target in _HARMLESS:
         return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
     # Any operand of a call that writes counts: which of them it writes to is not worth telling apart.
-    return shares_memory(node, tensors)
-
-
-def _computes_a_size(node: fx.Node) -> bool:
-    """Whether a call is arithmetic with dynamic sizes."""
-    of_sizes = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
-    return of_sizes and getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return shares_memory(node, tensors)
+    is_number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+    return not (is_number and getattr(node.target, "__module__", "") in ("_operator", "math", "torch"))
 
 
 def shares_memory(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
     """Whether a node reads the memory of one of ``tensors``, itself or a view of it."""
-    kept = {_memory(one) for one in tensors}
-    return bool(kept & {_memory(one) for one in node.all_input_nodes} - {None})
-
-
-def _memory(node: fx.Node) -> int | None:
-    value = value_of(node)
-    return None if value is None else _storage(value)
+    kept, read = ({_storage(value) for one in nodes if (value := value_of(one)) is not None}
+                  for nodes in (tensors, node.all_input_nodes))
+    return not kept.isdisjoint(read)
 
 
 def _storage(value: torch.Tensor) -> int:

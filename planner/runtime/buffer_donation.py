@@ -8,16 +8,15 @@ with one of these; and what an op without a schema touches.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import fx
 
-from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions, choose_reuse
+from fuseplan.kernels.ir.in_place import Reuse, choose_reuse
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.implementations.direct_calls import GroupCall
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
@@ -33,26 +32,18 @@ _MAKES_NEW = frozenset({
 _HARMLESS = (operator.getitem, *MODE_SWITCHES)
 
 
-def plan_reuse(
-    graph: fx.Graph, traced: Traced, options: Mapping[Callable[..., Any], ReuseOptions],
-    donated: Collection[int] = (), overwritten: Mapping[Any, Reuse] = MappingProxyType({}),
-) -> dict[Callable[..., Any], Reuse]:
-    """For each fused call that can, which of its outputs take the memory of which inputs.
+def plan_reuse(graph: fx.Graph, traced: Traced, donated: Collection[int] = ()) -> dict[GroupCall, Reuse]:
+    """For each group's call that can, which of its outputs (by position) take the memory of which inputs.
 
     ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
-    ``options`` say what the kernel of a fused call allows; ``donated`` are positions of graph inputs that the caller
-    gives away: nobody else sees their memory, or needs it. ``overwritten`` says which outputs of a call are inputs that
-    it writes to.
-
-    Returns:
-        By target, positions of outputs and of the inputs they take; targets that reuse nothing are left out.
+    ``donated`` are positions of graph inputs that the caller gives away: nobody else sees their memory, or needs it.
     """
-    memory = _Memory(graph, traced, frozenset(options), donated, overwritten)
-    found: dict[Callable[..., Any], Reuse] = {}
+    memory = _Memory(graph, traced, donated)
+    found: dict[GroupCall, Reuse] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in options:
+        if isinstance(node.target, GroupCall):
             free = [number for number in range(len(node.args)) if memory.dies_in(node, number)]
-            if chosen := choose_reuse(options[node.target], free):
+            if chosen := choose_reuse(node.target.reuse_options, free):
                 found[node.target] = chosen
     return found
 
@@ -60,69 +51,55 @@ def plan_reuse(
 class _Memory:
     """Who holds which storage until when. A storage is known by a number; a tensor and its views share one."""
 
-    def __init__(
-        self, graph: fx.Graph, traced: Traced, calls: Collection[Callable[..., Any]], donated: Collection[int],
-        overwritten: Mapping[Any, Reuse],
-    ) -> None:
+    def __init__(self, graph: fx.Graph, traced: Traced, donated: Collection[int]) -> None:
         self._traced = {node.name: node for node in traced.module.graph.nodes}
         self._flow = traced.graph
-        self._calls = calls
-        self._overwritten = overwritten
-        self._position = {node: at for at, node in enumerate(graph.nodes)}
         self._storages: dict[fx.Node, frozenset[int]] = {}
-        for node in graph.nodes:
-            self._storages[node] = self._storages_of(node)
+        self._new = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in donated}
         self._first: dict[int, fx.Node] = {}
-        self._last: dict[int, int] = {}
+        self._last: dict[int, fx.Node] = {}
         self._pinned: set[int] = set()
-        given = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in donated}
         for node in graph.nodes:
-            self._visit(node, node in given)
-        self._new = {node for node in graph.nodes if node in given or self._makes_new(node)}
+            self._visit(node)
 
-    def _visit(self, node: fx.Node, donated: bool) -> None:
+    def _visit(self, node: fx.Node) -> None:
         touched = {one for source in node.all_input_nodes for one in self._storages[source]}
-        for one in touched:
-            self._last[one] = self._position[node]
+        self._last.update(dict.fromkeys(touched, node))
+        is_known = node in self._new or (node.op == "call_function" and (
+            isinstance(node.target, torch._ops.OpOverload | GroupCall) or node.target in _HARMLESS
+        ))
+        if self._makes_new(node):
+            self._new.add(node)
+        self._storages[node] = self._storages_of(node)
         for one in self._storages[node]:
             self._first.setdefault(one, node)
-        opaque = node.op != "call_function" or not (
-            isinstance(node.target, torch._ops.OpOverload) or node.target in self._calls or node.target in _HARMLESS
-        )
-        if opaque and not donated:
+        if not is_known:
             self._pinned |= touched | self._storages[node]
 
     def dies_in(self, call: fx.Node, number: int) -> bool:
-        """Whether argument ``number`` of a fused call is memory of its own that nothing uses after the call."""
+        """Whether argument ``number`` of a group's call is memory of its own that nothing uses after the call."""
         value = call.args[number]
         if not isinstance(value, fx.Node) or value not in self._new or len(self._storages[value]) != 1:
             return False
         (storage,) = self._storages[value]
         sharing = [one for one in call.args if isinstance(one, fx.Node) and storage in self._storages[one]]
-        return (
-            storage not in self._pinned
-            and self._first[storage] is value
-            and self._last[storage] == self._position[call]
-            and len(sharing) == 1
-        )
+        is_whole = storage not in self._pinned and self._first[storage] is value
+        return is_whole and self._last[storage] is call and len(sharing) == 1
 
     def _makes_new(self, node: fx.Node) -> bool:
         """Whether a node's result is a whole tensor in memory that was made for it."""
-        if node.op != "call_function":
+        target = node.target
+        if target is operator.getitem and isinstance(node.args[0], fx.Node):
+            whole, number = node.args[0].target, node.args[1]
+            return isinstance(whole, GroupCall) and isinstance(number, int) and whole.buffers[number].over is None
+        if isinstance(target, GroupCall):
+            return target.buffers[0].over is None
+        if not isinstance(target, torch._ops.OpOverload):
             return False
-        if node.target in self._calls:
-            return 0 not in self._overwritten.get(node.target, ())
-        if node.target is operator.getitem:
-            source, number = node.args
-            if not isinstance(source, fx.Node) or source.op != "call_function" or source.target not in self._calls:
-                return False
-            return number not in self._overwritten.get(source.target, ())
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return False
-        if any(one.alias_info is not None for one in node.target._schema.returns):
+        if any(one.alias_info is not None for one in target._schema.returns):
             return False  # it may return the memory of an operand
         name = str(node.meta.get("traced"))
-        if str(node.target) in _MAKES_NEW:
+        if str(target) in _MAKES_NEW:
             return True
         return name in self._flow.graph and kind_of(self._flow.op(name), self._flow.specs) == "compute"
 
@@ -130,9 +107,9 @@ class _Memory:
         """Numbers of the storages behind a node's result; more than one where that is not certain."""
         traced = self._traced.get(node.meta.get("traced", ""))
         if traced is None:
-            return frozenset()  # a fused call with several results: each is a getitem
+            return frozenset()  # a group's call with several results: each is a getitem
         found = {tensor.untyped_storage()._cdata for tensor in fake_tensors(traced)}
-        if node.op == "call_function" and not self._makes_new(node):
+        if node.op == "call_function" and node not in self._new:
             for source in node.all_input_nodes:  # the trace may show two storages where a call uses one
                 found |= self._storages[source]
         return frozenset(found)

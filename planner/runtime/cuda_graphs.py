@@ -11,17 +11,15 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.planner.dispatch_stats import Tally
-from fuseplan.planner.runtime.recordable import Roles, argument_roles, why_unrecordable
-from fuseplan.planner.runtime.recording import NotRecordable, Results, StaticInputs
+from fuseplan.planner.runtime.cuda_recorder import CudaRecorder, cuda_recorder
+from fuseplan.planner.runtime.recording import NotRecordable, Results, Roles, StaticInputs, why_unrecordable
 
 logger = logging.getLogger("fuseplan")
 
@@ -37,17 +35,18 @@ _Kind: TypeAlias = tuple[tuple[Any, ...], Hashable]
 
 #: The addresses of what a call uses where it lies, from its arguments.
 AddressReader: TypeAlias = Callable[[tuple[Any, ...]], Hashable]
+#: Replays a recording for the arguments of a call: its results.
+_Replay: TypeAlias = Callable[[Sequence[Any]], Any]
 
 
 def graphed(
     function: Callable[..., Any], module: fx.GraphModule, stationary: Collection[int], device_type: str, tally: Tally,
     copy_outputs: bool = True
 ) -> Callable[..., Any]:
-    """``function``, replayed as a CUDA graph where that is possible; itself where it is not, which is counted.
+    """``function``, replayed as a CUDA graph where that is possible; itself where it is not, which ``tally`` counts.
 
     ``function`` computes what ``module`` does. ``stationary`` are positions of arguments to use where they lie: those
     that do not move, and those it writes. Without ``copy_outputs`` it returns memory that the next call overwrites.
-    ``tally`` counts recordings, and the reason when there can be none.
     """
     recorder = find_recorder(device_type)
     if recorder is None:
@@ -56,63 +55,27 @@ def graphed(
     if (reason := why_unrecordable(module, device_type)) is not None:
         note_plain(tally, reason)
         return function
-    roles = argument_roles(module, stationary)
+    roles = Roles.of(module, stationary)
     launcher = find_launcher()
     read = None if launcher is None else launcher.address_reader(roles.kept, roles.held)
     return GraphedCall(function, roles, recorder, tally, copy_outputs, read_addresses=read).__call__
 
 
-def find_recorder(device_type: str) -> Recorder | None:
+def find_recorder(device_type: str) -> CudaRecorder | None:
     """The recorder of the current device, None where there are no CUDA graphs."""
-    if device_type != "cuda":
-        return None
-    from fuseplan.planner.runtime.cuda_recorder import cuda_recorder
-
-    return cuda_recorder(torch.cuda.current_device())
-
-
-class Recorder(Protocol):
-    """A device that can record launches."""
-
-    def busy(self) -> bool:
-        """True when the caller records already, or works on another device: then calls must be plain."""
-
-    def turn(self) -> AbstractContextManager[Any]:
-        """One recording or replay at a time: all share memory, so one on another stream waits for the last one."""
-
-    def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
-        """Call ``function(*args)`` without running its kernels.
-
-        Returns:
-            What it returned (memory that each replay overwrites), and what replays its kernels.
-
-        Raises:
-            NotRecordable: It did something that cannot be recorded.
-        """
-
-
-@dataclass(frozen=True)
-class _Recording:
-    statics: StaticInputs
-    results: Results
-    replay: Callable[[], None]
-
-    def call(self, args: Sequence[Any]) -> Any:
-        self.statics.fill(args)
-        self.replay()
-        return self.results.make(args)
+    return cuda_recorder(torch.cuda.current_device()) if device_type == "cuda" else None
 
 
 class GraphedCall:
     """A function of tensors and sizes, replayed where it can be.
 
-    ``function`` takes a graph's arguments and returns a tuple of results. ``keep`` recordings are kept;
-    ``read_addresses`` is a faster :func:`address_reader` for the same roles. The others are as in :func:`graphed`.
+    ``keep`` recordings are kept; ``read_addresses`` is a faster :func:`address_reader` for the same roles. The others
+    are as in :func:`graphed`.
     """
 
     def __init__(
-        self, function: Callable[..., Any], roles: Roles, recorder: Recorder, tally: Tally, copy_outputs: bool = True,
-        keep: int = KEPT_RECORDINGS, read_addresses: AddressReader | None = None
+        self, function: Callable[..., Any], roles: Roles, recorder: CudaRecorder, tally: Tally,
+        copy_outputs: bool = True, keep: int = KEPT_RECORDINGS, read_addresses: AddressReader | None = None
     ) -> None:
         self._function = function
         self._roles = roles
@@ -122,32 +85,27 @@ class GraphedCall:
         self._keep = keep
         self._read_addresses = read_addresses or address_reader(roles)
         self._plain = False
-        self._recordings: OrderedDict[_Kind, _Recording] = OrderedDict()
+        self._recordings: OrderedDict[_Kind, _Replay] = OrderedDict()
         self._seen: OrderedDict[_Kind, int] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
         if self._plain or self._recorder.busy():
             return self._function(*args)
-        kind = self._kind(args)
+        sizes = (*(args[at] for at in self._roles.sizes), *(args[at].shape for at in self._roles.shaped))
+        kind = sizes, self._read_addresses(args)
         if kind not in self._recordings and not self._is_due(kind):
             return self._function(*args)
         with self._recorder.turn():
-            recording = self._recordings.get(kind)
-            if recording is None:
-                try:
-                    recording = self._record(kind, args)
-                except NotRecordable as error:
-                    self._give_up(str(error))
+            try:
+                replay = self._recordings.get(kind) or self._record(kind, args)
+            except NotRecordable as error:
+                self._plain = True
+                self._recordings.clear()
+                note_plain(self._tally, str(error))
             else:
                 self._recordings.move_to_end(kind)
-            if recording is not None:
-                return recording.call(args)
+                return replay(args)
         return self._function(*args)
-
-    def _kind(self, args: tuple[Any, ...]) -> _Kind:
-        roles = self._roles
-        sizes = (*(args[at] for at in roles.sizes), *(args[at].shape for at in roles.shaped))
-        return sizes, self._read_addresses(args)
 
     def _is_due(self, kind: _Kind) -> bool:
         """Count a plain call; True when the next thing to do with its kind is to record it."""
@@ -160,32 +118,30 @@ class GraphedCall:
             self._seen.popitem(last=False)
         return False
 
-    def _record(self, kind: _Kind, args: Sequence[Any]) -> _Recording:
+    def _record(self, kind: _Kind, args: Sequence[Any]) -> _Replay:
         statics = StaticInputs(args, self._roles)
         statics.fill(args)
         replaced = statics.replace(args)
-        outputs, replay = self._recorder.record(self._function, replaced)
+        outputs, launch = self._recorder.record(self._function, replaced)
         results = Results(outputs, replaced, self._roles.held, self._copy_outputs)
-        recording = self._recordings[kind] = _Recording(statics, results, replay)
+
+        def replay(args: Sequence[Any]) -> Any:
+            statics.fill(args)
+            launch()
+            return results.make(args)
+
+        self._recordings[kind] = replay
         if len(self._recordings) > self._keep:
             self._recordings.popitem(last=False)  # recording has waited for the device, so nothing runs in it
         self._tally.count("recordings")
-        return recording
-
-    def _give_up(self, reason: str) -> None:
-        self._plain = True
-        self._recordings.clear()
-        note_plain(self._tally, reason)
+        return replay
 
 
 def address_reader(roles: Roles) -> AddressReader:
     """Reads the addresses of what a call uses where it lies, tensor by tensor."""
-    held = tuple(roles.held)
-
-    def read(args: tuple[Any, ...]) -> tuple[int, ...]:
-        return (*(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in held))
-
-    return read
+    return lambda args: (
+        *(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in roles.held)
+    )
 
 
 def note_plain(tally: Tally, reason: str) -> None:

@@ -34,7 +34,7 @@ class _Pool:
 
 
 class CudaRecorder:
-    """Records and replays on one device (a :class:`~fuseplan.planner.runtime.cuda_graphs.Recorder`)."""
+    """Records and replays on one device."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -43,12 +43,22 @@ class CudaRecorder:
         self._pool: Callable[[], _Pool | None] = _no_pool
 
     def busy(self) -> bool:
+        """True when the caller records already, or works on another device: then calls must be plain."""
         return torch.cuda.current_device() != self._device or torch.cuda.is_current_stream_capturing()
 
     def turn(self) -> AbstractContextManager[Any]:
+        """One recording or replay at a time: all share memory, so one on another stream waits for the last one."""
         return self._turn
 
     def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
+        """Call ``function(*args)`` without running its kernels.
+
+        Returns:
+            What it returned (memory that each replay overwrites), and what replays its kernels.
+
+        Raises:
+            NotRecordable: It did something that cannot be recorded.
+        """
         torch.cuda.synchronize(self._device)  # no work in flight may end, and free memory, while recording
         pool = self._pool() or self._new_pool()
         # Kernels that are launched overlapped need nothing here: capturing makes a programmatic edge where one follows

@@ -1,11 +1,5 @@
 """The ``torch.compile`` back end: plans are looked up when a graph is compiled, and kernels are called directly after.
 
->>> import torch
->>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU())
->>> fast = torch.compile(model, backend="fuseplan")  # doctest: +SKIP
->>> with torch.no_grad():  # doctest: +SKIP
-...     fast(torch.randn(2, 8))
-
 Whatever cannot be fused runs as the ATen ops that eager would run, and is counted in
 :func:`fuseplan.planner.stats`. The back end is for inference: with gradients enabled on inputs or parameters
 that require them, the whole graph runs unfused.
@@ -47,20 +41,17 @@ def fuseplan(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None,
     mode: str | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph (registered as ``backend="fuseplan"``).
+    """Compile one Dynamo graph (registered as ``backend="fuseplan"``): a function that fails only where it would.
 
-    Example inputs are tensors and integers. For ``options`` see
-    :class:`~fuseplan.planner.runtime.options.DispatchOptions`; ``mode`` is a name of
+    For ``options`` see :class:`~fuseplan.planner.runtime.options.DispatchOptions`; ``mode`` is a name of
     :data:`~fuseplan.planner.runtime.options.MODES`.
-
-    Returns:
-        A function with the graph's signature. It never fails where the graph itself would not.
 
     Raises:
         ConfigError: A mode, an option or a value is unknown.
     """
     parsed = parse_options(options, mode)
-    tally = new_tally(_compile_id())
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    tally = new_tally("" if compile_id is None else str(compile_id))
     reason = _unsupported(gm, example_inputs)
     if reason is None:
         try:
@@ -85,7 +76,10 @@ def compile_graph(
     for name, number in asdict(module.meta["attention"]).items():
         tally.count(name, number)
     if options.pack_weights:
-        _merge_projections(module, example_inputs, tally)
+        found = merge_projections(module, parameter_positions(example_inputs), partial(pack, example_inputs))
+        tally.count("merged_projections", found.merged)
+        for reason, number in found.refused.items():
+            tally.note(f"linear ops stay apart: {reason}", number)
     traced = normalise(module)
     if _writes_shared(example_inputs, traced.written):
         raise RefusedError("inputs share memory that the graph writes to")
@@ -103,13 +97,6 @@ def compile_graph(
         stationary = traced.written | _stationary(gm, example_inputs)
         return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
     return call
-
-
-def _merge_projections(module: fx.GraphModule, example_inputs: Sequence[Any], tally: Tally) -> None:
-    found = merge_projections(module, parameter_positions(example_inputs), partial(pack, example_inputs))
-    tally.count("merged_projections", found.merged)
-    for reason, number in found.refused.items():
-        tally.note(f"linear ops stay apart: {reason}", number)
 
 
 def _open(device_type: str, options: DispatchOptions) -> Session:
@@ -131,46 +118,34 @@ def _stationary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:
     }
 
 
-def _compile_id() -> str:
-    current = torch._guards.CompileContext.current_compile_id()
-    return "" if current is None else str(current)
-
-
-# -- what is not fused at all -----------------------------------------------------------------------------
-
-
 def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """Why no part of the graph may be fused, None when parts may."""
     tensors = [item for item in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(item, torch.Tensor)]
     switched_on = any(node.target is torch._C._set_grad_enabled and node.args[:1] == (True,) for node in gm.graph.nodes)
     if any(tensor.requires_grad for tensor in tensors) and (torch.is_grad_enabled() or switched_on):
         return "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()"
+    context = torch._guards.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TENSORS:
             return f"an input is a {type(tensor).__name__}; kernels read plain tensors"
-        if _is_callers_fake(tensor):
+        # Fakes of the compiler stand for inputs with memory.
+        if isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode:
             return "an input is the caller's FakeTensor; kernels read memory"
     return None
 
 
-def _is_callers_fake(tensor: torch.Tensor) -> bool:
-    """Whether the call itself will get a tensor without memory; not one that stands for an input while compiling."""
-    context = torch._guards.TracingContext.try_get()
-    mode = None if context is None else context.fake_mode
-    return isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode
-
-
 def _device_type(example_inputs: Sequence[Any]) -> str:
     """The device of most inputs; ops on another one are left alone."""
-    counts = Counter(item.device.type for item in example_inputs if isinstance(item, torch.Tensor))
-    if not counts:
+    tensors = [item for item in example_inputs if isinstance(item, torch.Tensor)]
+    if not tensors:
         return "cpu"
-    device_type = counts.most_common(1)[0][0]
+    ((device_type, _),) = Counter(tensor.device.type for tensor in tensors).most_common(1)
     if device_type not in _DEVICES:
         raise RefusedError(f"there are no kernel back ends for device {device_type}")
     if device_type == "cuda":
         current = torch.cuda.current_device()
-        used = {item.device.index for item in example_inputs if isinstance(item, torch.Tensor) and item.is_cuda}
+        used = {tensor.device.index for tensor in tensors if tensor.is_cuda}
         if used - {current, None}:
             raise RefusedError(f"inputs are on GPU {max(used)}, not the current {current}; use torch.cuda.set_device")
     return device_type

@@ -1,24 +1,24 @@
-"""What stands behind a kernel call: the group's ATen ops, which take over when its first call fails."""
+"""What stands behind the call of a group: its ATen ops, which take over when the first call fails."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
-from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config
+from fuseplan.kernels.ir.backend import Backend, Config
 from fuseplan.kernels.ir.dtypes import torch_dtype
-from fuseplan.kernels.ir.in_place import ReuseOptions
+from fuseplan.kernels.ir.in_place import Reuse
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.dispatch_stats import Source, Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.layouts import layout_of, same_layout
-from fuseplan.planner.implementations.subject import Fused, chain_module
-from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
-from fuseplan.planner.lowering.lower import Lowered
+from fuseplan.planner.implementations.direct_calls import GroupCall
+from fuseplan.planner.implementations.subject import Fused
+from fuseplan.planner.libraries.library_call import LibraryCall
 
 logger = logging.getLogger("fuseplan")
 
@@ -44,119 +44,97 @@ class GroupPlan:
     label: str = ""
     others: tuple[Backend, ...] = ()
 
+    def placed(self, tally: Tally) -> None:
+        tally.fused(self.source)
+
+    def leave_out(self, reason: str, tally: Tally) -> None:
+        """Count and log that there is no such kernel."""
+        tally.fall_back(reason)
+        logger.info("group %s runs unfused: %s", self.label or self.ops[0], reason)
+
+    def give_up(self, reason: str, name: str, tally: Tally) -> None:
+        """Count and log that the kernel, called ``name`` in the graph, does not work."""
+        tally.fall_back(reason, self.source)
+        logger.warning("group %s runs unfused from now on: %s", self.label or name, reason)
+
 
 @dataclass(frozen=True)
 class CallPlan:
-    """Ops that a library's call runs in the place of ATen's.
-
-    ``ops`` are their names in the dataflow graph; ``label`` is for people.
-    """
+    """Ops, named as in the dataflow graph, that a library's call runs; ``label`` is for people."""
 
     ops: tuple[str, ...]
     library: LibraryCall
     label: str = ""
 
+    def placed(self, tally: Tally) -> None:
+        tally.count("library_calls")
 
-@dataclass(frozen=True)
-class BuiltCall:
-    """A library's call, ready to be placed."""
+    def leave_out(self, reason: str, tally: Tally) -> None:
+        tally.note(f"{self.library.name} is not called: {reason}")
 
-    plan: CallPlan
-    group: OpGroup
-    call: Call
-
-
-@dataclass(frozen=True)
-class BuiltGroup:
-    """A group with its kernel.
-
-    The kernel was made of ``lowered``. ``call`` calls it and allocates its outputs; ``kernel`` is the kernel itself,
-    where some outputs can lie in inputs, as ``reuse_options`` say.
-    """
-
-    plan: GroupPlan
-    lowered: Lowered
-    call: Fused
-    kernel: CompiledKernel | None = None
-    reuse_options: ReuseOptions = field(default_factory=dict)
+    def give_up(self, reason: str, name: str, tally: Tally) -> None:
+        reason = f"{self.library.name}: {reason}"
+        tally.count("library_calls", -1)
+        tally.note(reason)
+        logger.warning("%s runs as ATen's op from now on: %s", self.label or name, reason)
 
 
+#: Pairs of outputs and the inputs that they take, to the call that does so.
+Calling: TypeAlias = Callable[[tuple[tuple[int, int], ...]], Fused]
+
+
+@dataclass(eq=False)
 class FirstCall:
-    """Runs a kernel for the first time, then takes itself out of the way.
+    """Runs a kernel or a library's call for the first time, then takes itself out of the way.
 
-    The kernel must get tensors laid out as it was compiled for: what a fake tensor promised and the device's ATen op
-    did not keep is found here, before memory is read through wrong strides.
+    Outputs are allocated in this call, whatever later ones do: the ATen ops need the inputs when it fails. Generated
+    code finds it by ``name`` in ``namespace``.
 
-    Outputs are allocated in this call, whatever later ones do: the ATen ops need the inputs when it fails.
-
-    Calls look the kernel up by ``name`` in ``namespace``. ``unfused`` runs its ATen ops on given arguments
-    (:func:`~fuseplan.planner.implementations.aten.run_unfused`). Later calls use ``in_place`` where they write outputs
-    over inputs.
+    Attributes:
+        group: Its place in the graph.
+        calling: ``calling(reuse.items())`` is a call that allocates the outputs that are not in ``reuse``.
+        unfused: Runs the ATen ops on given arguments: the result, and what does so in later calls.
+        ir: The kernel, whose inputs have to be laid out as it was compiled for.
+        debug: Log how far the results are from those of the ATen ops.
     """
 
-    def __init__(
-        self, group: BuiltGroup, unfused: Callable[[Sequence[Any]], tuple[Any, Fused]], namespace: dict[str, Any],
-        name: str, tally: Tally, debug: bool, in_place: Fused | None = None
-    ) -> None:
-        self._group = group
-        self._later = group.call if in_place is None else in_place
-        self._unfused = unfused
-        self._namespace = namespace
-        self._name = name
-        self._tally = tally
-        self._debug = debug
+    plan: GroupPlan | CallPlan
+    group: GroupCall
+    calling: Calling
+    unfused: Callable[[Sequence[Any]], tuple[Any, Fused]]
+    tally: Tally
+    ir: KernelIR | None = None
+    debug: bool = False
+
+    def bind(self, namespace: dict[str, Any], name: str, reuse: Reuse) -> None:
+        """Take the place ``name`` in ``namespace``. Later calls write outputs over inputs as ``reuse`` says."""
+        self.namespace, self.name = namespace, name
+        self.call, self.later = self.calling(()), self.calling(tuple(reuse.items()))
+        namespace[name] = self
+        self.plan.placed(self.tally)
+        self.tally.count("in_place", len(reuse))
 
     def __call__(self, *args: Any) -> Any:
-        group = self._group
         try:
-            check_layouts(group.lowered.ir, args)
-            result = group.call(*args)
+            if self.ir is not None:  # what a fake tensor promised the device's op may not have kept
+                check_layouts(self.ir, args)
+            result = self.call(*args)
         except Exception as error:
-            reason = f"first call failed: {failure_reason(error)}"
-            self._tally.fall_back(reason, group.plan.source)
-            logger.warning("group %s runs unfused from now on: %s", group.plan.label or self._name, reason)
-            result, self._namespace[self._name] = self._unfused(args)
+            self.plan.give_up(f"first call failed: {failure_reason(error)}", self.name, self.tally)
+            result, self.namespace[self.name] = self.unfused(args)
             return result
-        self._namespace[self._name] = self._later
-        if self._debug:
+        self.namespace[self.name] = self.later
+        if self.debug:
             self._compare(result, args)
         return result
 
     def _compare(self, result: Any, args: Sequence[Any]) -> None:
-        """Log how far the kernel is from the ATen ops; one that works in place is tried on copies, too."""
-        label, (expected, _) = self._group.plan.label or self._name, self._unfused(args)
-        difference = largest_difference(result, expected)
-        logger.info("%s differs from its ATen ops by at most %.3g", label, difference)
-        if self._later is not self._group.call:
+        label, (expected, _) = self.plan.label or self.name, self.unfused(args)
+        logger.info("%s differs from its ATen ops by at most %.3g", label, largest_difference(result, expected))
+        if self.later is not self.call:
             copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-            difference = largest_difference(self._later(*copies), expected)
+            difference = largest_difference(self.later(*copies), expected)
             logger.info("%s in place differs from its ATen ops by at most %.3g", label, difference)
-
-
-class FirstLibraryCall:
-    """Runs a library's call for the first time, then takes itself out of the way; ATen's op takes over if it fails."""
-
-    def __init__(self, built: BuiltCall, namespace: dict[str, Any], name: str, tally: Tally) -> None:
-        self._built = built
-        self._namespace = namespace
-        self._name = name
-        self._tally = tally
-
-    def __call__(self, *args: Any) -> Any:
-        built = self._built
-        try:
-            result = built.call(*args)
-        except Exception as error:
-            reason = f"{built.plan.library.name}: first call failed: {failure_reason(error)}"
-            self._tally.count("library_calls", -1)
-            self._tally.note(reason)
-            logger.warning("%s runs as ATen's op from now on: %s", built.plan.label or self._name, reason)
-            group = built.group
-            chain = chain_module([group.node], group.inputs, group.outputs, group.device_type).forward
-            self._namespace[self._name] = (lambda *given: chain(*given)[0]) if len(group.outputs) == 1 else chain
-            return self._namespace[self._name](*args)
-        self._namespace[self._name] = built.call
-        return result
 
 
 def largest_difference(result: Any, expected: Any) -> float:

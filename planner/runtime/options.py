@@ -100,7 +100,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
     if given.get("db") is not None:
         given["db"] = str(given["db"])
-    for name in ("debug", "in_place", "cuda_graphs", "cuda_graphs_copy_outputs", "attention_masks", "pack_weights"):
+    for name in (field.name for field in fields(DispatchOptions) if field.type == "bool"):
         if not isinstance(given.get(name, False), bool):
             raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
     if given.get("grouped_queries") not in (None, True, False):

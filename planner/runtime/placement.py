@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import networkx as nx
 import torch
@@ -17,129 +16,87 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from fuseplan.kernels.ir.scalars import float32_bits
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.implementations.direct_calls import GroupCall
 from fuseplan.planner.lowering.recipes import kind_of, written_value
 from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A group to place.
-
-    ``call`` is called with the inputs, then with the values of ``symbols``, the dynamic sizes that it takes. The rest
-    are names of ops and values.
-    """
-
-    call: Callable[..., Any]
-    ops: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    symbols: tuple[str, ...] = ()
-
-
-def fused_graph(traced: Traced, placements: Sequence[Placement]) -> tuple[fx.Graph, list[tuple[Placement, str]]]:
+def fused_graph(traced: Traced, groups: Sequence[GroupCall]) -> tuple[fx.Graph, list[tuple[GroupCall, str]]]:
     """A copy of the traced graph in which groups replace the ops whose results they produce.
+
+    Its order is a topological one of the graph in which every group is one node: data dependencies, the ordering edges
+    of mutations and the relative order of side effects are kept.
 
     Returns:
         The new graph, whose nodes know the name of the traced node that they stand for (``meta["traced"]``), and the
-        placements that could not be used, each with the reason.
+        groups that could not be placed, each with the reason.
     """
-    refused: list[tuple[Placement, str]] = []
-    usable: list[Placement] = []
-    symbols = _SymbolSources(traced)
-    for placement in placements:
-        reason = _unplaceable(placement, traced, symbols)
-        if reason is None:
-            usable.append(placement)
-        else:
-            refused.append((placement, reason))
+    rewrite = _Rewrite(traced)
+    refused = [(group, reason) for group in groups if (reason := rewrite.why_unplaceable(group)) is not None]
+    usable = [group for group in groups if all(group is not one for one, _ in refused)]
     while True:
-        rewrite = _Rewrite(traced, usable)
-        order, stuck = rewrite.schedule()
+        order, stuck = rewrite.schedule(usable)
         if not stuck:
             return rewrite.emit(order), refused
         # Dropping the group with the most ops frees the most edges; the rest is tried again.
-        worst = max(stuck, key=lambda placement: (len(placement.ops), placement.ops))
+        worst = max(stuck, key=lambda group: (len(group.ops), group.ops))
         usable.remove(worst)
         refused.append((worst, "the group would have to run both before and after another op"))
 
 
-def _unplaceable(placement: Placement, traced: Traced, symbols: _SymbolSources) -> str | None:
-    for value in (*placement.inputs, *placement.outputs):
-        if traced.node_of[value].graph is not traced.module.graph:
-            return "a value of the group lives in a nested graph"
-    for name in placement.symbols:
-        if name not in symbols:
-            return f"no argument shows the size {name} ({traced.graph.symbols.get(name)} when compiled)"
-    return None
-
-
-@dataclass(eq=False)
-class _Unit:
-    """Something the new graph runs: an FX node as it was, or a group."""
-
-    rank: int
-    node: fx.Node | None = None
-    placement: Placement | None = None
-    needs: set[_Unit] = field(default_factory=set)
+#: Something the new graph runs: a node as it was, or a group.
+_Unit: TypeAlias = fx.Node | GroupCall
 
 
 class _Rewrite:
-    def __init__(self, traced: Traced, placements: Sequence[Placement]) -> None:
+    def __init__(self, traced: Traced) -> None:
         self.source = traced.module.graph
         self.flow = traced.graph
         self.node_of = traced.node_of
         self.items = _item_nodes(traced)
         self.rank = {node: rank for rank, node in enumerate(self.source.nodes)}
         self.symbols = _SymbolSources(traced)
-        self.plain = {node: _Unit(rank, node=node) for node, rank in self.rank.items()}
-        self.groups = [self._group_unit(placement) for placement in placements]
-        self.definer: dict[fx.Node, _Unit] = {}
-        for unit in self.groups:
-            assert unit.placement is not None
-            for value in unit.placement.outputs:
-                self.definer.setdefault(self._node(value), unit)
+        self.definer: dict[fx.Node, GroupCall] = {}
 
-    def _group_unit(self, placement: Placement) -> _Unit:
-        # Ranked by its last output, a group runs as late as the trace's order suggests: lifetimes stay short.
-        return _Unit(max(self.rank[self._node(value)] for value in placement.outputs), placement=placement)
+    def why_unplaceable(self, group: GroupCall) -> str | None:
+        if any(self.node_of[value].graph is not self.source for value in (*group.inputs, *group.outputs)):
+            return "a value of the group lives in a nested graph"
+        for name in group.symbols:
+            if name not in self.symbols:
+                return f"no argument shows the size {name} ({self.flow.symbols.get(name)} when compiled)"
+        return None
 
     def _node(self, value: str) -> fx.Node:
         """The FX node whose result is the tensor ``value`` (an item of an op with several results)."""
         return self.items.get(value) or self.node_of[value]
 
-    # -- order --------------------------------------------------------------------------------------------
-
-    def schedule(self) -> tuple[list[_Unit], list[Placement]]:
+    def schedule(self, groups: Sequence[GroupCall]) -> tuple[list[_Unit], list[GroupCall]]:
         """Live units in a topological order close to the trace's; or, where there is none, the groups in circles."""
-        units = self._live()
-        order: nx.DiGraph[_Unit] = nx.DiGraph((need, unit) for unit in units for need in unit.needs)
-        order.add_nodes_from(units)
-        circles = (one for one in nx.strongly_connected_components(order) if len(one) > 1)
-        stuck = [unit.placement for circle in circles for unit in circle if unit.placement is not None]
-        return [] if stuck else list(nx.lexicographical_topological_sort(order, lambda unit: unit.rank)), stuck
-
-    def _live(self) -> list[_Unit]:
-        """Units that an output or an effect needs, by rank, with their dependencies filled in."""
-        roots = [node for node in self.source.nodes if self._is_root(node)]
-        pending = [self.definer.get(node, self.plain[node]) for node in roots]
-        found: dict[_Unit, None] = dict.fromkeys(pending)
-        while pending:
+        self.definer = {self._node(value): group for group in reversed(groups) for value in group.outputs}
+        order: nx.DiGraph[_Unit] = nx.DiGraph()
+        pending: list[_Unit] = [self.definer.get(node, node) for node in self.source.nodes if self._is_root(node)]
+        order.add_nodes_from(pending)
+        while pending:  # units that an output or an effect needs
             unit = pending.pop()
-            unit.needs = {self.definer.get(node, self.plain[node]) for node in self._reads(unit)} - {unit}
-            for need in unit.needs - found.keys():
-                found[need] = None
-                pending.append(need)
-        for before, after in self._ordering_edges():
-            if after in found and before in found and before is not after:
-                after.needs.add(before)
-        return sorted(found, key=lambda unit: unit.rank)
+            if isinstance(unit, fx.Node):
+                read = unit.all_input_nodes
+            else:
+                read = [node for name in unit.symbols for node in self.symbols.nodes(name)]
+                read += map(self._node, unit.inputs)
+            needs = {self.definer.get(node, node) for node in read} - {unit}
+            pending += [need for need in needs if need not in order]
+            order.add_edges_from((need, unit) for need in needs)
+        edges = self._ordering_edges(groups)
+        order.add_edges_from((a, b) for a, b in edges if a in order and b in order and a is not b)
+        circles = (one for one in nx.strongly_connected_components(order) if len(one) > 1)
+        stuck = [unit for circle in circles for unit in circle if isinstance(unit, GroupCall)]
+        return [] if stuck else list(nx.lexicographical_topological_sort(order, self._rank)), stuck
 
-    def _reads(self, unit: _Unit) -> list[fx.Node]:
-        if unit.node is not None:
-            return list(unit.node.all_input_nodes)
-        assert unit.placement is not None
-        sizes = [node for name in unit.placement.symbols for node in self.symbols.nodes(name)]
-        return [self._node(value) for value in unit.placement.inputs] + sizes
+    def _rank(self, unit: _Unit) -> int:
+        if isinstance(unit, fx.Node):
+            return self.rank[unit]
+        # Ranked by its last output, a group runs as late as the trace's order suggests: lifetimes stay short.
+        return max(self.rank[self._node(value)] for value in unit.outputs)
 
     def _is_root(self, node: fx.Node) -> bool:
         if node.op in ("placeholder", "output"):
@@ -154,48 +111,38 @@ class _Rewrite:
         # Run-time checks. What gives a tensor and is not in the graph is dead, though it wrote over its operand.
         return isinstance(node.target, torch._ops.OpOverload) and node.is_impure() and not fake_tensors(node)
 
-    def _ordering_edges(self) -> Iterator[tuple[_Unit, _Unit]]:
-        """Ordering edges of the dataflow graph between the units that now run those ops."""
-        runs: dict[str, list[_Unit]] = {}
-        for unit in self.groups:
-            assert unit.placement is not None
-            for name in unit.placement.ops:
-                runs.setdefault(name, []).append(unit)
-
-        def runners(name: str) -> list[_Unit]:
-            plain = self.plain.get(self.node_of[name])
-            return [*runs.get(name, ()), *([plain] if plain is not None else [])]
-
+    def _ordering_edges(self, groups: Sequence[GroupCall]) -> Iterator[tuple[_Unit, _Unit]]:
+        """Ordering edges of the dataflow graph between the units that may run those ops."""
+        runs: dict[str, list[_Unit]] = {name: [self.node_of[name]] for name in self.flow.graph}
+        for group in groups:
+            for name in group.ops:
+                runs[name].append(group)
         carried: tuple[str, ...]
         for before, after, carried in self.flow.graph.edges(data="values"):
             if not carried:
-                yield from product(runners(before), runners(after))
-
-    # -- emission -----------------------------------------------------------------------------------------
+                yield from product(runs[before], runs[after])
 
     def emit(self, order: Sequence[_Unit]) -> fx.Graph:
         """The new graph."""
         graph = fx.Graph()
-        made = {node: graph.node_copy(node) for node in self.source.nodes if node.op == "placeholder"}
+        made = {node: graph.node_copy(node) for node in self.source.find_nodes(op="placeholder")}
         for unit in order:
-            if unit.placement is not None:
-                self._emit_group(graph, unit.placement, made)
-            elif unit.node is not None and unit.node.op not in ("placeholder", "output"):
-                made[unit.node] = graph.node_copy(unit.node, made.__getitem__)
+            if isinstance(unit, fx.Node):
+                if unit.op not in ("placeholder", "output"):
+                    made[unit] = graph.node_copy(unit, made.__getitem__)
+                continue
+            args = [made[self._node(value)] for value in unit.inputs]
+            args += [self.symbols.emit(name, graph, made) for name in unit.symbols]
+            call = graph.call_function(unit, tuple(args))
+            for number, value in enumerate(unit.outputs):
+                result = call if len(unit.outputs) == 1 else graph.call_function(operator.getitem, (call, number))
+                made.setdefault(self._node(value), result)
         graph.node_copy(self.source.output_node(), made.__getitem__)
         for node in graph.nodes:
             node.meta = {}  # the trace's fake tensors would live as long as the compiled graph
         for node, result in made.items():
             result.meta["traced"] = node.name
         return graph
-
-    def _emit_group(self, graph: fx.Graph, placement: Placement, made: dict[fx.Node, fx.Node]) -> None:
-        args = [made[self._node(value)] for value in placement.inputs]
-        args += [self.symbols.emit(name, graph, made) for name in placement.symbols]
-        call = graph.call_function(placement.call, tuple(args))
-        for number, value in enumerate(placement.outputs):
-            result = call if len(placement.outputs) == 1 else graph.call_function(operator.getitem, (call, number))
-            made.setdefault(self._node(value), result)
 
 
 def _item_nodes(traced: Traced) -> dict[str, fx.Node]:
@@ -275,14 +222,9 @@ class _SymbolSources:
             if name in self._sized:
                 node, question, dim = self._sized[name]
                 self._made[name] = graph.call_function(question, (made[node], dim))
-            else:
-                self._made[name] = self._compute(self._derived[name], graph, made)
+            else:  # Python's arithmetic, as ``torch.compile`` itself spells it
+                definition, tracer = self._derived[name], fx.proxy.GraphAppendingTracer(graph)
+                numbers = {free: self._number(free.name, graph, made) for free in definition.free_symbols}
+                operands = {free: fx.Proxy(node, tracer) for free, node in numbers.items()}
+                self._made[name] = sympy_interp(PythonReferenceAnalysis, operands, definition).node
         return self._made[name]
-
-    def _compute(self, definition: Any, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Python's arithmetic for a definition, as ``torch.compile`` itself spells it."""
-        tracer = fx.proxy.GraphAppendingTracer(graph)
-        operands = {free: fx.Proxy(self._number(free.name, graph, made), tracer) for free in definition.free_symbols}
-        result = sympy_interp(PythonReferenceAnalysis, operands, definition)
-        assert isinstance(result, fx.Proxy)
-        return result.node

@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,11 +39,7 @@ _WARNED: set[str] = set()
 
 @dataclass(frozen=True)
 class Resolved:
-    """The plans found for a graph.
-
-    There is one of ``regions`` per planned occurrence; those left unfused are not in it. Generated kernels run
-    ``groups``, library calls ``calls``.
-    """
+    """The plans of a graph's regions, without those left unfused; what generated kernels and what library calls run."""
 
     regions: tuple[RegionPlan, ...]
     groups: tuple[GroupPlan, ...]
@@ -57,7 +54,11 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     """
     if (reason := session.unusable()) is not None:
         tally.refuse(reason)
-        _warn_once(f"fuseplan fuses nothing here: {reason}")
+        message = f"fuseplan fuses nothing here: {reason}"
+        logger.info(message)
+        if message not in _WARNED:  # a process compiles hundreds of graphs
+            _WARNED.add(message)
+            warnings.warn(message, stacklevel=2)
         return Resolved((), ())
     start = time.perf_counter()
     planner = session.planner()
@@ -77,17 +78,9 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         tally.quarantine(f"a stored plan is not used: {reason}")
     if graph.symbols and on_miss != "unfused":
         plans = _dynamic_plans(planner, graph, static, regions, plans)
-    groups = tuple(_groups(session, graph, plans, tally))
+    resolved = _resolved(session, graph, plans, tally)
     tally.count("lookup_s", time.perf_counter() - start)
-    return Resolved(tuple(plans), groups, tuple(_calls(graph, plans)))
-
-
-def _warn_once(message: str) -> None:
-    """Log every time, warn in the first: a process compiles hundreds of graphs."""
-    logger.info(message)
-    if message not in _WARNED:
-        _WARNED.add(message)
-        warnings.warn(message, stacklevel=2)
+    return resolved
 
 
 def _stored_plans(
@@ -114,27 +107,18 @@ def _stored_plans(
 def _report_misses(
     planner: Planner, graph: DataflowGraph, regions: Mapping[str, Sequence[Region]], tally: Tally
 ) -> None:
-    """Count each distinct miss, store it for the next tune, and log it once per process."""
+    """Count each distinct miss, store it for the next tune with its ops and sizes, and log it once per process."""
     for region, *_ in regions.values():
         tally.count("misses")
         key, label = planner.key(region.key), region_label(graph, region)
-        planner.store.log_miss(key, label, _miss_payload(graph, region))
+        specs = [graph.specs[value] for value in region.inputs]
+        planner.store.log_miss(key, label, {
+            "ops": [graph.op(name).op for name in region.ops],
+            "inputs": [{"shape": list(spec.shape), "dtype": spec.dtype} for spec in specs],
+        })
         if (key.workload, key.device) not in _LOGGED:
             _LOGGED.add((key.workload, key.device))
             logger.info("no tuned plan for %s; `plan tune` with this model and these sizes stores one", label)
-
-
-def _miss_payload(graph: DataflowGraph, region: Region) -> dict[str, object]:
-    """What the region computes, in words and sizes, so that a person or the next tune can find it again."""
-    return {
-        "ops": [graph.op(name).op for name in region.ops],
-        "inputs": [
-            {"shape": list(graph.specs[value].shape), "dtype": graph.specs[value].dtype} for value in region.inputs
-        ],
-    }
-
-
-# -- neighbouring sizes -----------------------------------------------------------------------------------
 
 
 def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:
@@ -145,26 +129,18 @@ def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Re
     for name, hint in graph.symbols.items():
         if name in graph.derived or not isinstance(hint, int):
             continue
-        below = _tuned(planner, graph, name, _powers_down(hint), regions)
-        above = _tuned(planner, graph, name, _powers_up(hint), regions) if below else {}
-        both = below.keys() & above.keys()
-        if both:
+        powers = [2**power for power in range(1, hint.bit_length() + 3)]
+        smaller = [size for size in reversed(powers) if size < hint <= size * MAX_RATIO]
+        larger = [size for size in powers if hint < size <= hint * MAX_RATIO]
+        below = _tuned(planner, graph, name, smaller, regions)
+        above = _tuned(planner, graph, name, larger, regions) if below else {}
+        if both := below.keys() & above.keys():
             return [
                 below[ops][1] if hint / below[ops][0] <= above[ops][0] / hint else above[ops][1]
                 for ops in (frozenset(region.ops) for region in regions)
                 if ops in both
             ]
     return []
-
-
-def _powers_down(hint: int) -> list[int]:
-    sizes = [2**power for power in range(1, hint.bit_length() + 1)]
-    return [size for size in reversed(sizes) if size < hint <= size * MAX_RATIO]
-
-
-def _powers_up(hint: int) -> list[int]:
-    sizes = [2**power for power in range(1, hint.bit_length() + 3)]
-    return [size for size in sizes if hint < size <= hint * MAX_RATIO]
 
 
 def _tuned(
@@ -186,9 +162,6 @@ def _tuned(
     return found
 
 
-# -- misses -----------------------------------------------------------------------------------------------
-
-
 def _plans_on_miss(
     session: Session, graph: DataflowGraph, regions: list[Region], on_miss: OnMiss, tally: Tally
 ) -> list[RegionPlan]:
@@ -196,17 +169,15 @@ def _plans_on_miss(
         return []
     if session.spec is None and on_miss == "model":
         logger.info("this device has not been probed, so the plan with the fewest launches is used; run `plan probe`")
+
     def drop(region: Region, error: Exception) -> None:  # a plan is a bonus: without one the ops run as they are
         reason = f"planning failed: {failure_reason(error)}"
         tally.refuse(reason)
         logger.warning("%s runs unfused: %s", region_label(graph, region), reason)
 
     try:
-        if on_miss == "tune":
-            with session.tuner(Budget.on(session.target.device_type)) as tuner:
-                planned = session.planner(tuner).plan_graph(graph, on_failure=drop, regions=regions)
-        else:
-            planned = session.planner().plan_graph(graph, on_failure=drop, regions=regions)
+        with session.tuner(Budget.on(session.target.device_type)) if on_miss == "tune" else nullcontext() as tuner:
+            planned = session.planner(tuner).plan_graph(graph, on_failure=drop, regions=regions)
     except Exception as error:  # there is no tuner, or it cannot be shut down
         reason = f"planning failed: {failure_reason(error)}"
         tally.refuse(reason)
@@ -257,33 +228,27 @@ def _with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
     return replace(plan, record=replace(plan.record, groups=tuple(map(configured, plan.record.groups))))
 
 
-# -- groups -----------------------------------------------------------------------------------------------
-
-
-def _groups(session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally) -> Iterator[GroupPlan]:
-    backends = {backend.name: backend for backend in session.backends}
-    unavailable: Mapping[str, str | None] = {name: backend.unavailable() for name, backend in backends.items()}
-    usable = tuple(backend for backend in session.backends if not unavailable[backend.name])
+def _resolved(session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan], tally: Tally) -> Resolved:
+    libraries = {call.name: call for call in LIBRARY_CALLS}
+    backends = {backend.name: (backend, backend.unavailable()) for backend in session.backends}
+    usable = tuple(backend for backend, unavailable in backends.values() if not unavailable)
+    groups: list[GroupPlan] = []
+    calls: list[CallPlan] = []
     for plan in plans:
         fused = list(_fused(graph, plan))
         if not fused:
             tally.count("planned_unfused")
         for choice, ops in fused:
             name = choice.implementation
-            if name not in backends:
-                continue
-            if unavailable[name]:
-                tally.fall_back(f"{name}: {unavailable[name]}")
-            else:
-                yield GroupPlan(ops, backends[name], choice.config, plan.source, choice.label, usable)
-
-
-def _calls(graph: DataflowGraph, plans: Iterable[RegionPlan]) -> Iterator[CallPlan]:
-    libraries = {call.name: call for call in LIBRARY_CALLS}
-    for plan in plans:
-        for choice, ops in _fused(graph, plan):
-            if choice.implementation in libraries:
-                yield CallPlan(ops, libraries[choice.implementation], choice.label)
+            if name in libraries:
+                calls.append(CallPlan(ops, libraries[name], choice.label))
+            elif name in backends:
+                backend, unavailable = backends[name]
+                if unavailable:
+                    tally.fall_back(f"{name}: {unavailable}")
+                else:
+                    groups.append(GroupPlan(ops, backend, choice.config, plan.source, choice.label, usable))
+    return Resolved(tuple(plans), tuple(groups), tuple(calls))
 
 
 def _fused(graph: DataflowGraph, plan: RegionPlan) -> Iterator[tuple[GroupChoice, tuple[str, ...]]]:

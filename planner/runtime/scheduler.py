@@ -88,12 +88,7 @@ class FusionScheduler:
         return total(tuple(tally.snapshot() for tally in self._tallies))
 
     def dispatch(self, graph: SubGraph, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Run ``graph``.
-
-        ``inputs`` has a tensor for each of ``graph.input_names``, all on one device.
-
-        Returns:
-            A tensor for each of ``graph.output_names``.
+        """Run ``graph`` on a tensor for each of its ``input_names``, all on one device: one for each ``output_names``.
 
         Raises:
             GraphError: The graph is malformed.
@@ -110,10 +105,9 @@ class FusionScheduler:
                     self._cache[key] = call
             try:
                 results = call(*tensors)
-            except FuseplanError:
-                raise
             except Exception as error:
-                if not self.config.fallback_on_error or any(mutates(node) for node in graph.ordered):
+                is_told = isinstance(error, FuseplanError) or not self.config.fallback_on_error
+                if is_told or any(mutates(node) for node in graph.ordered):
                     raise
                 logger.warning("graph failed (%s); running its ops one by one", failure_reason(error))
                 results = _unfused(graph, tensors)(*tensors)  # names the op if it is the op that fails
@@ -141,8 +135,6 @@ class FusionScheduler:
             lines += [f"  not chosen: {other.label}: {other.reason}" for other in plan.record.rejected]
         return "\n".join(lines) or "nothing to fuse: no two ops of the graph can share a kernel"
 
-    # -- building -----------------------------------------------------------------------------------------
-
     def _compile(self, graph: SubGraph, tensors: list[torch.Tensor]) -> Callable[..., Any]:
         unfused = _unfused(graph, tensors)
         if not self.config.enable_fusion:
@@ -151,19 +143,14 @@ class FusionScheduler:
         self._tallies.append(tally)
         try:
             traced, session, resolved = self._plan(graph, tensors, tally)
-            groups = self._kept(traced.graph, resolved)
             return executable(
-                traced, groups, session.target, tally, session.settings.numerics, self.config.debug_mode,
-                calls=resolved.calls,
+                traced, self._kept(traced.graph, resolved), session.target, tally, session.settings.numerics,
+                self.config.debug_mode, calls=resolved.calls,
             )
-        except FuseplanError as error:
+        except Exception as error:
             # What is wrong with the graph itself would fail unfused as well.
             is_mistake = isinstance(error, GraphError | ShapeError | UnknownOpError)
             if is_mistake or not self.config.fallback_on_error:
-                raise
-            reason = failure_reason(error)
-        except Exception as error:
-            if not self.config.fallback_on_error:
                 raise
             reason = failure_reason(error)
         tally.refuse(reason)
@@ -182,12 +169,10 @@ class FusionScheduler:
 
     def _kept(self, graph: DataflowGraph, resolved: Resolved) -> list[GroupPlan]:
         """The groups that are large enough for the configuration."""
-        config = self.config
         return [
-            group
-            for group in resolved.groups
-            if len(group.ops) >= config.min_nodes_for_fusion
-            and _largest_tensor(graph, group.ops) >= config.min_tensor_elements
+            group for group in resolved.groups
+            if len(group.ops) >= self.config.min_nodes_for_fusion
+            and _largest_tensor(graph, group.ops) >= self.config.min_tensor_elements
         ]
 
 

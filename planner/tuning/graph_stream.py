@@ -104,9 +104,7 @@ class GraphStream:
         if workload in self._jobs:
             wait([self._jobs[workload]])
         try:
-            graphs = cached_capture(
-                self._source, workload, self._device_type, self._folder, self._pack_weights
-            ).graphs
+            graphs = cached_capture(self._source, workload, self._device_type, self._folder, self._pack_weights)
         except CaptureError as error:
             if not workload.derived:
                 raise

@@ -19,9 +19,9 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
-from fuseplan.planner.implementations.choices import Implementations, RegionProblem, region_problem
+from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementations import implementations_for
+from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError

@@ -38,7 +38,7 @@ def llama_subjects(model: str, folder: str) -> Iterator[GroupSubject]:
     source = find_source(model=model, device_type="cpu", layers=2)
     seen: set[str] = set()
     for workload in (decode(1, 256), decode(8, 256), prefill(1, 16)):
-        graph = capture(source, workload, "cpu").graph
+        graph = capture(source, workload, "cpu")[0]
         store = Database(Path(folder) / "none.db", "read")
         # Without a GPU the GPU back ends are unavailable; any that is here lets the planner choose groups.
         plan = Planner(store, None, "none", SM90, (ReferenceBackend(),)).plan_graph(graph)

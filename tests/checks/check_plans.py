@@ -94,7 +94,7 @@ def graphs(
         else:
             source = find_source(model=name, device_type=device, layers=2)
         for one in workloads:
-            for graph in capture(source, one, device).graphs:
+            for graph in capture(source, one, device):
                 yield f"{name}, {one.label}", graph
 
 

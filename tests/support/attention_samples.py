@@ -11,16 +11,16 @@ import torch
 from torch import fx
 
 from fuseplan.planner.capture.trace import trace_predispatch
-from fuseplan.planner.rewrites import attention_call, attention_masks, grouped_queries
+from fuseplan.planner.rewrites import attention, attention_call, grouped_queries
 from fuseplan.planner.rewrites.attention import AttentionRewrites, rewrite_attention
-from fuseplan.planner.rewrites.attention_call import arguments_of, attention_calls
+from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of
 
 Function = Callable[..., Any]
 
 
 def imitate_cuda(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[dict[str, Any]], str]) -> None:
     """As on a GPU where PyTorch computes each attention call with the backend that ``chosen`` names."""
-    for module in (grouped_queries, attention_masks):
+    for module in (grouped_queries, attention):
         monkeypatch.setattr(module, "trace_device", lambda _: "cuda")
     for module in (grouped_queries, attention_call):
         monkeypatch.setattr(module, "chosen_backend", chosen)
@@ -60,4 +60,4 @@ def targets(module: fx.GraphModule) -> list[Any]:
 
 
 def attention_of(module: fx.GraphModule) -> list[dict[str, Any]]:
-    return [arguments_of(node) for node in attention_calls(module.graph)]
+    return [arguments_of(node) for node in module.graph.find_nodes(op="call_function", target=ATTENTION)]

@@ -16,7 +16,7 @@ def collapsed(module: fx.GraphModule) -> fx.GraphModule:
     for node in module.graph.nodes:
         made[node] = graph.node_copy(node, made.__getitem__)
         made[node].meta = {"traced": node.name}
-    collapse_views(graph, module.graph, {})
+    collapse_views(graph, module.graph)
     graph.lint()
     bind_calls(graph, module.graph)
     result = fx.GraphModule(module, graph)

@@ -37,8 +37,8 @@ def watching() -> Iterator[list[Coverage]]:
 
     def watched(traced: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         call: Any = executable(traced, *args, **kwargs)
-        slots = [slot for slot in call.__globals__.values() if isinstance(slot, FirstCall)]
-        found.append(coverage(traced.graph, {name for slot in slots for name in slot._group.plan.ops}))
+        slots = [slot for slot in call.__globals__.values() if isinstance(slot, FirstCall) and slot.ir is not None]
+        found.append(coverage(traced.graph, {name for slot in slots for name in slot.plan.ops}))
         return call  # type: ignore[no-any-return]
 
     dispatch.executable = watched

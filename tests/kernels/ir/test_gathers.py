@@ -149,7 +149,7 @@ def test_samples_suit_what_is_done_with_them() -> None:
     def samples(name: str, shape: str) -> dict[str, torch.Tensor]:
         graph = pattern_graph(name, shape)
         subject = group_subject(graph, compute_ops(graph), "key")
-        made = sample_inputs(subject.ir, subject.nodes, subject.inputs, subject.specs, generator)
+        made = sample_inputs(subject.ir, subject.nodes, subject.inputs, generator)
         return dict(zip(subject.inputs, made, strict=True))
 
     looked_up = samples("embedding_rms_norm", "500x100000x64")

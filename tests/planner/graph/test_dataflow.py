@@ -43,7 +43,6 @@ def test_lookups() -> None:
     assert graph.consumers("c") == ("d",), "a value read twice has one consumer"
     assert graph.consumers("d") == ()
     assert [graph.position(name) for name in "acde"] == [0, 1, 2, 3]
-    assert (graph.is_returned("d"), graph.is_returned("c")) == (True, False)
     assert graph.op("a").outputs == ("a", "b")
 
 

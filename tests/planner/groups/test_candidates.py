@@ -21,8 +21,7 @@ from fuseplan.planner.groups.candidates import (
     Enumeration,
     enumerate_candidates,
     enumerate_parts,
-    group_form,
-    transfer_all,
+    group_key,
 )
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.groups.convex import Dependencies, bits
@@ -230,9 +229,9 @@ def test_transfer_and_group_form_agree_between_repeats() -> None:
     first, other = repeated[0], repeated[1]
     here = enumerated(graph, first)
     there = enumerated(graph, other)
-    assert transfer_all(graph, here, first, other).candidates == there.candidates
+    assert here.moved(graph, first, other).candidates == there.candidates
     for a, b in zip(here.candidates[-5:], there.candidates[-5:], strict=True):
-        assert group_form(graph, a.ops, a.outputs).key == group_form(graph, b.ops, b.outputs).key
+        assert group_key(graph, a.ops, a.outputs) == group_key(graph, b.ops, b.outputs)
 
 
 def test_transfer_refuses_other_regions() -> None:
@@ -240,7 +239,7 @@ def test_transfer_refuses_other_regions() -> None:
                  outputs=("b",))
     first, second = find_regions(graph)
     with pytest.raises(ValueError, match="regions differ"):
-        transfer_all(graph, enumerated(graph, first), first, second)
+        enumerated(graph, first).moved(graph, first, second)
 
 
 def test_a_wide_region_stays_within_the_limits() -> None:

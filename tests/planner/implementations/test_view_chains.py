@@ -26,8 +26,7 @@ from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.implementations import aten, view_chains
-from fuseplan.planner.implementations.aliasing import is_op
-from fuseplan.planner.implementations.view_chains import collapse_views
+from fuseplan.planner.implementations.view_chains import collapse_views, is_op
 from fuseplan.planner.lowering.views import VIEW_MAPS
 from fuseplan.planner.rewrites import grouped_queries
 from fuseplan.planner.runtime import executor

@@ -172,7 +172,7 @@ def test_pytorch_has_the_last_word_on_its_device(monkeypatch: pytest.MonkeyPatch
     """An architecture, a version of cuDNN, or a user's switch that no rule here knows."""
     asked = []
 
-    def says_no(params: Any, _: bool) -> bool:
+    def says_no(params: Any) -> bool:
         asked.append((params.query.shape, params.enable_gqa))
         return False
 

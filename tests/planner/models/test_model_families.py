@@ -35,7 +35,7 @@ def test_every_family_can_be_captured_from_its_config(family: str, tmp_path: Pat
     decode = "1" if families.task_of(family) == "causal" else None
     workload = workloads_for(source, "cpu", decode, checks.KV_LEN, "3x9")[0]
     assert workload.regime == ("decode" if decode else "prefill")
-    assert max(len(list(graph)) for graph in capture(source, workload, "cpu").graphs) > 20
+    assert max(len(list(graph)) for graph in capture(source, workload, "cpu")) > 20
 
 
 #: Families whose calls are tuned for, and the sequences of a call: of several, some are padded.
@@ -50,7 +50,7 @@ def test_calls_and_generation_that_follow_from_tuned_sizes_are_exact_hits(
     decode = str(batch) if families.task_of(family) == "causal" else None
     session = open_session("cpu", options["db"])
     for workload in workloads_for(source, "cpu", decode, checks.KV_LEN, f"{batch}x{checks.PROMPT}", calls=True):
-        for graph in capture(source, workload, "cpu").graphs:
+        for graph in capture(source, workload, "cpu"):
             for plan in session.planner().plan_graph(graph).unique():
                 session.database.put_plan(plan.record)
     session.database.close()

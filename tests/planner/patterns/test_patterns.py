@@ -20,7 +20,8 @@ from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.subject import group_subject, random_tensor
+from fuseplan.planner.implementations.sample_inputs import random_tensor
+from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.patterns.table import PATTERNS, parse_shape, pattern, pattern_graph
 from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fuseplan.planner.dispatch_stats import reset_stats, stats
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.rewrites import attention_masks
+from fuseplan.planner.rewrites import attention
 from fuseplan.planner.rewrites.attention import AttentionRewrites
 from fuseplan.planner.rewrites.attention_call import ATTENTION
 from fuseplan.planner.runtime.options import parse_options
@@ -103,13 +103,13 @@ def test_halves_of_one_projection_and_other_devices(monkeypatch: pytest.MonkeyPa
             return scaled_dot_product_attention(query, key, key, compared(query))
 
     (both,) = torch.randn(1, 2, 3, 5, 16)
-    evaluate = attention_masks._kind
+    evaluate = attention._kind
 
     def elsewhere(*args: Any) -> str:
         with torch.device("meta"):
             return evaluate(*args)
 
-    monkeypatch.setattr(attention_masks, "_kind", elsewhere)
+    monkeypatch.setattr(attention, "_kind", elsewhere)
     assert rewritten(attend, both).done.dropped_masks == 1
 
 
@@ -168,7 +168,7 @@ def test_rectangular_large_dynamic_and_written_masks_are_left_alone(monkeypatch:
     for function in (rectangular, written):
         assert rewritten(function, *heads(7)).done == AttentionRewrites()
     assert rewritten(attend, *heads(7), dynamic=True).done == AttentionRewrites()
-    monkeypatch.setattr(attention_masks, "_MOST_BYTES", 48)
+    monkeypatch.setattr(attention, "_MOST_BYTES", 48)
     assert rewritten(attend, *heads(7)).done == AttentionRewrites()
 
 
@@ -205,7 +205,7 @@ def test_masks_of_custom_ops_and_those_that_cannot_be_worked_out_stay(monkeypatc
     def fail(_: Any) -> torch.Tensor:
         raise NotImplementedError("no kernel for this on a CPU")
 
-    monkeypatch.setattr(attention_masks, "_evaluated", fail)
+    monkeypatch.setattr(attention, "_evaluated", fail)
     assert rewritten(attend, *heads(6)).done == AttentionRewrites()
 
 

@@ -121,7 +121,7 @@ def test_what_was_planned_offline_is_hit_when_the_model_runs(
 ) -> None:
     source = find_source(config=write_config(tmp_path, "llama"), dtype="bfloat16")
     session = open_session("cpu", db)
-    for plan in session.planner().plan_graph(capture(source, workload, "cpu", pack_weights).graph).unique():
+    for plan in session.planner().plan_graph(capture(source, workload, "cpu", pack_weights)[0]).unique():
         session.database.put_plan(plan.record)
     session.database.close()
     model = build_model(source, "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.libraries.merged_calls import MergedCall
+from fuseplan.planner.implementations.aten import run_op
+from fuseplan.planner.implementations.direct_calls import GroupCall
+from fuseplan.planner.libraries.matmul_calls import MergedCall
 from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.fallback import BuiltCall, CallPlan, FirstLibraryCall, GroupPlan, check_layouts
+from fuseplan.planner.runtime.fallback import CallPlan, FirstCall, GroupPlan, check_layouts
 from fuseplan.planner.tuning.planner import Planner
 
 
@@ -126,8 +129,10 @@ def test_atens_op_takes_over_from_a_library_call_that_fails() -> None:
 
     tally, namespace = Tally(), {}
     plan = CallPlan(("y",), MergedCall("merged.one", True))
-    namespace["call"] = FirstLibraryCall(BuiltCall(plan, made.group, failing), namespace, "call", tally)
+    slot = GroupCall("call", plan.ops, made.group.inputs, made.group.outputs)
+    FirstCall(plan, slot, lambda reuse: failing, partial(run_op, made.group), tally).bind(namespace, "call", {})
+    assert tally.snapshot().library_calls == 1
     for _ in range(2):
         torch.testing.assert_close(namespace["call"](*made.operands), made.eager())
-    assert calls == [2] and tally.snapshot().library_calls == -1
+    assert calls == [2] and tally.snapshot().library_calls == 0
     assert list(tally.snapshot().notes) == ["merged.one: first call failed: RuntimeError: no such kernel image"]

@@ -14,9 +14,10 @@ from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
+from fuseplan.planner.implementations.direct_calls import GroupCall
 from fuseplan.planner.implementations.subject import chain_module
 from fuseplan.planner.lowering.lower import group_nodes
-from fuseplan.planner.runtime.placement import Placement, fused_graph
+from fuseplan.planner.runtime.placement import fused_graph
 
 SPEC = TensorSpec.contiguous((3, 3), "float32")
 
@@ -25,17 +26,17 @@ def traced_of(nodes: list[OpNode], inputs: tuple[str, ...], outputs: tuple[str, 
     return trace_subgraph(SubGraph(tuple(nodes), inputs, outputs), dict.fromkeys(inputs, SPEC))
 
 
-def placement_of(traced: Traced, ops: tuple[str, ...]) -> Placement:
+class Placed(GroupCall):
     """A group whose call runs its ops one by one."""
-    lowered = lower_group(traced.graph, ops)
-    module = chain_module(group_nodes(traced.graph, lowered), lowered.inputs, lowered.outputs)
 
-    def call(*args: Any) -> Any:
-        results = module(*args)
+    def __init__(self, traced: Traced, ops: tuple[str, ...]) -> None:
+        lowered = lower_group(traced.graph, ops)
+        super().__init__(f"group_{'_'.join(ops)}", ops, lowered.inputs, lowered.outputs)
+        self._module = chain_module(group_nodes(traced.graph, lowered), lowered.inputs, lowered.outputs)
+
+    def __call__(self, *args: Any) -> Any:
+        results = self._module(*args)
         return results[0] if len(results) == 1 else results
-
-    call.__name__ = f"group_{'_'.join(ops)}"
-    return Placement(call, ops, lowered.inputs, lowered.outputs)
 
 
 def calls(graph: fx.Graph) -> list[str]:
@@ -59,7 +60,7 @@ def test_a_group_read_before_its_last_input_is_ready_moves_down() -> None:
         ("x", "w"), ("late", "negative"),
     )  # fmt: skip
     mul, _, _, add, neg = names_of(traced)
-    graph, refused = fused_graph(traced, [placement_of(traced, (mul, add, neg))])
+    graph, refused = fused_graph(traced, [Placed(traced, (mul, add, neg))])
     assert not refused and len(calls(graph)) == 1
     module = fx.GraphModule(traced.module, graph)
     x, w = torch.randn(3, 3), torch.randn(3, 3)
@@ -79,7 +80,7 @@ def test_groups_that_wait_for_each_other_are_refused_one_by_one() -> None:
         ("x",), ("c", "d"),
     )  # fmt: skip
     neg, exp, mul, add = names_of(traced)
-    crossing = [placement_of(traced, (neg, add)), placement_of(traced, (exp, mul))]
+    crossing = [Placed(traced, (neg, add)), Placed(traced, (exp, mul))]
     graph, refused = fused_graph(traced, crossing)
     ((worst, reason),) = refused
     assert worst is crossing[0] and reason == "the group would have to run both before and after another op"
@@ -123,7 +124,7 @@ def test_any_partition_computes_the_same(graph_and_groups: tuple[list[OpNode], l
         ops = tuple(by_position[number].name for number in group if by_position[number].name in kept)
         flow = compute_graph_of(traced.graph)
         if ops and flow.outputs_of(ops):
-            placements.append(placement_of(traced, ops))
+            placements.append(Placed(traced, ops))
     graph, refused = fused_graph(traced, placements)
     graph.lint()
     x, w = torch.randn(3, 3), torch.randn(3, 3)

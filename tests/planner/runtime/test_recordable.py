@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from tracing import check
 
-from fuseplan.planner.runtime.recordable import Roles, argument_roles, why_unrecordable
+from fuseplan.planner.runtime.recording import Roles, why_unrecordable
 
 HELD = torch.zeros(3)
 
@@ -31,18 +31,18 @@ def test_roles_of_arguments() -> None:
 
     args = (torch.ones(3), torch.ones(2), torch.ones(3), 5, torch.ones(3))
     module = trace(run, *args, mode="symbolic")
-    assert argument_roles(module, {2}) == Roles(kept=(2,), copied=(0,), sizes=(3,), shaped=(0, 1, 2, 4))
+    assert Roles.of(module, {2}) == Roles(kept=(2,), copied=(0,), sizes=(3,), shaped=(0, 1, 2, 4))
     module = trace(run, *args)
-    assert argument_roles(module, {2}) == Roles(kept=(2,), copied=(0,), sizes=(3,))
+    assert Roles.of(module, {2}) == Roles(kept=(2,), copied=(0,), sizes=(3,))
 
 
 def test_an_argument_that_is_returned_and_nothing_else_is_copied() -> None:
-    assert argument_roles(trace(lambda x: (x,), torch.ones(3)), ()).copied == (0,)
+    assert Roles.of(trace(lambda x: (x,), torch.ones(3)), ()).copied == (0,)
 
 
 def test_what_the_module_holds() -> None:
     module = trace(lambda x: (x + HELD,), torch.ones(3), mode="real")
-    (held,) = argument_roles(module, ()).held
+    (held,) = Roles.of(module, ()).held
     assert held.data_ptr() == HELD.data_ptr()
 
 

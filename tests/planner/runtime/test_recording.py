@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuseplan.planner.runtime.recordable import Roles
-from fuseplan.planner.runtime.recording import NotRecordable, Results, StaticInputs
+from fuseplan.planner.runtime.recording import NotRecordable, Results, Roles, StaticInputs
 
 
 def odd(tensor: torch.Tensor) -> torch.Tensor:

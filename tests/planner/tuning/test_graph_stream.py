@@ -12,7 +12,7 @@ import pytest
 from model_samples import write_config
 
 from fuseplan.planner.capture.cache import cached_capture, capture_key
-from fuseplan.planner.capture.trace import Captured
+from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cli.source import capture_all
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -75,7 +75,7 @@ def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytes
 
     monkeypatch.setattr(graph_stream, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(graph_stream, "wait", wait_for)
-    monkeypatch.setattr(graph_stream, "cached_capture", lambda source, one, *rest: Captured((EMPTY,), one))
+    monkeypatch.setattr(graph_stream, "cached_capture", lambda source, one, *rest: (EMPTY,))
     with GraphStream(find_source(), [DECODE, PREFILL], "cpu", cores=4, folder=tmp_path) as stream:
         there.add(PREFILL)
         assert stream.ready() == [] and stream.waiting == DECODE.label
@@ -88,11 +88,11 @@ def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take
 ) -> None:
     packed: list[bool] = []
 
-    def cached(source: object, workload: Workload, kind: str, folder: None, pack_weights: bool) -> Captured:
+    def cached(source: object, workload: Workload, kind: str, folder: None, pack_weights: bool) -> Graphs:
         packed.append(pack_weights)
         if workload.derived or workload.batch == 7:
             raise CaptureError("the model cannot be traced: [why]")
-        return Captured((EMPTY,) * workload.batch, workload)
+        return (EMPTY,) * workload.batch
 
     monkeypatch.setattr(graph_stream, "cached_capture", cached)
     monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)

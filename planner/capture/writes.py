@@ -1,4 +1,4 @@
-"""In-place ops whose operand nobody needs any more, told apart from those that somebody sees.
+"""What in-place ops demand: which ops keep their order, which must stay, and which are as good as ops like others.
 
 ``y.relu_()`` on an intermediate that is read nowhere else means what ``relu(y)`` means: as that it can be fused. The
 trace keeps the call as it is, so that an op that stays unfused goes on writing over its operand.
@@ -6,14 +6,62 @@ trace keeps the call as it is, so that an op that stays unfused goes on writing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.rewrites.trace_edit import fake_result, value_of
+
+#: The random number generator, as a storage that every random op writes.
+GENERATOR = frozenset({-1})
+
+
+class Access(NamedTuple):
+    """The storages that an op reads or writes, and those that it writes. A tensor and its views share one.
+
+    A pure view touches none: it reads an address, not the data.
+    """
+
+    touched: frozenset[int]
+    written: frozenset[int]
+
+
+def order_edges(ops: Sequence[OpNode], accesses: Mapping[str, Access]) -> list[tuple[str, str]]:
+    """Pairs ``(before, after)`` of op names that must keep their order.
+
+    A write comes after every earlier read and write of its storage, and before every later one. Reads among
+    themselves are free, and a storage that nobody writes orders nothing.
+    """
+    mutable = {storage for op in ops for storage in accesses[op.name].written}
+    last_write: dict[int, str] = {}
+    reads: dict[int, list[str]] = {}
+    edges: list[tuple[str, str]] = []
+    for op in ops:
+        touched, written = accesses[op.name]
+        for storage in sorted((touched | written) & mutable):
+            earlier = [last_write[storage]] if storage in last_write else []
+            if storage in written:
+                earlier += reads.pop(storage, ())
+                last_write[storage] = op.name
+            else:
+                reads.setdefault(storage, []).append(op.name)
+            edges.extend((before, op.name) for before in earlier)
+    return list(dict.fromkeys(edges))
+
+
+def live(ops: Sequence[OpNode], accesses: Mapping[str, Access], outputs: Iterable[str]) -> list[OpNode]:
+    """The ops that an output or an effect needs, in order."""
+    needed = set(outputs)
+    kept: list[OpNode] = []
+    for op in reversed(ops):
+        if accesses[op.name].written or not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+            kept.append(op)
+    return kept[::-1]
 
 
 @cache
@@ -25,14 +73,6 @@ def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | No
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     twin = getattr(packet, target._overloadname, None)
     return twin if isinstance(twin, torch._ops.OpOverload) and not twin._schema.is_mutable else None
-
-
-def is_read_later(written: Iterable[fx.Node], by: fx.Node, known: Mapping[fx.Node, object]) -> bool:
-    """Whether one of the nodes that stand for an operand is used after the op ``by`` writes to it.
-
-    ``known`` holds every node before ``by`` in the trace.
-    """
-    return any(user is not by and user not in known for node in written for user in node.users)
 
 
 def is_laid_out_alike(node: fx.Node, twin: torch._ops.OpOverload) -> bool:

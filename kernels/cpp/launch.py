@@ -14,8 +14,7 @@ import torch
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, shared_openmp
-from fuseplan.kernels.native.extension import load_extension
+from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, load_extension, shared_openmp
 
 _MODULE = "fuseplan_cpp_launcher"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fuseplan.kernels.ir.index import Atom, Coord, FloorDiv, Index, Mod, Size, as_size
-from fuseplan.kernels.ir.ir import Load, Segment
+from fuseplan.kernels.ir.ir import Segment
 
 #: Narrower words (the pairs of a rotary embedding) would make rows too short for the vectors of a processor.
 MIN_WORD = 8
@@ -16,9 +16,8 @@ MIN_WORD = 8
 def coalesce(segment: Segment, within_divisions: bool = False) -> Segment:
     """The same computation over the fewest axes (TensorIterator calls this coalescing).
 
-    Neighbouring axes merge wherever every index has ``outer coefficient == inner coefficient * inner extent``. Rows
-    merge into the columns, too, unless columns are reduced. A contiguous ``[B, S, H]`` pointwise kernel becomes a
-    single row of ``B * S * H`` columns. With ``within_divisions`` axes that a division takes apart as one merge, too.
+    Neighbouring axes merge wherever every index has ``outer coefficient == inner coefficient * inner extent``; rows
+    merge into columns that are not reduced. With ``within_divisions`` so do axes that a division takes apart as one.
     """
     for axis in reversed(range(segment.col_axis)):
         segment = _merged(segment, axis, within_divisions) or segment
@@ -85,6 +84,5 @@ def split_words(segment: Segment) -> Segment:
     column = Index.coord(axis, cols // width) * width + Index.coord(axis + 1, width)
     split = segment.with_indices(lambda index: index.substitute({axis: column}))
     split = replace(split, rows=(*segment.rows, cols // width), cols=width)
-    loads = [instr.index for instr in split.body if isinstance(instr, Load)]
-    addresses = [*loads, *(store.index for store in split.stores)]
-    return split if all(index.is_affine_in(axis + 1) for index in addresses) else segment
+    accesses = (*split.loads, *split.stores)
+    return split if all(access.index.is_affine_in(axis + 1) for access in accesses) else segment

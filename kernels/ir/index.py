@@ -46,10 +46,12 @@ def evaluate(size: Size, values: Mapping[str, int | float]) -> int:
     return result
 
 
+def evaluate_all(sizes: Iterable[Size], values: Mapping[str, int | float]) -> tuple[int, ...]:
+    return tuple(evaluate(size, values) for size in sizes)
+
+
 def number(expression: Any, values: Mapping[str, int | float]) -> int | float:
-    """The number that any expression over sizes stands for: an ``int`` where it is an integer, else a ``float``.
-    KeyError where a symbol has no value.
-    """
+    """The number that any expression over sizes stands for; KeyError where a symbol has no value."""
     result = expression.subs({sym: values[sym.name] for sym in expression.free_symbols})
     if result in (sympy.true, sympy.false):
         return bool(result)
@@ -238,37 +240,34 @@ class Index:
 
     def substitute(self, values: Mapping[int, Index]) -> Index:
         """Replace coordinates by index expressions (simplifying again)."""
-        result = Index(self.const)
-        for atom, coef in self.terms:
-            if isinstance(atom, Coord):
-                part = values.get(atom.axis, Index(0, ((atom, 1),)))
-            elif isinstance(atom, FloorDiv):
-                part = atom.base.substitute(values) // atom.divisor
-            else:
-                part = atom.base.substitute(values) % atom.divisor
-            result = result + part * coef
-        return result
+        return self._rebuilt(lambda atom: values.get(atom.axis, Index(0, ((atom, 1),))), lambda size: size)
 
     def bind(self, symbols: Mapping[str, int]) -> Index:
         """Replace dynamic sizes by numbers."""
-        result = Index(evaluate(self.const, symbols))
+        def bound(size: Size) -> int:
+            return evaluate(size, symbols)
+
+        return self._rebuilt(lambda atom: Index.coord(atom.axis, bound(atom.extent)), bound)
+
+    def _rebuilt(self, coordinate: Callable[[Coord], Index], size: Callable[[Size], Size]) -> Index:
+        result = Index(size(self.const))
         for atom, coef in self.terms:
             if isinstance(atom, Coord):
-                part = Index.coord(atom.axis, evaluate(atom.extent, symbols))
+                part = coordinate(atom)
             else:
-                base, divisor = atom.base.bind(symbols), evaluate(atom.divisor, symbols)
+                base, divisor = atom.base._rebuilt(coordinate, size), size(atom.divisor)
                 part = base // divisor if isinstance(atom, FloorDiv) else base % divisor
-            result = result + part * evaluate(coef, symbols)
+            result = result + part * size(coef)
         return result
 
     def symbols(self) -> set[str]:
         """Names of the dynamic sizes in this index."""
-        found = symbols_of(self.const)
-        for atom, coef in self.terms:
-            found |= symbols_of(coef)
-            found |= symbols_of(atom.extent) if isinstance(atom, Coord) else (
-                atom.base.symbols() | symbols_of(atom.divisor)
-            )
+        found = symbols_of(self.const, *(coef for _, coef in self.terms))
+        for atom, _ in self.terms:
+            if isinstance(atom, Coord):
+                found |= symbols_of(atom.extent)
+            else:
+                found |= atom.base.symbols() | symbols_of(atom.divisor)
         return found
 
     def render(

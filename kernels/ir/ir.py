@@ -1,17 +1,14 @@
 """KernelIR: one fused kernel, as data.
 
 A kernel is a list of segments, each an iteration space ``rows x cols`` with a straight-line SSA body. A value is
-computed per element ``(row, col)`` or, once it depends on no column (after a reduction, or a load that does not
-mention the column), per row. ``Reduce`` folds over the columns of one row. Several segments in one kernel are
-horizontal fusion: they share the launch (and may share buffers), not the loop.
+computed per element or, where it depends on no column, per row. Several segments in one kernel are horizontal fusion:
+they share the launch (and may share buffers), not the loop.
 
 Every load and store names a buffer and an :class:`~fuseplan.kernels.ir.index.Index`, the element offset from the
-tensor's data pointer as a function of the coordinates ``0 .. len(rows)`` (the last one is the column). View ops
-leave no trace but these indices.
+tensor's data pointer as a function of the coordinates ``0 .. len(rows)`` (the last one is the column).
 
 Values are held in registers as ``float32`` (``float64`` where an operand is), ``int64``, ``int32`` or ``bool``; loads
-widen and stores round. ``Round`` keeps a value in its register type but rounds it to a narrower type, which is how
-``numerics="eager"`` honours a cast in the middle of a group, and how a quantised value is used where it was made.
+widen and stores round.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from fuseplan.kernels.ir.index import Index, Size, evaluate, product, symbols_of
+from fuseplan.kernels.ir.index import Index, Size, evaluate, evaluate_all, product, symbols_of
 from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 
 #: Storage types a kernel can load and store, and their sizes in bytes.
@@ -47,10 +44,10 @@ def register_type(dtype: str) -> RegisterType:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor argument. ``shape`` and ``strides`` describe the tensor as the caller passes it (in elements).
+    """A tensor argument; ``shape`` and ``strides`` are in elements.
 
-    An output may lie ``over`` an input, given by its position: the kernel changes the elements that it stores, and no
-    others (a cache that is written into). The kernel loads nothing of that input.
+    An output may lie ``over`` an input, given by its position (a cache that is written into): the kernel changes the
+    elements that it stores, and loads nothing of that input.
     """
 
     name: str
@@ -135,10 +132,9 @@ class Cast:
 
 @dataclass(frozen=True)
 class Round:
-    """Keep only what storage type ``to`` can hold of a value, staying in its register type.
+    """Keep only what storage type ``to`` can hold of a value, staying in its register type; stores do so by themselves.
 
-    Floats round to nearest even (bfloat16, float16, and float8_e4m3fn, which saturates at its largest number and keeps
-    NaN); integers wrap around (int8, uint8, int16). A store does the same by itself.
+    Floats round to nearest even (float8_e4m3fn saturates at its largest number and keeps NaN), integers wrap around.
     """
 
     dtype: RegisterType
@@ -176,9 +172,12 @@ def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
     if isinstance(instr, Cast | Round | Reduce):
         return replace(instr, arg=change(instr.arg))
     if isinstance(instr, Load) and instr.mask is not None:
-        gather = None if instr.gather is None else replace(instr.gather, value=change(instr.gather.value))
-        return replace(instr, mask=change(instr.mask), gather=gather)
+        return replace(instr, mask=change(instr.mask), gather=_picked(instr.gather, change))
     return instr
+
+
+def _picked(gather: Gather | None, change: Callable[[int], int]) -> Gather | None:
+    return None if gather is None else replace(gather, value=change(gather.value))
 
 
 def ancestors(
@@ -215,8 +214,7 @@ class Store:
 
     def with_values(self, change: Callable[[int], int]) -> Store:
         """The same with each of its :attr:`values` renamed."""
-        scatter = None if self.scatter is None else replace(self.scatter, value=change(self.scatter.value))
-        return replace(self, value=change(self.value), scatter=scatter)
+        return replace(self, value=change(self.value), scatter=_picked(self.scatter, change))
 
 
 @dataclass(frozen=True)
@@ -235,6 +233,10 @@ class Segment:
     @property
     def num_rows(self) -> Size:
         return product(self.rows)
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        return tuple(instr for instr in self.body if isinstance(instr, Load))
 
     def indices(self) -> Iterator[Index]:
         """Every index of its body and stores."""
@@ -258,11 +260,8 @@ class Segment:
     def _per_row(self) -> tuple[bool, ...]:
         result: list[bool] = []
         for instr in self.body:
-            if isinstance(instr, Reduce):
-                result.append(True)
-                continue
             own = isinstance(instr, Load | Iota) and self.col_axis in instr.index.axes()
-            result.append(not own and all(result[arg] for arg in operands(instr)))
+            result.append(isinstance(instr, Reduce) or (not own and all(result[arg] for arg in operands(instr))))
         return tuple(result)
 
     def store_per_row(self, store: Store) -> bool:
@@ -271,8 +270,8 @@ class Segment:
 
     def gathers(self) -> Iterator[Gather]:
         """The addresses of its loads and stores that are data."""
-        found = [instr.gather for instr in self.body if isinstance(instr, Load)]
-        yield from filter(None, (*found, *(store.scatter for store in self.stores)))
+        found = (*(load.gather for load in self.loads), *(store.scatter for store in self.stores))
+        yield from filter(None, found)
 
 
 @dataclass(frozen=True)
@@ -311,12 +310,8 @@ class KernelIR:
         if not symbols:
             return self
         buffers = tuple(
-            replace(
-                buffer,
-                shape=tuple(evaluate(extent, symbols) for extent in buffer.shape),
-                strides=tuple(evaluate(stride, symbols) for stride in buffer.strides),
-            )
-            for buffer in self.buffers
+            replace(one, shape=evaluate_all(one.shape, symbols), strides=evaluate_all(one.strides, symbols))
+            for one in self.buffers
         )
         return KernelIR(buffers, tuple(_bind_segment(segment, symbols) for segment in self.segments))
 
@@ -332,11 +327,10 @@ def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
             return None
         return Gather(gather.value, evaluate(gather.stride, symbols), evaluate(gather.extent, symbols))
 
-    rows, cols = tuple(evaluate(extent, symbols) for extent in segment.rows), evaluate(segment.cols, symbols)
     indexed = segment.with_indices(lambda index: index.bind(symbols))
     body = tuple(replace(one, gather=bound(one.gather)) if isinstance(one, Load) else one for one in indexed.body)
     stores = tuple(replace(store, scatter=bound(store.scatter)) for store in indexed.stores)
-    return replace(indexed, rows=rows, cols=cols, body=body, stores=stores)
+    return Segment(evaluate_all(segment.rows, symbols), evaluate(segment.cols, symbols), body, stores)
 
 
 def validate(ir: KernelIR) -> None:
@@ -350,9 +344,7 @@ def validate(ir: KernelIR) -> None:
         seen_output |= buffer.is_output
         if buffer.over is not None and not (buffer.is_output and 0 <= buffer.over < len(ir.inputs)):
             raise ValueError(f"buffer {buffer.name}: lies over buffer {buffer.over}, which is no input")
-    overwritten = set(ir.overwritten.values())
-    loads = (one for segment in ir.segments for one in segment.body if isinstance(one, Load))
-    if (read := next((one.buffer for one in loads if one.buffer in overwritten), None)) is not None:
+    for read in {load.buffer for segment in ir.segments for load in segment.loads} & set(ir.overwritten.values()):
         raise ValueError(f"buffer {ir.buffers[read].name} is loaded, and an output lies over it")
     for number, segment in enumerate(ir.segments):
         _validate_segment(ir, number, segment)

@@ -7,7 +7,7 @@ columns every comparison has one outcome: the select and the load guards fold aw
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -38,11 +38,9 @@ def split_columns(segment: Segment) -> tuple[Segment, ...]:
 
 
 def _line(instr: Instr, col_axis: int) -> _Line | None:
-    if isinstance(instr, Const) and instr.dtype in ("int64", "int32"):
-        return (0, int(instr.value))
-    if isinstance(instr, Iota) and instr.dtype in ("int64", "int32"):
-        return _index_line(instr.index, col_axis)
-    return None
+    if not isinstance(instr, Const | Iota) or instr.dtype not in ("int64", "int32"):
+        return None
+    return (0, int(instr.value)) if isinstance(instr, Const) else _index_line(instr.index, col_axis)
 
 
 def _index_line(index: Index, col_axis: int) -> _Line | None:
@@ -51,11 +49,18 @@ def _index_line(index: Index, col_axis: int) -> _Line | None:
     return (slope, index.const) if plain and isinstance(slope, int) and isinstance(index.const, int) else None
 
 
+def _difference(operands: Iterable[Instr], col_axis: int) -> _Line | None:
+    """Left operand less right operand of a comparison, as a function of the column."""
+    left, right = (_line(instr, col_axis) for instr in operands)
+    return (left[0] - right[0], left[1] - right[1]) if left is not None and right is not None else None
+
+
 def _breakpoints(segment: Segment) -> set[int]:
     """Columns inside the row where a comparison changes its outcome, or a division steps."""
-    axis, cols = segment.col_axis, int(segment.cols)
-    compared = [instr for instr in segment.body if isinstance(instr, Apply) and instr.op in _COMPARE]
-    lines = [(instr.op, line) for instr in compared if (line := _difference(instr, segment.body, axis)) is not None]
+    axis, cols, body = segment.col_axis, int(segment.cols), segment.body
+    compared = [instr for instr in body if isinstance(instr, Apply) and instr.op in _COMPARE]
+    differences = [(instr.op, _difference((body[arg] for arg in instr.args), axis)) for instr in compared]
+    lines = [(op, line) for op, line in differences if line is not None]
 
     def outcomes(column: int) -> list[bool]:
         return [_COMPARE[op](slope * column + offset, 0) for op, (slope, offset) in lines]
@@ -82,12 +87,6 @@ def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
     return found
 
 
-def _difference(instr: Apply, body: Sequence[Instr], col_axis: int) -> _Line | None:
-    """Left operand less right operand of a comparison, as a function of the column."""
-    left, right = (_line(body[arg], col_axis) for arg in instr.args)
-    return (left[0] - right[0], left[1] - right[1]) if left is not None and right is not None else None
-
-
 def _piece(segment: Segment, low: int, high: int) -> Segment:
     """Columns ``[low, high)`` as a segment of their own, with what is decided there folded."""
     axis = segment.col_axis
@@ -112,13 +111,12 @@ class _Folded:
     def add(self, instr: Instr) -> None:
         """Append the next instruction of the old body, or what it folds to."""
         truth = self._decide(instr)
-        if truth is not None:
-            self._names.append(None)
-        elif isinstance(instr, Apply) and instr.op == "where" and self._truth[instr.args[0]] is not None:
-            chosen = instr.args[1] if self._truth[instr.args[0]] else instr.args[2]
-            self._names.append(self.value(chosen))
-        else:
-            self._names.append(self._append(self._simplified(instr)))
+        name = None
+        if isinstance(instr, Apply) and instr.op == "where" and self._truth[instr.args[0]] is not None:
+            name = self.value(instr.args[1] if self._truth[instr.args[0]] else instr.args[2])
+        elif truth is None:
+            name = self._append(self._simplified(instr))
+        self._names.append(name)
         self._truth.append(truth)
 
     def value(self, old: int) -> int:
@@ -155,11 +153,11 @@ class _Folded:
         return self._compared(instr) if instr.op in _COMPARE else None
 
     def _compared(self, instr: Apply) -> bool | None:
-        names = [self._names[arg] for arg in instr.args]
-        lines = [_line(self.body[name], self.col_axis) if name is not None else None for name in names]
-        if lines[0] is None or lines[1] is None:
+        names = [name for arg in instr.args if (name := self._names[arg]) is not None]
+        line = _difference((self.body[name] for name in names), self.col_axis) if len(names) == 2 else None
+        if line is None:
             return None
-        slope, offset = lines[0][0] - lines[1][0], lines[0][1] - lines[1][1]
+        slope, offset = line
         ends = offset, slope * (self.cols - 1) + offset
         outcomes = {_COMPARE[instr.op](end, 0) for end in ends}
         # A sign change inside could hide an equality from both ends.

@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from fuseplan.kernels.ir.scalars import float32_bits
+from fuseplan.kernels.ir.ops import float32_bits
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.lowering.recipes import kind_of, written_value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -74,9 +74,7 @@ class CppBackend(Backend):
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        """Outputs are allocated in C: about a microsecond around the kernel."""
-        call: Callable[..., Any] = self.load(ir, config, target).fused
-        return call
+        return self.load(ir, config, target).fused
 
     def _compiler(self) -> Compiler:
         return required_compiler(self._compilers)

@@ -23,6 +23,8 @@ def gathered_elements(ir: KernelIR) -> Mapping[int, int]:
     """Most elements that a launch of a static kernel can read through gathers, by buffer."""
     most: dict[int, int] = {}
     for segment in ir.segments:
+        if not any(load.gather is not None for load in segment.loads):
+            continue
         sizes = evaluate_all((*segment.rows, segment.cols), {})
         for instr, axes in zip(segment.body, value_axes(segment), strict=True):
             if isinstance(instr, Load) and instr.gather is not None:

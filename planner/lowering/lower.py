@@ -20,7 +20,7 @@ from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace, column
 from fuseplan.planner.lowering.puller import Puller, check_writes, stored_spec, writer
-from fuseplan.planner.lowering.recipes import find_recipe, written_value
+from fuseplan.planner.lowering.recipes import RECIPES, written_value
 from fuseplan.planner.lowering.views import Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "lower"]
@@ -174,7 +174,7 @@ class _Lowering:
         found = []
         for producer in filter(None, self._behind([value]).values()):
             node = self.graph.op(producer)
-            recipe = find_recipe(node.op) if producer in self.members else None
+            recipe = RECIPES.get(node.op) if producer in self.members else None
             if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
                 found.append((node, recipe.row_shape(node, self.graph.specs)))
         return found

@@ -8,7 +8,7 @@ from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.lowering.body import BodyBuilder, Group
 from fuseplan.planner.lowering.recipes import (
-    find_recipe,
+    RECIPES,
     kind_of,
     why_refused,
     written_dim,
@@ -130,7 +130,7 @@ class Puller(BodyBuilder):
 
     def _computed(self, node: OpNode, value: str, position: Position) -> int:
         # A plan is made for numbers; where a size is dynamic its recipe may refuse what it took.
-        recipe, reason = find_recipe(node.op), why_refused(node, self.specs)
+        recipe, reason = RECIPES.get(node.op), why_refused(node, self.specs)
         if recipe is None or reason is not None:
             raise NotLowerable(reason or f"{node.op} has no recipe")
         builds = (recipe.build, *recipe.others)
@@ -153,6 +153,6 @@ class Puller(BodyBuilder):
         return isinstance(instr, Round) and instr.to == dtype
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
-        recipe = find_recipe(node.op)
+        recipe = RECIPES.get(node.op)
         assert recipe is not None
         return recipe.row_shape(node, self.specs)

@@ -18,10 +18,10 @@ from fuseplan.planner.lowering.recipes_norm import normalising_recipes
 from fuseplan.planner.lowering.recipes_pointwise import pointwise_recipes
 from fuseplan.planner.lowering.recipes_rearrange import rearranging_recipes
 from fuseplan.planner.lowering.recipes_reduce import reducing_recipes
-from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map, same_size
+from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map
 
 __all__ = [
-    "ANCHORS", "RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "is_anchor", "kind_of", "mutates",
+    "ANCHORS", "RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "is_anchor", "kind_of", "mutates",
     "why_opaque", "why_refused", "written_dim", "written_spec", "written_value",
 ]
 
@@ -37,11 +37,6 @@ RECIPES: dict[str, Recipe] = {
     **pointwise_recipes(), **activation_recipes(), **rearranging_recipes(), **indexing_recipes(), **reducing_recipes(),
     **normalising_recipes(),
 }
-
-
-def find_recipe(op: str) -> Recipe | None:
-    """The recipe of an ATen op, None when it has none."""
-    return RECIPES.get(op)
 
 
 def mutates(node: OpNode) -> bool:
@@ -108,6 +103,7 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
     recipe = RECIPES.get(node.op)
     if recipe is None:
         return f"{node.op} has no recipe: it stays a library call"
+    dims: tuple[int, ...] = ()
     if recipe.reduced_dim is not None:
         rank = len(specs[node.inputs[0]].shape)
         dims = recipe.reduced_dim(node, specs)
@@ -116,23 +112,10 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
         if len(dims) == rank > 1:
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
     refused = recipe.refuse(node, specs) if recipe.refuse is not None else None
-    if refused is None and recipe.reduced_dim is not None and len(recipe.reduced_dim(node, specs)) > 1:
-        return _why_no_rows(node, specs)
+    # Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
+    if refused is None and len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static:
+        shape = spec.shape[-len(dims) :]
+        run = zip(shape, spec.strides[-len(dims) :], row_major_strides(shape), strict=True)
+        if any(extent != 1 and stride != expected for extent, stride, expected in run):
+            return f"{node.op}: the dimensions that it reduces are not one run of memory"
     return refused
-
-
-def _why_no_rows(node: OpNode, specs: Specs) -> str | None:
-    """Why the folded dimensions of operand 0 are not walked as one: they are not one run of memory.
-
-    Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
-    """
-    recipe, spec = RECIPES[node.op], specs[node.inputs[0]]
-    assert recipe.reduced_dim is not None
-    if not spec.is_static:
-        return None
-    first = len(spec.shape) - len(recipe.reduced_dim(node, specs))
-    wanted = row_major_strides(spec.shape[first:])
-    run = zip(spec.shape[first:], spec.strides[first:], wanted, strict=True)
-    if all(same_size(extent, 1) or same_size(stride, expected) for extent, stride, expected in run):
-        return None
-    return f"{node.op}: the dimensions that it reduces are not one run of memory"

@@ -9,7 +9,7 @@ import torch
 from fuseplan.kernels.ir.ir import ITEMSIZE, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Recipe, of_two, result_type
+from fuseplan.planner.lowering.recipe import Recipe, of_one, of_two, result_type
 from fuseplan.planner.lowering.views import Position
 
 _FLOAT8_LARGEST = 448.0
@@ -53,9 +53,8 @@ def _bitwise(on_bools: str, on_integers: str) -> Recipe:
     return of_two(lambda p, node, a, b: p.apply(on_bools if p.dtype_of(a) == "bool" else on_integers, a, b))
 
 
-def _bitwise_not(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    value = p.operand(node, 0, position, dtype)
+def _bitwise_not(p: BodyBuilder, node: OpNode, value: int) -> int:
+    dtype = p.dtype_of(value)
     return p.apply("logical_not", value) if dtype == "bool" else p.apply("bit_xor", value, p.const(-1, dtype))
 
 
@@ -77,7 +76,7 @@ def _shift(op: str) -> Recipe:
 
 
 def bitwise_recipes() -> dict[str, Recipe]:
-    rows: dict[str, Recipe] = {"aten.bitwise_not.default": Recipe(_bitwise_not)}
+    rows: dict[str, Recipe] = {"aten.bitwise_not.default": of_one(_bitwise_not)}
     for name, on_bools in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
         for packet in (f"bitwise_{name}", f"__{name}__"):
             rows[f"aten.{packet}.Tensor"] = rows[f"aten.{packet}.Scalar"] = _bitwise(on_bools, f"bit_{name}")

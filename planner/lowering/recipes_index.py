@@ -29,10 +29,9 @@ def _gather(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def _ranks_refuse(node: OpNode, specs: Specs) -> str | None:
-    ranks = [len(specs[value].shape) for value in node.inputs]
-    if node.op == "aten.index_select.default":
-        return None if ranks[0] and ranks[1] == 1 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
-    return None if ranks[0] == ranks[1] != 0 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
+    rank, other = (len(specs[value].shape) for value in node.inputs[:2])
+    wanted = 1 if node.op == "aten.index_select.default" else rank
+    return None if rank and other == wanted else f"{node.op}: ranks {rank} and {other}"
 
 
 def _indexed_dims(node: OpNode) -> dict[int, int]:

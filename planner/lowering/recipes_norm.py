@@ -8,13 +8,12 @@ from fuseplan.kernels.ir.index import Size, as_size, divides, product
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import Recipe, float_result
-from fuseplan.planner.lowering.recipes_reduce import float_type, fold, mean_of, moments, row_of
+from fuseplan.planner.lowering.recipes_reduce import float_type, fold, last_dims, mean_of, moments, row_of
 from fuseplan.planner.lowering.views import Position, Specs
 
 
 def _normalised_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    rank = len(specs[node.inputs[0]].shape)
-    return tuple(range(rank - len(node.attrs["normalized_shape"]), rank))
+    return last_dims(node, specs, len(node.attrs["normalized_shape"]))
 
 
 def _affine(p: BodyBuilder, node: OpNode, position: Position, value: int, names: tuple[str, ...]) -> int:

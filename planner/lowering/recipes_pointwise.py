@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, argument, float_result, is_float, of_two, result_type
+from fuseplan.planner.lowering.recipe import (
+    INTEGERS,
+    Recipe,
+    argument,
+    float_result,
+    is_float,
+    of_one,
+    of_two,
+    result_type,
+)
 from fuseplan.planner.lowering.recipes_convert import bitwise_recipes, convert
 from fuseplan.planner.lowering.views import Position, Specs
 
@@ -26,19 +36,12 @@ def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
 
 
 def _unary(op: str) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        return p.apply(op, p.operand(node, 0, position, result_type(p, node)))
-
-    return Recipe(build)
+    return of_one(lambda p, node, x: p.apply(op, x))
 
 
 def _rounding(op: str) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = result_type(p, node)
-        value = p.operand(node, 0, position, dtype)
-        return p.apply(op, value) if dtype.startswith("float") else value  # an integer is rounded already
-
-    return Recipe(build)
+    """Of an integer, which is rounded already, itself."""
+    return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x)
 
 
 def _binary(op: str) -> Recipe:
@@ -62,11 +65,6 @@ def _div(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("div", a, argument(p, node, "other", 1, position, dtype))
 
 
-def _floor_divide(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    return p.apply("int_floordiv", p.operand(node, 0, position, dtype), p.const(node.attrs["other"], dtype))
-
-
 def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
     """Integers by a number that is known: ATen raises where a divisor is zero, and rounds floats in another way."""
     if node.attrs.get("rounding_mode", "floor") != "floor":
@@ -86,22 +84,17 @@ def _rsub(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("sub", argument(p, node, "other", 1, position, dtype), a)
 
 
+#: Exponents that are another op.
+_ROOTS = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+
+
 def power(p: BodyBuilder, base: int, exponent: float) -> int:
     """``base ** exponent`` with the cheap exponents spelled out, as ATen's own pow kernel does."""
     dtype = p.dtype_of(base)
-    if exponent == 2:
-        return p.apply("mul", base, base)
-    if exponent == 3:
-        return p.apply("mul", p.apply("mul", base, base), base)
-    if exponent == 1:
-        return base
-    if dtype.startswith("float"):
-        if exponent == 0.5:
-            return p.apply("sqrt", base)
-        if exponent == -0.5:
-            return p.apply("rsqrt", base)
-        if exponent == -1:
-            return p.apply("reciprocal", base)
+    if exponent in (1, 2, 3):
+        return reduce(lambda product, factor: p.apply("mul", product, factor), [base] * int(exponent))
+    if dtype.startswith("float") and exponent in _ROOTS:
+        return p.apply(_ROOTS[exponent], base)
     return p.apply("pow", base, p.const(exponent, dtype))
 
 
@@ -138,15 +131,11 @@ def pointwise_recipes() -> dict[str, Recipe]:
     rows["aten.maximum.default"] = rows["aten.max.other"] = _binary("maximum")
     rows["aten.minimum.default"] = rows["aten.min.other"] = _binary("minimum")
     for name in ("floor_divide.default", "floor_divide.Scalar", "div.Scalar_mode", "div.Tensor_mode"):
-        rows[f"aten.{name}"] = Recipe(_floor_divide, refuse=_floor_divide_refuse)
+        rows[f"aten.{name}"] = replace(_applied("int_floordiv"), refuse=_floor_divide_refuse)
     rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub)
-    rows["aten.pow.Tensor_Scalar"] = Recipe(
-        lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"]),
-        refuse=float_result,
-    )
+    rows["aten.pow.Tensor_Scalar"] = of_one(lambda p, node, x: power(p, x, node.attrs["exponent"]), float_result)
     rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = replace(_applied("pow"), refuse=float_result)
-    rows["aten.square.default"] = Recipe(
-        lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), 2))
+    rows["aten.square.default"] = of_one(lambda p, node, x: p.apply("mul", x, x))
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _applied(name, _promoted)
     for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):

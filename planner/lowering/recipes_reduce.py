@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from fuseplan.kernels.ir.index import Index, Size
@@ -22,6 +22,11 @@ def _reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
     if dims is None or dims == ():
         return tuple(range(rank))
     return tuple(normalise_dim(dim, rank) for dim in (dims if isinstance(dims, tuple | list) else (dims,)))
+
+
+def last_dims(node: OpNode, specs: Specs, count: int) -> tuple[int, ...]:
+    rank = len(specs[node.inputs[0]].shape)
+    return tuple(range(rank - count, rank))
 
 
 def row_of(p: BodyBuilder, node: OpNode, position: Position) -> Position:
@@ -63,8 +68,8 @@ def mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) ->
     """``total / (count - correction)``."""
     dtype = p.dtype_of(total)
     if isinstance(count, int):
-        return p.apply("mul", total, p.const(1.0 / max(count - correction, 0.0) if count != correction else math.inf,
-                                             dtype))
+        share = math.inf if count == correction else 1.0 / max(count - correction, 0.0)
+        return p.apply("mul", total, p.const(share, dtype))
     number = p.cast(p.iota(Index(count)), dtype)
     if correction:
         number = p.apply("sub", number, p.const(correction, dtype))
@@ -108,11 +113,6 @@ def _softmax(log: bool) -> Recipe:
         return p.apply("mul", p.apply("exp", shifted), p.apply("reciprocal", total))
 
     return Recipe(build, _reduced_dims, float_result)
-
-
-def _pooled_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    rank = len(specs[node.inputs[0]].shape)
-    return (rank - 2, rank - 1)
 
 
 def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -159,11 +159,11 @@ def _short_dim(node: OpNode, specs: Specs) -> int | None:
     return dims[0] if isinstance(extent, int) and 0 < extent <= MAX_WRITTEN_OUT else None
 
 
-def _written_out(p: BodyBuilder, node: OpNode, position: Position) -> int | None:
-    """A short sum, element by element; None where a row is to be folded."""
+def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """A short sum is written out, element by element."""
     dim = _short_dim(node, p.specs)
     if dim is None:
-        return None
+        return _plain_fold("sum").build(p, node, position)
     source, dtype = node.inputs[0], result_type(p, node)
     if dtype == "float32" and p.specs[source].dtype == "float64":
         dtype = "float64"
@@ -171,13 +171,6 @@ def _written_out(p: BodyBuilder, node: OpNode, position: Position) -> int | None
     extent = p.specs[source].shape[dim]
     terms = [p.cast(p.pull(source, (*position[:dim], Index(at), *rest)), dtype) for at in range(extent)]
     return reduce(lambda total, term: p.apply("add", total, term), terms)
-
-
-def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    written = _written_out(p, node, position)
-    if written is not None:
-        return written
-    return fold(p, node, row_of(p, node, position), "sum", lambda x: x, result_type(p, node))
 
 
 def reducing_recipes() -> dict[str, Recipe]:
@@ -189,7 +182,7 @@ def reducing_recipes() -> dict[str, Recipe]:
         rows[f"aten.{kind}.dim"] = replace(
             _plain_fold(kind), refuse=_numbers_refuse, others=(_position_of(kind),))  # the extreme and its position
         rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, _numbers_refuse)
-    rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, _pooled_dims, _pool_refuse)
+    rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, partial(last_dims, count=2), _pool_refuse)
     rows["aten.mean.dim"] = Recipe(_mean, _reduced_dims, float_result)
     for name in ("var.dim", "var.correction"):
         rows[f"aten.{name}"] = Recipe(_var, _reduced_dims, float_result)

@@ -7,11 +7,10 @@ fp32 element, whose rate is measured. What the compiler cannot vectorise takes a
 from __future__ import annotations
 
 import math
-from collections.abc import Set
 
 from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
 from fuseplan.kernels.cpp.emitter import simplified_segments
-from fuseplan.kernels.ir.index import Atom, Coord, Index, evaluate
+from fuseplan.kernels.ir.index import Index, evaluate_all
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment
 from fuseplan.kernels.ir.ops import op_spec
 
@@ -39,8 +38,7 @@ def threads(ir: KernelIR) -> int:
 
 
 def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
-    rows = math.prod(evaluate(extent, {}) for extent in segment.rows)
-    cols = evaluate(segment.cols, {})
+    *outer, cols = evaluate_all((*segment.rows, segment.cols), {})
     per_row = segment.per_row()
     once = 1 + sum(per_row) + sum(segment.store_per_row(store) for store in segment.stores)
     body = zip(segment.body, per_row, strict=True)
@@ -49,7 +47,7 @@ def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
         _moved(ir.buffers[store.buffer].dtype, store.index, segment.col_axis)
         for store in segment.stores if not segment.store_per_row(store)
     )
-    return rows * (_ROW * once + cols * each)
+    return math.prod(outer) * (_ROW * once + cols * each)
 
 
 def _instruction(ir: KernelIR, segment: Segment, instr: Instr) -> float:
@@ -71,11 +69,6 @@ def _instruction(ir: KernelIR, segment: Segment, instr: Instr) -> float:
 
 def _moved(dtype: str, index: Index, column: int) -> float:
     """Of loading or storing one element."""
-    steps = (stride if isinstance(atom, Coord) else None for atom, stride in index.terms if column in _axes(atom))
-    if any(step != 1 for step in steps):
+    if not index.is_affine_in(column) or index.coefficient(column) not in (0, 1):
         return _VECTOR
     return 1.0 if dtype == "float32" else _TWO
-
-
-def _axes(atom: Atom) -> Set[int]:
-    return {atom.axis} if isinstance(atom, Coord) else atom.base.axes()

@@ -158,10 +158,8 @@ def default_settings(ir: KernelIR, target: Target) -> Config:
     unroll = 4 if any(segment.has_reduction() for segment in segments) else 2
     # What does not fit the last-level cache is gone before it is read again.
     stream = 0 < target.l2_bytes < (size or 0) and (size or 0) >= _STREAM_BYTES
-    return {
-        "threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage),
-        "stream": int(stream),
-    }
+    return {"threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage),
+            "stream": int(stream)}
 
 
 def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int]:

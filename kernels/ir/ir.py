@@ -14,6 +14,7 @@ widen and stores round.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,7 +40,7 @@ def register_type(dtype: str) -> RegisterType:
     """The register type that holds a loaded value of storage type ``dtype``."""
     if dtype in ("float64", "float32", "int64", "int32", "bool"):
         return dtype  # type: ignore[return-value]
-    return "float32" if dtype in ("bfloat16", "float16", "float8_e4m3fn") else "int32"
+    return "float32" if "float" in dtype else "int32"
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,16 @@ class Buffer:
 
     def distinct_bytes(self) -> int:
         """Bytes of distinct elements of a static buffer: a broadcast (stride 0) dimension is counted once."""
-        total = ITEMSIZE[self.dtype]
-        for extent, stride in zip(self.shape, self.strides, strict=True):
-            if not (isinstance(stride, int) and stride == 0):
-                total *= evaluate(extent, {})
-        return total
+        dims = zip(self.shape, self.strides, strict=True)
+        return ITEMSIZE[self.dtype] * math.prod(evaluate(extent, {}) for extent, stride in dims if stride != 0)
 
 
 @dataclass(frozen=True)
 class Gather:
     """The part of an address that is data: ``value`` (an int64 value id) times ``stride``, for ``extent`` such rows.
 
-    Where several coordinates are data, ``value`` is their distance from the first element, ``stride`` is 1, and
-    ``extent`` is the least of their sizes: every one of them may be any number below it.
+    Where several coordinates are data, ``value`` is their distance from the first element, and ``extent`` is the least
+    of their sizes.
     """
 
     value: int
@@ -265,7 +263,6 @@ class Segment:
         return tuple(result)
 
     def store_per_row(self, store: Store) -> bool:
-        """True when a store writes one element per row."""
         return self.per_row()[store.value] and self.col_axis not in store.index.axes()
 
     def gathers(self) -> Iterator[Gather]:
@@ -297,13 +294,13 @@ class KernelIR:
     @property
     def symbols(self) -> tuple[str, ...]:
         """Names of the dynamic sizes, sorted: the trailing integer arguments of the kernel."""
+        sizes = [size for buffer in self.buffers for size in (*buffer.shape, *buffer.strides)]
         found: set[str] = set()
-        for buffer in self.buffers:
-            found |= symbols_of(*buffer.shape, *buffer.strides)
         for segment in self.segments:
-            found |= symbols_of(*segment.rows, segment.cols).union(*(index.symbols() for index in segment.indices()))
-            found |= symbols_of(*(size for gather in segment.gathers() for size in (gather.stride, gather.extent)))
-        return tuple(sorted(found))
+            sizes += [*segment.rows, segment.cols]
+            sizes += [size for gather in segment.gathers() for size in (gather.stride, gather.extent)]
+            found.update(*(index.symbols() for index in segment.indices()))
+        return tuple(sorted(found | symbols_of(*sizes)))
 
     def bind(self, symbols: Mapping[str, int]) -> KernelIR:
         """The same kernel with every dynamic size replaced by a number."""

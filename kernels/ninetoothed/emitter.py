@@ -25,8 +25,7 @@ _INDENT = "    "
 def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
     """Source of a module whose ``premake()`` returns ``(arrangement, application, tensors)`` for ``ninetoothed.make``.
 
-    The kernel has static sizes, and rows that fit one block where they are reduced. :class:`BuildError` where the
-    config holds what no kernel has.
+    :class:`BuildError` where the config holds what no kernel has.
     """
     config = checked(config, PARAMETERS)
     ir = KernelIR(ir.buffers, tuple(as_emitted(segment, ir.buffers) for segment in ir.segments))
@@ -35,10 +34,11 @@ def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
     application: list[str] = []
     for number in range(len(ir.segments)):
         application += _BlockEmitter(ir, number, config, views).lines()
+    tensors = [f'    Tensor(shape={view.shape}, name="{view.name}"),' for view in views.all]
     functions = [
         _function("arrangement", names, [*_arrange(ir, config, views), f"return {names}"]),
         _function("application", names, application),
-        _function("premake", "", _premake(views)),
+        _function("premake", "", ["tensors = (", *tensors, ")", "return arrangement, application, tensors"]),
     ]
     code = re.sub(r"\btl\.", "ntl.", "\n\n\n".join(functions))
     chosen = ", ".join(f"{key}={value}" for key, value in config.items())
@@ -49,12 +49,6 @@ def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
 
 def _function(name: str, signature: str, body: list[str]) -> str:
     return "\n".join([f"def {name}({signature}):", *(_INDENT + line for line in body)])
-
-
-def _premake(views: Views) -> list[str]:
-    lines = ["tensors = ("]
-    lines += [f'    Tensor(shape={view.shape}, name="{view.name}"),' for view in views.all]
-    return [*lines, ")", "return arrangement, application, tensors"]
 
 
 def _arrange(ir: KernelIR, config: Config, views: Views) -> list[str]:

@@ -1,35 +1,30 @@
 """Kernel arguments of a ninetoothed kernel: every affine access of the IR as a strided view of the iteration space.
 
 A ninetoothed kernel indexes nothing: it receives tensors whose blocks line up. So each distinct load or store becomes
-one argument, the view of its buffer that has the segment's own dimensions as its dimensions, with stride 0 folded into
-size 1 where the access does not mention rows (or the column). Halves of a rotated head are simply two views. What has
-no such view (data masks, divisions in an index) reads the flat buffer by address.
+one argument, the view of its buffer that has the segment's own dimensions, of size 1 where the access does not mention
+rows (or the column). What has no such view (data masks, divisions in an index) reads the flat buffer by address.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuseplan.kernels.ir.index import Index, is_static
+from fuseplan.kernels.ir.index import Coord, Index, is_static
 from fuseplan.kernels.ir.ir import Instr, KernelIR, Load, Segment, Store
 from fuseplan.kernels.triton.emitter import buffer_names
+from fuseplan.kernels.triton.values import index_extent
 
 
 @dataclass(frozen=True)
 class View:
-    """One tensor argument.
-
-    Attributes:
-        buffer: Position of the buffer it looks at.
-        offset: Elements between the buffer's first element and the view's.
-        shape: Its dimensions: the segment's rows and columns, 1 where it does not vary.
-        on_rows: It has the segment's row dimensions.
-        on_cols: It has the segment's columns.
-    """
+    """One tensor argument."""
 
     name: str
+    #: Position of the buffer it looks at.
     buffer: int
+    #: Elements between the buffer's first element and the view's.
     offset: int
+    #: The segment's rows and columns, 1 where it does not vary.
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     segment: int
@@ -49,7 +44,11 @@ class Views:
             for access in (*segment.body, *segment.stores):
                 if isinstance(access, Load | Store):
                     self.by_access[number, access] = self._view(number, segment, access)
-            self._add_anchor(number, segment)
+            if not any(self._is_full(number, view) for view in self.all):
+                # Every coordinate at stride 0: only its positions are used.
+                sizes, buffer = (*segment.rows, segment.cols), segment.stores[0].buffer
+                name, strides = f"{self._names[buffer]}_space{number}", (0,) * len(sizes)
+                self._found[number, buffer, Index(-1)] = View(name, buffer, 0, sizes, strides, number, True, True)
 
     @property
     def all(self) -> tuple[View, ...]:
@@ -72,24 +71,13 @@ class Views:
             self._found[key] = _view_of(name, number, segment, access.buffer, index)
         return self._found[key]
 
-    def _add_anchor(self, number: int, segment: Segment) -> None:
-        if any(self._is_full(number, view) for view in self.all):
-            return
-        # Every coordinate at stride 0: only its positions are used.
-        sizes = (*segment.rows, segment.cols)
-        buffer = segment.stores[0].buffer
-        name = f"{self._names[buffer]}_space{number}"
-        view = View(name, buffer, 0, sizes, (0,) * len(sizes), number, True, True)
-        self._found[number, buffer, Index(-1)] = view
-
 
 def has_view(segment: Segment, access: Load | Store) -> bool:
     """True when an access is affine, unmasked and walks forward, so that a strided view describes it."""
     if isinstance(access, Load) and access.mask is not None:
         return False
-    index = access.index
-    sizes = [index.const, *(index.coefficient(axis) for axis in range(len(segment.rows) + 1))]
-    affine = all(index.is_affine_in(axis) for axis in index.axes())
+    sizes = [access.index.const, *(coefficient for _, coefficient in access.index.terms)]
+    affine = all(isinstance(atom, Coord) for atom, _ in access.index.terms)
     return affine and is_static(*sizes) and all(size >= 0 for size in sizes)
 
 
@@ -97,8 +85,7 @@ def _view_of(name: str, number: int, segment: Segment, buffer: int, index: Index
     rank = len(segment.rows) + 1
     if index is None:
         return View(name, buffer, 0, (1,) * rank, (1,) * rank, number, False, False)
-    axes = index.axes()
-    on_rows, on_cols = any(axis != segment.col_axis for axis in axes), segment.col_axis in axes
+    on_rows, on_cols = index_extent(segment, index)
     sizes = [extent if on_rows else 1 for extent in segment.rows] + [segment.cols if on_cols else 1]
     strides = [index.coefficient(axis) for axis in range(rank)]
     return View(name, buffer, index.const, tuple(sizes), tuple(strides), number, on_rows, on_cols)

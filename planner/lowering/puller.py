@@ -15,18 +15,14 @@ from fuseplan.planner.lowering.recipes import (
     written_spec,
     written_value,
 )
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, is_address_map
+from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, along, is_address_map
 
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | {"bfloat16", "float16"}
 
 
 def check_writes(group: Group) -> None:
-    """Refuse a group that reads memory to which it writes, seen before or after the write.
-
-    Raises:
-        NotLowerable: It may do so.
-    """
+    """Raise NotLowerable for a group that may read memory to which it writes, seen before or after the write."""
     graph = group.graph
     written = [node for name in group.members if written_value(node := graph.op(name)) is not None]
     read = {base for value in group.inputs for base in _bases(group, value)} if written else set()
@@ -52,22 +48,17 @@ def stored_spec(group: Group, value: str) -> TensorSpec:
 
 
 def _bases(group: Group, value: str) -> frozenset[str]:
-    """Values in whose memory ``value`` may lie: behind views, writes, and ops of which nothing is known.
-
-    What the group computes is not looked behind.
-    """
+    """Values in whose memory ``value`` may lie: behind views, writes, and ops of which nothing is known."""
     graph = group.graph
     found: set[str] = set()
     pending = [value]
     while pending:
         one = pending.pop()
         producer = graph.producer(one)
-        node = None if producer is None else graph.op(producer)
-        if node is None or producer in group.members:
-            found.add(one)
-        elif written_value(node) is not None:
+        node = None if producer is None or producer in group.members else graph.op(producer)
+        if node is not None and written_value(node) is not None:
             pending.append(node.inputs[0])
-        elif node.op in MAY_COPY or kind_of(node, graph.specs) in ("view", "opaque"):
+        elif node is not None and (node.op in MAY_COPY or kind_of(node, graph.specs) in ("view", "opaque")):
             pending.extend(node.inputs)
         else:
             found.add(one)
@@ -75,10 +66,7 @@ def _bases(group: Group, value: str) -> frozenset[str]:
 
 
 class Puller(BodyBuilder):
-    """Answers "what is this value at this position" by emitting instructions into a space."""
-
     def pull(self, value: str, position: Position) -> int:
-        """Value id of ``value`` at ``position``."""
         key = (value, position, self._mask)
         if key not in self._space.pulled:
             self._space.pulled[key] = self._produce(value, position)
@@ -86,11 +74,10 @@ class Puller(BodyBuilder):
 
     def stored(self, value: str, position: Position) -> int:
         """Value id of what a store of ``value`` writes: the store itself narrows it to the stored type."""
-        node = self._member(value)
-        spec = self.specs[value]
-        if node is None or (spec.dtype not in _ROUNDED and written_value(node) is None):
-            return self.cast(self.pull(value, position), register_type(spec.dtype))
-        return self.cast(self._computed(node, value, position), register_type(spec.dtype))
+        node, dtype = self._member(value), self.specs[value].dtype
+        if node is None or (dtype not in _ROUNDED and written_value(node) is None):
+            return self.cast(self.pull(value, position), register_type(dtype))
+        return self.cast(self._computed(node, value, position), register_type(dtype))
 
     def store(self, buffer: int, value: str, position: Position) -> Store:
         """A store of ``value`` at a position of its :func:`~fuseplan.planner.lowering.recipes.written_spec`."""
@@ -101,8 +88,8 @@ class Puller(BodyBuilder):
         at = self.cast(self.pull(node.inputs[1], (position[dim],)), "int64")
         if not self.is_per_row(at):
             raise NotLowerable(f"{node.op} ({node.name}) places the columns of the group one by one")
-        rest = (*position[:dim], Index(0), *position[dim + 1 :])
-        return Store(buffer, flatten(rest, strides), stored, Gather(at, strides[dim], self.specs[value].shape[dim]))
+        rest = flatten(along(position, dim, Index(0)), strides)
+        return Store(buffer, rest, stored, Gather(at, strides[dim], self.specs[value].shape[dim]))
 
     def _produce(self, value: str, position: Position) -> int:
         graph = self._group.graph
@@ -133,8 +120,7 @@ class Puller(BodyBuilder):
         recipe, reason = RECIPES.get(node.op), why_refused(node, self.specs)
         if recipe is None or reason is not None:
             raise NotLowerable(reason or f"{node.op} has no recipe")
-        builds = (recipe.build, *recipe.others)
-        return builds[node.outputs.index(value)](self, node, position)
+        return (recipe.build, *recipe.others)[node.outputs.index(value)](self, node, position)
 
     def _rounded(self, value: int, dtype: str) -> int:
         """What is left of a value in its own dtype, where that matters to those who read it."""

@@ -8,10 +8,7 @@ from fuseplan.kernels.ir.backend import Backend, Config, Target, misfit
 
 
 def backends_for(device_type: str) -> tuple[Backend, ...]:
-    """Every back end for ``"cpu"`` or ``"cuda"``, in order of preference, whether or not it can run here.
-
-    Imported on demand: a CPU user never imports Triton.
-    """
+    """Every back end for ``"cpu"`` or ``"cuda"``, in order of preference, whether or not it can run here."""
     if device_type == "cpu":
         from fuseplan.kernels.cpp.backend import CppBackend
 

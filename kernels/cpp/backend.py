@@ -17,11 +17,7 @@ from fuseplan.kernels.native.build import COMPILER_NAMES, Compiler, build_librar
 
 
 class CppBackend(Backend):
-    """Generated C++ loops, compiled by the system's compiler for this processor.
-
-    Kernels are kept in ``cache_dir``, by default the user's cache folder; ``compilers`` are looked for on PATH in this
-    order.
-    """
+    """Generated C++ loops, compiled for this processor by the first of ``compilers`` on PATH, kept in ``cache_dir``."""
 
     name: ClassVar[str] = "cpp"
     device_type: ClassVar[str] = "cpu"

@@ -21,12 +21,11 @@ from fuseplan.kernels.cpp.types import (
     indent,
 )
 from fuseplan.kernels.cpp.values import Values, conversion
-from fuseplan.kernels.ir.coalesce import coalesce
+from fuseplan.kernels.ir.coalesce import coalesce, split_columns
 from fuseplan.kernels.ir.index import Size
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, Store, register_type
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import Phase, schedule
-from fuseplan.kernels.ir.split import split_columns
 
 #: A staging row up to this size lives on the stack.
 _STACK_BYTES = 64 * 1024
@@ -90,7 +89,7 @@ class _SegmentWriter:
         tiled = ", i64 low, i64 high" if is_tiled(segment) else ""
         head = f"static void segment{number}(void* const* buffers, const i64* sizes, i64 begin, i64 end{tiled}) {{"
         lines = symbol_lines(self.values.names)
-        for used in sorted({access.buffer for access in (*segment.loads, *segment.stores)}):
+        for used in sorted({access.buffer for access in segment.accesses}):
             lines.append(f"{self._storage(used)}* __restrict__ b{used} = ({self._storage(used)}*)buffers[{used}];")
         if not tiled:
             lines.append(f"const i64 low = 0, high = {self._size(segment.cols)};")

@@ -26,7 +26,7 @@ def is_strided(segment: Segment) -> bool:
     per_row = segment.per_row()
     if any(load.gather is not None and not per_row[load.gather.value] for load in segment.loads):
         return True
-    indices = [access.index for access in (*segment.loads, *segment.stores)]
+    indices = [access.index for access in segment.accesses]
     return any(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)
 
 

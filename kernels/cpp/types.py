@@ -96,10 +96,7 @@ def indent(lines: Sequence[str], by: int = 1) -> list[str]:
 
 
 def assign_registers(ir: KernelIR) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """``kinds[segment][value]``, the register type that holds each value, and the bytes of the widest one (4 or 8).
-
-    They are as the IR says, but int64 values computed per element are in int32 where all of them fit.
-    """
+    """``kinds[segment][value]``, the register type that holds each value, and the bytes of the widest one (4 or 8)."""
     bodies = [list(zip(segment.body, segment.per_row(), strict=True)) for segment in ir.segments]
     wide = {instr.dtype for body in bodies for instr, row_level in body if not row_level}
     if "float64" in wide or ("int64" in wide and not all(_fits_int32(segment) for segment in ir.segments)):

@@ -131,10 +131,7 @@ def cuda_driver() -> Driver:
 
 
 def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
-    """How to launch a Triton ``CompiledKernel`` on the current device, with parameters of these widths in order.
-
-    BuildError where it needs Triton's launcher.
-    """
+    """How to launch a Triton ``CompiledKernel`` on the current device, with parameters of these widths in order."""
     metadata = compiled.metadata
     if getattr(metadata, "num_ctas", 1) != 1:
         raise BuildError("it is launched in clusters")

@@ -181,10 +181,7 @@ def interpreter_is_on() -> bool:
 
 @dataclass(eq=False)
 class InterpretedKernel(CompiledKernel):
-    """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow.
-
-    ``programs`` counts programs for given dynamic sizes; ``arguments`` are as in :class:`GpuKernel`.
-    """
+    """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow."""
 
     function: Any
     programs: Callable[[Mapping[str, int]], int]

@@ -52,10 +52,7 @@ def can_overlap(target: Target) -> bool:
 
 
 def overlap_tunables(target: Target) -> tuple[Tunable, ...]:
-    """The parameter, where ``target`` has it; its first choice is the default.
-
-    Launched from Python, kernels are too far apart for more than that to matter.
-    """
+    """The parameter, where ``target`` has it; its first choice is the default."""
     choices = OVERLAP_CHOICES if target.in_graph else OVERLAP_CHOICES[:1]
     return (Tunable(OVERLAP, choices),) if can_overlap(target) else ()
 

@@ -91,10 +91,7 @@ class Resources:
 
 
 class CompiledKernel(ABC):
-    """A loaded kernel. Call it with every buffer (inputs, then preallocated outputs), then the symbols' values.
-
-    Calling checks nothing.
-    """
+    """A loaded kernel, called, without checks, with every buffer (inputs, then outputs), then the symbols' values."""
 
     resources: Resources
 
@@ -132,10 +129,7 @@ class Backend(ABC):
         """The configuration used when nothing has been tuned; always feasible."""
 
     def refuse_config(self, ir: KernelIR, config: Config, target: Target) -> str | None:
-        """Why a stored ``config`` is none that a search could have chosen for ``ir`` here, or None.
-
-        The reason repeats no text of the config.
-        """
+        """Why a stored ``config`` is none that a search could have chosen for ``ir`` here, or None."""
         reason = misfit(config, self.tunables(ir, target)) or self.infeasible(ir, config, target)
         return None if reason is None or same_config(config, self.default_config(ir, target)) else reason
 

@@ -236,6 +236,10 @@ class Segment:
     def loads(self) -> tuple[Load, ...]:
         return tuple(instr for instr in self.body if isinstance(instr, Load))
 
+    @property
+    def accesses(self) -> tuple[Load | Store, ...]:
+        return (*self.loads, *self.stores)
+
     def indices(self) -> Iterator[Index]:
         """Every index of its body and stores."""
         yield from (instr.index for instr in self.body if isinstance(instr, Load | Iota))
@@ -267,8 +271,8 @@ class Segment:
 
     def gathers(self) -> Iterator[Gather]:
         """The addresses of its loads and stores that are data."""
-        found = (*(load.gather for load in self.loads), *(store.scatter for store in self.stores))
-        yield from filter(None, found)
+        yield from filter(None, (load.gather for load in self.loads))
+        yield from filter(None, (store.scatter for store in self.stores))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,7 @@ _PATIENCE = 10
 
 
 class Allowance:
-    """Seconds that commands may take together, one after another, computing or asleep.
-
-    What they wait for a processor or a disk is not counted, up to ten times as much.
-    """
+    """Seconds that commands may take together, and ten times as many that they may wait for a processor or a disk."""
 
     def __init__(self, total_s: float) -> None:
         self.total_s = self.left_s = total_s

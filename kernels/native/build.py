@@ -232,10 +232,7 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
 
 
 def load_extension(name: str, source: Path, compiler: Compiler, cache_dir: Path) -> Any:
-    """The CPython module that ``source``, with the headers beside it, defines as ``PyInit_<name>``.
-
-    BuildError where Python's headers are missing, or it does not compile or load.
-    """
+    """The CPython module that ``source``, with the headers beside it, defines as ``PyInit_<name>``."""
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise BuildError(f"{name}: Python's headers are missing ({include}); install python3-dev or its like")

@@ -23,8 +23,7 @@ from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_prog
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.native.build import is_exposed
-from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, emit_ninetoothed
-from fuseplan.kernels.ninetoothed.views import View, Views
+from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, View, Views, emit_ninetoothed
 from fuseplan.kernels.triton.config import MAX_PERSISTENT_COLS, PARAMETERS, default_config, infeasible, tunables
 
 _GENERATION = threading.Lock()

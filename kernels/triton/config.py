@@ -187,10 +187,8 @@ def _largest_tile(ir: KernelIR, rows: int, cols: int) -> int:
 
 
 def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
-    """Rows and columns of a block, of which each segment's tile has at most ``most`` elements.
-
-    What suits the segment with the most elements may leave tiny tiles to the others: then the widest block that needs
-    about as few programs as any.
+    """Rows and columns of a block, of which each segment's tile has at most ``most`` elements: what suits the largest
+    segment or, where that leaves tiny tiles to the others, the widest block that needs about as few programs as any.
     """
     main = max(ir.segments, key=_elements)
     choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}

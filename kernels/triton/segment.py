@@ -155,10 +155,7 @@ class SegmentEmitter(ValueEmitter):
         return lines
 
     def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
-        """What is read again by the next pass is to stay in the cache until then, and to make room afterwards.
-
-        What every row reads is left alone.
-        """
+        """What is read again by the next pass is to stay in the cache until then, and to make room afterwards."""
         found: dict[Load, str] = {}
         for value in phases[number].elements:
             instr = self.segment.body[value]

@@ -166,10 +166,7 @@ class DataflowGraph:
 
 @dataclass(frozen=True)
 class Region:
-    """Ops between those no generated kernel may absorb: compute ops and the view ops among them, topological.
-
-    Equal regions list corresponding ops and values at equal positions.
-    """
+    """Ops between those no generated kernel may absorb; equal regions list equal ops and values at equal positions."""
 
     ops: tuple[str, ...]
     #: Values read from outside, in first-use order.

@@ -129,10 +129,7 @@ def _argument_value(name: str, value: Any, values: Sequence[Any]) -> Any:
 def run_node(
     node: OpNode, inputs: Sequence[torch.Tensor], device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
-    """Execute one op eagerly: one tensor per ``node.outputs``; that of an in-place op is the tensor it wrote to.
-
-    ``device`` is where ops without operands create their result, by default that of the first operand.
-    """
+    """Execute one op eagerly: one tensor per ``node.outputs``; on ``device`` where it has no operands."""
     if device is None and inputs:
         device = inputs[0].device
     args, kwargs = bind_call(node, inputs, device)

@@ -44,11 +44,7 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def linear_apart(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """One matrix product for each weight, written into its part of the result.
-
-    x: ``[..., K]``, weights: each ``[N_i, K]``, biases: none, or each ``[N_i]``; result: ``[..., sum(N_i)]``,
-    contiguous.
-    """
+    """A matrix product for each weight (x: ``[..., K]``, weights: ``[N_i, K]``), side by side: ``[..., sum(N_i)]``."""
     result = _empty_result(x, weights)
     rows = x.reshape(-1, x.shape[-1])
     parts = result.view(-1, result.shape[-1]).split([one.shape[0] for one in weights], 1)

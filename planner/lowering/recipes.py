@@ -14,10 +14,9 @@ from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.lowering.recipe import DTYPES, FLOATS, Recipe
 from fuseplan.planner.lowering.recipes_activation import activation_recipes
 from fuseplan.planner.lowering.recipes_index import indexing_recipes
-from fuseplan.planner.lowering.recipes_norm import normalising_recipes
 from fuseplan.planner.lowering.recipes_pointwise import pointwise_recipes
 from fuseplan.planner.lowering.recipes_rearrange import rearranging_recipes
-from fuseplan.planner.lowering.recipes_reduce import reducing_recipes
+from fuseplan.planner.lowering.recipes_reduce import normalising_recipes, reducing_recipes
 from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map
 
 __all__ = [
@@ -66,9 +65,7 @@ def written_spec(node: OpNode, specs: Specs) -> TensorSpec:
 
 
 def kind_of(node: OpNode, specs: Specs) -> OpKind:
-    """What can run the op.
-
-    ``view``: nothing has to, it is an address map. ``compute``: a generated kernel can absorb it. ``anchor``: ATen, or
+    """``view``: an address map, nothing runs it. ``compute``: a generated kernel can absorb it. ``anchor``: ATen, or
     another library call. ``opaque``: ATen alone.
     """
     if is_address_map(node, specs):

@@ -1,13 +1,15 @@
-"""Recipes of pointwise ops: an element of the result from the operands at the same (broadcast) position."""
+"""Recipes of pointwise ops, conversions included: an element of the result from the operands at the same position."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 
-from fuseplan.kernels.ir.ir import RegisterType, register_type
+import torch
+
+from fuseplan.kernels.ir.ir import ITEMSIZE, RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import (
@@ -20,8 +22,81 @@ from fuseplan.planner.lowering.recipe import (
     of_two,
     result_type,
 )
-from fuseplan.planner.lowering.recipes_convert import bitwise_recipes, convert
 from fuseplan.planner.lowering.views import Position, Specs
+
+_FLOAT8_LARGEST = 448.0
+#: Halfway to the number that would follow the largest one of float8_e4m3fn: up to here rounding gives the largest.
+_FLOAT8_LIMIT = 464.0
+
+
+def _convert(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """to, _to_copy, type_as, clone, contiguous, dropout at inference: the value itself, converted.
+
+    A float outside the range of an integer type has no defined conversion in C or ATen; here it wraps.
+    """
+    value = p.operand(node, 0, position)
+    target = p.specs[node.outputs[0]].dtype
+    if target == "bool" and p.dtype_of(value) != "bool":
+        return p.apply("ne", value, p.const(0, p.dtype_of(value)))
+    value = p.cast(value, register_type(target))
+    if target == "float8_e4m3fn" and p.specs[node.inputs[0]].dtype != target and not float8_saturates():
+        return _overflowing(p, node, value)
+    return value
+
+
+@cache
+def float8_saturates() -> bool:
+    """What a number beyond float8_e4m3fn becomes: its largest (PyTorch 2.13, and GPUs), or NaN (older PyTorch)."""
+    return not bool(torch.tensor(1e4).to(torch.float8_e4m3fn).isnan())
+
+
+def _overflowing(p: BodyBuilder, node: OpNode, value: int) -> int:
+    """``value`` with NaN where it overflows float8_e4m3fn; a clamp before the conversion rules that out."""
+    clamp = p.computed_by(node.inputs[0])
+    if clamp is not None and clamp.op == "aten.clamp.default":
+        bounds = clamp.attrs.get("min"), clamp.attrs.get("max")
+        if all(isinstance(bound, int | float) and abs(bound) <= _FLOAT8_LARGEST for bound in bounds):
+            return value
+    over = p.apply("gt", p.apply("abs", value), p.const(_FLOAT8_LIMIT, p.dtype_of(value)))
+    return p.apply("where", over, p.const(float("nan"), p.dtype_of(value)), value)
+
+
+def _bitwise(on_bools: str, on_integers: str) -> Recipe:
+    return of_two(lambda p, node, a, b: p.apply(on_bools if p.dtype_of(a) == "bool" else on_integers, a, b))
+
+
+def _bitwise_not(p: BodyBuilder, node: OpNode, value: int) -> int:
+    dtype = p.dtype_of(value)
+    return p.apply("logical_not", value) if dtype == "bool" else p.apply("bit_xor", value, p.const(-1, dtype))
+
+
+def _shift(op: str) -> Recipe:
+    """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
+
+    def compute(p: BodyBuilder, node: OpNode, a: int, by: int) -> int:
+        dtype, last = result_type(p, node), ITEMSIZE[p.specs[node.outputs[0]].dtype] * 8 - 1
+        least, most = p.known_range(by)
+        if least >= 0 and most <= last:
+            return p.apply(op, a, by)
+        low, high = p.const(0, dtype), p.const(last, dtype)
+        defined = p.apply("logical_and", p.apply("ge", by, low), p.apply("le", by, high))
+        if op == "shift_right":
+            return p.apply(op, a, p.apply("where", defined, by, high))
+        return p.apply("where", defined, p.apply(op, a, p.apply("where", defined, by, low)), low)
+
+    return of_two(compute)
+
+
+def _bitwise_recipes() -> dict[str, Recipe]:
+    rows: dict[str, Recipe] = {"aten.bitwise_not.default": of_one(_bitwise_not)}
+    for name, on_bools in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
+        for packet in (f"bitwise_{name}", f"__{name}__"):
+            rows[f"aten.{packet}.Tensor"] = rows[f"aten.{packet}.Scalar"] = _bitwise(on_bools, f"bit_{name}")
+    for side, short in (("left", "lshift"), ("right", "rshift")):
+        for spelling in (f"bitwise_{side}_shift.Tensor", f"bitwise_{side}_shift.Tensor_Scalar", f"__{short}__.Tensor",
+                         f"__{short}__.Scalar"):
+            rows[f"aten.{spelling}"] = _shift(f"shift_{side}")
+    return rows
 
 
 def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
@@ -142,12 +217,12 @@ def pointwise_recipes() -> dict[str, Recipe]:
         rows[f"aten.logical_{name}.default"] = _applied(op, lambda p, node: "bool")
     rows["aten.logical_not.default"] = Recipe(
         lambda p, node, position: p.apply("logical_not", p.operand(node, 0, position, "bool")))
-    rows.update(bitwise_recipes())
+    rows.update(_bitwise_recipes())
     for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):
         rows[f"aten.where.{name}"] = Recipe(_where)
     rows["aten.masked_fill.Scalar"] = rows["aten.masked_fill.Tensor"] = Recipe(_masked_fill)
     for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
                  "clone.default", "contiguous.default", "lift_fresh_copy.default"):
-        rows[f"aten.{name}"] = Recipe(convert)
-    rows["aten.dropout.default"] = Recipe(convert, refuse=_dropout_refuse)
+        rows[f"aten.{name}"] = Recipe(_convert)
+    rows["aten.dropout.default"] = Recipe(_convert, refuse=_dropout_refuse)
     return rows

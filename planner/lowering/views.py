@@ -31,8 +31,7 @@ def same_size(a: Size, b: Size) -> bool:
 def reshape_position(position: Position, out_shape: Sequence[Size], in_shape: Sequence[Size]) -> Position:
     """The position in ``in_shape`` of the element at ``position`` of ``out_shape`` (same elements, row-major).
 
-    The shapes are cut into the shortest runs of dimensions with equal products, so that most runs are one dimension on
-    a side and need no division.
+    The shapes are cut into the shortest runs of dimensions with equal products: most need no division.
     """
     result: list[Index] = []
     out_at = in_at = 0

@@ -99,10 +99,8 @@ def _shape(graph: DataflowGraph, value: str) -> tuple[int, ...]:
 
 
 def _fold_turns(outputs: int, reduced: int) -> float:
-    """Turns of the loop in which one thread of a reduction folds its share of a row.
-
-    As ``setReduceConfig`` of ATen's ``Reduce.cuh`` shapes its blocks: warps take a row each where there are rows, and
-    share one where a thread would otherwise fold very many elements.
+    """Turns of the loop in which one thread of a reduction folds its share of a row, as ``setReduceConfig`` of ATen's
+    ``Reduce.cuh`` shapes its blocks.
     """
     height = min(_floor_power_of_2(outputs), _BLOCK // min(_floor_power_of_2(reduced), _WARP))
     width = min(_floor_power_of_2(reduced), _BLOCK // height)

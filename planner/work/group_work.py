@@ -18,8 +18,14 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of, mutates
 from fuseplan.planner.work.aten_overheads import aten_overheads
-from fuseplan.planner.work.cpu_overheads import lanes, threads
-from fuseplan.planner.work.kernel_overheads import extents, kernel_overheads, reduction_levels, requested_bytes
+from fuseplan.planner.work.kernel_overheads import (
+    extents,
+    kernel_overheads,
+    lanes,
+    reduction_levels,
+    requested_bytes,
+    threads,
+)
 from fuseplan.planner.work.library_work import library_work
 
 

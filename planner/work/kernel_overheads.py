@@ -1,6 +1,8 @@
-"""What a generated GPU kernel does besides moving bytes and arithmetic: the fields of ``Work`` that only predict.
+"""What a generated kernel does besides moving bytes and arithmetic: the fields of ``Work`` that only predict.
 
-The counts are those of a straightforward kernel that holds what it loaded in registers. CPUs ignore them.
+Those of GPUs are counts of a straightforward kernel that holds what it loaded in registers. Those of CPUs are counts of
+the code that :mod:`fuseplan.kernels.cpp.emitter` writes, in units of a vector instruction for one fp32 element; what
+the compiler cannot vectorise takes as long as a whole vector of these.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
+from fuseplan.kernels.cpp.emitter import simplified_segments
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
-from fuseplan.kernels.ir.index import evaluate_all
+from fuseplan.kernels.ir.index import Index, evaluate_all
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.kernels.ir.schedule import reduction_depths
@@ -126,10 +130,7 @@ def _chain(segment: Segment, per_row: Sequence[bool]) -> float:
 
 
 def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
-    """Barriers of the smallest tiles: two for each operand that all rows share and that fills all threads.
-
-    It is loaded by threads other than those that use it, and goes by way of shared memory.
-    """
+    """Barriers of the smallest tiles: two for each operand that all rows share and that fills all threads."""
     if sum(math.prod(extents(one)) for one in ir.segments) > _SMALL_KERNEL:
         return 0
     width = min(_SMALL_TILE, next_power_of_2(sizes[-1]))
@@ -199,3 +200,66 @@ def _special(instr: Instr) -> float:
         return 0.0
     spec = op_spec(instr.op)
     return _SPECIAL.get(instr.op, spec.flops if spec.unit == "sfu" else 0.0)
+
+
+# -- on a CPU ---------------------------------------------------------------------------------------------
+
+#: Elements of a vector: what is loaded or stored one by one (gathers, strides) takes as long as so many.
+_LANES = 16.0
+#: A bool is loaded by itself, compared and widened.
+_BOOL_LOAD = 3 * _LANES
+#: Loading or storing a type that is converted, loading under a mask, and integers and floats of eight bytes: two
+#: instructions for one.
+_TWO = 2.0
+#: The polynomial of a special function, for each operation that the op table counts.
+_POLYNOMIAL = 10.0
+#: An instruction outside the loop over columns, once a row: one that waits for its result, and a loop's beginning.
+_ROW_LANES = 4 * _LANES
+
+
+def lanes(ir: KernelIR) -> float:
+    """Of a static kernel, in units of a vector instruction for one element."""
+    return sum(_segment_lanes(ir, segment) for segment in simplified_segments(ir))
+
+
+def threads(ir: KernelIR) -> int:
+    """How many threads a static kernel has enough to do for."""
+    return max(1, (ir_bytes(ir) or 0) // BYTES_PER_THREAD)
+
+
+def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
+    *outer, cols = evaluate_all((*segment.rows, segment.cols), {})
+    per_row = segment.per_row()
+    once = 1 + sum(per_row) + sum(segment.store_per_row(store) for store in segment.stores)
+    body = zip(segment.body, per_row, strict=True)
+    repeated = (instr for instr, is_once in body if isinstance(instr, Reduce) or not is_once)
+    each = sum(_instruction_lanes(ir, segment, instr) for instr in repeated)
+    each += sum(
+        _moved_lanes(ir.buffers[store.buffer].dtype, store.index, segment.col_axis)
+        for store in segment.stores if not segment.store_per_row(store)
+    )
+    return math.prod(outer) * (_ROW_LANES * once + cols * each)
+
+
+def _instruction_lanes(ir: KernelIR, segment: Segment, instr: Instr) -> float:
+    """Of one value for one element."""
+    if isinstance(instr, Const):
+        return 0.0
+    if isinstance(instr, Load):
+        dtype = ir.buffers[instr.buffer].dtype
+        if instr.gather is not None:
+            return _LANES
+        if dtype == "bool":
+            return _BOOL_LOAD
+        moved = _moved_lanes(dtype, instr.index, segment.col_axis)
+        return max(moved, _TWO) if instr.mask is not None else moved
+    if isinstance(instr, Apply) and op_spec(instr.op).unit == "sfu":
+        return _POLYNOMIAL * op_spec(instr.op).flops
+    return _TWO if ITEMSIZE[instr.dtype] == 8 or instr.dtype == "bool" else 1.0
+
+
+def _moved_lanes(dtype: str, index: Index, column: int) -> float:
+    """Of loading or storing one element."""
+    if not index.is_affine_in(column) or index.coefficient(column) not in (0, 1):
+        return _LANES
+    return 1.0 if dtype == "float32" else _TWO

@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, RegisterType, Seg
 from fuseplan.kernels.ir.ops import OPS
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, is_address_map
+from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, broadcast, is_address_map
 
 #: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
 _DATA_AXIS = -1
@@ -132,9 +132,7 @@ class BodyBuilder(ABC):
     def operand(self, node: OpNode, number: int, position: Position, dtype: RegisterType | None = None) -> int:
         """Operand ``number`` of ``node`` broadcast to the result's ``position`` (converted to ``dtype`` if given)."""
         value = node.inputs[number]
-        shape = self.specs[value].shape
-        aligned = zip(position[len(position) - len(shape) :], shape, strict=True)
-        result = self.pull(value, tuple(Index(0) if extent == 1 else index for index, extent in aligned))
+        result = self.pull(value, broadcast(position, self.specs[value].shape))
         return result if dtype is None else self.cast(result, dtype)
 
     def is_per_row(self, value: int) -> bool:

@@ -15,6 +15,8 @@ from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.views import Position, Specs
 
 Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], int]
+#: The reason when an op cannot be lowered as it is (an unsupported attribute), else None.
+Refuse: TypeAlias = Callable[[OpNode, Specs], str | None]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -30,8 +32,7 @@ class Recipe:
     build: Build
     #: The dimensions of operand 0 that the op folds (none where it writes a short fold out); None for pointwise ops.
     reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
-    #: The reason when this instance cannot be lowered (an unsupported attribute), else None.
-    refuse: Callable[[OpNode, Specs], str | None] | None = None
+    refuse: Refuse | None = None
     #: ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
     rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None
     #: The same as ``build`` for each further result.
@@ -71,9 +72,7 @@ def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Pos
     return p.const(node.attrs[name], dtype) if name in node.attrs else p.operand(node, number, position, dtype)
 
 
-def of_one(
-    compute: Callable[[BodyBuilder, OpNode, int], int], refuse: Callable[[OpNode, Specs], str | None] | None = None
-) -> Recipe:
+def of_one(compute: Callable[[BodyBuilder, OpNode, int], int], refuse: Refuse | None = None) -> Recipe:
     """A recipe of one operand, in the type of the result."""
 
     def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -98,4 +97,8 @@ def of_two(
 
 def float_result(node: OpNode, specs: Specs) -> str | None:
     """Refuses integer results."""
-    return None if specs[node.outputs[0]].dtype in FLOATS else f"{node.op}: integer result"
+    return None if specs[node.outputs[0]].dtype in FLOATS else "integer result"
+
+
+def no_booleans(node: OpNode, specs: Specs) -> str | None:
+    return "of booleans" if specs[node.inputs[0]].dtype == "bool" else None

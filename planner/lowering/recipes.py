@@ -108,11 +108,12 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
             return f"{node.op}: reduces dimensions {dims} of {rank}; only the last ones are supported"
         if len(dims) == rank > 1:
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
-    refused = recipe.refuse(node, specs) if recipe.refuse is not None else None
+    if recipe.refuse is not None and (reason := recipe.refuse(node, specs)) is not None:
+        return f"{node.op}: {reason}"
     # Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
-    if refused is None and len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static:
+    if len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static:
         shape = spec.shape[-len(dims) :]
         run = zip(shape, spec.strides[-len(dims) :], row_major_strides(shape), strict=True)
         if any(extent != 1 and stride != expected for extent, stride, expected in run):
             return f"{node.op}: the dimensions that it reduces are not one run of memory"
-    return refused
+    return None

@@ -143,11 +143,11 @@ def _div(p: BodyBuilder, node: OpNode, position: Position) -> int:
 def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
     """Integers by a number that is known: ATen raises where a divisor is zero, and rounds floats in another way."""
     if node.attrs.get("rounding_mode", "floor") != "floor":
-        return f"{node.op}: rounding mode {node.attrs['rounding_mode']}"
+        return f"rounding mode {node.attrs['rounding_mode']}"
     if specs[node.outputs[0]].dtype not in INTEGERS:
-        return f"{node.op}: result of dtype {specs[node.outputs[0]].dtype}, only integers are supported"
+        return f"result of dtype {specs[node.outputs[0]].dtype}, only integers are supported"
     divisor = node.attrs.get("other")
-    return None if isinstance(divisor, int) and divisor else f"{node.op}: the divisor is no number other than zero"
+    return None if isinstance(divisor, int) and divisor else "the divisor is no number other than zero"
 
 
 def _rsub(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -188,10 +188,6 @@ def _masked_fill(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("where", mask, filled, p.operand(node, 0, position, dtype))
 
 
-def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
-    return f"{node.op}: training mode" if node.attrs.get("train") and node.attrs.get("p") else None
-
-
 def pointwise_recipes() -> dict[str, Recipe]:
     rows: dict[str, Recipe] = {}
     for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal",
@@ -224,5 +220,6 @@ def pointwise_recipes() -> dict[str, Recipe]:
     for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
                  "clone.default", "contiguous.default", "lift_fresh_copy.default"):
         rows[f"aten.{name}"] = Recipe(_convert)
-    rows["aten.dropout.default"] = Recipe(_convert, refuse=_dropout_refuse)
+    rows["aten.dropout.default"] = Recipe(_convert, refuse=lambda node, specs: (
+        "training mode" if node.attrs.get("train") and node.attrs.get("p") else None))
     return rows

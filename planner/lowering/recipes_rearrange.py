@@ -9,8 +9,17 @@ from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_
 from fuseplan.kernels.ir.ir import RegisterType
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Recipe, is_float, result_type
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, Specs, along, normalise_dim, reshape_position
+from fuseplan.planner.lowering.recipe import Recipe, is_float, no_booleans, result_type
+from fuseplan.planner.lowering.views import (
+    MAY_COPY,
+    VIEW_MAPS,
+    Position,
+    Specs,
+    along,
+    normalise_dim,
+    reshape_position,
+    without,
+)
 
 
 def _filled(number: Callable[[OpNode], Any]) -> Recipe:
@@ -23,10 +32,10 @@ def _arange(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def _arange_refuse(node: OpNode, specs: Specs) -> str | None:
-    if any(is_float(node.attrs.get(name)) for name in ("start", "step")):
-        return f"{node.op}: float start or step"
     step = node.attrs.get("step", 1)
-    return f"{node.op}: step {step} is not positive" if isinstance(step, int) and step <= 0 else None
+    if is_float(node.attrs.get("start")) or is_float(step):
+        return "float start or step"
+    return f"step {step} is not positive" if isinstance(step, int) and step <= 0 else None
 
 
 def _triangle(keep: str) -> Recipe:
@@ -77,8 +86,8 @@ def _diff(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 def _diff_refuse(node: OpNode, specs: Specs) -> str | None:
     if node.attrs.get("n", 1) != 1:
-        return f"{node.op}: differences of order {node.attrs['n']}"
-    return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
+        return f"differences of order {node.attrs['n']}"
+    return no_booleans(node, specs)
 
 
 def _margins(node: OpNode, specs: Specs) -> list[tuple[Size, Size]]:
@@ -114,10 +123,10 @@ def _pad(p: BodyBuilder, node: OpNode, position: Position) -> int:
 def _pad_refuse(node: OpNode, specs: Specs) -> str | None:
     mode = node.attrs.get("mode", "constant")
     if mode != "constant":
-        return f"{node.op}: mode {mode}"
+        return f"mode {mode}"
     sizes = (size for pair in _margins(node, specs) for size in pair)
     known = all(isinstance(size, int) or known_less_equal(0, size) for size in sizes)
-    return None if known else f"{node.op}: whether it adds or takes away is not known"
+    return None if known else "whether it adds or takes away is not known"
 
 
 def _repeat(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -144,7 +153,7 @@ def _upsample_refuse(node: OpNode, specs: Specs) -> str | None:
     # ATen multiplies by a float, which is exact for these.
     if all(isinstance(factor, int) and factor > 0 and factor & (factor - 1) == 0 for factor in _factors(node, specs)):
         return None
-    return f"{node.op}: a size does not grow by a power of two"
+    return "a size does not grow by a power of two"
 
 
 def _choose(
@@ -167,7 +176,7 @@ def _choose(
 def _stack(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
-    inner = position[:dim] + position[dim + 1 :]
+    inner = without(position, dim)
     starts: list[Size] = list(range(len(node.inputs) + 1))
     return _choose(p, position[dim], starts, lambda q, k: q.cast(q.pull(node.inputs[k], inner), dtype), 0)
 

@@ -14,7 +14,7 @@ from fuseplan.kernels.ir.index import Index, Size, as_size, divides, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Build, Recipe, float_result, result_type
+from fuseplan.planner.lowering.recipe import Build, Recipe, float_result, no_booleans, result_type
 from fuseplan.planner.lowering.views import Position, Specs, normalise_dim, reshape_position
 
 
@@ -119,7 +119,7 @@ def _softmax(log: bool) -> Recipe:
 
 def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
     whole = all(isinstance(size, int) and size == 1 for size in specs[node.outputs[0]].shape[-2:])
-    return float_result(node, specs) if whole else f"{node.op}: to another size than 1 x 1"
+    return float_result(node, specs) if whole else "to another size than 1 x 1"
 
 
 def _position_of(kind: str) -> Build:
@@ -139,10 +139,6 @@ def _position_of(kind: str) -> Build:
         return p.cast(_fold_columns(p, node, row, "min", at), result_type(p, node))
 
     return build
-
-
-def _numbers_refuse(node: OpNode, specs: Specs) -> str | None:
-    return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
 
 
 # -- short folds over another dimension -------------------------------------------------------------------
@@ -182,8 +178,8 @@ def reducing_recipes() -> dict[str, Recipe]:
     rows["aten.amax.default"], rows["aten.amin.default"] = _plain_fold("max"), _plain_fold("min")
     for kind in ("max", "min"):
         rows[f"aten.{kind}.dim"] = replace(
-            _plain_fold(kind), refuse=_numbers_refuse, others=(_position_of(kind),))  # the extreme and its position
-        rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, _numbers_refuse)
+            _plain_fold(kind), refuse=no_booleans, others=(_position_of(kind),))  # the extreme and its position
+        rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, no_booleans)
     rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, partial(_last_dims, count=2), _pool_refuse)
     rows["aten.mean.dim"] = Recipe(_mean, _reduced_dims, float_result)
     for name in ("var.dim", "var.correction"):
@@ -242,7 +238,7 @@ def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
 
 def _group_refuse(node: OpNode, specs: Specs) -> str | None:
     divided = divides(node.attrs["num_groups"], specs[node.inputs[0]].shape[1])
-    return float_result(node, specs) if divided else f"{node.op}: its groups do not divide the channels"
+    return float_result(node, specs) if divided else "its groups do not divide the channels"
 
 
 def _group_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -267,9 +263,9 @@ def _batch_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 def _batch_refuse(node: OpNode, specs: Specs) -> str | None:
     if node.attrs.get("training"):
-        return f"{node.op}: training mode"
+        return "training mode"
     missing = [name for name in ("running_mean", "running_var") if name in node.attrs]
-    return f"{node.op}: without {missing[0]}" if missing else float_result(node, specs)
+    return f"without {missing[0]}" if missing else float_result(node, specs)
 
 
 def normalising_recipes() -> dict[str, Recipe]:

@@ -66,10 +66,10 @@ def _reshape(node: OpNode, value: str, position: Position, specs: Specs) -> Posi
     return reshape_position(position, specs[value].shape, specs[node.inputs[0]].shape)
 
 
-def _expand(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    shape = specs[node.inputs[0]].shape
-    aligned = position[len(position) - len(shape) :] if shape else ()
-    return tuple(Index(0) if same_size(extent, 1) else index for index, extent in zip(aligned, shape, strict=True))
+def broadcast(position: Position, shape: Sequence[Size]) -> Position:
+    """The position in an operand of ``shape`` that is broadcast to the result's."""
+    aligned = zip(position[len(position) - len(shape) :], shape, strict=True)
+    return tuple(Index(0) if extent == 1 else index for index, extent in aligned)
 
 
 def _permute(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
@@ -88,8 +88,8 @@ def _transpose(node: OpNode, value: str, position: Position, specs: Specs) -> Po
     return tuple(moved)
 
 
-def _unsqueeze(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    dim = normalise_dim(node.attrs["dim"], len(position))
+def without(position: Position, dim: int) -> Position:
+    """``position`` without its coordinate along ``dim``."""
     return position[:dim] + position[dim + 1 :]
 
 
@@ -148,12 +148,14 @@ VIEW_MAPS: dict[str, ViewMap] = {
     for view_map, names in (
         (_reshape, ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
                     "view_as.default", "reshape_as.default")),
-        (_expand, ("expand.default", "expand_as.default", "broadcast_to.default")),
+        (lambda node, value, position, specs: broadcast(position, specs[node.inputs[0]].shape),
+         ("expand.default", "expand_as.default", "broadcast_to.default")),
         (_permute, ("permute.default",)),
         (_transpose, ("transpose.int",)),
         (lambda node, value, position, specs: position[::-1], ("t.default", "numpy_T.default")),
         (lambda node, value, position, specs: (*position[:-2], position[-1], position[-2]), ("mT.default",)),
-        (_unsqueeze, ("unsqueeze.default",)),
+        (lambda node, value, position, specs: without(position, normalise_dim(node.attrs["dim"], len(position))),
+         ("unsqueeze.default",)),
         (_squeeze, ("squeeze.default", "squeeze.dim", "squeeze.dims")),
         (_slice, ("slice.Tensor",)),
         (_narrow, ("narrow.default",)),

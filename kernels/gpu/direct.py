@@ -25,12 +25,10 @@ logger = logging.getLogger("fuseplan")
 
 _SOURCE = Path(__file__).parent.parent / "native" / "gpu_launcher.cpp"
 _MAX_ARGUMENTS = 256  # of launcher.h
-_WARP = 32
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
-#: Addresses of the CUDA driver's functions to launch, to find the current context, to explain an error, and to launch
-#: with a configuration.
+#: Addresses of the driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and ``cuLaunchKernelEx``.
 Driver: TypeAlias = tuple[int, int, int, int]
 #: ``(shape, strides, dtype)`` of one output.
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -146,7 +144,7 @@ def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
     if found[:count] != tuple(parameter_bits) or found[count:] not in ((), (64,), (64, 64)):
         raise BuildError(f"its parameters have {found} bits, expected {tuple(parameter_bits)}")
     overlapped = bool(getattr(metadata, "launch_pdl", False))
-    return Entry(int(compiled.function), int(metadata.num_warps) * _WARP, int(metadata.shared), overlapped)
+    return Entry(int(compiled.function), int(metadata.num_warps) * 32, int(metadata.shared), overlapped)
 
 
 def ptx_parameter_bits(ptx: str) -> tuple[int, ...]:

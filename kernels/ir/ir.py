@@ -324,9 +324,7 @@ class KernelIR:
 
 def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
     def bound(gather: Gather | None) -> Gather | None:
-        if gather is None:
-            return None
-        return Gather(gather.value, evaluate(gather.stride, symbols), evaluate(gather.extent, symbols))
+        return None if gather is None else Gather(gather.value, *evaluate_all((gather.stride, gather.extent), symbols))
 
     indexed = segment.with_indices(lambda index: index.bind(symbols))
     body = tuple(replace(one, gather=bound(one.gather)) if isinstance(one, Load) else one for one in indexed.body)

@@ -80,12 +80,14 @@ class SegmentEmitter(ValueEmitter):
             lines += self._columns(f"{col_block} * {tile.cols} + " if col_block else "")
         return lines
 
-    def _columns(self, start: str) -> list[str]:
-        arange = f"tl.arange(0, {self.tile.cols})"
-        lines = [f"col = {start}{arange}" if self.tile.flat else f"col = ({start}{arange})[None, :]"]
-        if self.masks_cols:
-            lines.append(f"in_cols = col < {triton_size(self.segment.cols)}")
-        return lines
+    def _columns(self, start: str, width: int = 1) -> list[str]:
+        """The tile's columns, in chunks of ``width`` where that is more than one."""
+        arange = f"tl.arange(0, {self.tile.cols // width})"
+        col = f"{start}{arange}" if self.tile.flat else f"({start}{arange})[None, :]"
+        if width > 1:
+            col = f"{start}({arange} * {width})[:, None] + tl.arange(0, {width})[None, :]"
+        bound = [f"in_cols = col < {triton_size(self.segment.cols)}"] if self.masks_cols else []
+        return [f"col = {col}", *bound]
 
     def position(self, index: Index) -> str:
         return self.coordinates.text(index)
@@ -175,11 +177,9 @@ class SegmentEmitter(ValueEmitter):
         return f"acc{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
 
     def _loop(self, phase: Phase, folds: Sequence[int], width: int) -> list[str]:
-        """One pass; its columns are taken in chunks of ``width`` where that is more than one."""
         self.done.difference_update(phase.elements)
         self.loaded.difference_update(phase.elements)
-        body = self._columns("start + ") if width == 1 else self._chunked_columns(width)
-        body += self.values(phase.elements)
+        body = [*self._columns("start + ", width), *self.values(phase.elements)]
         if width > 1:
             body += self._rescaling(folds)
         else:
@@ -192,11 +192,6 @@ class SegmentEmitter(ValueEmitter):
         return [head, *(_INDENT + line for line in body)]
 
     # -- sums that follow a maximum -----------------------------------------------------------------------
-
-    def _chunked_columns(self, width: int) -> list[str]:
-        chunks = self.tile.cols // width
-        lines = [f"col = start + (tl.arange(0, {chunks}) * {width})[:, None] + tl.arange(0, {width})[None, :]"]
-        return [*lines, f"in_cols = col < {triton_size(self.segment.cols)}"] if self.masks_cols else lines
 
     def _rescaling(self, folds: Sequence[int]) -> list[str]:
         """Take chunks into the accumulators of maxima and of the sums below them, which have an element a chunk.
@@ -221,9 +216,7 @@ class SegmentEmitter(ValueEmitter):
     def _folded(self, value: int) -> str:
         """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time its sum does."""
         top = self.rescaled.get(value)
-        if top is None:
-            return f"acc{value}"
-        return f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
+        return f"acc{value}" if top is None else f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
 
 
 def _exponential(text: str) -> str:

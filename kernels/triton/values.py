@@ -241,8 +241,8 @@ class ValueEmitter(ABC):
     def split_reductions(self, phase: Phase) -> tuple[list[int], list[int]]:
         """Reductions of per-element values, and those of per-row values."""
         per_row = self.segment.per_row()
-        pairs = [(value, self.reduction(value).arg) for value in phase.reductions]
-        return [v for v, arg in pairs if not per_row[arg]], [v for v, arg in pairs if per_row[arg]]
+        once = [value for value in phase.reductions if per_row[self.reduction(value).arg]]
+        return [value for value in phase.reductions if value not in once], once
 
     # -- one pass -----------------------------------------------------------------------------------------
 

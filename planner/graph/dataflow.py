@@ -35,7 +35,6 @@ class TensorSpec:
         return is_static(*self.shape, *self.strides)
 
     def nbytes(self, symbols: Mapping[str, int | float] | None = None) -> int:
-        """Bytes of all elements (broadcast dimensions counted in full)."""
         return evaluate(self.numel, symbols or {}) * ITEMSIZE.get(self.dtype, 1)
 
 
@@ -156,11 +155,16 @@ class DataflowGraph:
         return found
 
     def producer(self, value: str) -> str | None:
-        """Name of the op that produces ``value``; None for a graph input."""
+        """None for a graph input."""
         return self._producer.get(value)
 
+    def maker(self, value: str) -> OpNode | None:
+        """The op that produces ``value``; None for a graph input."""
+        producer = self._producer.get(value)
+        return None if producer is None else self.op(producer)
+
     def consumers(self, value: str) -> tuple[str, ...]:
-        """Names of the ops that read ``value``, in capture order."""
+        """In capture order."""
         return tuple(self._consumers.get(value, ()))
 
 

@@ -40,20 +40,19 @@ class Group:
     #: Columns at which a ``cat`` changes operand, in the space being filled.
     boundaries: set[int] = field(default_factory=set)
 
-    def looks_through(self, name: str) -> bool:
+    def looks_through(self, node: OpNode) -> bool:
         """Whether the group's kernel reads what lies behind an op: a view, or a ``reshape`` that may have to copy what
         the group itself computes (symbols do not always tell that it is a view).
         """
-        node = self.graph.op(name)
         if is_address_map(node, self.graph.specs):
             return True
-        if name in self.members or node.op not in MAY_COPY:
+        if node.name in self.members or node.op not in MAY_COPY:
             return False
-        while (producer := self.graph.producer(node.inputs[0])) is not None and producer not in self.members:
-            node = self.graph.op(producer)
+        while (behind := self.graph.maker(node.inputs[0])) is not None and behind.name not in self.members:
+            node = behind
             if node.op not in VIEW_MAPS:
                 return False
-        return producer is not None
+        return behind is not None
 
     def input_buffer(self, value: str) -> int:
         """Number of the buffer that holds an outside value."""
@@ -113,8 +112,7 @@ class BodyBuilder(ABC):
 
     def computed_by(self, value: str) -> OpNode | None:
         """The op that computes ``value``, inside the group or not; None for a graph input."""
-        producer = self._group.graph.producer(value)
-        return None if producer is None else self._group.graph.op(producer)
+        return self._group.graph.maker(value)
 
     def known_range(self, value: int) -> tuple[float, float]:
         """Least and greatest number an integer value can be, infinite where that is not known."""
@@ -209,10 +207,9 @@ class BodyBuilder(ABC):
             Index(0, ((Coord(axes[dim], extents[dim]), 1),)) if dim in picked else index
             for dim, index in enumerate(position)
         )
-        while (producer := graph.producer(value)) is not None and is_address_map(graph.op(producer), graph.specs):
-            view = graph.op(producer)
-            value, position = view.inputs[0], VIEW_MAPS[view.op](view, value, position, graph.specs)
-        if producer in self._group.members:
+        while (maker := graph.maker(value)) is not None and is_address_map(maker, graph.specs):
+            value, position = maker.inputs[0], VIEW_MAPS[maker.op](maker, value, position, graph.specs)
+        if maker is not None and maker.name in self._group.members:
             raise NotLowerable(f"{node.op} looks up {value}, which the group computes")
         spec = self.specs[value]
         index = flatten(position, spec.strides)

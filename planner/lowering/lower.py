@@ -1,9 +1,8 @@
 """Pull-based lowering: a fusion group of the dataflow graph becomes one :class:`KernelIR`.
 
-Each group output is asked for its value at an index; the answer asks its operands, and so on to the group's inputs
-(Halide's and TorchInductor's inline functions). View ops only change the index, a reduction becomes a fold over the
-columns, ``cat`` a choice between operands. What cannot be expressed raises :class:`NotLowerable` with the reason,
-which is how the planner tells a legal group from an illegal one.
+Each group output is asked for its value at an index; the answer asks its operands, and so on to the group's inputs.
+View ops only change the index, a reduction becomes a fold over the columns, ``cat`` a choice between operands. What
+cannot be expressed raises :class:`NotLowerable`, which is how the planner tells a legal group from an illegal one.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class _Lowering:
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
         segments = [self._segment(rows, cols, members) for (rows, cols), members in spaces.items()]
         check_writes(self.group)
-        for value in sorted(value for value, producer in self._behind(wanted).items() if producer is None):
+        for value in sorted(value for value, node in self._behind(wanted).items() if node is None):
             self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
         buffers = self._buffers()
         # Outputs are numbered from -1 down until the number of inputs is known.
@@ -113,9 +112,8 @@ class _Lowering:
         for value in wanted:
             if self._reduced_size(value) is not None:
                 folding.setdefault((plans[value].rows, plans[value].cols), []).append(value)
-        # The rows of reductions are walked as the largest result lies in memory: positions before heads where they do.
-        # One order for all that walk the same rows, so that they keep sharing a segment; each group's is found from
-        # what was planned first, since another's new order may look like it.
+        # The rows of reductions are walked as the largest result lies in memory, in one order for all that walk the
+        # same rows, so that they keep sharing a segment; another's new order may look like what was planned first.
         ordered: dict[str, _Plan] = {}
         for sharing in folding.values():
             largest = max(sharing, key=lambda value: math.prod(
@@ -165,30 +163,29 @@ class _Lowering:
     def _folds(self, value: str) -> list[tuple[OpNode, tuple[Size, ...]]]:
         """The group's ops that fold rows on the way to ``value``, each with its operand's shape as it walks it."""
         found = []
-        for producer in filter(None, self._behind([value]).values()):
-            node = self.graph.op(producer)
-            recipe = RECIPES.get(node.op) if producer in self.members else None
+        for node in filter(None, self._behind([value]).values()):
+            recipe = RECIPES.get(node.op) if node.name in self.members else None
             if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
                 found.append((node, recipe.row_shape(node, self.graph.specs)))
         return found
 
-    def _behind(self, wanted: Sequence[str]) -> dict[str, str | None]:
+    def _behind(self, wanted: Sequence[str]) -> dict[str, OpNode | None]:
         """Values on the way to ``wanted``, each with its op in the group or looked through; None: from outside."""
-        found: dict[str, str | None] = {}
+        found: dict[str, OpNode | None] = {}
         stack = list(wanted)
         while stack:
             value = stack.pop()
             if value in found:
                 continue
-            found[value] = producer = self.graph.producer(value)
-            if producer is not None and (producer in self.members or self.group.looks_through(producer)):
-                node = self.graph.op(producer)
-                target = written_value(node) if producer in self.members else None
-                if target is not None:
-                    found[target] = None
-                stack.extend(one for one in node.inputs if one != target)
-            else:
+            node = self.graph.maker(value)
+            if node is None or (node.name not in self.members and not self.group.looks_through(node)):
                 found[value] = None
+                continue
+            found[value] = node
+            target = written_value(node) if node.name in self.members else None
+            if target is not None:
+                found[target] = None
+            stack.extend(one for one in node.inputs if one != target)
         return found
 
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
@@ -292,13 +289,12 @@ def group_nodes(graph: DataflowGraph, lowered: Lowered) -> tuple[OpNode, ...]:
     needed: dict[str, None] = {}
 
     def visit(value: str) -> None:
-        producer = graph.producer(value)
-        if value in available or producer is None or producer in needed:
+        node = graph.maker(value)
+        if value in available or node is None or node.name in needed:
             return
-        node = graph.op(producer)
         for operand in node.inputs:
             visit(operand)
-        needed[producer] = None
+        needed[node.name] = None
 
     for value in lowered.outputs:
         visit(value)

@@ -36,9 +36,8 @@ def check_writes(group: Group) -> None:
 
 def writer(group: Group, value: str) -> OpNode | None:
     """The op of the group that writes to an operand and returns it as ``value``."""
-    producer = group.graph.producer(value)
-    node = group.graph.op(producer) if producer in group.members else None
-    return None if node is None or written_value(node) is None else node
+    node = group.graph.maker(value)
+    return node if node is not None and node.name in group.members and written_value(node) is not None else None
 
 
 def stored_spec(group: Group, value: str) -> TensorSpec:
@@ -54,11 +53,12 @@ def _bases(group: Group, value: str) -> frozenset[str]:
     pending = [value]
     while pending:
         one = pending.pop()
-        producer = graph.producer(one)
-        node = None if producer is None or producer in group.members else graph.op(producer)
-        if node is not None and written_value(node) is not None:
+        node = graph.maker(one)
+        if node is None or node.name in group.members:
+            found.add(one)
+        elif written_value(node) is not None:
             pending.append(node.inputs[0])
-        elif node is not None and (node.op in MAY_COPY or kind_of(node, graph.specs) in ("view", "opaque")):
+        elif node.op in MAY_COPY or kind_of(node, graph.specs) in ("view", "opaque"):
             pending.extend(node.inputs)
         else:
             found.add(one)
@@ -98,9 +98,8 @@ class Puller(BodyBuilder):
             if written_value(node) is not None:
                 raise NotLowerable(f"{node.op} ({node.name}) writes what the group reads")
             return self._rounded(self._computed(node, value, position), self.specs[value].dtype)
-        producer = graph.producer(value)
-        if producer is not None and self._group.looks_through(producer):
-            view = graph.op(producer)
+        view = graph.maker(value)
+        if view is not None and self._group.looks_through(view):
             return self.pull(view.inputs[0], VIEW_MAPS[view.op](view, value, position, graph.specs))
         spec = self.specs[value]
         index = flatten(position, spec.strides)
@@ -108,12 +107,9 @@ class Puller(BodyBuilder):
 
     def _member(self, value: str) -> OpNode | None:
         """The op of the group that computes ``value``."""
-        graph = self._group.graph
-        producer = graph.producer(value)
-        if producer is None or producer not in self._group.members:
-            return None
-        node = graph.op(producer)
-        return None if is_address_map(node, graph.specs) else node
+        node = self._group.graph.maker(value)
+        inside = node is not None and node.name in self._group.members and not is_address_map(node, self.specs)
+        return node if inside else None
 
     def _computed(self, node: OpNode, value: str, position: Position) -> int:
         # A plan is made for numbers; where a size is dynamic its recipe may refuse what it took.

@@ -86,10 +86,8 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
 
 def _stored(segment: Segment, store: Store, sizes: tuple[int, ...]) -> int:
     """Elements that a store reaches; where data says which rows, each of them another one."""
-    found = _footprint(store.index, sizes)
-    if store.scatter is None:
-        return found
-    return found * math.prod(sizes[axis] for axis in value_axes(segment)[store.scatter.value] - store.index.axes())
+    axes = set() if store.scatter is None else value_axes(segment)[store.scatter.value] - store.index.axes()
+    return _footprint(store.index, sizes) * math.prod(sizes[axis] for axis in axes)
 
 
 def _reached_bytes(buffer: Buffer, indices: Mapping[Index, int], gathered: int) -> float:
@@ -142,9 +140,8 @@ def _passes(segment: Segment) -> int:
 def _footprint(index: Index, sizes: tuple[int, ...]) -> int:
     """Distinct elements an index reaches: the product of the extents it depends on."""
     total = math.prod(sizes[axis] for axis in index.axes())
-    if all(isinstance(atom, Coord) for atom, _ in index.terms):
-        return total
-    return min(total, evaluate(index.maximum(), {}) + 1)
+    plain = all(isinstance(atom, Coord) for atom, _ in index.terms)
+    return total if plain else min(total, evaluate(index.maximum(), {}) + 1)
 
 
 def _count_flops(segment: Segment, flops: dict[str, float]) -> None:
@@ -199,8 +196,8 @@ def call_name(graph: DataflowGraph, node: OpNode) -> str:
 def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:
     """Per value, True for an activation just produced; False for a weight, and for a cache that was written into."""
     def is_fresh(value: str) -> bool:
-        producer = graph.producer(value)
-        if producer is None or mutates(node := graph.op(producer)):
+        node = graph.maker(value)
+        if node is None or mutates(node):
             return False
         return kind_of(node, graph.specs) != "view" or (bool(node.inputs) and is_fresh(node.inputs[0]))
 

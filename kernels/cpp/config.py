@@ -1,8 +1,4 @@
-"""The configuration space of CPU kernels, and the choice made when nothing has been tuned.
-
-``unroll``, ``stage`` and ``stream`` change the binary; ``threads``, ``rows_per_task`` and ``col_tile`` are arguments of
-a call.
-"""
+"""The configuration space of CPU kernels, and the choice made when nothing has been tuned."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         Tunable("rows_per_task", _ROWS_PER_TASK if many_rows else (1,)),
         Tunable("col_tile", _tiles(segments)),
         Tunable("unroll", _UNROLLS),
-        Tunable("stage", (0, 1) if _can_stage(segments) else (0,)),
+        Tunable("stage", (0, 1) if any(map(_staged, segments)) else (0,)),
         Tunable("stream", (0, 1) if size is not None and size >= _STREAM_BYTES else (0,)),
     )
 
@@ -114,10 +110,6 @@ def _staged(segment: Segment) -> int:
     return sum(ITEMSIZE[segment.body[value].dtype] for phase in phases for value in phase.stages)
 
 
-def _can_stage(segments: tuple[Segment, ...]) -> bool:
-    return any(map(_staged, segments))
-
-
 def stage_bytes(segments: tuple[Segment, ...]) -> int:
     """Staging space of one thread (static columns)."""
     return max(int(segment.cols) * _staged(segment) for segment in segments)
@@ -134,7 +126,7 @@ def ir_bytes(ir: KernelIR) -> int | None:
         for store in segment.stores:
             if ir.buffers[store.buffer].over is not None:
                 reached[store.buffer] = reached.get(store.buffer, 0) + elements
-        for instr, row_level in zip(segment.body, segment.per_row(), strict=True):
+        for instr, row_level in zip(segment.body, segment.per_row, strict=True):
             if isinstance(instr, Apply) and not row_level and op_spec(instr.op).unit == "sfu":
                 functions += elements
     traffic = sum(
@@ -153,7 +145,8 @@ def default_settings(ir: KernelIR, target: Target) -> Config:
     rows, tile = _default_task(segments, threads)
     if _is_static(segments):
         threads = max(1, min(threads, count_tasks(segments, rows, tile)))
-    stage = _can_stage(segments) and (not _is_static(segments) or stage_bytes(segments) <= _STAGE_BYTES)
+    small = not _is_static(segments) or stage_bytes(segments) <= _STAGE_BYTES
+    stage = small and any(map(_staged, segments))
     # A reduction needs independent accumulators to hide the latency of an addition; a pointwise loop does not.
     unroll = 4 if any(segment.has_reduction() for segment in segments) else 2
     # What does not fit the last-level cache is gone before it is read again.

@@ -1,7 +1,6 @@
 """KernelIR -> C++: one function per segment, loops over rows and vectors of columns, written for one binary.
 
-What does not change the binary (threads, rows per task, column tile) is an argument at run time; see ``Launch`` in
-``cpp_loops.h``.
+What does not change the binary (threads, rows per task, column tile) is an argument: ``Launch`` in ``cpp_loops.h``.
 """
 
 from __future__ import annotations

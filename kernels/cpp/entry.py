@@ -23,7 +23,7 @@ def is_tiled(segment: Segment) -> bool:
 def is_strided(segment: Segment) -> bool:
     """True when some access steps through memory from column to column (a transposed operand, a gather)."""
     axis = segment.col_axis
-    per_row = segment.per_row()
+    per_row = segment.per_row
     if any(load.gather is not None and not per_row[load.gather.value] for load in segment.loads):
         return True
     indices = [access.index for access in segment.accesses]

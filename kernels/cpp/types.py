@@ -97,7 +97,7 @@ def indent(lines: Sequence[str], by: int = 1) -> list[str]:
 
 def assign_registers(ir: KernelIR) -> tuple[tuple[tuple[str, ...], ...], int]:
     """``kinds[segment][value]``, the register type that holds each value, and the bytes of the widest one (4 or 8)."""
-    bodies = [list(zip(segment.body, segment.per_row(), strict=True)) for segment in ir.segments]
+    bodies = [list(zip(segment.body, segment.per_row, strict=True)) for segment in ir.segments]
     wide = {instr.dtype for body in bodies for instr, row_level in body if not row_level}
     if "float64" in wide or ("int64" in wide and not all(_fits_int32(segment) for segment in ir.segments)):
         return tuple(tuple(instr.dtype for instr, _ in body) for body in bodies), 8
@@ -111,7 +111,7 @@ def assign_registers(ir: KernelIR) -> tuple[tuple[tuple[str, ...], ...], int]:
 def _fits_int32(segment: Segment) -> bool:
     """True when every int64 value computed per element (and every reduction of one) has bounds inside int32."""
     intervals: list[Interval] = []
-    for instr, row_level in zip(segment.body, segment.per_row(), strict=True):
+    for instr, row_level in zip(segment.body, segment.per_row, strict=True):
         interval = _interval(instr, segment, intervals)
         intervals.append(interval)
         fits = interval is not None and max(-interval[0], interval[1]) <= _INT32_LIMIT

@@ -30,7 +30,7 @@ class Values:
 
     def __init__(self, segment: Segment, kinds: Sequence[str], names: Mapping[str, str]) -> None:
         self.segment, self.kinds, self.names = segment, kinds, names
-        self.per_row = segment.per_row()
+        self.per_row = segment.per_row
         #: Broadcasts used since the last :meth:`take_splats`, name to declaration.
         self._splats: dict[str, str] = {}
 

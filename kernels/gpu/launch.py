@@ -42,7 +42,6 @@ class GpuKernel(CompiledKernel):
     after one warm-up call.
 
     Args:
-        compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
         arguments: For each argument before the dynamic sizes: a buffer and the bytes to add to its address, or None and
             the value of a compile-time argument (Triton's launcher expects those in their places).
         resources: Facts of the default variant.

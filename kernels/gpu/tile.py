@@ -127,11 +127,10 @@ def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
 def live_words(segment: Segment, in_place: bool = False) -> int:
     """Most 32-bit register words per element that are live at once when the body runs in order.
 
-    Positions and constants are recomputed at no cost and do not count. With ``in_place`` a result takes over the
-    registers of operands that are needed no more, as it does in compiled code; without, it lies beside them.
+    With ``in_place`` a result takes over the registers of operands that are needed no more, as in compiled code.
     """
     body = segment.body
-    per_row = segment.per_row()
+    per_row = segment.per_row
     last_use = {store.value: len(body) for store in segment.stores}
     for value, instr in enumerate(body):
         for arg in operands(instr):

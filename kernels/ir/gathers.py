@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from fuseplan.kernels.ir.index import Size, evaluate, evaluate_all
+from fuseplan.kernels.ir.index import Size, evaluate
 from fuseplan.kernels.ir.ir import Apply, Instr, Iota, KernelIR, Load, Reduce, Segment, ancestors, operands
 
 
@@ -25,7 +25,7 @@ def gathered_elements(ir: KernelIR) -> Mapping[int, int]:
     for segment in ir.segments:
         if not any(load.gather is not None for load in segment.loads):
             continue
-        sizes = evaluate_all((*segment.rows, segment.cols), {})
+        sizes = segment.extents()
         for instr, axes in zip(segment.body, value_axes(segment), strict=True):
             if isinstance(instr, Load) and instr.gather is not None:
                 reached = math.prod(sizes[axis] for axis in axes)

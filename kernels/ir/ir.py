@@ -232,6 +232,10 @@ class Segment:
     def num_rows(self) -> Size:
         return product(self.rows)
 
+    def extents(self) -> tuple[int, ...]:
+        """Rows of a static segment, then columns."""
+        return evaluate_all((*self.rows, self.cols), {})
+
     @property
     def loads(self) -> tuple[Load, ...]:
         return tuple(instr for instr in self.body if isinstance(instr, Load))
@@ -254,12 +258,9 @@ class Segment:
     def has_reduction(self) -> bool:
         return any(isinstance(instr, Reduce) for instr in self.body)
 
+    @cached_property
     def per_row(self) -> tuple[bool, ...]:
         """For each value: True when it is one number per row (depends on no column)."""
-        return self._per_row
-
-    @cached_property
-    def _per_row(self) -> tuple[bool, ...]:
         result: list[bool] = []
         for instr in self.body:
             own = isinstance(instr, Load | Iota) and self.col_axis in instr.index.axes()
@@ -267,7 +268,7 @@ class Segment:
         return tuple(result)
 
     def store_per_row(self, store: Store) -> bool:
-        return self.per_row()[store.value] and self.col_axis not in store.index.axes()
+        return self.per_row[store.value] and self.col_axis not in store.index.axes()
 
     def gathers(self) -> Iterator[Gather]:
         """The addresses of its loads and stores that are data."""
@@ -334,13 +335,11 @@ def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
 
 def validate(ir: KernelIR) -> None:
     """Raise ``ValueError`` naming the first malformed part: an emitter may rely on what passes here."""
-    seen_output = False
-    for buffer in ir.buffers:
+    for number, buffer in enumerate(ir.buffers):
         if buffer.dtype not in ITEMSIZE:
             raise ValueError(f"buffer {buffer.name}: unsupported dtype {buffer.dtype}")
-        if seen_output and not buffer.is_output:
+        if buffer.is_output != (number >= len(ir.inputs)):
             raise ValueError(f"buffer {buffer.name}: inputs come before outputs")
-        seen_output |= buffer.is_output
         if buffer.over is not None and not (buffer.is_output and 0 <= buffer.over < len(ir.inputs)):
             raise ValueError(f"buffer {buffer.name}: lies over buffer {buffer.over}, which is no input")
     for read in {load.buffer for segment in ir.segments for load in segment.loads} & set(ir.overwritten.values()):
@@ -367,5 +366,5 @@ def _validate_segment(ir: KernelIR, number: int, segment: Segment) -> None:
     for store in segment.stores:
         if not ir.buffers[store.buffer].is_output:
             raise ValueError(f"segment {number}: store into input buffer {ir.buffers[store.buffer].name}")
-        if store.scatter is not None and not segment.per_row()[store.scatter.value]:
+        if store.scatter is not None and not segment.per_row[store.scatter.value]:
             raise ValueError(f"segment {number}: a store's address is data that changes from column to column")

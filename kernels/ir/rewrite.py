@@ -13,7 +13,6 @@ from fuseplan.kernels.ir.ir import LARGEST, Apply, Buffer, Const, Instr, Round, 
 def without_repeated_clamps(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
     """The segment with conversions to a type that saturates reading past the clamps which they repeat.
 
-    Exact, NaN and zeros included: a bound at the type's largest number or beyond is where the conversion ends, too.
     Values keep their numbers: what nobody reads any more stays in the body.
     """
     def source(value: int, to: str) -> int:
@@ -42,8 +41,7 @@ def _unclamped(body: Sequence[Instr], value: int, largest: float) -> int:
 def cheaper_arithmetic(segment: Segment) -> Segment:
     """The segment with dear arithmetic spelled differently, where exact arithmetic would not tell the difference.
 
-    * ``1 + tanh(u)`` becomes ``2 sigmoid(2u)``: one exponential without a polynomial beside it, and nothing cancels
-      where the sum is small. Gelu's tanh form is often spelled out in separate ops.
+    * ``1 + tanh(u)`` becomes ``2 sigmoid(2u)``: one exponential without a polynomial beside it.
     * A division by a constant becomes a product with its reciprocal, as in ATen's CUDA kernels; so does one by a
       number of the whole row whose bounds are known and ordinary, such as the scale of a quantised row.
 
@@ -76,7 +74,7 @@ class _Maker:
         #: How many instructions and stores read each value.
         self._users = Counter(arg for instr in segment.body for arg in operands(instr))
         self._users.update(value for store in segment.stores for value in store.values)
-        self._per_row = segment.per_row()
+        self._per_row = segment.per_row
 
     def emit(self, instr: Instr) -> int:
         if instr not in self._known:

@@ -31,7 +31,6 @@ class Phase:
 
     @property
     def has_loop(self) -> bool:
-        """False for a last phase that only computes and stores row-level values."""
         return bool(self.reductions or self.stores)
 
 
@@ -42,13 +41,12 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     all such stores together.
 
     Args:
-        stage: Keep values that several passes need in a staging buffer (``reads`` and ``stages``) where that saves
-            arithmetic; otherwise every pass evaluates all it needs, from the loads up.
+        stage: Keep values that several passes need in a staging buffer where that saves arithmetic.
         rescale: Fold :func:`rescaled_sums` in the pass of their maximum.
     """
     beside = rescaled_sums(segment) if rescale else {}
     depths = reduction_depths(segment, beside)
-    body, per_row = segment.body, segment.per_row()
+    body, per_row = segment.body, segment.per_row
     live = ancestors(body, (value for store in segment.stores for value in store.values))
     reductions = [value for value in live if isinstance(body[value], Reduce)]
     row_level = [value for value in live if per_row[value] and value not in reductions]
@@ -99,10 +97,9 @@ def rescaled_sums(segment: Segment) -> dict[int, int]:
     """Sums over ``exp(x - max(x))``, each with the ``max(x)`` in whose pass it can be folded.
 
     While the largest element so far rises from ``old`` to ``new``, the sum so far is multiplied by ``exp(old - new)``
-    (Milakov and Gimelshein, *Online normalizer calculation for softmax*, 2018): a softmax then reads its row twice
-    instead of three times.
+    (Milakov and Gimelshein, *Online normalizer calculation for softmax*, 2018).
     """
-    body, per_row = segment.body, segment.per_row()
+    body, per_row = segment.body, segment.per_row
     found: dict[int, int] = {}
     for value, total in enumerate(body):
         if not isinstance(total, Reduce) or total.kind != "sum":

@@ -240,7 +240,7 @@ class ValueEmitter(ABC):
 
     def split_reductions(self, phase: Phase) -> tuple[list[int], list[int]]:
         """Reductions of per-element values, and those of per-row values."""
-        per_row = self.segment.per_row()
+        per_row = self.segment.per_row
         once = [value for value in phase.reductions if per_row[self.reduction(value).arg]]
         return [value for value in phase.reductions if value not in once], once
 

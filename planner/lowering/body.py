@@ -136,7 +136,7 @@ class BodyBuilder(ABC):
     def is_per_row(self, value: int) -> bool:
         """Whether a value is the same in every column."""
         space = self._space
-        return Segment(space.rows, space.width, tuple(space.body), ()).per_row()[value]
+        return Segment(space.rows, space.width, tuple(space.body), ()).per_row[value]
 
     def dtype_of(self, value: int) -> RegisterType:
         return self._space.body[value].dtype

@@ -1,8 +1,7 @@
 """How each ATen op is computed, one row per op: the semantic half of the lowering.
 
-A recipe emits the op's value at one position through a :class:`~fuseplan.planner.lowering.body.BodyBuilder`. Ops
-without a recipe are *anchors* (matmuls, convolutions, attention: a library has several ways to run them) or *opaque*
-(random numbers, collectives, most in-place updates: only ATen runs them).
+Ops without a recipe are *anchors* (matmuls, convolutions, attention: a library has several ways to run them) or
+*opaque* (random numbers, collectives, most in-place updates: only ATen runs them).
 """
 
 from __future__ import annotations

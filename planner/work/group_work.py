@@ -19,7 +19,6 @@ from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, 
 from fuseplan.planner.lowering.recipes import kind_of, mutates
 from fuseplan.planner.work.aten_overheads import aten_overheads
 from fuseplan.planner.work.kernel_overheads import (
-    extents,
     kernel_overheads,
     lanes,
     reduction_levels,
@@ -41,7 +40,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         passes = _passes(segment)
         for load in segment.loads:
             if load.gather is None and segment.col_axis in load.index.axes():
-                elements = _footprint(load.index, extents(segment))
+                elements = _footprint(load.index, segment.extents())
                 repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[load.buffer].dtype]
         _count_flops(segment, flops)
     gathered = gathered_elements(ir)
@@ -63,7 +62,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
             for number in cold if number in gathered
         )),
         traffic=_traffic(ir) if len(ir.segments) > 1 else (),
-        elements=float(sum(math.prod(extents(segment)) for segment in ir.segments)),
+        elements=float(sum(math.prod(segment.extents()) for segment in ir.segments)),
         lanes=lanes(ir),
         threads=threads(ir),
         more_results=max(0, len(ir.outputs) - len(ir.overwritten) - 1),
@@ -74,7 +73,7 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
     """Elements that loads and stores reach, by buffer and index; a buffer that is only gathered from has none."""
     touched: dict[int, dict[Index, int]] = {}
     for segment in ir.segments:
-        sizes = extents(segment)
+        sizes = segment.extents()
         for load in segment.loads:
             own = touched.setdefault(load.buffer, {})
             if load.gather is None:
@@ -122,7 +121,7 @@ def _traffic(ir: KernelIR) -> tuple[Traffic, ...]:
     """What each segment moves: their blocks follow one another."""
     found = []
     for segment in ir.segments:
-        sizes = extents(segment)
+        sizes = segment.extents()
         loads = {(one.buffer, one.index) for one in segment.loads if one.gather is None}
         stores = {replace(store, value=0) for store in segment.stores}
         loaded_bytes = sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
@@ -145,9 +144,9 @@ def _footprint(index: Index, sizes: tuple[int, ...]) -> int:
 
 
 def _count_flops(segment: Segment, flops: dict[str, float]) -> None:
-    sizes = extents(segment)
+    sizes = segment.extents()
     rows, elements = math.prod(sizes[:-1]), math.prod(sizes)
-    for instr, once_per_row in zip(segment.body, segment.per_row(), strict=True):
+    for instr, once_per_row in zip(segment.body, segment.per_row, strict=True):
         if isinstance(instr, Reduce):
             unit, cost, count = "fp32", 1.0, elements
         elif isinstance(instr, Apply):

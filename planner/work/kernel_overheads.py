@@ -16,7 +16,7 @@ from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
 from fuseplan.kernels.cpp.emitter import simplified_segments
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
-from fuseplan.kernels.ir.index import Index, evaluate_all
+from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.kernels.ir.schedule import reduction_depths
@@ -60,10 +60,10 @@ def reduction_levels(segment: Segment) -> int:
 
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
-    sizes = extents(segment)
+    sizes = segment.extents()
     elements, cols = math.prod(sizes), sizes[-1]
     block_rows = full_tile(ir, segment)[0]
-    per_row = segment.per_row()
+    per_row = segment.per_row
     issued = _issued(ir, segment, per_row, block_rows)
     levels = reduction_levels(segment)
     each = issued.instructions / max(elements, 1)
@@ -100,7 +100,7 @@ class _Issued:
 
 
 def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> _Issued:
-    sizes, column = extents(segment), segment.col_axis
+    sizes, column = segment.extents(), segment.col_axis
     rows, cols = math.prod(sizes[:-1]), sizes[-1]
     found = _Issued()
     for instr, once, axes in zip(segment.body, per_row, value_axes(segment), strict=True):
@@ -131,7 +131,7 @@ def _chain(segment: Segment, per_row: Sequence[bool]) -> float:
 
 def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
     """Barriers of the smallest tiles: two for each operand that all rows share and that fills all threads."""
-    if sum(math.prod(extents(one)) for one in ir.segments) > _SMALL_KERNEL:
+    if sum(math.prod(one.extents()) for one in ir.segments) > _SMALL_KERNEL:
         return 0
     width = min(_SMALL_TILE, next_power_of_2(sizes[-1]))
     tile_rows = min(_SMALL_TILE // width, next_power_of_2(math.prod(sizes[:-1])))
@@ -139,11 +139,6 @@ def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
     if tile_rows < 2 or width < threads:
         return 0
     return 2 * sum(one.gather is None and one.index.axes() == {segment.col_axis} for one in segment.loads)
-
-
-def extents(segment: Segment) -> tuple[int, ...]:
-    """Rows of a static segment, then columns."""
-    return evaluate_all((*segment.rows, segment.cols), {})
 
 
 def _share(cols: int, levels: int) -> float:
@@ -161,7 +156,7 @@ def _rounds(ir: KernelIR, segment: Segment, per_row: Sequence[bool], cols: int) 
 
 def requested_bytes(ir: KernelIR, segment: Segment) -> float:
     """Bytes that the blocks of a segment load and store, each for itself; within a block, rows share what they can."""
-    sizes, block_rows = extents(segment), full_tile(ir, segment)[0]
+    sizes, block_rows = segment.extents(), full_tile(ir, segment)[0]
     loads = {(one.buffer, one.index, one.gather is not None) for one in segment.loads}
     total = 0.0
     for buffer, index, gathered in loads | {(store.buffer, store.index, False) for store in segment.stores}:
@@ -228,8 +223,8 @@ def threads(ir: KernelIR) -> int:
 
 
 def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
-    *outer, cols = evaluate_all((*segment.rows, segment.cols), {})
-    per_row = segment.per_row()
+    *outer, cols = segment.extents()
+    per_row = segment.per_row
     once = 1 + sum(per_row) + sum(segment.store_per_row(store) for store in segment.stores)
     body = zip(segment.body, per_row, strict=True)
     repeated = (instr for instr, is_once in body if isinstance(instr, Reduce) or not is_once)

@@ -8,10 +8,7 @@ from fuseplan.kernels.ir.backend import Backend, Config, Target, misfit
 
 
 def backends_for(device_type: str) -> tuple[Backend, ...]:
-    """Every back end for ``"cpu"`` or ``"cuda"``, in order of preference, whether or not it can run here.
-
-    Ask each one's ``unavailable()`` before using it. Imported on demand: a CPU user never imports Triton.
-    """
+    """Every back end for ``"cpu"`` or ``"cuda"``, in order of preference, whether or not it can run here."""
     if device_type == "cpu":
         from fuseplan.kernels.cpp.backend import CppBackend
 
@@ -25,11 +22,7 @@ def backends_for(device_type: str) -> tuple[Backend, ...]:
 
 
 def malformed_config(backend: str, config: Config) -> str | None:
-    """Why no kernel of a back end can have been built with a config, None when one can; imports no compiler.
-
-    Says nothing of a back end that this version does not have. Which kernels a config suits is
-    :meth:`~fuseplan.kernels.ir.backend.Backend.refuse_config`'s question.
-    """
+    """Why no kernel of a back end can have been built with a config, None when one can, or the back end is unknown."""
     from fuseplan.kernels.cpp import config as cpp_config
     from fuseplan.kernels.triton import config as triton_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -17,11 +17,7 @@ from fuseplan.kernels.native.build import COMPILER_NAMES, Compiler, build_librar
 
 
 class CppBackend(Backend):
-    """Generated C++ loops, compiled by the system's compiler for this processor.
-
-    Kernels are kept in ``cache_dir``, by default the user's cache folder; ``compilers`` are looked for on PATH in this
-    order.
-    """
+    """Generated C++ loops, compiled for this processor by the first of ``compilers`` on PATH, kept in ``cache_dir``."""
 
     name: ClassVar[str] = "cpp"
     device_type: ClassVar[str] = "cpu"
@@ -74,9 +70,7 @@ class CppBackend(Backend):
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        """Outputs are allocated in C: about a microsecond around the kernel."""
-        call: Callable[..., Any] = self.load(ir, config, target).fused
-        return call
+        return self.load(ir, config, target).fused
 
     def _compiler(self) -> Compiler:
         return required_compiler(self._compilers)

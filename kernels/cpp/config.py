@@ -1,8 +1,4 @@
-"""The configuration space of CPU kernels, and the choice made when nothing has been tuned.
-
-``unroll``, ``stage`` and ``stream`` change the binary; ``threads``, ``rows_per_task`` and ``col_tile`` are arguments of
-a call.
-"""
+"""The configuration space of CPU kernels, and the choice made when nothing has been tuned."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         Tunable("rows_per_task", _ROWS_PER_TASK if many_rows else (1,)),
         Tunable("col_tile", _tiles(segments)),
         Tunable("unroll", _UNROLLS),
-        Tunable("stage", (0, 1) if can_stage(segments) else (0,)),
+        Tunable("stage", (0, 1) if any(map(_staged, segments)) else (0,)),
         Tunable("stream", (0, 1) if size is not None and size >= _STREAM_BYTES else (0,)),
     )
 
@@ -78,11 +74,6 @@ def thread_choices(cores: int) -> tuple[int, ...]:
     """1, 2, 4, ... and all cores."""
     powers = [2**power for power in range(cores.bit_length()) if 2**power < cores]
     return (*powers, max(cores, 1))
-
-
-def can_stage(segments: tuple[Segment, ...]) -> bool:
-    """True when some segment evaluates a value twice that a staging buffer could hold."""
-    return any(phase.stages for segment in segments for phase in schedule(segment, stage=True))
 
 
 def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
@@ -113,14 +104,15 @@ def count_tasks(segments: tuple[Segment, ...], rows_per_task: int, col_tile: int
     )
 
 
+def _staged(segment: Segment) -> int:
+    """Bytes, for each column, of values that a segment evaluates twice, and that a staging buffer could hold."""
+    phases = schedule(segment, stage=True)
+    return sum(ITEMSIZE[segment.body[value].dtype] for phase in phases for value in phase.stages)
+
+
 def stage_bytes(segments: tuple[Segment, ...]) -> int:
     """Staging space of one thread (static columns)."""
-    return max(
-        int(segment.cols) * sum(
-            ITEMSIZE[segment.body[value].dtype] for phase in schedule(segment, stage=True) for value in phase.stages
-        )
-        for segment in segments
-    )
+    return max(int(segment.cols) * _staged(segment) for segment in segments)
 
 
 def ir_bytes(ir: KernelIR) -> int | None:
@@ -128,21 +120,20 @@ def ir_bytes(ir: KernelIR) -> int | None:
     if ir.symbols:
         return None
     reached = {**gathered_elements(ir), **dict.fromkeys(ir.overwritten.values(), 0)}
+    functions = 0
     for segment in ir.segments:
+        elements = segment.num_rows * segment.cols
         for store in segment.stores:
             if ir.buffers[store.buffer].over is not None:
-                reached[store.buffer] = reached.get(store.buffer, 0) + segment.num_rows * segment.cols
+                reached[store.buffer] = reached.get(store.buffer, 0) + elements
+        for instr, row_level in zip(segment.body, segment.per_row, strict=True):
+            if isinstance(instr, Apply) and not row_level and op_spec(instr.op).unit == "sfu":
+                functions += elements
     traffic = sum(
         reached[number] * ITEMSIZE[buffer.dtype] if number in reached else buffer.distinct_bytes()
         for number, buffer in enumerate(ir.buffers)
     )
-    functions = sum(
-        segment.num_rows * segment.cols * _BYTES_PER_SFU
-        for segment in ir.segments
-        for instr, row_level in zip(segment.body, segment.per_row(), strict=True)
-        if isinstance(instr, Apply) and not row_level and op_spec(instr.op).unit == "sfu"
-    )
-    return int(traffic + functions)
+    return int(traffic + functions * _BYTES_PER_SFU)
 
 
 def default_settings(ir: KernelIR, target: Target) -> Config:
@@ -154,15 +145,14 @@ def default_settings(ir: KernelIR, target: Target) -> Config:
     rows, tile = _default_task(segments, threads)
     if _is_static(segments):
         threads = max(1, min(threads, count_tasks(segments, rows, tile)))
-    stage = can_stage(segments) and (not _is_static(segments) or stage_bytes(segments) <= _STAGE_BYTES)
+    small = not _is_static(segments) or stage_bytes(segments) <= _STAGE_BYTES
+    stage = small and any(map(_staged, segments))
     # A reduction needs independent accumulators to hide the latency of an addition; a pointwise loop does not.
     unroll = 4 if any(segment.has_reduction() for segment in segments) else 2
     # What does not fit the last-level cache is gone before it is read again.
     stream = 0 < target.l2_bytes < (size or 0) and (size or 0) >= _STREAM_BYTES
-    return {
-        "threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage),
-        "stream": int(stream),
-    }
+    return {"threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage),
+            "stream": int(stream)}
 
 
 def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int]:

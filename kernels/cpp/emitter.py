@@ -1,24 +1,30 @@
 """KernelIR -> C++: one function per segment, loops over rows and vectors of columns, written for one binary.
 
-What does not change the binary (threads, rows per task, column tile) is an argument at run time; see ``Launch`` in
-``cpp_loops.h``.
+What does not change the binary (threads, rows per task, column tile) is an argument: ``Launch`` in ``cpp_loops.h``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from fuseplan.kernels.cpp.entry import entry_lines, is_tiled, shapes_lines, symbol_lines
-from fuseplan.kernels.cpp.text import constant_text, cpp_size, indent
-from fuseplan.kernels.cpp.types import SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, assign_registers
+from fuseplan.kernels.cpp.types import (
+    SCALAR_TYPE,
+    STORAGE_TYPE,
+    VECTOR_TYPE,
+    assign_registers,
+    constant_text,
+    cpp_size,
+    indent,
+)
 from fuseplan.kernels.cpp.values import Values, conversion
-from fuseplan.kernels.ir.coalesce import coalesce
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, register_type
+from fuseplan.kernels.ir.coalesce import coalesce, split_columns
+from fuseplan.kernels.ir.index import Size
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, Store, register_type
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import Phase, schedule
-from fuseplan.kernels.ir.split import split_columns
 
 #: A staging row up to this size lives on the stack.
 _STACK_BYTES = 64 * 1024
@@ -27,15 +33,12 @@ _MOST_LANES = 16
 
 
 def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
-    """Source text of a kernel, whose sizes may be symbolic.
+    """Source text of a kernel; BuildError where a dynamic size has no C++ spelling.
 
     Args:
         unroll: Vectors per turn of a column loop (and accumulators per reduction).
         stage: Keep values that several passes over a row need in a buffer instead of evaluating them again.
         stream: Write results past the caches.
-
-    Raises:
-        BuildError: A size expression has no C++ spelling.
     """
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
     simple = KernelIR(ir.buffers, simplified_segments(ir))
@@ -46,7 +49,7 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
         values = Values(segment, kinds[number], names)
-        lines += _SegmentWriter(simple.buffers, segment, values, names, unroll, stage).function(number)
+        lines += _SegmentWriter(simple.buffers, values, unroll, stage).function(number)
     lines += entry_lines(simple.segments, names)
     lines += shapes_lines(simple.outputs, names)
     return "\n".join(lines) + "\n"
@@ -68,37 +71,32 @@ def prelude() -> str:
 class _SegmentWriter:
     """Writes the function of one segment: rows ``[begin, end)``, columns ``[low, high)``."""
 
-    def __init__(self, buffers: Sequence[Buffer], segment: Segment, values: Values, names: Mapping[str, str],
-                 unroll: int, stage: bool) -> None:
-        self.buffers, self.segment, self.values, self.names = buffers, segment, values, names
+    def __init__(self, buffers: Sequence[Buffer], values: Values, unroll: int, stage: bool) -> None:
+        self.buffers, self.values, self.segment, self.kinds = buffers, values, values.segment, values.kinds
+        cols = self.segment.cols
         # No more accumulators than the row has vectors.
-        self.unroll = max(1, min(unroll, segment.cols // _MOST_LANES)) if isinstance(segment.cols, int) else unroll
-        self.phases = schedule(segment, stage)
-        self.kinds = values.kinds
+        self.unroll = max(1, min(unroll, cols // _MOST_LANES)) if isinstance(cols, int) else unroll
+        self.phases = schedule(self.segment, stage)
         self._declared: set[str] = set()
+
+    def _size(self, size: Size) -> str:
+        return cpp_size(size, self.values.names)
 
     def function(self, number: int) -> list[str]:
         """Source lines of the function."""
         segment = self.segment
         tiled = ", i64 low, i64 high" if is_tiled(segment) else ""
         head = f"static void segment{number}(void* const* buffers, const i64* sizes, i64 begin, i64 end{tiled}) {{"
-        lines = [*symbol_lines(self.names), *self._buffer_lines()]
+        lines = symbol_lines(self.values.names)
+        for used in sorted({access.buffer for access in segment.accesses}):
+            lines.append(f"{self._storage(used)}* __restrict__ b{used} = ({self._storage(used)}*)buffers[{used}];")
         if not tiled:
-            lines.append(f"const i64 low = 0, high = {cpp_size(segment.cols, self.names)};")
-        lines += [*self._staging_lines(), *self._first_row()]
-        lines.append("for (i64 row = begin; row < end; ++row) {")
+            lines.append(f"const i64 low = 0, high = {self._size(segment.cols)};")
+        first, following = self._rows()
+        lines += [*self._staging_lines(), *first, "for (i64 row = begin; row < end; ++row) {"]
         for position, phase in enumerate(self.phases):
             lines += indent(self._phase(position, phase))
-        lines += indent(self._next_row())
-        return [head, *indent([*lines, "}"]), "}"]
-
-    def _buffer_lines(self) -> list[str]:
-        used = {instr.buffer for instr in self.segment.body if isinstance(instr, Load)}
-        used |= {store.buffer for store in self.segment.stores}
-        return [
-            f"{self._storage(number)}* __restrict__ b{number} = ({self._storage(number)}*)buffers[{number}];"
-            for number in sorted(used)
-        ]
+        return [head, *indent([*lines, *indent(following), "}"]), "}"]
 
     def _storage(self, buffer: int) -> str:
         const = "" if self.buffers[buffer].is_output else "const "
@@ -116,32 +114,18 @@ class _SegmentWriter:
                 lines += [f"Scratch<{scalar}> scratch{value}({count});", f"{scalar}* t{value} = scratch{value}.data;"]
         return lines
 
-    # -- rows -----------------------------------------------------------------------------------------------
-
-    def _row_axes(self) -> list[int]:
-        """Row axes whose coordinate can be other than zero."""
-        return [axis for axis, extent in enumerate(self.segment.rows) if extent != 1]
-
-    def _first_row(self) -> list[str]:
-        axes = self._row_axes()
+    def _rows(self) -> tuple[list[str], list[str]]:
+        """The coordinates of the first row, and the step to the next one."""
+        axes = [(axis, self._size(extent)) for axis, extent in enumerate(self.segment.rows) if extent != 1]
         if not axes:
-            return []
-        lines = ["i64 rest = begin;"]
-        for axis in reversed(axes[1:]):
-            extent = cpp_size(self.segment.rows[axis], self.names)
-            lines.append(f"i64 c{axis} = rest % {extent}; rest /= {extent};")
-        return [*lines, f"i64 c{axes[0]} = rest;"]
-
-    def _next_row(self) -> list[str]:
-        axes = self._row_axes()
-        lines: list[str] = []
-        for axis in axes:
-            step = [f"++c{axis};"]
-            if lines or axis != axes[0]:
-                extent = cpp_size(self.segment.rows[axis], self.names)
-                step = [f"if (++c{axis} == {extent}) {{", f"  c{axis} = 0;", *indent(lines), "}"]
-            lines = step
-        return lines
+            return [], []
+        (outer, _), *inner = axes
+        first = ["i64 rest = begin;"]
+        first += [f"i64 c{axis} = rest % {extent}; rest /= {extent};" for axis, extent in reversed(inner)]
+        step = [f"++c{outer};"]
+        for axis, extent in inner:
+            step = [f"if (++c{axis} == {extent}) {{", f"  c{axis} = 0;", *indent(step), "}"]
+        return [*first, f"i64 c{outer} = rest;"], step
 
     # -- passes over the columns ----------------------------------------------------------------------------
 
@@ -151,23 +135,22 @@ class _SegmentWriter:
         for number in phase.row_stores:
             store = segment.stores[number]
             scalar = SCALAR_TYPE[register_type(self.buffers[store.buffer].dtype)]
-            address = values.row_address(store.buffer, store.index, store.scatter)
+            address = values.row_address(store)
             lines.append(f"{values.where_stored(store)}put({address}, ({scalar})r{store.value});")
         looped = [value for value in phase.reductions if not values.per_row[self._reduce(value).arg]]
         lines += [self._constant_reduction(value) for value in phase.reductions if value not in looped]
         if not looped and not phase.stores:
             return lines
         body = self._body(phase, looped)
-        lines += self._new([*values.take_splats(), *self._pointers(phase)])
-        lines += [line for value in looped for line in self._accumulators(value)]
-        lines += self._loop(f"pass{position}", looped, body)
-        return [*lines, *(line for value in looped for line in self._fold(value))]
-
-    def _new(self, declarations: Sequence[str]) -> list[str]:
-        """Declarations that no earlier phase of the row has made."""
-        fresh = [line for line in declarations if line not in self._declared]
+        # Declarations that no earlier phase of the row has made.
+        fresh = [one for one in (*values.take_splats(), *self._pointers(phase)) if one not in self._declared]
         self._declared.update(fresh)
-        return fresh
+        lines += fresh
+        for value in looped:
+            kind = self._accumulator_kind(value)
+            vector, identity = VECTOR_TYPE[kind], self._identity(value, kind)
+            lines += [f"{vector} a{value}_{lane} = splat<{vector}>({identity});" for lane in range(self.unroll)]
+        return [*lines, *self._loop(f"pass{position}", looped, body), *map(self._fold, looped)]
 
     def _reduce(self, value: int) -> Reduce:
         instr = self.segment.body[value]
@@ -177,7 +160,7 @@ class _SegmentWriter:
     def _constant_reduction(self, value: int) -> str:
         """A row-level value folds to itself, or under a sum to itself times the number of columns."""
         instr, scalar = self._reduce(value), SCALAR_TYPE[self.kinds[value]]
-        cols = cpp_size(self.segment.cols, self.names)
+        cols = self._size(self.segment.cols)
         whole = f"({scalar})r{instr.arg}" + (f" * ({scalar})({cols})" if instr.kind == "sum" else "")
         return f"const {scalar} r{value} = ({cols}) ? {whole} : {self._identity(value, self.kinds[value])};"
 
@@ -198,33 +181,24 @@ class _SegmentWriter:
             return "int32"
         return operand if natural == "int64" else natural
 
-    def _accumulators(self, value: int) -> list[str]:
-        kind = self._accumulator_kind(value)
-        vector, identity = VECTOR_TYPE[kind], self._identity(value, kind)
-        return [f"{vector} a{value}_{lane} = splat<{vector}>({identity});" for lane in range(self.unroll)]
-
     def _combine(self, value: int, a: str, b: str) -> str:
         return REDUCTIONS[self._reduce(value).kind].cpp_combine.format(a, b)
 
-    def _fold(self, value: int) -> list[str]:
+    def _fold(self, value: int) -> str:
         total = f"a{value}_0"
         for lane in range(1, self.unroll):
             total = self._combine(value, total, f"a{value}_{lane}")
         function = f"[](auto x, auto y) {{ return {self._combine(value, 'x', 'y')}; }}"
         target = SCALAR_TYPE[self.kinds[value]]
-        return [f"const {target} r{value} = ({target})fold({total}, {function});"]
+        return f"const {target} r{value} = ({target})fold({total}, {function});"
 
     def _pointers(self, phase: Phase) -> list[str]:
-        lines = []
-        for value in phase.elements:
-            instr = self.segment.body[value]
-            if isinstance(instr, Load):
-                storage = self._storage(instr.buffer)
-                lines.append(self.values.pointer(f"p{value}", instr.buffer, instr.index, storage, instr.gather))
-        for number in phase.stores:
-            store = self.segment.stores[number]
-            storage = self._storage(store.buffer)
-            lines.append(self.values.pointer(f"q{number}", store.buffer, store.index, storage, store.scatter))
+        values = [(f"p{value}", self.segment.body[value]) for value in phase.elements]
+        accesses = [*values, *((f"q{number}", self.segment.stores[number]) for number in phase.stores)]
+        lines = (
+            self.values.pointer(name, one, self._storage(one.buffer))
+            for name, one in accesses if isinstance(one, Load | Store)
+        )
         return [line for line in lines if line]
 
     def _body(self, phase: Phase, looped: Sequence[int]) -> list[str]:

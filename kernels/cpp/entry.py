@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fuseplan.kernels.cpp.text import cpp_size, indent
-from fuseplan.kernels.ir.index import Size
-from fuseplan.kernels.ir.ir import Buffer, Load, Segment
+from fuseplan.kernels.cpp.types import cpp_size, indent
+from fuseplan.kernels.ir.ir import Buffer, Segment
 
 #: Rows up to this many columns are never cut into column tiles: their trip count stays a constant.
 UNTILED_COLS = 1024
@@ -24,11 +23,10 @@ def is_tiled(segment: Segment) -> bool:
 def is_strided(segment: Segment) -> bool:
     """True when some access steps through memory from column to column (a transposed operand, a gather)."""
     axis = segment.col_axis
-    loads = [instr for instr in segment.body if isinstance(instr, Load)]
-    per_row = segment.per_row()
-    if any(load.gather is not None and not per_row[load.gather.value] for load in loads):
+    per_row = segment.per_row
+    if any(load.gather is not None and not per_row[load.gather.value] for load in segment.loads):
         return True
-    indices = [load.index for load in loads] + [store.index for store in segment.stores]
+    indices = [access.index for access in segment.accesses]
     return any(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)
 
 
@@ -42,12 +40,12 @@ def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[s
     sizes = symbol_lines(names)
     elements, tasks, runs = [], [], []
     for number, segment in enumerate(segments):
-        rows, cols = _num_rows(segment, names), cpp_size(segment.cols, names)
-        chunks = f"ceil_div({rows}, how->rows_per_task)"
+        rows = f"({' * '.join(['(i64)1', *(cpp_size(extent, names) for extent in segment.rows)])})"
+        cols, chunks = cpp_size(segment.cols, names), f"ceil_div({rows}, how->rows_per_task)"
         tiles = f"ceil_div({cols}, how->col_tile)" if is_tiled(segment) else "1"
         elements.append(f"{rows} * {cols}")
         tasks.append(f"{chunks} * {tiles}")
-        runs += _run_segment(number, segment, chunks, tiles, names)
+        runs += _run_segment(f"segment{number}(buffers, sizes, ", is_tiled(segment), rows, cols, chunks, tiles)
     return [
         "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {' + '.join(elements)};"]), "}",
         "static i64 tasks(const i64* sizes, const Launch* how) {",
@@ -57,15 +55,9 @@ def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[s
     ]
 
 
-def _num_rows(segment: Segment, names: Mapping[str, str]) -> str:
-    return f"({' * '.join(['(i64)1', *(cpp_size(extent, names) for extent in segment.rows)])})"
-
-
-def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: Mapping[str, str]) -> list[str]:
+def _run_segment(call: str, tiled: bool, rows: str, cols: str, chunks: str, tiles: str) -> list[str]:
     """Run the part of tasks ``[begin, end)`` that belongs to a segment, then count the rest from its end."""
-    rows = _num_rows(segment, names)
-    call = f"segment{number}(buffers, sizes, "
-    if not is_tiled(segment):
+    if not tiled:
         return [
             "{",
             f"  const i64 count = {chunks}, first = begin > 0 ? begin : 0, last = least(end, count);",
@@ -73,7 +65,6 @@ def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: 
             "  begin -= count; end -= count;",
             "}",
         ]
-    cols = cpp_size(segment.cols, names)
     return [
         "{",
         f"  const i64 tiles = {tiles}, count = {chunks} * tiles, last = least(end, count);",
@@ -88,10 +79,7 @@ def _run_segment(number: int, segment: Segment, chunks: str, tiles: str, names: 
 
 def shapes_lines(outputs: Sequence[Buffer], names: Mapping[str, str]) -> list[str]:
     """``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes."""
-    sizes: list[Size] = [size for buffer in outputs for size in (*buffer.shape, *buffer.strides)]
+    sizes = (size for buffer in outputs for size in (*buffer.shape, *buffer.strides))
     stores = [f"shapes[{number}] = {cpp_size(size, names)};" for number, size in enumerate(sizes)]
-    return [
-        'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {',
-        *indent([*symbol_lines(names), *stores]),
-        "}",
-    ]
+    head = 'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {'
+    return [head, *indent([*symbol_lines(names), *stores]), "}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,38 +14,26 @@ import torch
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, shared_openmp
-from fuseplan.kernels.native.extension import load_extension
-
-_MODULE = "fuseplan_cpp_launcher"
+from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, load_extension, shared_openmp
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How to run a kernel; none of it changes the binary.
+    """How to run a kernel; none of it changes the binary."""
 
-    Attributes:
-        threads: Threads at most; torch's own limit (``torch.set_num_threads``) holds as well.
-        grain: Elements that are worth one thread, 0 to use all ``threads``; for dynamic sizes.
-        rows_per_task: Rows that stay together on one thread.
-        col_tile: Columns of one task in kernels without reductions.
-        release_gil: Let other Python threads run meanwhile.
-    """
-
+    #: At most; torch's own limit (``torch.set_num_threads``) holds as well.
     threads: int = 1
+    #: Elements that are worth one thread, 0 to use all ``threads``; for dynamic sizes.
     grain: int = 0
     rows_per_task: int = 1
+    #: Columns of one task in kernels without reductions.
     col_tile: int = 4096
+    #: Let other Python threads run meanwhile.
     release_gil: bool = False
 
 
 class CppKernel(CompiledKernel):
-    """A loaded CPU kernel.
-
-    Attributes:
-        run: ``run(*inputs, *outputs, *sizes)``, as calling the kernel does.
-        fused: ``fused(*inputs, *sizes)``, which allocates the outputs and returns the tensor, or a tuple of them.
-    """
+    """A loaded CPU kernel: ``run(*inputs, *outputs, *sizes)``; ``fused(*inputs, *sizes)`` makes the outputs."""
 
     def __init__(self, run: Callable[..., None], fused: Callable[..., Any]) -> None:
         self.run, self.fused, self.resources = run, fused, Resources()
@@ -67,26 +55,19 @@ def load_kernel(
         address(loaded.fuseplan_launch), address(loaded.fuseplan_shapes),
         getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", 0), *shared_openmp(),
     )
+    layouts = tuple((buffer.shape, buffer.strides, torch_dtype(buffer.dtype)) for buffer in ir.outputs)
     outputs = tuple(
-        (len(buffer.shape), torch_dtype(buffer.dtype), -1 if buffer.over is None else buffer.over)
-        for buffer in ir.outputs
+        (len(shape), dtype, -1 if buffer.over is None else buffer.over)
+        for buffer, (shape, _, dtype) in zip(ir.outputs, layouts, strict=True)
     )
-    fixed = None
-    if not ir.symbols:
-        fixed = tuple((buffer.shape, buffer.strides, torch_dtype(buffer.dtype)) for buffer in ir.outputs)
+    empty = getattr(guards, "_empty_strided_cpu", None) or (
+        lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
     kernel = launcher.Kernel(
-        addresses,
-        (len(ir.inputs), len(ir.symbols), settings.release_gil),
-        (settings.threads, settings.grain, settings.rows_per_task, settings.col_tile),
-        getattr(guards, "_empty_strided_cpu", _empty_strided),
-        outputs,
-        fixed,
+        addresses, (len(ir.inputs), len(ir.symbols), settings.release_gil),
+        (settings.threads, settings.grain, settings.rows_per_task, settings.col_tile), empty, outputs,
+        None if ir.symbols else layouts,
     )
     return CppKernel(kernel.run, kernel.fused)
-
-
-def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
 
 
 @lru_cache(maxsize=4)
@@ -94,7 +75,7 @@ def load_launcher(compiler: Compiler, cache_dir: Path) -> Any | None:
     """The extension module, built on first use; None where Python's headers are missing or it does not build."""
     try:
         source = Path(__file__).parent.parent / "native" / "cpp_launcher.cpp"
-        return load_extension(_MODULE, source, compiler, cache_dir)
+        return load_extension("fuseplan_cpp_launcher", source, compiler, cache_dir)
     except BuildError:
         return None
 

@@ -1,15 +1,20 @@
-"""Register types of a CPU kernel: which C++ type holds each value, and how wide the widest one is.
+"""How sizes, indices, constants and types are written in C++, and which type holds each value of a kernel.
 
 The number of SIMD lanes is the vector width over the widest register type, so one int64 position in an attention mask
-would halve the speed of a float32 softmax. Positions are small: where interval arithmetic proves that every int64
-value computed per element fits 32 bits, they are held in int32.
+would halve the speed of a float32 softmax: where interval arithmetic proves that every int64 value computed per element
+fits 32 bits, they are held in int32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+import sympy
+
+from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.index import Coord, Index, Mod, Size
 from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Segment
 
@@ -31,45 +36,88 @@ STORAGE_TYPE = {
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
-def assign_registers(ir: KernelIR) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """``kinds[segment][value]``, the register type that holds each value, and the bytes of the widest one (4 or 8).
+def cpp_size(size: Size, names: Mapping[str, str]) -> str:
+    """A size as an ``i64`` expression; ``names`` spells the symbols."""
+    if isinstance(size, int):
+        return f"{size}LL" if abs(size) > 2**31 - 1 else str(size)
+    # One division at the end: the terms of an integer polynomial need not be integers themselves.
+    numerator, denominator = sympy.sympify(size).as_numer_denom()
+    text = _polynomial(sympy.expand(numerator), names)
+    return text if denominator == 1 else f"({text} / {_polynomial(sympy.expand(denominator), names)})"
 
-    They are as the IR says, but int64 values computed per element are in int32 where all of them fit.
-    """
-    natural = tuple(tuple(instr.dtype for instr in segment.body) for segment in ir.segments)
-    wide = {
-        instr.dtype
-        for segment in ir.segments
-        for instr, row_level in zip(segment.body, segment.per_row(), strict=True) if not row_level
-    }
-    if wide.isdisjoint(("int64", "float64")):
-        return natural, 4
-    if "float64" in wide or not all(_fits_int32(segment) for segment in ir.segments):
-        return natural, 8
-    narrowed = tuple(
-        tuple(
-            "int32" if instr.dtype == "int64" and not row_level else instr.dtype
-            for instr, row_level in zip(segment.body, segment.per_row(), strict=True)
-        )
-        for segment in ir.segments
+
+def _polynomial(expr: sympy.Expr, names: Mapping[str, str]) -> str:
+    if expr.is_Integer:
+        return cpp_size(int(expr), names)
+    if expr.is_Symbol:
+        return names[expr.name]
+    if expr.is_Add or expr.is_Mul:
+        return "(" + (" + " if expr.is_Add else " * ").join(_polynomial(arg, names) for arg in expr.args) + ")"
+    if expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+        return "(" + " * ".join([_polynomial(expr.base, names)] * int(expr.exp)) + ")"
+    raise BuildError(f"cpp: cannot write the size expression {expr} (only sums, products and powers are supported)")
+
+
+def index_text(index: Index, coord: Callable[[int], str], names: Mapping[str, str]) -> str:
+    """An index as an ``i64`` expression; ``coord`` spells the coordinates."""
+    return index.render(coord, lambda size: cpp_size(size, names))
+
+
+def without_column(index: Index, col_axis: int) -> Index:
+    """The index less its plain column term: its value at column 0 when it is affine in the column."""
+    return Index.build(index.const, [term for term in index.terms if getattr(term[0], "axis", None) != col_axis])
+
+
+def constant_text(kind: str, value: float | int | bool) -> str:
+    """A scalar literal of a register type, exact (hexadecimal for floats)."""
+    if kind == "bool":
+        return "true" if value else "false"
+    if kind.startswith("int"):
+        whole = int(value)
+        if whole == -(2**63):
+            return "(-9223372036854775807LL - 1)"
+        return f"{whole}LL" if kind == "int64" else f"((int){whole}LL)"
+    suffix = "f" if kind == "float32" else ""
+    number = float(value)
+    if kind == "float32" and math.isfinite(number):
+        try:
+            number = struct.unpack("f", struct.pack("f", number))[0]
+        except OverflowError:
+            number = math.copysign(math.inf, number)
+    if math.isnan(number):
+        return f'__builtin_nan{suffix}("")'
+    if math.isinf(number):
+        return f"{'-' if number < 0 else ''}__builtin_inf{suffix}()"
+    return f"{number.hex()}{suffix}"
+
+
+def indent(lines: Sequence[str], by: int = 1) -> list[str]:
+    return [("  " * by + line) if line else line for line in lines]
+
+
+def assign_registers(ir: KernelIR) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """``kinds[segment][value]``, the register type that holds each value, and the bytes of the widest one (4 or 8)."""
+    bodies = [list(zip(segment.body, segment.per_row, strict=True)) for segment in ir.segments]
+    wide = {instr.dtype for body in bodies for instr, row_level in body if not row_level}
+    if "float64" in wide or ("int64" in wide and not all(_fits_int32(segment) for segment in ir.segments)):
+        return tuple(tuple(instr.dtype for instr, _ in body) for body in bodies), 8
+    kinds = tuple(
+        tuple("int32" if instr.dtype == "int64" and not row_level else instr.dtype for instr, row_level in body)
+        for body in bodies
     )
-    return narrowed, 4
+    return kinds, 4
 
 
 def _fits_int32(segment: Segment) -> bool:
     """True when every int64 value computed per element (and every reduction of one) has bounds inside int32."""
     intervals: list[Interval] = []
-    for instr, row_level in zip(segment.body, segment.per_row(), strict=True):
+    for instr, row_level in zip(segment.body, segment.per_row, strict=True):
         interval = _interval(instr, segment, intervals)
         intervals.append(interval)
-        per_element = not row_level or isinstance(instr, Reduce)
-        if per_element and instr.dtype == "int64" and not _inside(interval):
+        fits = interval is not None and max(-interval[0], interval[1]) <= _INT32_LIMIT
+        if instr.dtype == "int64" and not fits and (not row_level or isinstance(instr, Reduce)):
             return False
     return True
-
-
-def _inside(interval: Interval) -> bool:
-    return interval is not None and interval[0] >= -_INT32_LIMIT and interval[1] <= _INT32_LIMIT
 
 
 def _interval(instr: Instr, segment: Segment, known: Sequence[Interval]) -> Interval:
@@ -108,11 +156,8 @@ def _apply_interval(op: str, operands: Sequence[Interval]) -> Interval:
     if len(numbers) != 2:
         return None
     (a, b) = numbers
-    if op == "int_remainder":
-        reach = max(map(abs, b))
-        return (-reach, reach)
-    if op == "int_floordiv":
-        reach = max(map(abs, a)) + 1
+    if op in ("int_remainder", "int_floordiv"):
+        reach = max(map(abs, b)) if op == "int_remainder" else max(map(abs, a)) + 1
         return (-reach, reach)
     if op == "shift_right" and b[0] >= 0:
         return (min(a[0], a[0] >> b[0]), max(a[1], a[1] >> b[0]))
@@ -136,10 +181,8 @@ def index_bounds(index: Index) -> Interval:
     for atom, coef in index.terms:
         if not isinstance(coef, int):
             return None
-        if isinstance(atom, Coord):
-            top: int | None = _top(atom.extent)
-        elif isinstance(atom, Mod):
-            top = _top(atom.divisor)
+        if isinstance(atom, Coord | Mod):
+            top = _top(atom.extent if isinstance(atom, Coord) else atom.divisor)
         else:
             inner = index_bounds(atom.base)
             top = inner[1] // atom.divisor if inner and inner[0] >= 0 and isinstance(atom.divisor, int) else None

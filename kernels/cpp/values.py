@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fuseplan.kernels.cpp.text import constant_text, cpp_size, index_text, without_column
-from fuseplan.kernels.cpp.types import COMPARISONS, SCALAR_TYPE, VECTOR_TYPE
+from fuseplan.kernels.cpp.types import (
+    COMPARISONS,
+    SCALAR_TYPE,
+    VECTOR_TYPE,
+    constant_text,
+    cpp_size,
+    index_text,
+    without_column,
+)
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index
 from fuseplan.kernels.ir.ir import Apply, Cast, Const, Gather, Iota, Load, Round, Segment, Store
 from fuseplan.kernels.ir.ops import op_spec
@@ -23,11 +30,9 @@ class Values:
 
     def __init__(self, segment: Segment, kinds: Sequence[str], names: Mapping[str, str]) -> None:
         self.segment, self.kinds, self.names = segment, kinds, names
-        self.per_row = segment.per_row()
+        self.per_row = segment.per_row
         #: Broadcasts used since the last :meth:`take_splats`, name to declaration.
         self._splats: dict[str, str] = {}
-
-    # -- rows -----------------------------------------------------------------------------------------------
 
     def row_declaration(self, value: int) -> str:
         """``const float r3 = ...;``"""
@@ -67,12 +72,8 @@ class Values:
         if not self.per_row[value]:
             return f"e{value}"
         name = f"s{value}_{kind}"
-        if kind == "bool":
-            text = f"splat_mask(r{value})"
-        elif kind == "int32" and self.kinds[value] == "int64":
-            text = f"splat<vi>(clamp_int(r{value}))"
-        else:
-            text = f"splat<{VECTOR_TYPE[kind]}>(r{value})"
+        clamped = (self.kinds[value], kind) == ("int64", "int32")
+        text = _splat(kind, f"clamp_int(r{value})" if clamped else f"r{value}")
         self._splats[name] = f"const {VECTOR_TYPE[kind]} {name} = {text};"
         return name
 
@@ -128,15 +129,16 @@ class Values:
 
     # -- memory ---------------------------------------------------------------------------------------------
 
-    def pointer(self, name: str, buffer: int, index: Index, storage: str, gather: Gather | None = None) -> str | None:
+    def pointer(self, name: str, access: Load | Store, storage: str) -> str | None:
         """Declaration of the address of column 0 of an index affine in the column; None for the others."""
-        if not index.is_affine_in(self.segment.col_axis) or self._gathers_columns(gather):
+        if not access.index.is_affine_in(self.segment.col_axis) or self._gathers_columns(_picked(access)):
             return None
-        return f"{storage}* {name} = {self.row_address(buffer, without_column(index, self.segment.col_axis), gather)};"
+        return f"{storage}* {name} = {self.row_address(access)};"
 
-    def row_address(self, buffer: int, index: Index, gather: Gather | None = None) -> str:
-        """Address of an index that mentions no column."""
-        return f"b{buffer} + ({self.index(index)}){self._row_gather(gather)}"
+    def row_address(self, access: Load | Store) -> str:
+        """Address of the element in column 0."""
+        index = self.index(without_column(access.index, self.segment.col_axis))
+        return f"b{access.buffer} + ({index}){self._row_gather(_picked(access))}"
 
     def where_stored(self, store: Store) -> str:
         """The condition in front of a store that data gives the address of."""
@@ -152,13 +154,15 @@ class Values:
         """The summand of an address that a row-level value gives."""
         return "" if gather is None else f" + r{gather.value} * (i64){cpp_size(gather.stride, self.names)}"
 
-    def address(self, name: str, buffer: int, index: Index, gather: Gather | None = None) -> tuple[str, str | None]:
+    def address(self, name: str, access: Load | Store) -> tuple[str, str | None]:
         """``(pointer, offsets)``: consecutive columns when ``offsets`` is None, else a function of the lane."""
+        index, gather = access.index, _picked(access)
         if gather is not None and self._gathers_columns(gather):
             picked = f"e{gather.value}[i] * (i64){cpp_size(gather.stride, self.names)}"
-            return f"b{buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
+            return f"b{access.buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
         if not index.is_affine_in(self.segment.col_axis):
-            return f"b{buffer}{self._row_gather(gather)}", f"[&](int i) -> i64 {{ return {self.index(index)}; }}"
+            pointer = f"b{access.buffer}{self._row_gather(gather)}"
+            return pointer, f"[&](int i) -> i64 {{ return {self.index(index)}; }}"
         step = index.coefficient(self.segment.col_axis)
         if isinstance(step, int) and step == 1:
             return f"{name} + j", None
@@ -167,13 +171,12 @@ class Values:
     def _load(self, value: int, instr: Load, kind: str) -> str:
         if instr.gather is None and instr.mask is None and _shared_by_lanes(instr.index, self.segment):
             loaded = f"get(b{instr.buffer} + ({self.index(instr.index, 'j')}))"
-            return f"splat_mask({loaded})" if kind == "bool" else f"splat<{VECTOR_TYPE[kind]}>({loaded})"
-        pointer, offsets = self.address(f"p{value}", instr.buffer, instr.index, instr.gather)
+            return _splat(kind, loaded)
+        pointer, offsets = self.address(f"p{value}", instr)
         plain = f"load({pointer}, m)" if offsets is None else f"gather({pointer}, {offsets}, m)"
         if instr.mask is None:
             return plain
-        constant = constant_text(kind, instr.other)
-        other = f"splat_mask({constant})" if kind == "bool" else f"splat<{VECTOR_TYPE[kind]}>({constant})"
+        other = _splat(kind, constant_text(kind, instr.other))
         if self.per_row[instr.mask]:
             return f"r{instr.mask} ? {plain} : {other}"
         if offsets is None:
@@ -185,11 +188,18 @@ class Values:
         value = self.operand(store.value)
         if (self.kinds[store.value], storage_kind) != ("int32", "int64"):
             value = conversion(self.kinds[store.value], storage_kind, value)
-        pointer, offsets = self.address(f"q{number}", store.buffer, store.index, store.scatter)
-        where = self.where_stored(store)
-        if offsets is None:
-            return f"{where}store({pointer}, {value}, m);"
-        return f"{where}scatter({pointer}, {offsets}, {value}, m);"
+        pointer, offsets = self.address(f"q{number}", store)
+        call = f"store({pointer}, {value}, m);" if offsets is None else f"scatter({pointer}, {offsets}, {value}, m);"
+        return f"{self.where_stored(store)}{call}"
+
+
+def _picked(access: Load | Store) -> Gather | None:
+    """The part of an address that is data."""
+    return access.gather if isinstance(access, Load) else access.scatter
+
+
+def _splat(kind: str, text: str) -> str:
+    return f"splat_mask({text})" if kind == "bool" else f"splat<{VECTOR_TYPE[kind]}>({text})"
 
 
 #: Columns in a vector, at most; a vector starts at a multiple of what it holds.
@@ -197,10 +207,7 @@ _LANES = 16
 
 
 def _shared_by_lanes(index: Index, segment: Segment) -> bool:
-    """Whether all lanes of a vector read one element: the column counts by blocks of whole vectors only.
-
-    So it is with what a channel has, where columns walk the positions of several channels.
-    """
+    """Whether all lanes of a vector read one element: the column counts by blocks of whole vectors only."""
     column = segment.col_axis
     if column not in index.axes() or not isinstance(segment.cols, int) or segment.cols % _LANES:
         return False

@@ -1,11 +1,11 @@
-"""What the two GPU back ends share: a callable that allocates outputs beside its inputs, on their device."""
+"""What the two GPU back ends share: from a generated function to a callable."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,22 +13,13 @@ import torch
 
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, build_launcher, compile_kernel, read_resources
 from fuseplan.kernels.gpu.direct import Layout, find_launcher
-from fuseplan.kernels.gpu.launch import (
-    Geometry,
-    GpuKernel,
-    InterpretedKernel,
-    Layouts,
-    Variant,
-    allocating,
-    interpreter_is_on,
-)
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Variant, allocating, interpreter_is_on
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.kernels.gpu.tile import chunk_width, needs_int64, tile_of
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
-
-_WARP = 32
 
 
 class GpuBackend(Backend, WritesInPlace):
@@ -61,18 +52,17 @@ class GpuBackend(Backend, WritesInPlace):
         return resources
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
-        symbols, buffers = ir.symbols, len(ir.buffers)
         if interpreter_is_on():
             config = plainly(config)
             function, programs = self._function(ir, config), functools.partial(self._programs, ir, config)
-            return InterpretedKernel(function, programs, symbols, self._arguments(ir, config), buffers)
+            return InterpretedKernel(function, programs, ir.symbols, self._arguments(ir, config), len(ir.buffers))
         if not torch.cuda.is_available():
             raise BuildError(f"{self.name}: no CUDA device is visible to load a kernel on; prepare() needs none")
         resources = self.prepare(ir, config, target)
         return GpuKernel(
             functools.partial(self._compile, ir, config, target, known=resources),
             lambda sizes: Geometry(self._programs(ir, config, sizes), needs_int64(ir, sizes)),
-            symbols, self._arguments(ir, config), buffers, resources, find_launcher(),
+            ir.symbols, self._arguments(ir, config), len(ir.buffers), resources, find_launcher(),
         )
 
     def _compile(
@@ -104,38 +94,26 @@ class GpuBackend(Backend, WritesInPlace):
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        """``call(*inputs, *sizes)``: allocates the outputs where the first input lives, launches, and returns them."""
         return self.call(self.load(ir, config, target), ir, target, {})
 
     def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
         """How each segment is computed: a tile with fewer elements than threads is held by several alike."""
-        threads = _WARP * int(config["num_warps"])
-        found = []
-        for segment in ir.segments:
-            tile = tile_of(segment, config)
-            found.append(Execution(tile.looped, tile.elements < threads, chunk_width(ir.buffers, segment, config) > 0))
-        return tuple(found)
+        threads = 32 * int(config["num_warps"])
+        tiles = ((tile_of(segment, config), chunk_width(ir.buffers, segment, config)) for segment in ir.segments)
+        return tuple(Execution(tile.looped, tile.elements < threads, chunk > 0) for tile, chunk in tiles)
 
     def call(
         self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
         """Outputs that lie in no input are allocated where the first input lives."""
-        inputs, reuse = len(ir.inputs), {**reuse, **ir.overwritten}
-        layout = _layouts(ir, [number for number in range(len(ir.outputs)) if number not in reuse])
+        inputs, symbols, reuse = len(ir.inputs), ir.symbols, {**reuse, **ir.overwritten}
+
+        @functools.lru_cache(maxsize=1024)
+        def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+            outputs = enumerate(ir.bind(dict(zip(symbols, sizes, strict=True))).outputs)
+            made = [output for number, output in outputs if number not in reuse]
+            return tuple((output.shape, output.strides, torch_dtype(output.dtype)) for output in made)
+
         if isinstance(kernel, GpuKernel):
             return kernel.fused(inputs, layout, reuse)
         return allocating(kernel, inputs, layout, reuse)
-
-
-def _layouts(ir: KernelIR, outputs: Sequence[int]) -> Layouts:
-    """Dynamic sizes -> layouts of the outputs at those positions."""
-    symbols, dtypes = ir.symbols, [getattr(torch, ir.outputs[number].dtype) for number in outputs]
-
-    @functools.lru_cache(maxsize=1024)
-    def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
-        bound = ir.bind(dict(zip(symbols, sizes, strict=True))).outputs
-        return tuple(
-            (bound[number].shape, bound[number].strides, dtype) for number, dtype in zip(outputs, dtypes, strict=True)
-        )
-
-    return layout

@@ -21,7 +21,7 @@ import platformdirs
 
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, BuildError, MachineError, Resources, Target
 from fuseplan.kernels.native.allowance import Allowance
-from fuseplan.kernels.native.own_folder import is_exposed, own_folder
+from fuseplan.kernels.native.build import is_exposed, own_folder
 
 #: Storage type -> Triton's spelling in a kernel signature.
 POINTER_TYPES: Mapping[str, str] = {
@@ -32,12 +32,12 @@ POINTER_TYPES: Mapping[str, str] = {
 
 #: Name of the explicit limit on registers among a kernel's facts; 0 where there is none.
 _LIMIT = "register_limit"
-#: Seconds that NVIDIA's tools may take over one kernel.
+#: Seconds that NVIDIA's tool may take over one kernel.
 _TOOL_LIMIT_S = 60.0
 
 
 def warm_up() -> None:
-    """Import and compute what compiling needs once in every process. Starts no thread and touches no device."""
+    """Import and compute what compiling needs once in every process."""
     import triton.compiler
     import triton.runtime.cache
     from triton.backends.nvidia.compiler import get_ptxas
@@ -65,9 +65,7 @@ class ModuleStore:
 
     @property
     def folder(self) -> Path:
-        """Where modules are kept and loaded from: nobody else may write there. :class:`BuildError` where it cannot be
-        made.
-        """
+        """Where modules are kept and loaded from; :class:`BuildError` where it cannot be made."""
         try:
             return own_folder(self._wanted)
         except OSError as error:
@@ -118,33 +116,26 @@ def load_file(path: Path) -> ModuleType:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What a compiler needs beside a kernel's source.
+    """What a compiler needs beside a kernel's source."""
 
-    Attributes:
-        signature: Triton type of every argument, in order, by name (``"*bf16"``, ``"i32"``).
-        aligned: Names of arguments that are multiples of 16 (addresses in bytes, integers by value).
-        constants: Values of compile-time arguments (their type in ``signature`` is ``"constexpr"``).
-        overlapped: The kernel waits for the one ahead of it itself, and is launched so that it may start before.
-    """
-
+    #: Triton type of every argument, in order, by name (``"*bf16"``, ``"i32"``).
     signature: Mapping[str, str]
+    #: Names of arguments that are multiples of 16 (addresses in bytes, integers by value).
     aligned: Sequence[str]
     num_warps: int
     num_stages: int = 1
+    #: Values of compile-time arguments (their type in ``signature`` is ``"constexpr"``).
     constants: Mapping[str, Any] | None = None
+    #: The kernel waits for the one ahead of it itself, and is launched so that it may start before.
     overlapped: bool = False
 
 
 def compile_kernel(function: Any, spec: KernelSpec, target: Target, known: Resources | None = None) -> Any:
-    """Compile a ``@triton.jit`` function to Triton's ``CompiledKernel``, through Triton's own on-disk cache. Needs no
-    GPU.
+    """Compile a ``@triton.jit`` function to Triton's ``CompiledKernel``, through Triton's cache. Needs no GPU.
 
     Left alone, ptxas may spill a few registers of a small kernel for the sake of occupancy. The kernel is then compiled
-    again with an explicit limit, which ptxas fills first. ``known`` facts of an earlier compilation say which limit it
-    was.
-
-    Raises:
-        BuildError: Triton or ptxas refused; the message has their first complaint.
+    again with an explicit limit, which ptxas fills first; ``known`` facts of an earlier compilation say which it was.
+    BuildError with the first complaint of Triton or ptxas where one refuses.
     """
     if known is not None and _LIMIT in known.extra:
         limit = int(known.extra[_LIMIT])
@@ -175,34 +166,22 @@ def _compile(function: Any, spec: KernelSpec, target: Target, more_options: Mapp
     except BuildError:
         raise
     except Exception as error:
-        kind = MachineError if isinstance(_innermost(error), OSError) else BuildError
-        raise kind(f"triton could not compile the kernel for {target.arch}: {_complaint(error)}") from error
+        # Triton wraps the reason in source excerpts: it is the innermost cause's last line.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        kind = MachineError if isinstance(cause, OSError) else BuildError
+        complaint = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or ['no message'])[-1].strip()}"
+        raise kind(f"triton could not compile the kernel for {target.arch}: {complaint}") from error
 
 
 def _registers_and_spills(compiled: Any) -> tuple[int | None, int | None]:
-    """Registers, and bytes spilled, of one thread; None where the tools are missing."""
+    """Registers, and bytes spilled, of one thread; None where the tool that tells is missing."""
     usage = _cubin_usage(compiled.asm["cubin"], compiled.metadata.name)
     stack = usage.get("STACK")
-    # A stack frame may also hold a local array (the slow path of sin does): only then is ptxas asked for the truth.
-    return usage.get("REG"), _spilled_bytes(compiled.asm["ptx"], stack) if stack else stack
-
-
-def _spilled_bytes(ptx: str, otherwise: int) -> int:
-    """Bytes that ptxas stores to spill registers, from its verbose output; ``otherwise`` if it does not say."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    arch = re.search(r"^\.target\s+(\w+)", ptx, flags=re.MULTILINE)
-    if arch is None:
-        return otherwise
-    tool = get_ptxas(int(re.sub(r"\D", "", arch[1])))
-    # What Triton itself passes to a ptxas that knows it.
-    more = ["--regAllocOptLevel=2"] if int(str(tool.version).split(".")[0]) >= 13 else []
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx, encoding="utf-8")
-        command = [tool.path, "-v", *more, f"--gpu-name={arch[1]}", str(source), "-o", str(Path(folder) / "cubin")]
-        found = re.findall(r"(\d+) bytes spill stores", _said_by(command).stderr)
-    return sum(map(int, found)) if found else otherwise
+    # The stack also holds local arrays (the slow path of a float64's sin has one).
+    arrays = sum(map(int, re.findall(r"\.local\s.*\[(\d+)\];", compiled.asm["ptx"]))) if stack else 0
+    return usage.get("REG"), None if stack is None else max(0, stack - arrays)
 
 
 def compute_capability(target: Target) -> int:
@@ -213,24 +192,8 @@ def compute_capability(target: Target) -> int:
     return int(match[1])
 
 
-def _complaint(error: BaseException) -> str:
-    """The innermost cause's last line: Triton wraps the reason in source excerpts."""
-    error = _innermost(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def build_launcher(compiled: Any) -> None:
-    """Have Triton build what will launch a kernel, into its cache. Needs no GPU, but its driver's library.
-
-    Triton up to 3.6 compiles C for every signature of arguments, and would do so where the kernel is timed.
-    """
+    """Have Triton, which up to 3.6 compiles C for every signature of arguments, do so before the kernel is timed."""
     from triton.backends.nvidia import driver
 
     if hasattr(driver, "make_launcher"):
@@ -253,16 +216,12 @@ def _cubin_usage(cubin: bytes, name: str) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        match = re.search(rf"Function {re.escape(name)}:\s*\n\s*(.*)", _said_by(command).stdout)
+        try:
+            told = Allowance(_TOOL_LIMIT_S).run([tool, "--dump-resource-usage", file.name])
+        except subprocess.TimeoutExpired:
+            raise MachineError(f"{tool} did not finish within {_TOOL_LIMIT_S:g} s") from None
+    match = re.search(rf"Function {re.escape(name)}:\s*\n\s*(.*)", told.stdout)
     return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", match[1])} if match else {}
-
-
-def _said_by(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return Allowance(_TOOL_LIMIT_S).run(command)
-    except subprocess.TimeoutExpired:
-        raise MachineError(f"{command[0]} did not finish within {_TOOL_LIMIT_S:g} s") from None
 
 
 @functools.cache

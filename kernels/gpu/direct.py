@@ -1,8 +1,7 @@
-"""Launching a compiled Triton kernel with one driver call: no Triton launcher, no argument inspection.
+"""Launching a compiled Triton kernel with one driver call: what the extension in ``gpu_launcher.cpp`` must be told.
 
-The work of a call is done by the extension in ``gpu_launcher.cpp``; here is what it must be told, and when a kernel
-cannot be launched that way. Without a C++ compiler, or for a kernel that asks for more than a grid (scratch memory,
-clusters), Triton's own launcher is used: some microseconds more a call, same results.
+Without a C++ compiler, or for a kernel that asks for more than a grid (scratch memory, clusters), Triton's own launcher
+is used: some microseconds more a call, same results.
 """
 
 from __future__ import annotations
@@ -20,30 +19,23 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import address, default_cache_dir, required_compiler
-from fuseplan.kernels.native.extension import load_extension
+from fuseplan.kernels.native.build import address, default_cache_dir, load_extension, required_compiler
 
 logger = logging.getLogger("fuseplan")
 
 _SOURCE = Path(__file__).parent.parent / "native" / "gpu_launcher.cpp"
 _MAX_ARGUMENTS = 256  # of launcher.h
-_WARP = 32
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
-#: Addresses of the CUDA driver's functions to launch, to find the current context, to explain an error, and to launch
-#: with a configuration.
+#: Addresses of the driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and ``cuLaunchKernelEx``.
 Driver: TypeAlias = tuple[int, int, int, int]
 #: ``(shape, strides, dtype)`` of one output.
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Entry(NamedTuple):
-    """A loaded kernel as the driver sees it: its handle, and what each block has.
-
-    ``overlapped``: it may start before the kernel in front of it has ended, and waits for that one itself (programmatic
-    dependent launch).
-    """
+    """A loaded kernel as the driver sees it: its handle, what each block has, and whether it may start early."""
 
     function: int
     threads: int
@@ -53,18 +45,15 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The extension, and what it calls.
-
-    Attributes:
-        allocate: ``(shape, strides, dtype)`` -> tensor on the current device.
-        stream: Device index -> handle of its current stream.
-        check_device: Whether tensors may be on another device than the current one, which is then looked up.
-    """
+    """The extension, and what it calls."""
 
     module: Any
     driver: Driver
+    #: ``(shape, strides, dtype)`` -> tensor on the current device.
     allocate: Callable[..., torch.Tensor]
+    #: Device index -> handle of its current stream.
     stream: Callable[[int], int]
+    #: Whether tensors may be on another device than the current one, which is then looked up.
     check_device: bool = False
 
     def bind(
@@ -78,22 +67,18 @@ class Launcher:
             arguments: Buffer and byte offset of each address the kernel takes.
             slow_run: ``(kernel, *tensors, *sizes)``: does a call, and adds to the kernel what it did not know.
             slow_fused: The same with the outputs allocated, for ``(kernel, *inputs, *sizes)``.
-            reuse: For positions among the outputs, the position of the input that each overwrites: it is returned.
+            reuse: For positions among the outputs, the position of the input that each overwrites.
         """
         if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
             return None
+        reused = tuple(reuse.get(number, -1) for number in range(counts[1]))
+        calls = (self.allocate, self.stream, slow_run, slow_fused)
         return self.module.Kernel(
-            self.driver,
-            _data_ptr(),
-            (*counts, self.check_device),
-            tuple(arguments),
-            tuple(reuse.get(number, -1) for number in range(counts[1])),
-            (self.allocate, self.stream, slow_run, slow_fused),
+            self.driver, _data_ptr(), (*counts, self.check_device), tuple(arguments), reused, calls
         )
 
     def address_reader(self, positions: Sequence[int], others: Sequence[torch.Tensor]) -> Callable[[Any], bytes]:
-        """``read(args)``: where the tensors at ``positions`` of a tuple lie, and then ``others``; equal if and only if
-        every address is. One call into the extension."""
+        """``read(args)``: where the tensors at ``positions`` of a tuple lie, and then ``others``."""
         read, data_ptr, chosen, more = self.module.addresses, _data_ptr(), tuple(positions), tuple(others)
         return lambda args: read(data_ptr, args, chosen, more)
 
@@ -104,7 +89,7 @@ def _data_ptr() -> int:
 
 
 def find_launcher() -> Launcher | None:
-    """The launcher of this process, built on first use; None where it cannot be had (:func:`launcher_problem`)."""
+    """The launcher of this process, built on first use; None where it cannot be had."""
     found = _search()
     return found if isinstance(found, Launcher) else None
 
@@ -137,19 +122,14 @@ def cuda_driver() -> Driver:
     """The driver of this machine; :class:`BuildError` where there is none, or it lacks a function."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuGetErrorString", "cuLaunchKernelEx")
-        launch, context, error_text, launch_config = (address(getattr(library, name)) for name in names)
+        return (address(library.cuLaunchKernel), address(library.cuCtxGetCurrent), address(library.cuGetErrorString),
+                address(library.cuLaunchKernelEx))
     except (OSError, AttributeError) as error:
         raise BuildError(f"the CUDA driver cannot be used: {error}") from error
-    return launch, context, error_text, launch_config
 
 
 def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
-    """How to launch a Triton ``CompiledKernel`` on the current device, with parameters of these widths in order.
-
-    Raises:
-        BuildError: It needs Triton's launcher; the message says why.
-    """
+    """How to launch a Triton ``CompiledKernel`` on the current device, with parameters of these widths in order."""
     metadata = compiled.metadata
     if getattr(metadata, "num_ctas", 1) != 1:
         raise BuildError("it is launched in clusters")
@@ -164,7 +144,7 @@ def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
     if found[:count] != tuple(parameter_bits) or found[count:] not in ((), (64,), (64, 64)):
         raise BuildError(f"its parameters have {found} bits, expected {tuple(parameter_bits)}")
     overlapped = bool(getattr(metadata, "launch_pdl", False))
-    return Entry(int(compiled.function), int(metadata.num_warps) * _WARP, int(metadata.shared), overlapped)
+    return Entry(int(compiled.function), int(metadata.num_warps) * 32, int(metadata.shared), overlapped)
 
 
 def ptx_parameter_bits(ptx: str) -> tuple[int, ...]:

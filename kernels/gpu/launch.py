@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,17 +22,13 @@ Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
 
 @dataclass(frozen=True)
 class Variant:
-    """Assumptions a binary is compiled under.
-
-    ``wide``: index arithmetic in 64 bits. ``aligned``: every buffer starts at a multiple of 16 bytes.
-    """
+    """Assumptions a binary is compiled under: 64-bit index arithmetic, buffers that start at multiples of 16 bytes."""
 
     wide: bool = False
     aligned: bool = True
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """What a launch needs for one set of dynamic sizes: the number of programs, and whether 64-bit indices."""
 
     programs: int
@@ -46,15 +42,10 @@ class GpuKernel(CompiledKernel):
     after one warm-up call.
 
     Args:
-        compile_variant: Compiles a variant to Triton's ``CompiledKernel``.
-        geometry: Programs and index width for given dynamic sizes.
         arguments: For each argument before the dynamic sizes: a buffer and the bytes to add to its address, or None and
             the value of a compile-time argument (Triton's launcher expects those in their places).
         resources: Facts of the default variant.
         launcher: Makes calls direct; None to go through Triton's launcher.
-
-    Attributes:
-        run: ``run(*tensors, *sizes)``, as calling the kernel does.
     """
 
     def __init__(
@@ -81,8 +72,7 @@ class GpuKernel(CompiledKernel):
         def slow(direct: Any, *args: Any) -> Any:
             sizes = args[inputs:]
             result = allocating(functools.partial(loader.run, direct), inputs, layout, reuse)(*args)
-            geometry = loader.geometry(sizes)
-            direct.add_grid(sizes, geometry.programs, geometry.wide, layout(sizes))
+            direct.add_grid(sizes, *loader.geometry(sizes), layout(sizes))
             return result
 
         direct = self._bind((inputs, loader.num_buffers - inputs, len(loader.symbols)), slow, reuse)
@@ -108,9 +98,7 @@ def _never(*_: Any) -> None:
 def allocating(
     run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = NOTHING
 ) -> Callable[..., Any]:
-    """``call(*inputs, *sizes)`` for a kernel called with every buffer. Outputs are made beside the first input, but for
-    those in ``reuse``, which are inputs.
-    """
+    """``call(*inputs, *sizes)`` for a kernel called with every buffer: outputs are made beside the first input."""
     empty = torch.empty_strided
 
     def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -129,8 +117,7 @@ def allocating(
 class _Loader:
     """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
 
-    What a direct call path does not know yet (a device, sizes, an alignment) comes here: the call is done, and the path
-    is told.
+    What a direct call path does not know yet (a device, sizes, an alignment) comes here, and the path is told.
     """
 
     compile_variant: Callable[[Variant], Any]
@@ -144,25 +131,24 @@ class _Loader:
     _binaries: dict[tuple[int, bool, bool], tuple[Any, Entry | None]] = field(default_factory=dict)
 
     def geometry(self, sizes: tuple[int, ...]) -> Geometry:
-        found = self._geometries.get(sizes)
-        if found is None:
-            found = self._geometries[sizes] = self.geometry_of(dict(zip(self.symbols, sizes, strict=True)))
-        return found
+        if sizes not in self._geometries:
+            self._geometries[sizes] = self.geometry_of(dict(zip(self.symbols, sizes, strict=True)))
+        return self._geometries[sizes]
 
     def run(self, direct: Any, *args: Any) -> None:
         """A call; ``direct`` is the extension's ``Kernel`` that it came from, or None."""
         tensors, sizes = args[: self.num_buffers], args[self.num_buffers :]
-        geometry = self.geometry(sizes)
+        programs, wide = self.geometry(sizes)
         if direct is not None:
-            direct.add_grid(sizes, geometry.programs, geometry.wide, None)
-        if geometry.programs == 0:
+            direct.add_grid(sizes, programs, wide, None)
+        if programs == 0:
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
         passed = [rest if buffer is None else addresses[buffer] + rest for buffer, rest in self.arguments]
         device = tensors[0].get_device()
-        key = (device, geometry.wide, all(address % 16 == 0 for address in addresses))
+        key = (device, wide, all(address % 16 == 0 for address in addresses))
         with torch.cuda.device(device):
-            self._launch(key, direct, geometry.programs, (*passed, *sizes))
+            self._launch(key, direct, programs, (*passed, *sizes))
 
     def _launch(self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]) -> None:
         if key not in self._binaries:
@@ -192,26 +178,23 @@ def interpreter_is_on() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@dataclass(eq=False)
 class InterpretedKernel(CompiledKernel):
-    """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow.
+    """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow."""
 
-    ``programs`` counts programs for given dynamic sizes; ``arguments`` are as in :class:`GpuKernel`.
-    """
-
-    def __init__(
-        self, function: Any, programs: Callable[[Mapping[str, int]], int], symbols: tuple[str, ...],
-        arguments: tuple[tuple[int | None, int], ...], num_buffers: int
-    ) -> None:
-        self.resources = Resources()
-        self._function, self._programs, self._symbols = function, programs, symbols
-        self._arguments, self._num_buffers = arguments, num_buffers
+    function: Any
+    programs: Callable[[Mapping[str, int]], int]
+    symbols: tuple[str, ...]
+    arguments: tuple[tuple[int | None, int], ...]
+    num_buffers: int
+    resources: Resources = field(default_factory=Resources)
 
     def __call__(self, *args: Any) -> None:
-        tensors, sizes = args[: self._num_buffers], args[self._num_buffers :]
-        count = self._programs(dict(zip(self._symbols, sizes, strict=True)))
-        passed = [rest if buffer is None else _from(tensors[buffer], rest) for buffer, rest in self._arguments]
+        tensors, sizes = args[: self.num_buffers], args[self.num_buffers :]
+        count = self.programs(dict(zip(self.symbols, sizes, strict=True)))
+        passed = [rest if buffer is None else _from(tensors[buffer], rest) for buffer, rest in self.arguments]
         if count:
-            self._function[(count,)](*passed, *sizes)
+            self.function[(count,)](*passed, *sizes)
 
 
 def _from(tensor: torch.Tensor, offset_bytes: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Size, evaluate, is_static, product
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Load, Segment, operands
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Segment, operands
 from fuseplan.kernels.ir.schedule import rescaled_sums, schedule
 
 #: What a thread loads or stores at once.
@@ -24,22 +24,18 @@ def next_power_of_2(value: int) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """The block of a segment that one program computes.
-
-    Attributes:
-        rows: Rows of the block, a power of two. 1 means one-dimensional code with scalar row coordinates.
-        cols: Columns of the block, a power of two.
-        looped: The program walks its rows ``cols`` columns at a time (a reduction that is not held in registers).
-        col_blocks: Programs side by side along the columns (1 where rows are reduced).
-    """
+    """The block of a segment that one program computes, of ``rows`` x ``cols`` elements, powers of two."""
 
     rows: int
     cols: int
+    #: The program walks its rows ``cols`` columns at a time (a reduction that is not held in registers).
     looped: bool
+    #: Programs side by side along the columns (1 where rows are reduced).
     col_blocks: Size
 
     @property
     def flat(self) -> bool:
+        """One-dimensional code with scalar row coordinates."""
         return self.rows == 1
 
     @property
@@ -55,17 +51,15 @@ def tile_of(segment: Segment, config: Config) -> Tile:
     if is_static(segment.cols):
         cols = min(cols, next_power_of_2(segment.cols))
     if segment.has_reduction():
-        looped = not is_static(segment.cols) or cols < segment.cols
-        return Tile(rows, cols, looped, 1)
+        return Tile(rows, cols, not is_static(segment.cols) or cols < segment.cols, 1)
     return Tile(rows, cols, False, ceil_div(segment.cols, cols))
 
 
 def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
     """Neighbouring columns that each thread takes together where sums are rescaled to a rising maximum.
 
-    One exponential rescales a thread's sum for the whole chunk, which is what it loads in 16 bytes. It is 0 where no
-    sum is rescaled: in a tile of several rows or fewer than two columns a thread, or beside reductions that a chunk
-    would have to fold too.
+    One exponential rescales a thread's sum for the whole chunk, which is what it loads in 16 bytes. 0 in a tile of
+    several rows or fewer than two columns a thread, or beside reductions that a chunk would have to fold too.
     """
     tile = tile_of(segment, config)
     beside = rescaled_sums(segment) if tile.looped and tile.flat else {}
@@ -81,12 +75,11 @@ def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> 
 
 def access_width(buffers: Sequence[Buffer], segment: Segment) -> int:
     """Elements of the widest loaded type that one access of a thread takes."""
-    loads = [one for one in segment.body if isinstance(one, Load)]
-    return _ACCESS_BYTES // max((ITEMSIZE[buffers[one.buffer].dtype] for one in loads), default=4)
+    return _ACCESS_BYTES // max((ITEMSIZE[buffers[one.buffer].dtype] for one in segment.loads), default=4)
 
 
 def ceil_div(size: Size, block: int) -> Size:
-    """``ceil(size / block)``; for a dynamic size an expression that :func:`evaluate_blocks` understands."""
+    """``ceil(size / block)``, as :class:`Blocks` for a dynamic size."""
     return -(-size // block) if isinstance(size, int) else Blocks(size, block)
 
 
@@ -98,18 +91,11 @@ class Blocks:
     block: int
 
 
-def evaluate_blocks(blocks: Size, symbols: Mapping[str, int]) -> int:
-    """The number of blocks once the symbols have values."""
-    if isinstance(blocks, Blocks):
-        return -(-evaluate(blocks.size, symbols) // blocks.block)
-    return int(blocks)
-
-
 def segment_programs(segment: Segment, config: Config, symbols: Mapping[str, int]) -> int:
     """Programs that compute ``segment``; 0 when it is empty."""
     tile = tile_of(segment, config)
-    row_blocks = evaluate_blocks(ceil_div(segment.num_rows, tile.rows), symbols)
-    return row_blocks * evaluate_blocks(tile.col_blocks, symbols)
+    across = ceil_div(evaluate(segment.cols, symbols), tile.cols) if tile.col_blocks != 1 else 1
+    return int(ceil_div(evaluate(segment.num_rows, symbols), tile.rows) * across)
 
 
 def programs(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> int:
@@ -141,11 +127,10 @@ def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
 def live_words(segment: Segment, in_place: bool = False) -> int:
     """Most 32-bit register words per element that are live at once when the body runs in order.
 
-    Positions and constants are recomputed at no cost and do not count. With ``in_place`` a result takes over the
-    registers of operands that are needed no more, as it does in compiled code; without, it lies beside them.
+    With ``in_place`` a result takes over the registers of operands that are needed no more, as in compiled code.
     """
     body = segment.body
-    per_row = segment.per_row()
+    per_row = segment.per_row
     last_use = {store.value: len(body) for store in segment.stores}
     for value, instr in enumerate(body):
         for arg in operands(instr):

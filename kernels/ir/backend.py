@@ -25,19 +25,16 @@ class MachineError(BuildError):
 
 @dataclass(frozen=True)
 class Target:
-    """The device a kernel is compiled for; enough to compile without the device being present.
+    """The device a kernel is compiled for; enough to compile without the device being present."""
 
-    Attributes:
-        device_type: ``"cpu"`` or ``"cuda"``.
-        arch: ``"native"`` on CPUs, ``"sm_90"`` style on CUDA.
-        cores: CPU threads available, or streaming multiprocessors.
-        in_graph: Kernels will be replayed in CUDA graphs; their defaults and tunables follow from it, nothing else.
-    """
-
+    #: ``"cpu"`` or ``"cuda"``.
     device_type: str
+    #: ``"native"`` on CPUs, ``"sm_90"`` style on CUDA.
     arch: str
+    #: CPU threads available, or streaming multiprocessors.
     cores: int
     l2_bytes: int = 0
+    #: Kernels will be replayed in CUDA graphs; their defaults and tunables follow from it, nothing else.
     in_graph: bool = False
 
 
@@ -73,10 +70,7 @@ def misfit(config: Config, parameters: Iterable[Tunable], complete: bool = True)
 
 
 def checked(config: Config, parameters: Iterable[Tunable]) -> Config:
-    """``config``, if it holds nothing but choices of ``parameters``, else :class:`BuildError`; it may lack some.
-
-    Whatever turns a config into text or into a loop's bound asks here first.
-    """
+    """``config``, if it holds nothing but choices of ``parameters``, else :class:`BuildError`; it may lack some."""
     if reason := misfit(config, parameters, complete=False):
         raise BuildError(f"the configuration cannot be used: {reason}")
     return config
@@ -97,10 +91,7 @@ class Resources:
 
 
 class CompiledKernel(ABC):
-    """A loaded kernel. Call it with every buffer (inputs, then preallocated outputs), then the symbols' values.
-
-    Calling checks nothing: the caller passes tensors laid out as the IR's buffers say.
-    """
+    """A loaded kernel, called, without checks, with every buffer (inputs, then outputs), then the symbols' values."""
 
     resources: Resources
 
@@ -138,10 +129,7 @@ class Backend(ABC):
         """The configuration used when nothing has been tuned; always feasible."""
 
     def refuse_config(self, ir: KernelIR, config: Config, target: Target) -> str | None:
-        """Why ``config`` is none that a search could have chosen for ``ir`` here, or None. Enumerates nothing.
-
-        Asked of every stored config before it is built. The reason repeats no text of the config.
-        """
+        """Why a stored ``config`` is none that a search could have chosen for ``ir`` here, or None."""
         reason = misfit(config, self.tunables(ir, target)) or self.infeasible(ir, config, target)
         return None if reason is None or same_config(config, self.default_config(ir, target)) else reason
 
@@ -165,10 +153,7 @@ class Backend(ABC):
     def fused_callable(
         self, ir: KernelIR, config: Config, target: Target
     ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        """``call(*inputs, *sizes)``: allocates the outputs as the IR says, runs, and returns the tensor or a tuple.
-
-        Checks nothing, like a :class:`CompiledKernel`.
-        """
+        """``call(*inputs, *sizes)``: allocates the outputs as the IR says, runs, and returns the tensor or a tuple."""
 
 
 def same_config(one: Config, other: Config) -> bool:

@@ -1,13 +1,20 @@
-"""Fit an iteration space to its indices: merge axes that are walked as one, cut words out of a row."""
+"""Fit an iteration space to its indices: merge axes that are walked as one, cut words out of a row, cut where masks
+change.
+
+A ``cat`` along the last dimension selects its operand by comparing the column with a constant. Between two such columns
+every comparison has one outcome: the select and the load guards fold away.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from fuseplan.kernels.ir.index import Atom, Coord, FloorDiv, Index, Mod, Size, as_size
-from fuseplan.kernels.ir.ir import Load, Segment
+from fuseplan.kernels.ir.ir import Apply, Const, Instr, Iota, Load, Segment, renamed
 
 #: Narrower words (the pairs of a rotary embedding) would make rows too short for the vectors of a processor.
 MIN_WORD = 8
@@ -16,9 +23,8 @@ MIN_WORD = 8
 def coalesce(segment: Segment, within_divisions: bool = False) -> Segment:
     """The same computation over the fewest axes (TensorIterator calls this coalescing).
 
-    Neighbouring axes merge wherever every index has ``outer coefficient == inner coefficient * inner extent``. Rows
-    merge into the columns, too, unless columns are reduced. A contiguous ``[B, S, H]`` pointwise kernel becomes a
-    single row of ``B * S * H`` columns. With ``within_divisions`` axes that a division takes apart as one merge, too.
+    Neighbouring axes merge wherever every index has ``outer coefficient == inner coefficient * inner extent``; rows
+    merge into columns that are not reduced. With ``within_divisions`` so do axes that a division takes apart as one.
     """
     for axis in reversed(range(segment.col_axis)):
         segment = _merged(segment, axis, within_divisions) or segment
@@ -85,6 +91,157 @@ def split_words(segment: Segment) -> Segment:
     column = Index.coord(axis, cols // width) * width + Index.coord(axis + 1, width)
     split = segment.with_indices(lambda index: index.substitute({axis: column}))
     split = replace(split, rows=(*segment.rows, cols // width), cols=width)
-    loads = [instr.index for instr in split.body if isinstance(instr, Load)]
-    addresses = [*loads, *(store.index for store in split.stores)]
-    return split if all(index.is_affine_in(axis + 1) for index in addresses) else segment
+    return split if all(access.index.is_affine_in(axis + 1) for access in split.accesses) else segment
+
+
+#: More pieces than this cost more than the masks.
+MAX_PIECES = 8
+#: A narrower piece would not fill a vector.
+MIN_COLS = 16
+
+#: A column position ``slope * col + offset``.
+_Line = tuple[int, int]
+_COMPARE: Mapping[str, Callable[[int, int], bool]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
+}
+
+
+def split_columns(segment: Segment) -> tuple[Segment, ...]:
+    """Pieces of a segment without reductions that cover its columns; the segment alone where nothing is gained."""
+    if segment.has_reduction() or not isinstance(segment.cols, int):
+        return (segment,)
+    edges = [0, *sorted(_breakpoints(segment)), segment.cols]
+    widths = [high - low for low, high in pairwise(edges)]
+    if not 1 < len(widths) <= MAX_PIECES or min(widths) < MIN_COLS:
+        return (segment,)
+    return tuple(_piece(segment, low, high) for low, high in pairwise(edges))
+
+
+def _line(instr: Instr, col_axis: int) -> _Line | None:
+    if not isinstance(instr, Const | Iota) or instr.dtype not in ("int64", "int32"):
+        return None
+    return (0, int(instr.value)) if isinstance(instr, Const) else _index_line(instr.index, col_axis)
+
+
+def _index_line(index: Index, col_axis: int) -> _Line | None:
+    slope = index.coefficient(col_axis)
+    plain = all(isinstance(atom, Coord) and atom.axis == col_axis for atom, _ in index.terms)
+    return (slope, index.const) if plain and isinstance(slope, int) and isinstance(index.const, int) else None
+
+
+def _difference(operands: Iterable[Instr], col_axis: int) -> _Line | None:
+    """Left operand less right operand of a comparison, as a function of the column."""
+    left, right = (_line(instr, col_axis) for instr in operands)
+    return (left[0] - right[0], left[1] - right[1]) if left is not None and right is not None else None
+
+
+def _breakpoints(segment: Segment) -> set[int]:
+    """Columns inside the row where a comparison changes its outcome, or a division steps."""
+    axis, cols, body = segment.col_axis, int(segment.cols), segment.body
+    compared = [instr for instr in body if isinstance(instr, Apply) and instr.op in _COMPARE]
+    differences = [(instr.op, _difference((body[arg] for arg in instr.args), axis)) for instr in compared]
+    lines = [(op, line) for op, line in differences if line is not None]
+
+    def outcomes(column: int) -> list[bool]:
+        return [_COMPARE[op](slope * column + offset, 0) for op, (slope, offset) in lines]
+
+    roots = [-offset // slope for _, (slope, offset) in lines if slope != 0]
+    near = {root + step for root in roots for step in (0, 1)}
+    changes = {column for column in near if 0 < column < cols and outcomes(column) != outcomes(column - 1)}
+    return changes.union(*(_steps(index, axis, cols) for index in segment.indices()))
+
+
+def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
+    """Columns where a floor division or remainder of a column position steps; none when there are too many."""
+    found: set[int] = set()
+    for atom, _ in index.terms:
+        if not isinstance(atom, FloorDiv | Mod):
+            continue
+        line = _index_line(atom.base, col_axis)
+        if line is None or line[0] == 0 or not isinstance(atom.divisor, int):
+            continue
+        values = [(line[0] * column + line[1]) // atom.divisor for column in range(cols)] if cols <= 4096 else []
+        steps = {column for column in range(1, len(values)) if values[column] != values[column - 1]}
+        if len(steps) < MAX_PIECES:
+            found |= steps
+    return found
+
+
+def _piece(segment: Segment, low: int, high: int) -> Segment:
+    """Columns ``[low, high)`` as a segment of their own, with what is decided there folded."""
+    axis = segment.col_axis
+    column = {axis: Index.coord(axis, high - low) + low}
+    moved = segment.with_indices(lambda index: index.substitute(column))
+    folded = _Folded(axis, high - low)
+    for instr in moved.body:
+        folded.add(instr)
+    stores = tuple(store.with_values(folded.value) for store in moved.stores)
+    return Segment(segment.rows, high - low, tuple(folded.body), stores)
+
+
+class _Folded:
+    """A body under construction: ``truth`` holds the decided bools, ``names`` the new ids of the others."""
+
+    def __init__(self, col_axis: int, cols: int) -> None:
+        self.col_axis, self.cols = col_axis, cols
+        self.body: list[Instr] = []
+        self._names: list[int | None] = []
+        self._truth: list[bool | None] = []
+
+    def add(self, instr: Instr) -> None:
+        """Append the next instruction of the old body, or what it folds to."""
+        truth = self._decide(instr)
+        name = None
+        if isinstance(instr, Apply) and instr.op == "where" and self._truth[instr.args[0]] is not None:
+            name = self.value(instr.args[1] if self._truth[instr.args[0]] else instr.args[2])
+        elif truth is None:
+            name = self._append(self._simplified(instr))
+        self._names.append(name)
+        self._truth.append(truth)
+
+    def value(self, old: int) -> int:
+        """New id of an old value; a decided bool becomes a constant on demand."""
+        name = self._names[old]
+        if name is None:
+            name = self._names[old] = self._append(Const("bool", bool(self._truth[old])))
+        return name
+
+    def _append(self, instr: Instr) -> int:
+        self.body.append(instr)
+        return len(self.body) - 1
+
+    def _simplified(self, instr: Instr) -> Instr:
+        if isinstance(instr, Load) and instr.mask is not None:
+            truth = self._truth[instr.mask]
+            if truth is False:
+                return Const(instr.dtype, instr.other)
+            if truth and instr.gather is None:
+                return replace(instr, mask=None)
+        return renamed(instr, self.value)
+
+    def _decide(self, instr: Instr) -> bool | None:
+        """The outcome of a bool that is the same in every column of the piece, else None."""
+        if not isinstance(instr, Apply):
+            return None
+        known = [self._truth[arg] for arg in instr.args]
+        if instr.op == "logical_not" and known[0] is not None:
+            return not known[0]
+        if instr.op == "logical_and" and (False in known or None not in known):
+            return False not in known
+        if instr.op == "logical_or" and (True in known or None not in known):
+            return True in known
+        return self._compared(instr) if instr.op in _COMPARE else None
+
+    def _compared(self, instr: Apply) -> bool | None:
+        names = [name for arg in instr.args if (name := self._names[arg]) is not None]
+        line = _difference((self.body[name] for name in names), self.col_axis) if len(names) == 2 else None
+        if line is None:
+            return None
+        slope, offset = line
+        ends = offset, slope * (self.cols - 1) + offset
+        outcomes = {_COMPARE[instr.op](end, 0) for end in ends}
+        # A sign change inside could hide an equality from both ends.
+        same_side = ends[0] * ends[1] > 0 or slope == 0 or self.cols == 1
+        if len(outcomes) == 1 and (instr.op not in ("eq", "ne") or same_side):
+            return outcomes.pop()
+        return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from fuseplan.kernels.ir.index import evaluate
-from fuseplan.kernels.ir.ir import Apply, Gather, Iota, KernelIR, Load, Reduce, Segment, ancestors, operands
+from fuseplan.kernels.ir.index import Size, evaluate
+from fuseplan.kernels.ir.ir import Apply, Instr, Iota, KernelIR, Load, Reduce, Segment, ancestors, operands
 
 
 def value_axes(segment: Segment) -> list[frozenset[int]]:
@@ -23,7 +23,9 @@ def gathered_elements(ir: KernelIR) -> Mapping[int, int]:
     """Most elements that a launch of a static kernel can read through gathers, by buffer."""
     most: dict[int, int] = {}
     for segment in ir.segments:
-        sizes = [evaluate(extent, {}) for extent in (*segment.rows, segment.cols)]
+        if not any(load.gather is not None for load in segment.loads):
+            continue
+        sizes = segment.extents()
         for instr, axes in zip(segment.body, value_axes(segment), strict=True):
             if isinstance(instr, Load) and instr.gather is not None:
                 reached = math.prod(sizes[axis] for axis in axes)
@@ -35,7 +37,7 @@ def tables(ir: KernelIR) -> dict[int, int]:
     """Buffers that a static kernel reads through gathers only, along their outermost dimension, with its size."""
     found: dict[int, int] = {}
     plain: set[int] = set()
-    for load in (instr for segment in ir.segments for instr in segment.body if isinstance(instr, Load)):
+    for load in (load for segment in ir.segments for load in segment.loads):
         buffer, gather = ir.buffers[load.buffer], load.gather
         if gather is not None and (gather.stride, gather.extent) == (buffer.strides[0], buffer.shape[0]):
             found[load.buffer] = evaluate(buffer.shape[0], {})
@@ -47,9 +49,9 @@ def tables(ir: KernelIR) -> dict[int, int]:
 def index_limits(ir: KernelIR) -> Mapping[int, int]:
     """For each integer buffer whose values pick elements: every value below this is one that exists."""
     limits: dict[int, int] = {}
-    for segment, gather in _gathers(ir):
-        extent = evaluate(gather.extent, {})
-        for instr in (segment.body[value] for value in ancestors(segment.body, [gather.value])):
+    for size, made_of in _gathers(ir):
+        extent = evaluate(size, {})
+        for instr in made_of:
             if isinstance(instr, Load) and not ir.buffers[instr.buffer].dtype.startswith(("float", "bfloat")):
                 limits[instr.buffer] = min(extent, limits.get(instr.buffer, extent))
     return limits
@@ -57,12 +59,14 @@ def index_limits(ir: KernelIR) -> Mapping[int, int]:
 
 def computes_indices(ir: KernelIR) -> bool:
     """Whether a kernel looks up elements by numbers that it computes from its inputs, not only by inputs themselves."""
-    for segment, gather in _gathers(ir):
-        made_of = [segment.body[value] for value in ancestors(segment.body, [gather.value])]
-        if any(isinstance(one, Apply | Reduce) for one in made_of) and any(isinstance(one, Load) for one in made_of):
-            return True
-    return False
+    return any(
+        any(isinstance(one, Apply | Reduce) for one in made_of) and any(isinstance(one, Load) for one in made_of)
+        for _, made_of in _gathers(ir)
+    )
 
 
-def _gathers(ir: KernelIR) -> Iterator[tuple[Segment, Gather]]:
-    yield from ((segment, gather) for segment in ir.segments for gather in segment.gathers())
+def _gathers(ir: KernelIR) -> Iterator[tuple[Size, list[Instr]]]:
+    """Of each gather its extent, and all that its value is made of."""
+    for segment in ir.segments:
+        for gather in segment.gathers():
+            yield gather.extent, [segment.body[value] for value in ancestors(segment.body, [gather.value])]

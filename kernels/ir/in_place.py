@@ -1,12 +1,10 @@
 """Outputs of a kernel in the memory of inputs that nobody needs afterwards: when that is right, and how it is called.
 
 An output may lie in an input's memory when each program reads an element of that input at most at the very position at
-which it stores that element of the output, and has certainly read it by then. Half the footprint then stays in cache.
-
-What "certainly" takes is the order *between threads* of one program, too: the thread that stores an element need not be
-the one that loaded it. So every load of the input must flow into the value stored at the same position: the store then
-waits for it. A tile of fewer elements than threads is loaded by several threads alike; there a second store could see
-what the first one wrote (Triton issue 1615), so such programs may only have one.
+which it stores that element of the output, and has read it by then. The thread that stores an element need not be the
+one that loaded it: so every load of the input must flow into the value stored at the same position, for which the store
+waits. A tile of fewer elements than threads is loaded by several threads alike; there a second store could see what the
+first one wrote (Triton issue 1615), so such programs may only have one.
 
 CPU kernels do not write in place: their pointers are ``__restrict__``, and the last vector of a row overlaps the one
 before it, whose columns would have been overwritten already.
@@ -23,7 +21,7 @@ import networkx as nx
 
 from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
 from fuseplan.kernels.ir.index import Size, as_size, is_static, product, row_major_strides
-from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Reduce, Segment, Store, ancestors, operands
+from fuseplan.kernels.ir.ir import KernelIR, Load, Reduce, Segment, Store, ancestors, operands
 from fuseplan.kernels.ir.schedule import Phase, schedule
 
 #: For positions among a kernel's outputs, the position among its inputs whose memory each takes.
@@ -36,17 +34,13 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Execution:
-    """How programs compute a segment.
+    """How programs compute a segment."""
 
-    Attributes:
-        looped: A program walks its rows in blocks, once for each phase of the schedule; else it holds its tile, and
-            evaluates each value once.
-        replicated: Several threads of a program hold the same element.
-        rescaled: Sums of a looped segment are folded in the pass of their maximum (``schedule``'s ``rescale``).
-    """
-
+    #: A program walks its rows in blocks, once for each phase of the schedule; else it evaluates each value once.
     looped: bool
+    #: Several threads of a program hold the same element.
     replicated: bool
+    #: ``schedule``'s ``rescale``.
     rescaled: bool = False
 
 
@@ -59,24 +53,17 @@ class WritesInPlace(ABC):
 
     @abstractmethod
     def call(self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse) -> Callable[..., Any]:
-        """``call(*inputs, *sizes)`` of a loaded kernel: outputs not in ``reuse`` are allocated, all are returned.
-
-        With an empty ``reuse`` that is ``fused_callable``.
-        """
+        """``call(*inputs, *sizes)`` of a loaded kernel: outputs not in ``reuse`` are allocated, all are returned."""
 
     def reuse_options(self, ir: KernelIR, config: Config) -> ReuseOptions:
-        """Which inputs each output may lie in; see :func:`reuse_options`."""
         return reuse_options(ir, self.executions(ir, config))
-
-
-# -- what is right ----------------------------------------------------------------------------------------
 
 
 def reuse_options(ir: KernelIR, executions: Sequence[Execution]) -> dict[int, tuple[int, ...]]:
     """Which inputs' memory each output may take; outputs that can take none are left out.
 
-    Any choice that gives an input to one output at most is right: what is asked of a pair concerns that input's memory
-    alone. An input must be needed by nobody else, which a kernel cannot know.
+    Any choice that gives an input to one output at most is right. An input must be needed by nobody else, which no
+    kernel can know.
     """
     inputs = range(len(ir.inputs))
     found = {
@@ -104,31 +91,27 @@ def choose_reuse(options: Mapping[_Name, tuple[_Name, ...]], free: Iterable[_Nam
 
 def _may_take(ir: KernelIR, executions: Sequence[Execution], target: int, source: int) -> bool:
     """Whether buffer ``target``, an output, may lie in the memory of buffer ``source``, an input."""
-    if ir.buffers[target].over is not None or source in ir.overwritten.values():
+    before, after = ir.buffers[source], ir.buffers[target]
+    if after.over is not None or source in ir.overwritten.values():
         return False
-    if not _same_layout(ir.buffers[source], ir.buffers[target]):
+    if (before.dtype, before.shape, before.strides) != (after.dtype, after.shape, after.strides):
         return False
     writers = [
         (number, position) for number, segment in enumerate(ir.segments)
         for position, store in enumerate(segment.stores) if store.buffer == target
     ]
-    readers = {number for number, segment in enumerate(ir.segments) if _loads(segment, source)}
-    if len(writers) != 1:
+    if len(writers) != 1 or not _is_dense(after.shape, after.strides):
         return False
     number, position = writers[0]
     segment = ir.segments[number]
-    if as_size(product((*segment.rows, segment.cols)) - ir.buffers[target].numel) != 0:
+    if as_size(product((*segment.rows, segment.cols)) - after.numel) != 0:
         return False  # an element per row would be read by all threads of the row
+    readers = {n for n, other in enumerate(ir.segments) if any(load.buffer == source for load in other.loads)}
     return readers <= {number} and _segment_allows(segment, executions[number], position, source)
 
 
-def _same_layout(source: Buffer, target: Buffer) -> bool:
-    """The same dtype, shape and strides, and no two positions in one element."""
-    same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
-    return same and _is_dense(target.shape, target.strides)
-
-
 def _is_dense(shape: Sequence[Size], strides: Sequence[Size]) -> bool:
+    """Whether no two positions lie in one element, and none between them is left out."""
     if not is_static(*shape, *strides):
         return tuple(strides) == tuple(row_major_strides(shape))
     expected = 1
@@ -140,12 +123,8 @@ def _is_dense(shape: Sequence[Size], strides: Sequence[Size]) -> bool:
     return True
 
 
-def _loads(segment: Segment, source: int) -> list[int]:
-    return [value for value, instr in enumerate(segment.body) if isinstance(instr, Load) and instr.buffer == source]
-
-
 def _segment_allows(segment: Segment, execution: Execution, position: int, source: int) -> bool:
-    """Whether all loads of ``source`` are at the position of the store, and certainly done before it."""
+    """Whether all loads of ``source`` are at the position of the store, and done before it."""
     store = segment.stores[position]
     if segment.store_per_row(store):
         return False
@@ -155,12 +134,10 @@ def _segment_allows(segment: Segment, execution: Execution, position: int, sourc
     stored_in = next((number for number, phase in enumerate(phases) if position in phase.stores), None)
     if stored_in is None:
         return False
-    for value in _loads(segment, source):
-        load = segment.body[value]
-        assert isinstance(load, Load)
+    for value, load in enumerate(segment.body):
         runs = [number for number, phase in enumerate(phases) if value in (*phase.elements, *phase.rows)]
-        if not runs:
-            continue  # nobody needs it, so it is not loaded
+        if not runs or not isinstance(load, Load) or load.buffer != source:
+            continue
         if load.index != store.index or load.mask is not None or load.gather is not None:
             return False
         if execution.looped:

@@ -46,10 +46,12 @@ def evaluate(size: Size, values: Mapping[str, int | float]) -> int:
     return result
 
 
+def evaluate_all(sizes: Iterable[Size], values: Mapping[str, int | float]) -> tuple[int, ...]:
+    return tuple(evaluate(size, values) for size in sizes)
+
+
 def number(expression: Any, values: Mapping[str, int | float]) -> int | float:
-    """The number that any expression over sizes stands for: an ``int`` where it is an integer, else a ``float``.
-    KeyError where a symbol has no value.
-    """
+    """The number that any expression over sizes stands for; KeyError where a symbol has no value."""
     result = expression.subs({sym: values[sym.name] for sym in expression.free_symbols})
     if result in (sympy.true, sympy.false):
         return bool(result)
@@ -73,7 +75,7 @@ def divides(k: Size, n: Size) -> Size | None:
         return n // k if k != 0 and n % k == 0 else None
     if n == 0:
         return 0
-    quotient = sympy.cancel(sympy.sympify(n) / sympy.sympify(k))
+    quotient = sympy.cancel(sympy.sympify(n) / k)
     return as_size(quotient) if quotient.as_numer_denom()[1] == 1 else None
 
 
@@ -167,7 +169,7 @@ class Index:
             if isinstance(atom, FloorDiv):  # (x // a) // b
                 return atom.base.__floordiv__(as_size(atom.divisor * divisor))
         whole, rest = self._split(divisor)
-        if rest == Index() or (rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor)):
+        if rest == Index() or rest._is_below(divisor):
             return whole
         return whole + Index(0, ((FloorDiv(rest, divisor), 1),))
 
@@ -175,20 +177,15 @@ class Index:
         if is_static(divisor) and divisor == 0:
             return Index(0)
         _, rest = self._split(divisor)
-        if rest._known_nonnegative() and known_less_equal(rest.maximum() + 1, divisor):
+        if rest._is_below(divisor):
             return rest
         return Index(0, ((Mod(rest, divisor), 1),))
 
     def _split(self, divisor: Size) -> tuple[Index, Index]:
         """``(whole, rest)`` with ``self == whole * divisor + rest`` and every term of whole exact."""
-        whole: list[tuple[Atom, Size]] = []
-        rest: list[tuple[Atom, Size]] = []
-        for atom, coef in self.terms:
-            quotient = divides(divisor, coef)
-            if quotient is None:
-                rest.append((atom, coef))
-            else:
-                whole.append((atom, quotient))
+        quotients = [(atom, coef, divides(divisor, coef)) for atom, coef in self.terms]
+        whole = [(atom, quotient) for atom, _, quotient in quotients if quotient is not None]
+        rest = [(atom, coef) for atom, coef, quotient in quotients if quotient is None]
         if is_static(self.const, divisor):
             const_quotient, const_rest = divmod(self.const, divisor)
         else:
@@ -196,25 +193,22 @@ class Index:
             const_quotient, const_rest = (0, self.const) if exact is None else (exact, 0)
         return Index.build(const_quotient, whole), Index.build(const_rest, rest)
 
-    def _known_nonnegative(self) -> bool:
-        return known_less_equal(0, self.const) and all(known_less_equal(0, coef) for _, coef in self.terms)
+    def _is_below(self, divisor: Size) -> bool:
+        """Whether it is known to be at least 0, and less than ``divisor``."""
+        nonnegative = all(known_less_equal(0, size) for size in (self.const, *(coef for _, coef in self.terms)))
+        return nonnegative and known_less_equal(self.maximum() + 1, divisor)
 
     def maximum(self) -> Size:
         """Largest value, for indices whose coefficients are non-negative."""
         total: Size = self.const
         for atom, coef in self.terms:
-            if isinstance(atom, Coord):
-                top: Size = atom.extent - 1
-            elif isinstance(atom, Mod):
-                top = atom.divisor - 1
-            else:
-                limit = atom.base.maximum()
-                # Up to where a whole number of divisors ends, for dynamic sizes too.
-                if is_static(limit, atom.divisor):
-                    top = limit // atom.divisor
-                else:
-                    whole = divides(atom.divisor, as_size(limit + 1))
-                    top = limit if whole is None else whole - 1
+            if not isinstance(atom, FloorDiv):
+                top = (atom.extent if isinstance(atom, Coord) else atom.divisor) - 1
+            elif is_static(limit := atom.base.maximum(), atom.divisor):
+                top = limit // atom.divisor
+            else:  # up to where a whole number of divisors ends
+                whole = divides(atom.divisor, as_size(limit + 1))
+                top = limit if whole is None else whole - 1
             total = total + coef * top
         return as_size(total)
 
@@ -238,37 +232,34 @@ class Index:
 
     def substitute(self, values: Mapping[int, Index]) -> Index:
         """Replace coordinates by index expressions (simplifying again)."""
-        result = Index(self.const)
-        for atom, coef in self.terms:
-            if isinstance(atom, Coord):
-                part = values.get(atom.axis, Index(0, ((atom, 1),)))
-            elif isinstance(atom, FloorDiv):
-                part = atom.base.substitute(values) // atom.divisor
-            else:
-                part = atom.base.substitute(values) % atom.divisor
-            result = result + part * coef
-        return result
+        return self._rebuilt(lambda atom: values.get(atom.axis, Index(0, ((atom, 1),))), lambda size: size)
 
     def bind(self, symbols: Mapping[str, int]) -> Index:
         """Replace dynamic sizes by numbers."""
-        result = Index(evaluate(self.const, symbols))
+        def bound(size: Size) -> int:
+            return evaluate(size, symbols)
+
+        return self._rebuilt(lambda atom: Index.coord(atom.axis, bound(atom.extent)), bound)
+
+    def _rebuilt(self, coordinate: Callable[[Coord], Index], size: Callable[[Size], Size]) -> Index:
+        result = Index(size(self.const))
         for atom, coef in self.terms:
             if isinstance(atom, Coord):
-                part = Index.coord(atom.axis, evaluate(atom.extent, symbols))
+                part = coordinate(atom)
             else:
-                base, divisor = atom.base.bind(symbols), evaluate(atom.divisor, symbols)
+                base, divisor = atom.base._rebuilt(coordinate, size), size(atom.divisor)
                 part = base // divisor if isinstance(atom, FloorDiv) else base % divisor
-            result = result + part * evaluate(coef, symbols)
+            result = result + part * size(coef)
         return result
 
     def symbols(self) -> set[str]:
         """Names of the dynamic sizes in this index."""
-        found = symbols_of(self.const)
-        for atom, coef in self.terms:
-            found |= symbols_of(coef)
-            found |= symbols_of(atom.extent) if isinstance(atom, Coord) else (
-                atom.base.symbols() | symbols_of(atom.divisor)
-            )
+        found = symbols_of(self.const, *(coef for _, coef in self.terms))
+        for atom, _ in self.terms:
+            if isinstance(atom, Coord):
+                found |= symbols_of(atom.extent)
+            else:
+                found |= atom.base.symbols() | symbols_of(atom.divisor)
         return found
 
     def render(
@@ -303,7 +294,4 @@ def row_major_strides(shape: Iterable[Size]) -> tuple[Size, ...]:
 
 def flatten(coords: Iterable[Index], strides: Iterable[Size]) -> Index:
     """``sum(coord * stride)``: the element offset of a coordinate tuple."""
-    total = Index()
-    for coord, stride in zip(coords, strides, strict=True):
-        total = total + coord * stride
-    return total
+    return sum((coord * stride for coord, stride in zip(coords, strides, strict=True)), Index())

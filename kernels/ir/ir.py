@@ -1,28 +1,26 @@
 """KernelIR: one fused kernel, as data.
 
 A kernel is a list of segments, each an iteration space ``rows x cols`` with a straight-line SSA body. A value is
-computed per element ``(row, col)`` or, once it depends on no column (after a reduction, or a load that does not
-mention the column), per row. ``Reduce`` folds over the columns of one row. Several segments in one kernel are
-horizontal fusion: they share the launch (and may share buffers), not the loop.
+computed per element or, where it depends on no column, per row. Several segments in one kernel are horizontal fusion:
+they share the launch (and may share buffers), not the loop.
 
 Every load and store names a buffer and an :class:`~fuseplan.kernels.ir.index.Index`, the element offset from the
-tensor's data pointer as a function of the coordinates ``0 .. len(rows)`` (the last one is the column). View ops
-leave no trace but these indices.
+tensor's data pointer as a function of the coordinates ``0 .. len(rows)`` (the last one is the column).
 
 Values are held in registers as ``float32`` (``float64`` where an operand is), ``int64``, ``int32`` or ``bool``; loads
-widen and stores round. ``Round`` keeps a value in its register type but rounds it to a narrower type, which is how
-``numerics="eager"`` honours a cast in the middle of a group, and how a quantised value is used where it was made.
+widen and stores round.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from fuseplan.kernels.ir.index import Index, Size, evaluate, product, symbols_of
+from fuseplan.kernels.ir.index import Index, Size, evaluate, evaluate_all, product, symbols_of
 from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 
 #: Storage types a kernel can load and store, and their sizes in bytes.
@@ -42,15 +40,15 @@ def register_type(dtype: str) -> RegisterType:
     """The register type that holds a loaded value of storage type ``dtype``."""
     if dtype in ("float64", "float32", "int64", "int32", "bool"):
         return dtype  # type: ignore[return-value]
-    return "float32" if dtype in ("bfloat16", "float16", "float8_e4m3fn") else "int32"
+    return "float32" if "float" in dtype else "int32"
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor argument. ``shape`` and ``strides`` describe the tensor as the caller passes it (in elements).
+    """A tensor argument; ``shape`` and ``strides`` are in elements.
 
-    An output may lie ``over`` an input, given by its position: the kernel changes the elements that it stores, and no
-    others (a cache that is written into). The kernel loads nothing of that input.
+    An output may lie ``over`` an input, given by its position (a cache that is written into): the kernel changes the
+    elements that it stores, and loads nothing of that input.
     """
 
     name: str
@@ -66,19 +64,16 @@ class Buffer:
 
     def distinct_bytes(self) -> int:
         """Bytes of distinct elements of a static buffer: a broadcast (stride 0) dimension is counted once."""
-        total = ITEMSIZE[self.dtype]
-        for extent, stride in zip(self.shape, self.strides, strict=True):
-            if not (isinstance(stride, int) and stride == 0):
-                total *= evaluate(extent, {})
-        return total
+        dims = zip(self.shape, self.strides, strict=True)
+        return ITEMSIZE[self.dtype] * math.prod(evaluate(extent, {}) for extent, stride in dims if stride != 0)
 
 
 @dataclass(frozen=True)
 class Gather:
     """The part of an address that is data: ``value`` (an int64 value id) times ``stride``, for ``extent`` such rows.
 
-    Where several coordinates are data, ``value`` is their distance from the first element, ``stride`` is 1, and
-    ``extent`` is the least of their sizes: every one of them may be any number below it.
+    Where several coordinates are data, ``value`` is their distance from the first element, and ``extent`` is the least
+    of their sizes.
     """
 
     value: int
@@ -135,10 +130,9 @@ class Cast:
 
 @dataclass(frozen=True)
 class Round:
-    """Keep only what storage type ``to`` can hold of a value, staying in its register type.
+    """Keep only what storage type ``to`` can hold of a value, staying in its register type; stores do so by themselves.
 
-    Floats round to nearest even (bfloat16, float16, and float8_e4m3fn, which saturates at its largest number and keeps
-    NaN); integers wrap around (int8, uint8, int16). A store does the same by itself.
+    Floats round to nearest even (float8_e4m3fn saturates at its largest number and keeps NaN), integers wrap around.
     """
 
     dtype: RegisterType
@@ -176,9 +170,12 @@ def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
     if isinstance(instr, Cast | Round | Reduce):
         return replace(instr, arg=change(instr.arg))
     if isinstance(instr, Load) and instr.mask is not None:
-        gather = None if instr.gather is None else replace(instr.gather, value=change(instr.gather.value))
-        return replace(instr, mask=change(instr.mask), gather=gather)
+        return replace(instr, mask=change(instr.mask), gather=_picked(instr.gather, change))
     return instr
+
+
+def _picked(gather: Gather | None, change: Callable[[int], int]) -> Gather | None:
+    return None if gather is None else replace(gather, value=change(gather.value))
 
 
 def ancestors(
@@ -215,8 +212,7 @@ class Store:
 
     def with_values(self, change: Callable[[int], int]) -> Store:
         """The same with each of its :attr:`values` renamed."""
-        scatter = None if self.scatter is None else replace(self.scatter, value=change(self.scatter.value))
-        return replace(self, value=change(self.value), scatter=scatter)
+        return replace(self, value=change(self.value), scatter=_picked(self.scatter, change))
 
 
 @dataclass(frozen=True)
@@ -236,6 +232,18 @@ class Segment:
     def num_rows(self) -> Size:
         return product(self.rows)
 
+    def extents(self) -> tuple[int, ...]:
+        """Rows of a static segment, then columns."""
+        return evaluate_all((*self.rows, self.cols), {})
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        return tuple(instr for instr in self.body if isinstance(instr, Load))
+
+    @property
+    def accesses(self) -> tuple[Load | Store, ...]:
+        return (*self.loads, *self.stores)
+
     def indices(self) -> Iterator[Index]:
         """Every index of its body and stores."""
         yield from (instr.index for instr in self.body if isinstance(instr, Load | Iota))
@@ -250,29 +258,22 @@ class Segment:
     def has_reduction(self) -> bool:
         return any(isinstance(instr, Reduce) for instr in self.body)
 
+    @cached_property
     def per_row(self) -> tuple[bool, ...]:
         """For each value: True when it is one number per row (depends on no column)."""
-        return self._per_row
-
-    @cached_property
-    def _per_row(self) -> tuple[bool, ...]:
         result: list[bool] = []
         for instr in self.body:
-            if isinstance(instr, Reduce):
-                result.append(True)
-                continue
             own = isinstance(instr, Load | Iota) and self.col_axis in instr.index.axes()
-            result.append(not own and all(result[arg] for arg in operands(instr)))
+            result.append(isinstance(instr, Reduce) or (not own and all(result[arg] for arg in operands(instr))))
         return tuple(result)
 
     def store_per_row(self, store: Store) -> bool:
-        """True when a store writes one element per row."""
-        return self.per_row()[store.value] and self.col_axis not in store.index.axes()
+        return self.per_row[store.value] and self.col_axis not in store.index.axes()
 
     def gathers(self) -> Iterator[Gather]:
         """The addresses of its loads and stores that are data."""
-        found = [instr.gather for instr in self.body if isinstance(instr, Load)]
-        yield from filter(None, (*found, *(store.scatter for store in self.stores)))
+        yield from filter(None, (load.gather for load in self.loads))
+        yield from filter(None, (store.scatter for store in self.stores))
 
 
 @dataclass(frozen=True)
@@ -298,25 +299,21 @@ class KernelIR:
     @property
     def symbols(self) -> tuple[str, ...]:
         """Names of the dynamic sizes, sorted: the trailing integer arguments of the kernel."""
+        sizes = [size for buffer in self.buffers for size in (*buffer.shape, *buffer.strides)]
         found: set[str] = set()
-        for buffer in self.buffers:
-            found |= symbols_of(*buffer.shape, *buffer.strides)
         for segment in self.segments:
-            found |= symbols_of(*segment.rows, segment.cols).union(*(index.symbols() for index in segment.indices()))
-            found |= symbols_of(*(size for gather in segment.gathers() for size in (gather.stride, gather.extent)))
-        return tuple(sorted(found))
+            sizes += [*segment.rows, segment.cols]
+            sizes += [size for gather in segment.gathers() for size in (gather.stride, gather.extent)]
+            found.update(*(index.symbols() for index in segment.indices()))
+        return tuple(sorted(found | symbols_of(*sizes)))
 
     def bind(self, symbols: Mapping[str, int]) -> KernelIR:
         """The same kernel with every dynamic size replaced by a number."""
         if not symbols:
             return self
         buffers = tuple(
-            replace(
-                buffer,
-                shape=tuple(evaluate(extent, symbols) for extent in buffer.shape),
-                strides=tuple(evaluate(stride, symbols) for stride in buffer.strides),
-            )
-            for buffer in self.buffers
+            replace(one, shape=evaluate_all(one.shape, symbols), strides=evaluate_all(one.strides, symbols))
+            for one in self.buffers
         )
         return KernelIR(buffers, tuple(_bind_segment(segment, symbols) for segment in self.segments))
 
@@ -328,31 +325,24 @@ class KernelIR:
 
 def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
     def bound(gather: Gather | None) -> Gather | None:
-        if gather is None:
-            return None
-        return Gather(gather.value, evaluate(gather.stride, symbols), evaluate(gather.extent, symbols))
+        return None if gather is None else Gather(gather.value, *evaluate_all((gather.stride, gather.extent), symbols))
 
-    rows, cols = tuple(evaluate(extent, symbols) for extent in segment.rows), evaluate(segment.cols, symbols)
     indexed = segment.with_indices(lambda index: index.bind(symbols))
     body = tuple(replace(one, gather=bound(one.gather)) if isinstance(one, Load) else one for one in indexed.body)
     stores = tuple(replace(store, scatter=bound(store.scatter)) for store in indexed.stores)
-    return replace(indexed, rows=rows, cols=cols, body=body, stores=stores)
+    return Segment(evaluate_all(segment.rows, symbols), evaluate(segment.cols, symbols), body, stores)
 
 
 def validate(ir: KernelIR) -> None:
     """Raise ``ValueError`` naming the first malformed part: an emitter may rely on what passes here."""
-    seen_output = False
-    for buffer in ir.buffers:
+    for number, buffer in enumerate(ir.buffers):
         if buffer.dtype not in ITEMSIZE:
             raise ValueError(f"buffer {buffer.name}: unsupported dtype {buffer.dtype}")
-        if seen_output and not buffer.is_output:
+        if buffer.is_output != (number >= len(ir.inputs)):
             raise ValueError(f"buffer {buffer.name}: inputs come before outputs")
-        seen_output |= buffer.is_output
         if buffer.over is not None and not (buffer.is_output and 0 <= buffer.over < len(ir.inputs)):
             raise ValueError(f"buffer {buffer.name}: lies over buffer {buffer.over}, which is no input")
-    overwritten = set(ir.overwritten.values())
-    loads = (one for segment in ir.segments for one in segment.body if isinstance(one, Load))
-    if (read := next((one.buffer for one in loads if one.buffer in overwritten), None)) is not None:
+    for read in {load.buffer for segment in ir.segments for load in segment.loads} & set(ir.overwritten.values()):
         raise ValueError(f"buffer {ir.buffers[read].name} is loaded, and an output lies over it")
     for number, segment in enumerate(ir.segments):
         _validate_segment(ir, number, segment)
@@ -376,5 +366,5 @@ def _validate_segment(ir: KernelIR, number: int, segment: Segment) -> None:
     for store in segment.stores:
         if not ir.buffers[store.buffer].is_output:
             raise ValueError(f"segment {number}: store into input buffer {ir.buffers[store.buffer].name}")
-        if store.scatter is not None and not segment.per_row()[store.scatter.value]:
+        if store.scatter is not None and not segment.per_row[store.scatter.value]:
             raise ValueError(f"segment {number}: a store's address is data that changes from column to column")

@@ -1,16 +1,14 @@
-"""THE op table: every scalar operation a kernel body may apply, once.
+"""THE op table: every scalar operation a kernel body may apply, with its meaning, cost, and each back end's spelling.
 
-A row gives the meaning (a torch function: the reference interpreter and the tests run it), the cost, and how each
-back end spells it. Templates take operands as ``{0}``, ``{1}``, ``{2}``. C++ spellings that are calls (``fp_exp``)
-are defined in the C++ prelude, for scalars and SIMD vectors alike; Triton spellings use ``tl`` (``ntl`` in
-ninetoothed has the same functions under the same names) and must run under the Triton interpreter too.
-
-Minimum, maximum and the max/min reductions propagate NaN, as ATen does.
+Templates take operands as ``{0}``, ``{1}``, ``{2}``. C++ spellings that are calls (``fp_exp``) are defined in the C++
+prelude, for scalars and SIMD vectors alike; Triton spellings use ``tl`` (``ntl`` in ninetoothed has the same functions)
+and must run under the Triton interpreter too. Minimum, maximum and their reductions propagate NaN, as in ATen.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,22 +21,18 @@ Unit = Literal["fp32", "sfu"]
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One scalar op.
-
-    Attributes:
-        name: Key used by ``Apply.op``.
-        reference: torch function with the op's exact meaning on tensors of one common dtype.
-        flops: Operations counted per application.
-        result: ``"same"`` as the operands' register type, or a register type.
-    """
+    """One scalar op; ``name`` is the key used by ``Apply.op``."""
 
     name: str
     arity: int
+    #: torch function with the op's exact meaning on tensors of one common dtype.
     reference: Callable[..., torch.Tensor]
     cpp: str
     triton: str
+    #: Operations counted per application.
     flops: float = 1.0
     unit: Unit = "fp32"
+    #: ``"same"`` as the operands' register type, or a register type.
     result: Literal["same", "bool", "float32"] = "same"
 
 
@@ -81,7 +75,7 @@ _ROWS: tuple[OpSpec, ...] = (
     # A shift by the number of bits or more is undefined here: the lowering bounds it.
     OpSpec("shift_left", 2, torch.bitwise_left_shift, "({0} << {1})", "({0} << {1})"),
     OpSpec("shift_right", 2, torch.bitwise_right_shift, "({0} >> {1})", "({0} >> {1})"),
-    # The float whose bits an int32 holds: a number that changes from call to call (kernels/ir/scalars.py).
+    # The float whose bits an int32 holds: see float32_bits.
     OpSpec("as_float", 1, lambda a: a.to(torch.int32).view(torch.float32), "bit_cast<float>((int)({0}))",
            "({0}).to(tl.int32).to(tl.float32, bitcast=True)", flops=0.0, result="float32"),
     # -- special functions --------------------------------------------------------------------------------
@@ -123,6 +117,26 @@ REDUCTIONS: dict[str, ReductionSpec] = {
                       lambda x: torch.amin(x, dim=-1, keepdim=True)),
     )
 }
+
+
+def float32_bits(value: float) -> int:
+    """The bits of the nearest float32 as a signed 32-bit integer; infinite where it is too large.
+
+    Kernels take integers only: so travels a float that changes from call to call, until the op ``as_float``.
+
+    >>> hex(float32_bits(1.0)), float32_bits(-0.0) == -(2**31)
+    ('0x3f800000', True)
+    """
+    try:
+        packed = struct.pack("<f", value)
+    except OverflowError:
+        packed = struct.pack("<f", math.copysign(math.inf, value))
+    return int(struct.unpack("<i", packed)[0])
+
+
+def float_of_bits(bits: int) -> float:
+    """The float that :func:`float32_bits` packed."""
+    return float(struct.unpack("<f", struct.pack("<i", bits))[0])
 
 
 def op_spec(name: str) -> OpSpec:

@@ -13,7 +13,6 @@ from fuseplan.kernels.ir.ir import LARGEST, Apply, Buffer, Const, Instr, Round, 
 def without_repeated_clamps(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
     """The segment with conversions to a type that saturates reading past the clamps which they repeat.
 
-    Exact, NaN and zeros included: a bound at the type's largest number or beyond is where the conversion ends, too.
     Values keep their numbers: what nobody reads any more stays in the body.
     """
     def source(value: int, to: str) -> int:
@@ -42,8 +41,7 @@ def _unclamped(body: Sequence[Instr], value: int, largest: float) -> int:
 def cheaper_arithmetic(segment: Segment) -> Segment:
     """The segment with dear arithmetic spelled differently, where exact arithmetic would not tell the difference.
 
-    * ``1 + tanh(u)`` becomes ``2 sigmoid(2u)``: one exponential without a polynomial beside it, and nothing cancels
-      where the sum is small. Gelu's tanh form is often spelled out in separate ops.
+    * ``1 + tanh(u)`` becomes ``2 sigmoid(2u)``: one exponential without a polynomial beside it.
     * A division by a constant becomes a product with its reciprocal, as in ATen's CUDA kernels; so does one by a
       number of the whole row whose bounds are known and ordinary, such as the scale of a quantised row.
 
@@ -51,14 +49,14 @@ def cheaper_arithmetic(segment: Segment) -> Segment:
     """
     maker = _Maker(segment)
     for instr in segment.body:
-        maker.add(instr)
+        made = maker.cheaper(instr)
+        maker.places.append(maker.emit(renamed(instr, maker.places.__getitem__)) if made is None else made)
     stores = tuple(store.with_values(maker.places.__getitem__) for store in segment.stores)
     return _without_unused(replace(segment, body=tuple(maker.body), stores=stores))
 
 
 #: Between these, reciprocals of float32 numbers are normal numbers, by a factor of two: none is flushed to zero, even
-#: where a GPU's approximation is 2 units off. So a product with one is within a few units in the last place of the
-#: quotient, as an approximate division is, wherever that is a normal number itself. An int8 row's scale may be 2^121.
+#: where a GPU's approximation is 2 units off. An int8 row's scale may be 2^121.
 _SMALL, _LARGE = 2.0**-125, 2.0**125
 #: No float32 is this large.
 _LARGEST = 2.0**128
@@ -73,20 +71,19 @@ class _Maker:
         #: Where each value of the old body is in the new one.
         self.places: list[int] = []
         self._known: dict[Instr, int] = {}
-        self._users = _users(segment)
-        self._per_row = segment.per_row()
+        #: How many instructions and stores read each value.
+        self._users = Counter(arg for instr in segment.body for arg in operands(instr))
+        self._users.update(value for store in segment.stores for value in store.values)
+        self._per_row = segment.per_row
 
-    def add(self, instr: Instr) -> None:
-        made = self._cheaper(instr)
-        self.places.append(self._emit(renamed(instr, self.places.__getitem__)) if made is None else made)
-
-    def _emit(self, instr: Instr) -> int:
+    def emit(self, instr: Instr) -> int:
         if instr not in self._known:
             self._known[instr] = len(self.body)
             self.body.append(instr)
         return self._known[instr]
 
-    def _cheaper(self, instr: Instr) -> int | None:
+    def cheaper(self, instr: Instr) -> int | None:
+        """The value in its cheaper spelling, where it has one."""
         if not isinstance(instr, Apply) or instr.dtype not in ("float32", "float64"):
             return None
         if instr.op == "add":
@@ -96,9 +93,7 @@ class _Maker:
                     continue
                 if isinstance(tanh, Apply) and tanh.op == "tanh":
                     return self._one_plus_tanh(tanh)
-        if instr.op == "div":
-            return self._product(instr, *instr.args)
-        return None
+        return self._product(instr, *instr.args) if instr.op == "div" else None
 
     def _product(self, instr: Apply, dividend: int, divisor: int) -> int | None:
         """The division as a product with a reciprocal, where that is a normal number of a float32 and saves work."""
@@ -107,12 +102,12 @@ class _Maker:
             return None
         number = self._number(divisor)
         if number is not None:
-            inverse = self._emit(Const(instr.dtype, 1.0 / number))
+            inverse = self.emit(Const(instr.dtype, 1.0 / number))
         elif self._per_row[divisor] and not self._per_row[dividend]:
-            inverse = self._emit(Apply(instr.dtype, "reciprocal", (self.places[divisor],)))
+            inverse = self.emit(Apply(instr.dtype, "reciprocal", (self.places[divisor],)))
         else:
             return None
-        return self._emit(Apply(instr.dtype, "mul", (self.places[dividend], inverse)))
+        return self.emit(Apply(instr.dtype, "mul", (self.places[dividend], inverse)))
 
     def _magnitude(self, value: int) -> tuple[float, float]:
         """Bounds of the absolute value, should it be a finite number."""
@@ -138,17 +133,10 @@ class _Maker:
         return float(instr.value) if isinstance(instr, Const) and math.isfinite(instr.value) else None
 
     def _one_plus_tanh(self, tanh: Apply) -> int:
-        two = self._emit(Const(tanh.dtype, 2.0))
-        double = self._emit(Apply(tanh.dtype, "mul", (self.places[tanh.args[0]], two)))
-        curve = self._emit(Apply(tanh.dtype, "sigmoid", (double,)))
-        return self._emit(Apply(tanh.dtype, "mul", (curve, two)))
-
-
-def _users(segment: Segment) -> Counter[int]:
-    """How many instructions and stores read each value."""
-    counts = Counter(arg for instr in segment.body for arg in operands(instr))
-    counts.update(value for store in segment.stores for value in store.values)
-    return counts
+        two = self.emit(Const(tanh.dtype, 2.0))
+        double = self.emit(Apply(tanh.dtype, "mul", (self.places[tanh.args[0]], two)))
+        curve = self.emit(Apply(tanh.dtype, "sigmoid", (double,)))
+        return self.emit(Apply(tanh.dtype, "mul", (curve, two)))
 
 
 def _without_unused(segment: Segment) -> Segment:

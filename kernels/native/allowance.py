@@ -17,29 +17,20 @@ _PATIENCE = 10
 
 
 class Allowance:
-    """Seconds that commands may take together, one after another.
-
-    What a command computes is counted, and what it sleeps: a compiler that hangs does one of them. What it waits for a
-    processor or a disk is not, up to ten times as much: on a busy machine a sound compiler may need minutes.
-    """
+    """Seconds that commands may take together, and ten times as many that they may wait for a processor or a disk."""
 
     def __init__(self, total_s: float) -> None:
         self.total_s = self.left_s = total_s
         self._patience_s = total_s * _PATIENCE
 
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, or kill it with all its descendants.
+        """Run a command to its end, or kill it with all its descendants, and raise ``subprocess.TimeoutExpired``.
 
-        A compiler driver starts the compiler proper: to kill the driver alone would let that run on. They stay in this
-        process's group, so that whoever kills the group (a tune's supervisor, a terminal) ends them too.
-
-        Raises:
-            OSError: It cannot be started.
-            subprocess.TimeoutExpired: The allowance is used up.
+        They stay in this process's group, so that whoever kills the group (a tune's supervisor, a terminal) ends them.
         """
+        pipe = subprocess.PIPE
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace",
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
         ) as process:
             try:
                 out, err = self._wait(process)
@@ -63,9 +54,8 @@ class Allowance:
 
 
 def activity(root: int) -> tuple[float, bool]:
-    """What a process and its descendants do: their processor time so far in seconds, and whether one of them is awake.
-
-    Awake is who computes, or waits for a processor or a disk; nobody is where the system has no ``/proc``.
+    """Processor time of a process and its descendants so far, and whether one of them computes or waits for a processor
+    or a disk (never without ``/proc``).
     """
     stats = _stats()
     tree = [stats[pid] for pid in _descendants(root, stats) if pid in stats]
@@ -90,20 +80,17 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 class _Stat(NamedTuple):
-    """One process: its state's letter, its parent, and its processor time with that of the children it waited for."""
-
     state: str
     parent: int
+    #: With that of the children it waited for.
     computed_s: float
 
 
 def _descendants(root: int, stats: dict[int, _Stat]) -> set[int]:
     """``root`` and every process below it."""
-    found: set[int] = set()
-    new = {root}
-    while new:
+    found = {root}
+    while new := {pid for pid, stat in stats.items() if stat.parent in found} - found:
         found |= new
-        new = {pid for pid, stat in stats.items() if stat.parent in new and pid not in found}
     return found
 
 

@@ -1,18 +1,26 @@
-"""C++ source -> shared library, with the system's compiler, cached by content; and the OpenMP runtime to share.
+"""C++ source -> shared library or CPython extension, with the system's compiler, cached by content.
 
 A cache entry is one file: the library followed by the sha256 of its bytes, written aside and moved into place, so that
 concurrent processes and interrupted ones leave a good entry or none. An entry that does not check is built again.
+
+Nobody but this user may write to folders whose files are loaded as code: what somebody else put there would run here.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
+import importlib.machinery
+import importlib.util
+import logging
 import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +33,8 @@ import torch
 
 from fuseplan.kernels.ir.backend import BuildError, MachineError
 from fuseplan.kernels.native.allowance import Allowance
-from fuseplan.kernels.native.own_folder import is_exposed, own_folder
+
+logger = logging.getLogger("fuseplan")
 
 #: Searched for on PATH, in this order.
 COMPILER_NAMES = ("c++", "g++", "clang++")
@@ -44,6 +53,46 @@ _DIGEST_BYTES = 32
 OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
 
 
+def own_folder(wanted: Path) -> Path:
+    """``wanted``, made with mode 0700 where it is missing, if nobody else may write there; else a new private folder.
+
+    The private folder goes when this process ends, and one warning says so.
+    """
+    wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reason = is_exposed(wanted)
+    return wanted if reason is None else _private_folder(wanted, reason)
+
+
+def is_exposed(path: Path) -> str | None:
+    """Why others could have written a file or folder, or None. What does not exist is exposed, too."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        return error.strerror or "it cannot be read"
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, not {os.geteuid()}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write there (mode {stat.S_IMODE(found.st_mode):o})"
+    return None
+
+
+@lru_cache
+def _private_folder(wanted: Path, reason: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="fuseplan-"))
+    atexit.register(_remove, folder, os.getpid())
+    logger.warning(
+        "the kernel cache %s is not used: %s; kernels are kept in %s until this process ends. Remove that cache or "
+        "give it mode 700", wanted, reason, folder,
+    )
+    return folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Of processes that share the folder by a fork, the one that made it removes it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class Compiler:
     """A C++ compiler, the first line of its ``--version`` and the flags it takes for this processor."""
@@ -54,11 +103,7 @@ class Compiler:
 
 
 def required_compiler(names: tuple[str, ...] = COMPILER_NAMES) -> Compiler:
-    """The first compiler on PATH that builds a C++17 shared library; searched for once in a process.
-
-    Raises:
-        BuildError: There is none; the message says why.
-    """
+    """The first compiler on PATH that builds a C++17 library, looked for once in a process; BuildError without one."""
     found = _search(names)
     if isinstance(found, Compiler):
         return found
@@ -119,11 +164,10 @@ def _why(error: Exception) -> str:
 @lru_cache(maxsize=1)
 def processor() -> str:
     """What ``-march=native`` depends on: the architecture and the instruction sets the kernel reports."""
-    flags = ""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo.read_text(), re.MULTILINE)
-        flags = " ".join(sorted(found.group(1).split())) if found else ""
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    flags = " ".join(sorted(found[1].split())) if found else ""
     return f"{platform.machine()} {flags or platform.processor()}"
 
 
@@ -138,10 +182,7 @@ _HUNG: set[Compiler] = set()
 
 def build_library(source: str, compiler: Compiler, cache_dir: Path, flags: Sequence[str] = ()) -> Path:
     """Compile C++ text into a shared library in ``cache_dir``, or find it there: equal sources, flags, compilers and
-    processors share one.
-
-    Raises:
-        BuildError: The compiler refuses, is too slow or is gone, or the folder cannot be written.
+    processors share one. BuildError where the compiler refuses, is too slow or gone, or the folder cannot be written.
     """
     parts = [source, compiler.path, compiler.version, *compiler.native, *_FLAGS, *flags, processor()]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -190,6 +231,30 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
         library.replace(path)
 
 
+def load_extension(name: str, source: Path, compiler: Compiler, cache_dir: Path) -> Any:
+    """The CPython module that ``source``, with the headers beside it, defines as ``PyInit_<name>``."""
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise BuildError(f"{name}: Python's headers are missing ({include}); install python3-dev or its like")
+    abi = f"// {sysconfig.get_config_var('SOABI')}\n"
+
+    def expanded(line: re.Match[str]) -> str:
+        header = source.parent / line[1]
+        return header.read_text(encoding="utf-8") if header.is_file() else line[0]
+
+    text = re.sub(r'^#include "([^"]+)"$', expanded, source.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    path = build_library(abi + text, compiler, cache_dir, (f"-I{include}",))
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(f"{name}: the compiled module does not load: {error}") from error
+    return module
+
+
 def _first_error(stderr: str) -> str:
     lines = stderr.strip().splitlines() or ["no message"]
     return next((line for line in lines if "error" in line), lines[0])
@@ -202,10 +267,8 @@ def address(function: Any) -> int:
 
 @lru_cache(maxsize=1)
 def shared_openmp() -> tuple[int, ...]:
-    """The OpenMP runtime that torch itself uses, so that kernels and ATen share one pool of threads.
-
-    A look-up through torch's own library finds the runtime that library is bound to, whatever its file is called. The
-    addresses of its functions :data:`OPENMP_FUNCTIONS`; all 0 where there is none to share.
+    """Addresses of :data:`OPENMP_FUNCTIONS` in the OpenMP runtime that torch uses, so that kernels and ATen share
+    one pool of threads; all 0 where there is none to share.
     """
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

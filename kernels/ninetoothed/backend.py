@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +22,8 @@ from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped,
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
-from fuseplan.kernels.native.own_folder import is_exposed
-from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, emit_ninetoothed
-from fuseplan.kernels.ninetoothed.views import View, Views
+from fuseplan.kernels.native.build import is_exposed
+from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, View, Views, emit_ninetoothed
 from fuseplan.kernels.triton.config import MAX_PERSISTENT_COLS, PARAMETERS, default_config, infeasible, tunables
 
 _GENERATION = threading.Lock()
@@ -99,17 +98,14 @@ class NinetoothedBackend(GpuBackend):
 
     def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
         """Strides become constants; addresses stay arguments."""
-        signature: dict[str, str] = {}
-        constants: dict[str, int] = {}
-        aligned: list[str] = []
-        for name, view, dimension in self._parameters(ir, config):
-            if dimension is None:
-                signature[name] = POINTER_TYPES[ir.buffers[view.buffer].dtype]
-                if variant.aligned and _byte_offset(ir, view) % 16 == 0:
-                    aligned.append(name)
-            else:
-                signature[name] = "constexpr"
-                constants[name] = view.strides[dimension]
+        parameters = list(self._parameters(ir, config))
+        signature = {
+            name: POINTER_TYPES[ir.buffers[view.buffer].dtype] if dimension is None else "constexpr"
+            for name, view, dimension in parameters
+        }
+        constants = {name: view.strides[dim] for name, view, dim in parameters if dim is not None}
+        addresses = {name: _byte_offset(ir, view) for name, view, dimension in parameters if dimension is None}
+        aligned = [name for name, offset in addresses.items() if variant.aligned and offset % 16 == 0]
         return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config))
 
     def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
@@ -183,19 +179,11 @@ def _overlapped_module(text: str, config: Config) -> str:
     return f"{OVERLAP_IMPORT}\n{ast.unparse(module)}\n"
 
 
-class _NoDevice:
-    """Stands for a GPU while ninetoothed generates source: it asks for limits that a fixed config never uses."""
-
-    utils: Any
-
-    def __init__(self) -> None:
-        self.utils = self
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_device_properties(self, device: int) -> Mapping[str, int]:
-        return {"max_num_regs": 65536, "max_shared_mem": 232_448}
+#: Stands for a GPU's driver while ninetoothed generates source: it asks for limits that a fixed config never uses.
+_LIMITS = {"max_num_regs": 65536, "max_shared_mem": 232_448}
+_NO_DEVICE = SimpleNamespace(
+    get_current_device=lambda: 0, utils=SimpleNamespace(get_device_properties=lambda device: _LIMITS)
+)
 
 
 @contextmanager
@@ -212,7 +200,7 @@ def _driver_for_generation() -> Iterator[None]:
     driver = triton.runtime.driver
     # What was active (None as a rule) goes back: resetting to the default fails where there is none.
     before = vars(driver).get("_active")
-    driver.set_active(_NoDevice())
+    driver.set_active(_NO_DEVICE)
     try:
         yield
     finally:

@@ -2,18 +2,23 @@
 
 The arrangement cuts every argument into blocks so that they line up; the application is the body of one block. Segments
 share the launch: program ``p`` computes block ``p`` of each, and arguments of segments with fewer blocks are padded.
+
+Each distinct load or store is one argument, the view of its buffer that has the segment's own dimensions, of size 1
+where the access does not mention rows (or the column). What has no such view (data masks, divisions in an index) reads
+the flat buffer by address.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.tile import Tile, segment_programs, tile_of
 from fuseplan.kernels.ir.backend import Config, checked
-from fuseplan.kernels.ir.index import Index
-from fuseplan.kernels.ir.ir import KernelIR, Load, Segment, Store
-from fuseplan.kernels.ninetoothed.views import View, Views, has_view
+from fuseplan.kernels.ir.index import Coord, Index, is_static
+from fuseplan.kernels.ir.ir import Instr, KernelIR, Load, Segment, Store
 from fuseplan.kernels.triton.config import PARAMETERS
+from fuseplan.kernels.triton.emitter import buffer_names
 from fuseplan.kernels.triton.helpers import plain_helper_sources
 from fuseplan.kernels.triton.values import ValueEmitter, as_emitted, index_extent, literal
 
@@ -23,11 +28,7 @@ _INDENT = "    "
 
 
 def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
-    """Source of a module whose ``premake()`` returns ``(arrangement, application, tensors)`` for ``ninetoothed.make``.
-
-    The kernel has static sizes, and rows that fit one block where they are reduced. :class:`BuildError` where the
-    config holds what no kernel has.
-    """
+    """Source of a module whose ``premake()`` returns ``(arrangement, application, tensors)``."""
     config = checked(config, PARAMETERS)
     ir = KernelIR(ir.buffers, tuple(as_emitted(segment, ir.buffers) for segment in ir.segments))
     views = Views(ir)
@@ -35,10 +36,11 @@ def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
     application: list[str] = []
     for number in range(len(ir.segments)):
         application += _BlockEmitter(ir, number, config, views).lines()
+    tensors = [f'    Tensor(shape={view.shape}, name="{view.name}"),' for view in views.all]
     functions = [
         _function("arrangement", names, [*_arrange(ir, config, views), f"return {names}"]),
         _function("application", names, application),
-        _function("premake", "", _premake(views)),
+        _function("premake", "", ["tensors = (", *tensors, ")", "return arrangement, application, tensors"]),
     ]
     code = re.sub(r"\btl\.", "ntl.", "\n\n\n".join(functions))
     chosen = ", ".join(f"{key}={value}" for key, value in config.items())
@@ -49,12 +51,6 @@ def emit_ninetoothed(ir: KernelIR, config: Config) -> str:
 
 def _function(name: str, signature: str, body: list[str]) -> str:
     return "\n".join([f"def {name}({signature}):", *(_INDENT + line for line in body)])
-
-
-def _premake(views: Views) -> list[str]:
-    lines = ["tensors = ("]
-    lines += [f'    Tensor(shape={view.shape}, name="{view.name}"),' for view in views.all]
-    return [*lines, ")", "return arrangement, application, tensors"]
 
 
 def _arrange(ir: KernelIR, config: Config, views: Views) -> list[str]:
@@ -153,3 +149,79 @@ class _BlockEmitter(ValueEmitter):
         bounds = [f"{self.prefix}in_rows"] if (on_rows or widen[0]) and self.segment.rows else []
         bounds += [f"{self.prefix}in_cols"] if on_cols or widen[1] else []
         return f"{view.name}.source.data_ptr() + {' + '.join(terms)}", bounds
+
+
+@dataclass(frozen=True)
+class View:
+    """One tensor argument."""
+
+    name: str
+    #: Position of the buffer it looks at.
+    buffer: int
+    #: Elements between the buffer's first element and the view's.
+    offset: int
+    #: The segment's rows and columns, 1 where it does not vary.
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    segment: int
+    on_rows: bool
+    on_cols: bool
+
+
+class Views:
+    """The arguments of one kernel, in the order in which its accesses ask for them."""
+
+    def __init__(self, ir: KernelIR) -> None:
+        self._ir = ir
+        self._names = buffer_names(ir)
+        self._found: dict[tuple[int, int, Index | None], View] = {}
+        self.by_access: dict[tuple[int, Instr | Store], View] = {}
+        for number, segment in enumerate(ir.segments):
+            for access in (*segment.body, *segment.stores):
+                if isinstance(access, Load | Store):
+                    self.by_access[number, access] = self._view(number, segment, access)
+            if not any(self._is_full(number, view) for view in self.all):
+                # Every coordinate at stride 0: only its positions are used.
+                sizes, buffer = (*segment.rows, segment.cols), segment.stores[0].buffer
+                name, strides = f"{self._names[buffer]}_space{number}", (0,) * len(sizes)
+                self._found[number, buffer, Index(-1)] = View(name, buffer, 0, sizes, strides, number, True, True)
+
+    @property
+    def all(self) -> tuple[View, ...]:
+        return tuple(self._found.values())
+
+    def anchor(self, number: int) -> View:
+        """An argument of segment ``number`` with all its dimensions: the source of its coordinates."""
+        return next(view for view in self.all if self._is_full(number, view))
+
+    def _is_full(self, number: int, view: View) -> bool:
+        has_rows = view.on_rows or not self._ir.segments[number].rows
+        return view.segment == number and has_rows and view.on_cols
+
+    def _view(self, number: int, segment: Segment, access: Load | Store) -> View:
+        index = access.index if has_view(segment, access) else None
+        key = (number, access.buffer, index)
+        if key not in self._found:
+            same = sum(view.buffer == access.buffer for view in self.all)
+            name = self._names[access.buffer] + (f"_{same}" if same else "")
+            self._found[key] = _view_of(name, number, segment, access.buffer, index)
+        return self._found[key]
+
+
+def has_view(segment: Segment, access: Load | Store) -> bool:
+    """True when an access is affine, unmasked and walks forward, so that a strided view describes it."""
+    if isinstance(access, Load) and access.mask is not None:
+        return False
+    sizes = [access.index.const, *(coefficient for _, coefficient in access.index.terms)]
+    affine = all(isinstance(atom, Coord) for atom, _ in access.index.terms)
+    return affine and is_static(*sizes) and all(size >= 0 for size in sizes)
+
+
+def _view_of(name: str, number: int, segment: Segment, buffer: int, index: Index | None) -> View:
+    rank = len(segment.rows) + 1
+    if index is None:
+        return View(name, buffer, 0, (1,) * rank, (1,) * rank, number, False, False)
+    on_rows, on_cols = index_extent(segment, index)
+    sizes = [extent if on_rows else 1 for extent in segment.rows] + [segment.cols if on_cols else 1]
+    strides = [index.coefficient(axis) for axis in range(rank)]
+    return View(name, buffer, index.const, tuple(sizes), tuple(strides), number, on_rows, on_cols)

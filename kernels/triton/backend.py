@@ -59,17 +59,12 @@ class TritonBackend(GpuBackend):
         return getattr(self.store.load(emit_triton(ir, config, wide or needs_int64(ir))), KERNEL_NAME)
 
     def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
-        pointers = {
-            name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(buffer_names(ir), ir.buffers, strict=True)
-        }
+        names = buffer_names(ir)
+        pointers = {name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(names, ir.buffers, strict=True)}
         sizes = {symbol_argument(name): "i64" if variant.wide else "i32" for name in ir.symbols}
-        return KernelSpec(
-            signature={**pointers, **sizes},
-            aligned=tuple(pointers) if variant.aligned else (),
-            num_warps=int(config["num_warps"]),
-            num_stages=int(config.get("num_stages", 1)),
-            overlapped=is_overlapped(config),
-        )
+        warps, stages = int(config["num_warps"]), int(config.get("num_stages", 1))
+        aligned = names if variant.aligned else ()
+        return KernelSpec({**pointers, **sizes}, aligned, warps, stages, overlapped=is_overlapped(config))
 
     def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
         return programs(ir, config, sizes)

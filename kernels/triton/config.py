@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_CHOICES, default_overlap, overlap_tunables, pointless_overlap
 from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
-from fuseplan.kernels.ir.index import Index, Size, is_static
+from fuseplan.kernels.ir.index import Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
 from fuseplan.kernels.ir.schedule import reduction_depths, schedule
 
@@ -44,30 +44,25 @@ def _static(size: Size) -> int:
 def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     """``block_rows``, ``block_cols``, ``num_warps``; for reductions also ``loads``; for looped ones ``num_stages``.
 
-    On devices that can, ``overlap`` comes first.
-
-    A reduction whose columns fit ``block_cols`` is persistent (its row stays in registers), else it is looped.
+    On devices that can, ``overlap`` comes first. A reduction whose columns fit ``block_cols`` keeps its row in
+    registers, else it is looped.
     """
     widest = max((next_power_of_2(_static(segment.cols)) for segment in ir.segments), default=1)
     rows = max((next_power_of_2(_static(segment.num_rows)) for segment in ir.segments), default=1)
     reduces = any(segment.has_reduction() for segment in ir.segments)
-    if reduces:
-        cols = [c for c in (1024, 2048, 4096, 8192) if c < widest]
-        cols += [widest] if widest <= MAX_PERSISTENT_COLS else []
-    else:
-        cols = [c for c in (64, 128, 256, 512, 1024, 2048, 4096) if c < widest]
-        cols += [widest] if widest <= 8192 else []
+    narrower, most = ((1024, 2048, 4096, 8192), MAX_PERSISTENT_COLS) if reduces else (
+        (64, 128, 256, 512, 1024, 2048, 4096), 8192)
+    cols = [*(c for c in narrower if c < widest), *([widest] if widest <= most else [])]
     found = [
         *overlap_tunables(target),
         Tunable("block_rows", tuple(r for r in (1, 2, 4, 8, 16, 32, 64, 128) if r <= rows)),
         Tunable("block_cols", tuple(cols or [widest])),
         Tunable("num_warps", (1, 2, 4, 8, 16, 32) if reduces else (1, 2, 4, 8)),
     ]
-    if reduces:
-        if any(_late_loads(segment) for segment in ir.segments):
-            found.append(Tunable("loads", ("early", "late")))
-        if any(not is_static(s.cols) or min(cols) < s.cols for s in ir.segments if s.has_reduction()):
-            found.append(Tunable("num_stages", (1, 2, 3)))
+    if any(_late_loads(segment) for segment in ir.segments):
+        found.append(Tunable("loads", ("early", "late")))
+    if any(not is_static(s.cols) or min(cols) < s.cols for s in ir.segments if s.has_reduction()):
+        found.append(Tunable("num_stages", (1, 2, 3)))
     return tuple(found)
 
 
@@ -83,27 +78,20 @@ def _late_loads(segment: Segment) -> bool:
 def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     """Why ``config`` is not worth compiling, or None."""
     threads = 32 * int(config["num_warps"])
+    limit = min(MAX_REGISTERS, REGISTER_FILE // threads)
     tiles = [tile_of(segment, config) for segment in ir.segments]
     for segment, tile in zip(ir.segments, tiles, strict=True):
-        reason = _infeasible_tile(segment, tile, threads)
-        if reason:
-            return reason
+        per_thread = tile.elements / threads
+        # Everything live is held at once, at least one element of each value.
+        need = _BASE_REGISTERS + round(max(1.0, per_thread) * live_words(segment, in_place=True))
+        if need > limit:
+            return f"about {need} registers a thread, the limit is {limit}"
+        if not segment.has_reduction() and per_thread > 64:
+            return f"{per_thread:.0f} elements a thread in a pointwise tile"
     reason = _redundant(ir, config, tiles) or _starved(ir, config, tiles, target)
     if reason or ir.symbols:
         return reason
     return pointless_overlap(config, programs(ir, config, {}), max(tile.elements for tile in tiles), target)
-
-
-def _infeasible_tile(segment: Segment, tile: Tile, threads: int) -> str | None:
-    per_thread = tile.elements / threads
-    limit = min(MAX_REGISTERS, REGISTER_FILE // threads)
-    # Everything live is held at once, at least one element of each value.
-    need = _BASE_REGISTERS + round(max(1.0, per_thread) * live_words(segment, in_place=True))
-    if need > limit:
-        return f"about {need} registers a thread, the limit is {limit}"
-    if not segment.has_reduction() and per_thread > 64:
-        return f"{per_thread:.0f} elements a thread in a pointwise tile"
-    return None
 
 
 def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
@@ -159,13 +147,11 @@ def _default_pointwise(ir: KernelIR, target: Target) -> Config:
     most = _most_elements(ir, max(ir.segments, key=_elements))
     while most > 256 and total // most < 2 * target.cores:
         most //= 2
-    while most > 128 and max((live_words(segment) for segment in ir.segments), default=1) * most > 16384:
+    while most > 128 and max(live_words(segment) for segment in ir.segments) * most > 16384:
         most //= 2
     rows, cols = _block_shape(ir, most, target)
-    shape = {"block_rows": rows, "block_cols": cols}
     # Four warps, but no fewer than four elements a thread.
-    warps = min(4, max(1, _largest_tile(ir, shape) // 128))
-    return {**shape, "num_warps": warps}
+    return {"block_rows": rows, "block_cols": cols, "num_warps": min(4, max(1, _largest_tile(ir, rows, cols) // 128))}
 
 
 def full_tile(ir: KernelIR, segment: Segment) -> tuple[int, int]:
@@ -182,38 +168,27 @@ def _most_elements(ir: KernelIR, segment: Segment) -> int:
 
 def _moved_bytes(ir: KernelIR, segment: Segment) -> int:
     """Bytes that one element loads and stores for itself, at least 1: not what the rows above and below load too."""
-    last_row = segment.col_axis - 1
-
-    def own(index: Index) -> bool:
-        return {segment.col_axis, *([last_row] if last_row >= 0 else [])} <= set(index.axes())
-
+    axes = {segment.col_axis, max(segment.col_axis - 1, 0)}
     # Which row is gathered depends on the row.
-    loads = [one for one in segment.body if isinstance(one, Load) and (one.gather is not None or own(one.index))]
-    touched = {(one.buffer, one.index) for one in loads}
-    touched |= {(store.buffer, store.index) for store in segment.stores if own(store.index)}
+    touched = {(one.buffer, one.index) for one in segment.loads if one.gather is not None or axes <= one.index.axes()}
+    touched |= {(store.buffer, store.index) for store in segment.stores if axes <= store.index.axes()}
     return max(1, sum(ITEMSIZE[ir.buffers[buffer].dtype] for buffer, _ in touched))
 
 
 def _width(main: Segment, most: int) -> int:
-    """Columns of a default tile of ``most`` elements.
-
-    Tiles are larger than usual where elements are narrow. Several rows then share what they load once for all, and a
-    thread holds so few columns that its loads of wider types stay close to its neighbours'.
-    """
+    """Columns of a default tile of ``most`` elements: fewer, of several rows, where narrow elements make it larger."""
     if most > _POINTWISE_TILE:
         most = max(_NARROW_COLS, most // max(1, _static(main.num_rows)))  # a result may have no rows at all
     return min(most, next_power_of_2(_static(main.cols)))
 
 
-def _largest_tile(ir: KernelIR, shape: Config) -> int:
-    return max((tile_of(segment, shape).elements for segment in ir.segments), default=1)
+def _largest_tile(ir: KernelIR, rows: int, cols: int) -> int:
+    return max(tile_of(segment, {"block_rows": rows, "block_cols": cols}).elements for segment in ir.segments)
 
 
 def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
-    """Rows and columns of a block for segments of unlike shapes, each tile of at most ``most`` elements.
-
-    What suits the segment with the most elements may leave tiny tiles to the others (a long flat segment beside many
-    narrow rows): then the widest block that needs about as few programs as any.
+    """Rows and columns of a block, of which each segment's tile has at most ``most`` elements: what suits the largest
+    segment or, where that leaves tiny tiles to the others, the widest block that needs about as few programs as any.
     """
     main = max(ir.segments, key=_elements)
     choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
@@ -225,13 +200,12 @@ def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
     width = _width(main, most)
     cols = next((one for one in all_cols if one >= width), all_cols[-1])
     rows = min(max(most // width, 1), next_power_of_2(_static(main.num_rows)), 128)
-    fits = _largest_tile(ir, {"block_rows": rows, "block_cols": cols}) <= most
-    if fits and count(rows, cols) <= _NEARLY * sum(-(-_elements(segment) // most) for segment in ir.segments):
+    fewest = sum(-(-_elements(segment) // most) for segment in ir.segments)
+    if _largest_tile(ir, rows, cols) <= most and count(rows, cols) <= _NEARLY * fewest:
         return rows, cols
     shapes = {
-        (rows, cols): count(rows, cols)
-        for rows in map(int, choices["block_rows"]) for cols in all_cols
-        if _largest_tile(ir, {"block_rows": rows, "block_cols": cols}) <= most
+        (rows, cols): count(rows, cols) for rows in map(int, choices["block_rows"]) for cols in all_cols
+        if _largest_tile(ir, rows, cols) <= most
     }
     enough = _NEARLY * min(shapes.values(), default=0)
     ranked = sorted((-cols, number, rows) for (rows, cols), number in shapes.items() if number <= enough)

@@ -10,6 +10,7 @@ from textwrap import indent
 from fuseplan.kernels.gpu.overlap import OVERLAP_IMPORT, is_overlapped
 from fuseplan.kernels.gpu.tile import ceil_div, tile_of
 from fuseplan.kernels.ir.backend import BuildError, Config, checked
+from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import KernelIR, Segment
 from fuseplan.kernels.triton.config import PARAMETERS
 from fuseplan.kernels.triton.helpers import helper_sources
@@ -30,12 +31,8 @@ def buffer_names(ir: KernelIR) -> tuple[str, ...]:
 def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
     """Source of a Triton module whose function ``fused(*buffers, *dynamic sizes)`` computes ``ir``.
 
-    Args:
-        config: ``block_rows``, ``block_cols``, for reductions ``loads`` and ``num_stages``, in a graph ``overlap``.
-        wide: Do index arithmetic in 64 bits.
-
-    Raises:
-        BuildError: A size cannot be written as integer arithmetic, or the config holds what no kernel has.
+    With ``wide`` its index arithmetic is in 64 bits. BuildError where a size is no integer arithmetic, or the config
+    holds what no kernel has.
     """
     config = checked(config, PARAMETERS)
     signature = ", ".join([*buffer_names(ir), *(symbol_argument(name) for name in ir.symbols)])
@@ -71,10 +68,8 @@ def _function(name: str, signature: str, body: list[str]) -> str:
 
 def _program_count(segment: Segment, config: Config) -> str:
     tile = tile_of(segment, config)
-    row_blocks = ceil_div(segment.num_rows, tile.rows)
-    if isinstance(row_blocks, int) and isinstance(tile.col_blocks, int):
-        return str(row_blocks * tile.col_blocks)
-    return f"{triton_size(row_blocks)} * {triton_size(tile.col_blocks)}"
+    blocks = ceil_div(segment.num_rows, tile.rows), tile.col_blocks
+    return str(blocks[0] * blocks[1]) if is_static(*blocks) else " * ".join(map(triton_size, blocks))
 
 
 def _dispatch(counts: list[str], signature: str) -> list[str]:

@@ -43,8 +43,8 @@ def triton_size(size: Size) -> str:
 class Coordinates:
     """Renders the indices of one segment and remembers which row coordinates they need.
 
-    ``row`` is the flattened row and ``col`` the column, in whatever shape the tile gives them. Where blocks of
-    ``block_rows`` rows never straddle two values of a coordinate, it is computed from ``first_row`` alone.
+    ``row`` is the flattened row and ``col`` the column. Where blocks of ``block_rows`` rows never straddle two values
+    of a coordinate, it is computed from ``first_row`` alone.
     """
 
     segment: Segment
@@ -59,8 +59,7 @@ class Coordinates:
         for atom, coefficient in index.terms:
             if not isinstance(atom, Coord):
                 operator = "//" if isinstance(atom, FloorDiv) else "%"
-                base = self.text(atom.base)
-                base = base if base.isidentifier() else f"({base})"
+                base = _scaled(self.text(atom.base), 1)
                 rest.append((f"{base} {operator} {triton_size(atom.divisor)}", coefficient))
             elif atom.axis == self.segment.col_axis:
                 rest.append(("col", coefficient))
@@ -115,6 +114,5 @@ class Coordinates:
 
 
 def _scaled(text: str, factor: Size) -> str:
-    if isinstance(factor, int) and factor == 1:
-        return text if text.isidentifier() else f"({text})"
-    return f"{text} * {triton_size(factor)}" if text.isidentifier() else f"({text}) * {triton_size(factor)}"
+    text = text if text.isidentifier() else f"({text})"
+    return text if factor == 1 else f"{text} * {triton_size(factor)}"

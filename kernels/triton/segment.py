@@ -41,10 +41,9 @@ class SegmentEmitter(ValueEmitter):
     def _loads_rows_once(self) -> bool:
         """Whether a row that all of a block share is loaded by itself, with the lanes that suit its own type.
 
-        In a tile of the results' shape each thread would load as many elements as it stores in 16 bytes, so that lanes
-        of a much wider type lie far apart. Worth an exchange between threads only there; plain pointwise tiles only.
+        Else each thread loads as many elements as it stores in 16 bytes: lanes of a much wider type lie far apart.
         """
-        loads = [one for one in self.segment.body if isinstance(one, Load)]
+        loads = self.segment.loads
         if self.masks_rows or self.segment.has_reduction() or any(one.mask is not None for one in loads):
             return False
         widest = max((ITEMSIZE[self.buffers[one.buffer].dtype] for one in loads), default=0)
@@ -62,47 +61,45 @@ class SegmentEmitter(ValueEmitter):
 
     def _geometry(self, body: str) -> list[str]:
         """Definitions of ``row`` and ``col`` (and their bounds), where ``body`` uses them."""
-        tile, lines = self.tile, []
-        row_block, col_block = self._block_numbers()
-        if re.search(r"\b(row|in_rows)\b", body):
-            lines.append(
-                f"row = {row_block}"
-                if tile.flat
-                else f"row = ({_atom(row_block)} * {tile.rows} + tl.arange(0, {tile.rows}))[:, None]"
-            )
-        if re.search(r"\bfirst_row\b", body):
-            lines.append(f"first_row = ({_atom(row_block)} * {tile.rows} + tl.arange(0, 1))[:, None]")
-        if re.search(r"\bin_rows\b", body):
-            lines.append(f"in_rows = row < {triton_size(self.segment.num_rows)}")
-        if not tile.looped and re.search(r"\b(col|in_cols)\b", body):
-            lines += self._columns(f"{_atom(col_block)} * {tile.cols} + " if col_block else "")
-        return lines
-
-    def _block_numbers(self) -> tuple[str, str]:
-        """The program's block along the rows, and along the columns ("" where there is one only)."""
+        tile, lines, used = self.tile, [], set(re.findall(r"\w+", body))
         blocks = self.tile.col_blocks
+        # The program's block along the rows, and along the columns ("" where there is one only).
+        row_block, col_block = f"(pid // {triton_size(blocks)})", f"(pid % {triton_size(blocks)})"
         if isinstance(blocks, int) and blocks == 1:
-            return "pid", ""
-        if isinstance(self.segment.num_rows, int) and self.segment.num_rows == 1:
-            return "0", "pid"
-        return f"pid // {triton_size(blocks)}", f"pid % {triton_size(blocks)}"
-
-    def _columns(self, start: str) -> list[str]:
-        arange = f"tl.arange(0, {self.tile.cols})"
-        lines = [f"col = {start}{arange}" if self.tile.flat else f"col = ({start}{arange})[None, :]"]
-        if self.masks_cols:
-            lines.append(f"in_cols = col < {triton_size(self.segment.cols)}")
+            row_block, col_block = "pid", ""
+        elif isinstance(self.segment.num_rows, int) and self.segment.num_rows == 1:
+            row_block, col_block = "0", "pid"
+        if used & {"row", "in_rows"}:
+            rows = f"({row_block} * {tile.rows} + tl.arange(0, {tile.rows}))[:, None]"
+            lines.append(f"row = {row_block.removeprefix('(').removesuffix(')') if tile.flat else rows}")
+        if "first_row" in used:
+            lines.append(f"first_row = ({row_block} * {tile.rows} + tl.arange(0, 1))[:, None]")
+        if "in_rows" in used:
+            lines.append(f"in_rows = row < {triton_size(self.segment.num_rows)}")
+        if not tile.looped and used & {"col", "in_cols"}:
+            lines += self._columns(f"{col_block} * {tile.cols} + " if col_block else "")
         return lines
+
+    def _columns(self, start: str, width: int = 1) -> list[str]:
+        """The tile's columns, in chunks of ``width`` where that is more than one."""
+        arange = f"tl.arange(0, {self.tile.cols // width})"
+        col = f"{start}{arange}" if self.tile.flat else f"({start}{arange})[None, :]"
+        if width > 1:
+            col = f"{start}({arange} * {width})[:, None] + tl.arange(0, {width})[None, :]"
+        bound = [f"in_cols = col < {triton_size(self.segment.cols)}"] if self.masks_cols else []
+        return [f"col = {col}", *bound]
 
     def position(self, index: Index) -> str:
         return self.coordinates.text(index)
 
     # -- memory -------------------------------------------------------------------------------------------
 
-    def _bounds(self, on_rows: bool, on_cols: bool) -> list[str]:
-        """The conditions under which lanes of this extent are real."""
+    def _mask(self, on_rows: bool, on_cols: bool, *more: str) -> str:
+        """The argument that says which lanes of this extent are real, and where ``more`` holds."""
         rows = ["in_rows"] if on_rows and self.masks_rows else []
-        return [*rows, "in_cols"] if on_cols and self.masks_cols else rows
+        cols = ["in_cols"] if on_cols and self.masks_cols else []
+        conditions = [*rows, *cols, *more]
+        return f", mask={' & '.join(conditions)}" if conditions else ""
 
     def _pointer(
         self, buffer: int, index: Index, widen: tuple[bool, bool] = (False, False), gather: Gather | None = None
@@ -122,13 +119,12 @@ class SegmentEmitter(ValueEmitter):
         on_rows, on_cols = index_extent(self.segment, instr.index)
         policy = f', eviction_policy="{self.policies[instr]}"' if instr in self.policies else ""
         if instr.mask is None:
-            mask = _mask(self._bounds(on_rows, on_cols))
-            return f"tl.load({self._pointer(instr.buffer, instr.index)}{mask}{policy})"
+            return f"tl.load({self._pointer(instr.buffer, instr.index)}{self._mask(on_rows, on_cols)}{policy})"
         widen = self.extent[instr.mask]
-        conditions = [*self._bounds(on_rows or widen[0], on_cols or widen[1]), self.operand(instr.mask)]
+        mask = self._mask(on_rows or widen[0], on_cols or widen[1], self.operand(instr.mask))
         other = literal(instr.other, "float32" if instr.dtype.startswith("float") else "int32")
         pointer = self._pointer(instr.buffer, instr.index, widen, instr.gather)
-        return f"tl.load({pointer}{_mask(conditions)}, other={other}{policy})"
+        return f"tl.load({pointer}{mask}, other={other}{policy})"
 
     def store(self, store: Store, value: str) -> str:
         on_rows, on_cols = index_extent(self.segment, store.index)
@@ -139,7 +135,7 @@ class SegmentEmitter(ValueEmitter):
             extent = triton_size(store.scatter.extent)
             conditions = [f"tl.where(({at} >= 0) & ({at} < {extent}), True, False)"]
         pointer = self._pointer(store.buffer, store.index, gather=store.scatter)
-        return f"tl.store({pointer}, {value}{_mask([*self._bounds(on_rows, on_cols), *conditions])})"
+        return f"tl.store({pointer}, {value}{self._mask(on_rows, on_cols, *conditions)})"
 
     # -- several passes -----------------------------------------------------------------------------------
 
@@ -161,11 +157,7 @@ class SegmentEmitter(ValueEmitter):
         return lines
 
     def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
-        """What is read again by the next pass is to stay in the cache until then, and to make room afterwards.
-
-        Rows of all programs together may fill half of the cache, and results pass through it meanwhile. What every row
-        reads is left alone.
-        """
+        """What is read again by the next pass is to stay in the cache until then, and to make room afterwards."""
         found: dict[Load, str] = {}
         for value in phases[number].elements:
             instr = self.segment.body[value]
@@ -185,11 +177,9 @@ class SegmentEmitter(ValueEmitter):
         return f"acc{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
 
     def _loop(self, phase: Phase, folds: Sequence[int], width: int) -> list[str]:
-        """One pass; its columns are taken in chunks of ``width`` where that is more than one."""
         self.done.difference_update(phase.elements)
         self.loaded.difference_update(phase.elements)
-        body = self._columns("start + ") if width == 1 else self._chunked_columns(width)
-        body += self.values(phase.elements)
+        body = [*self._columns("start + ", width), *self.values(phase.elements)]
         if width > 1:
             body += self._rescaling(folds)
         else:
@@ -202,11 +192,6 @@ class SegmentEmitter(ValueEmitter):
         return [head, *(_INDENT + line for line in body)]
 
     # -- sums that follow a maximum -----------------------------------------------------------------------
-
-    def _chunked_columns(self, width: int) -> list[str]:
-        chunks = self.tile.cols // width
-        lines = [f"col = start + (tl.arange(0, {chunks}) * {width})[:, None] + tl.arange(0, {width})[None, :]"]
-        return [*lines, f"in_cols = col < {triton_size(self.segment.cols)}"] if self.masks_cols else lines
 
     def _rescaling(self, folds: Sequence[int]) -> list[str]:
         """Take chunks into the accumulators of maxima and of the sums below them, which have an element a chunk.
@@ -231,9 +216,7 @@ class SegmentEmitter(ValueEmitter):
     def _folded(self, value: int) -> str:
         """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time its sum does."""
         top = self.rescaled.get(value)
-        if top is None:
-            return f"acc{value}"
-        return f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
+        return f"acc{value}" if top is None else f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
 
 
 def _exponential(text: str) -> str:
@@ -249,11 +232,3 @@ def _statements(lines: Iterable[str]) -> list[str]:
         else:
             found.append(line)
     return found
-
-
-def _atom(text: str) -> str:
-    return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-
-def _mask(conditions: list[str]) -> str:
-    return f", mask={' & '.join(conditions)}" if conditions else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuseplan.kernels.gpu.overlap import OVERLAP, can_overlap, has_waves
 from fuseplan.kernels.gpu.tile import Tile, access_width, chunk_width, programs, tile_of
 from fuseplan.kernels.ir.backend import Config, Target
-from fuseplan.kernels.ir.ir import KernelIR, Load, Segment
+from fuseplan.kernels.ir.ir import KernelIR, Segment
 from fuseplan.kernels.ir.schedule import schedule
 from fuseplan.kernels.triton.config import default_config, infeasible
 
@@ -22,30 +22,30 @@ def suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
     if ir.symbols:
         return ()
     config = default_config(ir, target)
-    if any(segment.has_reduction() for segment in ir.segments):
+    reduces = any(segment.has_reduction() for segment in ir.segments)
+    if reduces:
         found = (*_looped_suggestion(ir, config, target), *_fitting_suggestion(ir, config))
-        return tuple(one for one in found if infeasible(ir, one, target) is None)
-    found = (*_late_suggestions(ir, config, target), *_warp_suggestion(ir, config, target))
-    return tuple(one for one in found if infeasible(ir, one, target) is None)[:1]
+    elif can_overlap(target) and target.in_graph:
+        found = (*_late_suggestions(ir, config, target), *_warp_suggestion(ir, config))
+    else:
+        return ()
+    feasible = tuple(one for one in found if infeasible(ir, one, target) is None)
+    return feasible if reduces else feasible[:1]
 
 
 def _late_suggestions(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:
-    """Larger tiles that let the next kernel start late: that gains in pointwise kernels of many waves, though neither
-    does alone.
-    """
-    if not can_overlap(target) or not target.in_graph or not has_waves(config, programs(ir, config, {}), target):
+    """Larger tiles that let the next kernel start late: a gain in pointwise kernels of many waves, where neither is."""
+    if not has_waves(config, programs(ir, config, {}), target):
         return ()
     return tuple({**config, name: 2 * int(config[name]), OVERLAP: "late"} for name in ("block_cols", "block_rows"))
 
 
-def _warp_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:
+def _warp_suggestion(ir: KernelIR, config: Config) -> tuple[Config, ...]:
     """One warp a program, as many fewer rows, and the next kernel starts at once: for short kernels whose rows share an
-    operand that fills all threads of a block.
-
-    Such an operand goes through shared memory, with barriers that a single warp does without.
+    operand that fills all threads of a block. It goes through shared memory, with barriers that one warp does without.
     """
     warps, rows = int(config["num_warps"]), int(config["block_rows"])
-    if not can_overlap(target) or not target.in_graph or warps == 1 or rows < warps:
+    if warps == 1 or rows < warps:
         return ()
     if not any(_shares_a_row(segment, tile_of(segment, config), 32 * warps) for segment in ir.segments):
         return ()
@@ -54,23 +54,18 @@ def _warp_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Conf
 
 def _shares_a_row(segment: Segment, tile: Tile, threads: int) -> bool:
     """Whether neighbouring rows of a block use one operand of at least as many elements as there are threads."""
-    loads = (one for one in segment.body if isinstance(one, Load) and one.gather is None)
-    shared = (segment.col_axis in one.index.axes() and segment.col_axis - 1 not in one.index.axes() for one in loads)
+    axes = (one.index.axes() for one in segment.loads if one.gather is None)
+    shared = (segment.col_axis in own and segment.col_axis - 1 not in own for own in axes)
     return tile.rows > 1 and tile.cols >= threads and any(shared)
 
 
 def _looped_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:
-    """Half a wide row at a time: later passes find it in the cache, and twice the programs fit a multiprocessor.
-
-    It is worth a trial where there are many rows for each multiprocessor. Where not very many, two short rows are taken
-    at once. Quantised rows are left out: they would compute much a second time.
+    """Half a wide row at a time, where there are many: later passes find it in the cache, and twice the programs fit a
+    multiprocessor. Quantised rows are left out: they would compute much a second time.
     """
     tiles = [tile_of(segment, config) for segment in ir.segments]
-    cols = max(tile.cols for tile in tiles)
-    if cols < _WIDE or any(tile.looped for tile in tiles):
-        return ()
-    most = max(segment.num_rows for segment in ir.segments)
-    if most <= _MANY_ROWS * target.cores:
+    cols, most = max(tile.cols for tile in tiles), max(segment.num_rows for segment in ir.segments)
+    if cols < _WIDE or any(tile.looped for tile in tiles) or most <= _MANY_ROWS * target.cores:
         return ()
     rows = 2 if cols // 2 <= _SHORT and most <= _FEW_ROWS * target.cores else 1
     halves: Config = {**config, "block_rows": rows, "block_cols": cols // 2, "num_warps": min(16, cols // 512)}
@@ -86,10 +81,7 @@ def _passes(ir: KernelIR, segment: Segment, config: Config) -> int:
 
 
 def _fitting_suggestion(ir: KernelIR, config: Config) -> tuple[Config, ...]:
-    """Warps whose accesses of 16 bytes end where a row does: the compiler then drops what pads it to a power of two.
-
-    Loads after the first reduction leave the registers for it.
-    """
+    """Warps whose accesses of 16 bytes end where a row does: the compiler then drops what pads it to a power of two."""
     held = [s for s in ir.segments if s.has_reduction() and not tile_of(s, config).looped]
     padded = {s.cols for s in held if tile_of(s, config).cols != s.cols}
     if len(padded) != 1:
@@ -99,5 +91,5 @@ def _fitting_suggestion(ir: KernelIR, config: Config) -> tuple[Config, ...]:
     fitting = [w for w in (warps, warps // 2, warps // 4) if w > 0 and cols % (32 * w * vector) == 0]
     if not fitting or fitting[0] == warps:
         return ()
-    late = {"loads": "late"} if "loads" in config else {}
+    late = {"loads": "late"} if "loads" in config else {}  # which leaves the registers for it
     return ({**config, "num_warps": fitting[0], **late},)

@@ -148,17 +148,13 @@ class ValueEmitter(ABC):
         return f"{self._raw(value, instr)} = {self.load(instr)}"
 
     def _raw(self, value: int, instr: Load) -> str:
-        return f"{self.prefix}{'x' if self._converts(value, instr) else 'v'}{value}"
-
-    def _converts(self, value: int, instr: Load) -> bool:
-        scalar_bool = instr.dtype == "bool" and self._is_scalar(value)
-        return self.buffers[instr.buffer].dtype != instr.dtype or scalar_bool
+        converts = self.buffers[instr.buffer].dtype != instr.dtype or (instr.dtype == "bool" and self._is_scalar(value))
+        return f"{self.prefix}x{value}" if converts else self.name(value)
 
     def _widened(self, value: int, instr: Load) -> list[str]:
-        if not self._converts(value, instr):
+        raw, stored = self._raw(value, instr), self.buffers[instr.buffer].dtype
+        if raw == self.name(value):
             return []
-        raw = self._raw(value, instr)
-        stored = self.buffers[instr.buffer].dtype
         text = f"tl.where({raw}, True, False)" if instr.dtype == "bool" else _converted(raw, stored, instr.dtype)
         return [f"{self.name(value)} = {text}"]
 
@@ -180,19 +176,15 @@ class ValueEmitter(ABC):
         return self._apply(instr)
 
     def _apply(self, instr: Apply) -> str:
-        body = self.segment.body
-        arguments = [self.operand(arg) for arg in instr.args]
+        body, first = self.segment.body, 1 if instr.op == "where" else 0
         if instr.op == "pow":
             exponent = body[instr.args[1]]
             if isinstance(exponent, Const) and float(exponent.value) in _SIMPLE_POWERS:
                 return _SIMPLE_POWERS[float(exponent.value)].format(self.tensor(instr.args[0]))
-            arguments = [self.tensor(arg) for arg in instr.args]
         # A literal takes its type from a tensor beside it: at least one operand must be one.
-        first = 1 if instr.op == "where" else 0
-        if all(isinstance(body[arg], Const) for arg in instr.args[first:]):
-            arguments[first] = self.tensor(instr.args[first])
-        if instr.op == "where":
-            arguments[0] = self.tensor(instr.args[0])
+        alone = all(isinstance(body[arg], Const) for arg in instr.args[first:])
+        needed = {"pow": (0, 1), "where": (0, 1) if alone else (0,)}.get(instr.op, (0,) if alone else ())
+        arguments = (self.tensor(arg) if n in needed else self.operand(arg) for n, arg in enumerate(instr.args))
         return op_spec(instr.op).triton.format(*arguments)
 
     def stores(self, positions: Iterable[int]) -> list[str]:
@@ -203,7 +195,7 @@ class ValueEmitter(ABC):
             value = self.tensor(store.value)
             held, dtype = self.segment.body[store.value].dtype, self.buffers[store.buffer].dtype
             if dtype != held:
-                value = f"({value} != 0)" if dtype == "bool" else _narrowed(value, held, dtype)
+                value = f"({value} != 0)" if dtype == "bool" else _converted(value, held, dtype)
             lines.append(self.store(store, value))
         return lines
 
@@ -248,9 +240,9 @@ class ValueEmitter(ABC):
 
     def split_reductions(self, phase: Phase) -> tuple[list[int], list[int]]:
         """Reductions of per-element values, and those of per-row values."""
-        per_row = self.segment.per_row()
-        pairs = [(value, self.reduction(value).arg) for value in phase.reductions]
-        return [v for v, arg in pairs if not per_row[arg]], [v for v, arg in pairs if per_row[arg]]
+        per_row = self.segment.per_row
+        once = [value for value in phase.reductions if per_row[self.reduction(value).arg]]
+        return [value for value in phase.reductions if value not in once], once
 
     # -- one pass -----------------------------------------------------------------------------------------
 
@@ -282,28 +274,21 @@ def _rounded(text: str, instr: Round) -> str:
 
     Where four float8 numbers are rounded, stored as one word and read back, ptxas 12.8 and 12.9 (sm_90) read half of
     them back from a register that was never written. The mirror image is another conversion than the stored one's, and
-    as exact: rounding to nearest even, saturation, NaN and zeros are symmetric.
+    as exact.
     """
     mirror = " * -1.0" if instr.to == "float8_e4m3fn" else ""
     text = f"({text}{mirror})" if mirror else text
-    return _converted(_narrowed(text, instr.dtype, instr.to), instr.to, instr.dtype) + mirror
+    return _converted(_converted(text, instr.dtype, instr.to), instr.to, instr.dtype) + mirror
 
 
-def _narrowed(text: str, dtype: str, stored: str) -> str:
-    """``text``, which has register type ``dtype``, in storage type ``stored``."""
-    return f"{_between(text, dtype, stored)}.to({tl_type(stored)})"
-
-
-def _converted(text: str, stored: str, dtype: str) -> str:
-    """``text``, which has storage type ``stored``, in register type ``dtype``."""
-    if (stored, dtype) == ("bfloat16", "float32"):
+def _converted(text: str, given: str, wanted: str) -> str:
+    """``text``, which has type ``given``, in another type."""
+    if (given, wanted) == ("bfloat16", "float32"):
         return f"_float_of_bfloat16({text})"
-    return f"{_between(text, dtype, stored)}.to({tl_type(dtype)})"
-
-
-def _between(text: str, dtype: str, stored: str) -> str:
-    """Triton knows no conversion between float64 and float8: by way of float32, as in ATen."""
-    return f"{text}.to(tl.float32)" if (dtype, stored) == ("float64", "float8_e4m3fn") else text
+    # Triton knows no conversion between float64 and float8: by way of float32, as in ATen.
+    if {given, wanted} == {"float64", "float8_e4m3fn"}:
+        text = f"{text}.to(tl.float32)"
+    return f"{text}.to({tl_type(wanted)})"
 
 
 def index_extent(segment: Segment, index: Index) -> tuple[bool, bool]:

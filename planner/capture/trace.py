@@ -27,8 +27,7 @@ from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.capture.transforms import modes_restored, without_transforms
 from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
-from fuseplan.planner.graph.binding import bind_graph
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.graph.dataflow import DataflowGraph, bind_graph
 from fuseplan.planner.models.build import Model, construct, foreign_code, load_module
 from fuseplan.planner.models.sources import ModelSource, quiet
 from fuseplan.planner.models.workload import Workload

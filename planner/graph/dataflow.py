@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import networkx as nx
+import sympy
 
-from fuseplan.kernels.ir.index import Size, evaluate, is_static, number, product, row_major_strides
+from fuseplan.kernels.ir.index import Size, evaluate, evaluate_all, is_static, number, product, row_major_strides
 from fuseplan.kernels.ir.ir import ITEMSIZE
 
 
@@ -34,7 +35,6 @@ class TensorSpec:
         return is_static(*self.shape, *self.strides)
 
     def nbytes(self, symbols: Mapping[str, int | float] | None = None) -> int:
-        """Bytes of all elements (broadcast dimensions counted in full)."""
         return evaluate(self.numel, symbols or {}) * ITEMSIZE.get(self.dtype, 1)
 
 
@@ -74,7 +74,6 @@ class DataflowGraph:
             ``values`` (tuple of value names carried, empty for a pure ordering edge) and ``nbytes``.
         specs: Tensor spec of every value, graph inputs included.
         inputs: Graph input values (activations and parameters), in call order.
-        outputs: Graph output values.
         symbols: Dynamic sizes with the value seen at capture (the hint), and numbers that change with them or by
             themselves: a float hint belongs to a symbol that is no integer.
         derived: Definitions of the symbols that depend on others, as sympy expressions.
@@ -139,6 +138,10 @@ class DataflowGraph:
         """Rank of an op in capture order."""
         return self._position[name]
 
+    def orders(self) -> list[tuple[str, str]]:
+        """Pairs of ops that are in this order though no value goes from one to the other."""
+        return [(before, after) for before, after, data in self.graph.edges(data=True) if not data["values"]]
+
     def completed(self, sizes: Mapping[str, int | float]) -> dict[str, int | float]:
         """``sizes`` and the values of those derived symbols that they determine."""
         found = dict(sizes)
@@ -148,26 +151,56 @@ class DataflowGraph:
         return found
 
     def producer(self, value: str) -> str | None:
-        """Name of the op that produces ``value``; None for a graph input."""
+        """None for a graph input."""
         return self._producer.get(value)
 
+    def maker(self, value: str) -> OpNode | None:
+        """The op that produces ``value``; None for a graph input."""
+        producer = self._producer.get(value)
+        return None if producer is None else self.op(producer)
+
     def consumers(self, value: str) -> tuple[str, ...]:
-        """Names of the ops that read ``value``, in capture order."""
+        """In capture order."""
         return tuple(self._consumers.get(value, ()))
 
 
 @dataclass(frozen=True)
 class Region:
-    """Ops between those no generated kernel may absorb: compute ops and the view ops among them, topological.
-
-    Attributes:
-        ops: Op names in canonical order (equal regions list corresponding ops at equal positions).
-        inputs: Values read from outside, in canonical first-use order.
-        outputs: Values used outside (or graph outputs), in canonical order.
-        key: Canonical hash of structure, attributes, shapes, dtypes and strides; names play no part.
-    """
+    """Ops between those no generated kernel may absorb; equal regions list equal ops and values at equal positions."""
 
     ops: tuple[str, ...]
+    #: Values read from outside, in first-use order.
     inputs: tuple[str, ...]
+    #: Values used outside, or graph outputs.
     outputs: tuple[str, ...]
+    #: Canonical hash of structure, attributes, shapes, dtypes and strides; names play no part.
     key: str
+
+
+def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> DataflowGraph:
+    """The same graph with every symbol replaced by ``sizes`` (its capture-time hints where not given).
+
+    Op and value names are kept, so that a plan of the bound graph names groups of the dynamic one.
+    """
+    if not graph.symbols:
+        return graph
+    values = graph.completed({**graph.symbols, **(sizes or {})})
+    specs = {
+        name: TensorSpec(evaluate_all(spec.shape, values), spec.dtype, evaluate_all(spec.strides, values))
+        for name, spec in graph.specs.items()
+    }
+    nodes = [
+        replace(node, attrs={name: bind_value(value, values) for name, value in node.attrs.items()}) for node in graph
+    ]
+    made = DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=graph.orders())
+    made.fresh = graph.fresh
+    return made
+
+
+def bind_value(value: Any, values: Mapping[str, int | float]) -> Any:
+    """An attribute with the sizes and numbers in it replaced, however nested."""
+    if isinstance(value, sympy.Expr):
+        return number(value, values)
+    if isinstance(value, tuple | list):
+        return tuple(bind_value(item, values) for item in value)
+    return value

@@ -19,27 +19,17 @@ _TORCH_ARGUMENTS = ("dtype", "out_dtype", "layout", "memory_format")
 
 
 def resolve_op(name: str) -> torch._ops.OpOverload:
-    """The overload a name such as ``"aten.add.Tensor"`` stands for.
-
-    Raises:
-        UnknownOpError: PyTorch has no such op; the message suggests the nearest names.
-    """
+    """The overload a name such as ``"aten.add.Tensor"`` stands for; UnknownOpError, with near names, where none is."""
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace, None), packet_name, None) if packet_name else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        raise UnknownOpError(name, _known_ops(namespace, packet_name))
+        names, prefix = torch._C._dispatch_get_all_op_names(), f"{namespace}::{packet_name[:2]}"
+        raise UnknownOpError(name, [known.replace("::", ".") for known in names if known.startswith(prefix)])
     found = getattr(packet, overload or "default", None)
     if not isinstance(found, torch._ops.OpOverload):
         raise UnknownOpError(name, [f"{namespace}.{packet_name}.{known}" for known in packet.overloads()])
     return found
-
-
-def _known_ops(namespace: str, packet: str) -> list[str]:
-    """Registered names that could have been meant (the registry is large, so only those that start alike)."""
-    prefix = f"{namespace}::{packet[:2]}"
-    names = torch._C._dispatch_get_all_op_names()
-    return [name.replace("::", ".") for name in names if name.startswith(prefix)]
 
 
 def bind_call(
@@ -47,11 +37,9 @@ def bind_call(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments of the ATen call ``node`` stands for.
 
-    ``values`` stand for ``node.inputs``, in order: tensors, or proxies such as ``fx.Node``. ``device`` is given to ops
-    that create a tensor from nothing (``arange``); the attribute ``device`` wins.
-
-    Raises:
-        ShapeError: An argument without a default is missing, or operands are left over.
+    ``values`` stand for ``node.inputs``: tensors, or proxies such as ``fx.Node``. ``device`` is given to ops that
+    create a tensor from nothing (``arange``); the attribute ``device`` wins. ShapeError where an argument without a
+    default is missing, or operands are left over.
     """
     referenced = {ref.position for ref in _refs(node.attrs.values())}
     remaining = iter([value for position, value in enumerate(values) if position not in referenced])
@@ -62,8 +50,12 @@ def bind_call(
     for parameter in parameters:
         if parameter.name in node.attrs:
             value = _argument_value(parameter.name, node.attrs[parameter.name], values)
+        elif parameter.is_variadic:
+            value = list(remaining)
         elif parameter.is_tensor:
-            value = _next_operand(node, parameter, remaining)
+            value = next(remaining, None)
+            if value is None and parameter.required:
+                raise ShapeError(f"op {node.op} ({node.name}) lacks its operand {parameter.name!r}; add it to inputs")
         elif parameter.name == "device" and device is not None and makes_tensor:
             value = torch.device(device)
         elif parameter.required:
@@ -83,14 +75,12 @@ def bind_call(
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument of an ATen schema.
-
-    ``is_tensor`` says that it takes a tensor, an optional one or a list of them; ``is_variadic`` that it is a plain
-    list after which no tensor comes, so that it takes the remaining operands.
-    """
+    """One argument of an ATen schema."""
 
     name: str
+    #: It takes a tensor, an optional one or a list of them.
     is_tensor: bool
+    #: It is a plain list after which no tensor comes, so that it takes the remaining operands.
     is_variadic: bool
     is_written: bool
     kwarg_only: bool
@@ -117,16 +107,6 @@ def parameters_of(op: str) -> tuple[Parameter, ...]:
     )
 
 
-def _next_operand(node: OpNode, parameter: Parameter, remaining: Iterator[Any]) -> Any:
-    """The next operand, or all that are left for a variadic argument."""
-    if parameter.is_variadic:
-        return list(remaining)
-    found = next(remaining, None)
-    if found is None and parameter.required:
-        raise ShapeError(f"op {node.op} ({node.name}) lacks its operand {parameter.name!r}; add it to inputs")
-    return found
-
-
 def _refs(values: Any) -> Iterator[Ref]:
     for value in values:
         if isinstance(value, Ref):
@@ -149,10 +129,7 @@ def _argument_value(name: str, value: Any, values: Sequence[Any]) -> Any:
 def run_node(
     node: OpNode, inputs: Sequence[torch.Tensor], device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
-    """Execute one op eagerly: one tensor per ``node.outputs``; that of an in-place op is the tensor it wrote to.
-
-    ``device`` is where ops without operands create their result, by default that of the first operand.
-    """
+    """Execute one op eagerly: one tensor per ``node.outputs``; on ``device`` where it has no operands."""
     if device is None and inputs:
         device = inputs[0].device
     args, kwargs = bind_call(node, inputs, device)

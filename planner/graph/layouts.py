@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from fuseplan.kernels.ir.index import evaluate
+from fuseplan.kernels.ir.index import evaluate_all
 from fuseplan.kernels.ir.ir import Buffer
 
 #: Shape and strides.
@@ -23,8 +23,7 @@ def same_layout(one: Layout, other: Layout) -> bool:
 
 def layout_of(buffer: Buffer, symbols: Mapping[str, int | float]) -> Layout:
     """Shape and strides of a buffer for these sizes."""
-    shape, strides = (tuple(evaluate(size, symbols) for size in sizes) for sizes in (buffer.shape, buffer.strides))
-    return shape, strides
+    return evaluate_all(buffer.shape, symbols), evaluate_all(buffer.strides, symbols)
 
 
 def laid_out(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

@@ -21,10 +21,7 @@ _address = torch.Tensor.data_ptr
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors that follow one another in memory as one along the first dimension, a view; None where they do not.
-
-    There is one tensor at least, of a rank above 0.
-    """
+    """Tensors that follow one another in memory as one along the first dimension, a view; None where they do not."""
     first = tensors[0]
     address = first.data_ptr()
     for one in tensors:
@@ -47,16 +44,7 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def linear_apart(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """One matrix product for each weight, written into its part of the result.
-
-    Args:
-        x: ``[..., K]``.
-        weights: Each ``[N_i, K]``.
-        biases: Each ``[N_i]``; none, or one for each weight.
-
-    Returns:
-        ``[..., sum(N_i)]``, contiguous.
-    """
+    """A matrix product for each weight (x: ``[..., K]``, weights: ``[N_i, K]``), side by side: ``[..., sum(N_i)]``."""
     result = _empty_result(x, weights)
     rows = x.reshape(-1, x.shape[-1])
     parts = result.view(-1, result.shape[-1]).split([one.shape[0] for one in weights], 1)
@@ -79,10 +67,8 @@ _MOST_KNOWN = 1024
 class MergedLinear:
     """``merged_linear`` without PyTorch's dispatcher, for one place in a program: it remembers how weights lie.
 
-    Layers that share a compiled graph call it with their own weights, each set known by its addresses; none is kept
-    alive.
-
-    ``move`` is asked once for weights that do not lie side by side; None leaves them.
+    Layers that share a compiled graph call it with their own weights, each set known by its addresses. ``move`` is
+    asked once for weights that do not lie side by side.
     """
 
     def __init__(self, move: Move | None = None) -> None:

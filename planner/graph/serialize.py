@@ -10,11 +10,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSp
 
 
 def graph_to_json(graph: DataflowGraph) -> dict[str, Any]:
-    """A static graph as lists, dicts, strings and numbers.
-
-    Raises:
-        ValueError: An attribute is no data, or a size is dynamic.
-    """
+    """A static graph as data that JSON has; ValueError where an attribute or a size cannot be written."""
     return {
         "nodes": [
             {"op": node.op, "inputs": list(node.inputs), "outputs": list(node.outputs),
@@ -26,16 +22,12 @@ def graph_to_json(graph: DataflowGraph) -> dict[str, Any]:
         },
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
-        "order": [[a, b] for a, b, data in graph.graph.edges(data=True) if not data["values"]],
+        "order": [list(pair) for pair in graph.orders()],
     }
 
 
 def graph_from_json(data: Mapping[str, Any]) -> DataflowGraph:
-    """The graph that :func:`graph_to_json` wrote.
-
-    Raises:
-        ValueError, KeyError, TypeError: The data has another form.
-    """
+    """The graph that :func:`graph_to_json` wrote; ValueError, KeyError or TypeError where data has another form."""
     nodes = [
         OpNode(node["op"], tuple(node["inputs"]), tuple(node["outputs"]),
                {name: _from_json(value) for name, value in node["attrs"].items()})

@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.gathers import computes_indices
 from fuseplan.kernels.ir.index import number, symbols_of
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
-from fuseplan.kernels.ir.scalars import float_of_bits
+from fuseplan.kernels.ir.ops import float_of_bits
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.groups.compute_graph import lower_group

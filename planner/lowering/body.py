@@ -12,12 +12,12 @@ from typing import Any, Self
 import sympy
 
 from fuseplan.kernels.ir import ir
-from fuseplan.kernels.ir.index import Coord, Index, Size, as_size, flatten, known_less_equal
+from fuseplan.kernels.ir.index import Coord, Index, Size, as_size, flatten, is_static, known_less_equal
 from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, RegisterType, Segment, Store, register_type
 from fuseplan.kernels.ir.ops import OPS
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, is_address_map
+from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, broadcast, is_address_map
 
 #: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
 _DATA_AXIS = -1
@@ -29,36 +29,30 @@ class AcrossColumns(NotLowerable):
 
 @dataclass
 class Group:
-    """The group being lowered, and what pulling values from it has found so far.
-
-    Attributes:
-        members: Names of the group's compute ops.
-        inputs: Values from outside, in buffer order.
-        boundaries: Columns at which a ``cat`` changes operand, in the space being filled.
-    """
+    """The group being lowered, and what pulling values from it has found so far."""
 
     graph: DataflowGraph
+    #: Names of the group's compute ops.
     members: frozenset[str]
     numerics: str
+    #: Values from outside, in buffer order.
     inputs: list[str] = field(default_factory=list)
+    #: Columns at which a ``cat`` changes operand, in the space being filled.
     boundaries: set[int] = field(default_factory=set)
 
-    def looks_through(self, name: str) -> bool:
-        """Whether the group's kernel reads what lies behind an op that only rearranges elements.
-
-        Always behind a view. Behind a ``reshape`` that may have to copy only where the group itself computes the
-        elements: a plan is made for numbers, which tell that the reshape is a view, and sizes that are symbols may not.
+    def looks_through(self, node: OpNode) -> bool:
+        """Whether the group's kernel reads what lies behind an op: a view, or a ``reshape`` that may have to copy what
+        the group itself computes (symbols do not always tell that it is a view).
         """
-        node = self.graph.op(name)
         if is_address_map(node, self.graph.specs):
             return True
-        if name in self.members or node.op not in MAY_COPY:
+        if node.name in self.members or node.op not in MAY_COPY:
             return False
-        while (producer := self.graph.producer(node.inputs[0])) is not None and producer not in self.members:
-            node = self.graph.op(producer)
+        while (behind := self.graph.maker(node.inputs[0])) is not None and behind.name not in self.members:
+            node = behind
             if node.op not in VIEW_MAPS:
                 return False
-        return producer is not None
+        return behind is not None
 
     def input_buffer(self, value: str) -> int:
         """Number of the buffer that holds an outside value."""
@@ -69,18 +63,17 @@ class Group:
 
 @dataclass
 class IterationSpace:
-    """One iteration space under construction. ``pieces`` copies of the columns are unrolled side by side.
-
-    ``folded`` holds, for each row that a reduction was asked for, the axes that its position depends on.
-    """
+    """One iteration space under construction."""
 
     rows: tuple[Size, ...]
     cols: Size
+    #: Copies of the columns that are unrolled side by side.
     pieces: int = 1
     body: list[Instr] = field(default_factory=list)
     known: dict[Instr, int] = field(default_factory=dict)
     pulled: dict[tuple[str, Position, int | None], int] = field(default_factory=dict)
     stores: list[Store] = field(default_factory=list)
+    #: For each row that a reduction was asked for, the axes that its position depends on.
     folded: list[frozenset[int]] = field(default_factory=list)
 
     @property
@@ -119,8 +112,7 @@ class BodyBuilder(ABC):
 
     def computed_by(self, value: str) -> OpNode | None:
         """The op that computes ``value``, inside the group or not; None for a graph input."""
-        producer = self._group.graph.producer(value)
-        return None if producer is None else self._group.graph.op(producer)
+        return self._group.graph.maker(value)
 
     def known_range(self, value: int) -> tuple[float, float]:
         """Least and greatest number an integer value can be, infinite where that is not known."""
@@ -130,40 +122,30 @@ class BodyBuilder(ABC):
         if isinstance(instr, Const):
             return float(instr.value), float(instr.value)
         if isinstance(instr, Iota):
-            index = instr.index
-            top = index.maximum()
-            if isinstance(top, int) and isinstance(index.const, int) and all(c > 0 for _, c in index.terms):
-                return float(index.const), float(top)
+            least, most = instr.index.const, instr.index.maximum()
+            if is_static(least, most) and all(coefficient > 0 for _, coefficient in instr.index.terms):
+                return float(least), float(most)
         return -math.inf, math.inf
 
     def operand(self, node: OpNode, number: int, position: Position, dtype: RegisterType | None = None) -> int:
         """Operand ``number`` of ``node`` broadcast to the result's ``position`` (converted to ``dtype`` if given)."""
         value = node.inputs[number]
-        shape = self.specs[value].shape
-        aligned = position[len(position) - len(shape) :] if shape else ()
-        moved = tuple(
-            Index(0) if isinstance(extent, int) and extent == 1 else index
-            for index, extent in zip(aligned, shape, strict=True)
-        )
-        result = self.pull(value, moved)
+        result = self.pull(value, broadcast(position, self.specs[value].shape))
         return result if dtype is None else self.cast(result, dtype)
 
     def is_per_row(self, value: int) -> bool:
         """Whether a value is the same in every column."""
         space = self._space
-        return Segment(space.rows, space.width, tuple(space.body), ()).per_row()[value]
+        return Segment(space.rows, space.width, tuple(space.body), ()).per_row[value]
 
     def dtype_of(self, value: int) -> RegisterType:
         return self._space.body[value].dtype
 
     def const(self, number: Any, dtype: RegisterType) -> int:
         """A number that is the same everywhere: a Python number, or an expression in what changes between calls."""
-        if isinstance(number, sympy.Expr):
-            return self._scalar(number, dtype)
-        kind = float if dtype.startswith("float") else bool if dtype == "bool" else int
-        return self._space.emit(Const(dtype, kind(number)))
-
-    def _scalar(self, number: sympy.Expr, dtype: RegisterType) -> int:
+        if not isinstance(number, sympy.Expr):
+            kind = float if dtype.startswith("float") else bool if dtype == "bool" else int
+            return self._space.emit(Const(dtype, kind(number)))
         value = self.iota(Index(number))
         if number.is_integer:
             return self.cast(value, dtype)
@@ -193,15 +175,13 @@ class BodyBuilder(ABC):
 
     def masked(self, mask: int) -> Self:
         """The same space, with every load guarded by ``mask`` (and by any mask already in force)."""
-        combined = mask if self._mask is None else self.apply("logical_and", self._mask, mask)
-        return type(self)(self._group, self._space, combined)
+        return type(self)(self._group, self._space, self._both(self._mask, mask))
+
+    def _both(self, mask: int | None, other: int) -> int:
+        return other if mask is None else self.apply("logical_and", mask, other)
 
     def reduce(self, kind: str, node: OpNode, extent: Size, element: Callable[[Index], int]) -> int:
-        """Fold ``element(column)`` over ``extent`` columns.
-
-        Raises:
-            NotLowerable: When the columns of this space are not what the op reduces.
-        """
+        """Fold ``element(column)`` over ``extent`` columns; NotLowerable where the space has others."""
         space = self._space
         if as_size(extent - space.cols) != 0:
             raise NotLowerable(f"{node.op} folds {extent} elements in a space of {space.cols} columns")
@@ -217,10 +197,8 @@ class BodyBuilder(ABC):
         """``value`` at ``position``, where the coordinates along the dimensions ``picked`` are data: value ids.
 
         Where one of them is no position of ``value`` (ATen raises, or worse), nothing is read and the result is NaN (0
-        for integers).
-
-        Raises:
-            NotLowerable: The group computes ``value`` itself, or reads it through a view that cuts such a dimension up.
+        for integers). NotLowerable where the group computes ``value``, or reads it through a view that cuts such a
+        dimension up.
         """
         graph = self._group.graph
         extents = {dim: self.specs[value].shape[dim] for dim in picked}
@@ -229,10 +207,9 @@ class BodyBuilder(ABC):
             Index(0, ((Coord(axes[dim], extents[dim]), 1),)) if dim in picked else index
             for dim, index in enumerate(position)
         )
-        while (producer := graph.producer(value)) is not None and is_address_map(graph.op(producer), graph.specs):
-            view = graph.op(producer)
-            value, position = view.inputs[0], VIEW_MAPS[view.op](view, value, position, graph.specs)
-        if producer in self._group.members:
+        while (maker := graph.maker(value)) is not None and is_address_map(maker, graph.specs):
+            value, position = maker.inputs[0], VIEW_MAPS[maker.op](maker, value, position, graph.specs)
+        if maker is not None and maker.name in self._group.members:
             raise NotLowerable(f"{node.op} looks up {value}, which the group computes")
         spec = self.specs[value]
         index = flatten(position, spec.strides)
@@ -242,8 +219,7 @@ class BodyBuilder(ABC):
         mask = self._mask
         for dim, at in ids.items():
             inside = self.apply("lt", at, self.iota(Index(extents[dim])))
-            inside = self.apply("logical_and", self.apply("ge", at, self.const(0, "int64")), inside)
-            mask = inside if mask is None else self.apply("logical_and", mask, inside)
+            mask = self._both(mask, self.apply("logical_and", self.apply("ge", at, self.const(0, "int64")), inside))
         dtype = register_type(spec.dtype)
         missing = math.nan if dtype.startswith("float") else 0.0
         strides = {dim: index.coefficient(axis) for dim, axis in axes.items()}
@@ -253,13 +229,13 @@ class BodyBuilder(ABC):
 
     def _gather(self, ids: Mapping[int, int], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
         """One term of an address for all coordinates that are data: their distance from the first element."""
-        (first, at), *others = ids.items()
-        if not others:
-            return Gather(at, strides[first], extents[first])
+        first = next(iter(ids))
+        if len(ids) == 1:
+            return Gather(ids[first], strides[first], extents[first])
         parts = [self.apply("mul", at, self.iota(Index(strides[dim]))) for dim, at in ids.items()]
         total = reduce(lambda one, other: self.apply("add", one, other), parts)
         known = [extent for extent in extents.values() if isinstance(extent, int)]
-        return Gather(total, 1, min(known) if known else extents[first])
+        return Gather(total, 1, min(known, default=extents[first]))
 
     def row_position(self, node: OpNode, position: Position) -> Position:
         """Check that ``position`` names one row (mentions no column): a row statistic is asked for once per row."""

@@ -1,9 +1,8 @@
 """Pull-based lowering: a fusion group of the dataflow graph becomes one :class:`KernelIR`.
 
-Each group output is asked for its value at an index; the answer asks its operands, and so on to the group's inputs
-(Halide's and TorchInductor's inline functions). View ops only change the index, a reduction becomes a fold over the
-columns, ``cat`` a choice between operands. What cannot be expressed raises :class:`NotLowerable` with the reason,
-which is how the planner tells a legal group from an illegal one.
+Each group output is asked for its value at an index; the answer asks its operands, and so on to the group's inputs.
+View ops only change the index, a reduction becomes a fold over the columns, ``cat`` a choice between operands. What
+cannot be expressed raises :class:`NotLowerable`, which is how the planner tells a legal group from an illegal one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace, column
 from fuseplan.planner.lowering.puller import Puller, check_writes, stored_spec, writer
-from fuseplan.planner.lowering.recipes import find_recipe, written_value
+from fuseplan.planner.lowering.recipes import RECIPES, written_value
 from fuseplan.planner.lowering.views import Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "lower"]
@@ -39,33 +38,23 @@ class Lowered:
 
 
 def lower(graph: DataflowGraph, ops: Iterable[str], numerics: str, outputs: Iterable[str]) -> Lowered:
-    """Lower the group of compute ops ``ops`` to one kernel.
+    """Lower a group to one kernel that stores ``outputs``; NotLowerable says why not, and names the op.
 
     Args:
         ops: Names of the compute ops; view ops among or before them are followed as address maps.
         numerics: ``"fp32"`` keeps intermediates in fp32; ``"eager"`` rounds after every op as ATen would.
-        outputs: Values to store.
-
-    Raises:
-        NotLowerable: With the reason, naming the op.
     """
-    wanted = tuple(outputs)
+    members, wanted, row_wise = frozenset(ops), tuple(outputs), frozenset[str]()
     if not wanted:
         raise NotLowerable("nothing outside the group uses its results")
-    return _lowered(graph, frozenset(ops), numerics, wanted, frozenset())
-
-
-def _lowered(
-    graph: DataflowGraph, members: frozenset[str], numerics: str, wanted: tuple[str, ...], row_wise: frozenset[str]
-) -> Lowered:
-    """The group's kernel, in which every dimension of the values ``row_wise`` walks rows."""
-    lowering = _Lowering(graph, members, numerics, row_wise)
-    try:
-        return lowering.run(wanted)
-    except AcrossColumns:
-        if lowering.storing in row_wise:
-            raise
-        return _lowered(graph, members, numerics, wanted, row_wise | {lowering.storing})
+    while True:
+        lowering = _Lowering(graph, members, numerics, row_wise)
+        try:
+            return lowering.run(wanted)
+        except AcrossColumns:
+            if lowering.storing in row_wise:
+                raise
+            row_wise |= {lowering.storing}
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,9 @@ class _Plan:
 
 
 class _Lowering:
-    """One attempt at a group; ``storing`` is the output that it was asking for when it stopped."""
+    """One attempt at a group, in which every dimension of the values ``row_wise`` walks rows; ``storing`` is the output
+    that it was asking for when it stopped.
+    """
 
     def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str, row_wise: frozenset[str]) -> None:
         self.graph = graph
@@ -93,16 +84,20 @@ class _Lowering:
 
     def run(self, wanted: tuple[str, ...]) -> Lowered:
         self.outputs = list(wanted)
-        planned = self._plan_spaces(wanted)
         spaces: dict[tuple[tuple[Size, ...], Size], list[tuple[str, _Plan]]] = {}
-        for value, plan in planned:
+        for value, plan in self._plan_spaces(wanted).items():
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
         segments = [self._segment(rows, cols, members) for (rows, cols), members in spaces.items()]
         check_writes(self.group)
-        for value in sorted(value for value, producer in self._behind(wanted).items() if producer is None):
+        for value in sorted(value for value, node in self._behind(wanted).items() if node is None):
             self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
         buffers = self._buffers()
-        segments = [self._renumber(segment) for segment in segments]
+        # Outputs are numbered from -1 down until the number of inputs is known.
+        first = len(self.group.inputs)
+        segments = [
+            replace(segment, stores=tuple(replace(store, buffer=first - 1 - store.buffer) for store in segment.stores))
+            for segment in segments
+        ]
         if self.group.numerics != "eager":
             segments = [cheaper_arithmetic(segment) for segment in segments]
         ir = KernelIR(buffers, tuple(coalesce(split_words(segment)) for segment in segments))
@@ -111,21 +106,21 @@ class _Lowering:
 
     # -- iteration spaces ---------------------------------------------------------------------------------
 
-    def _plan_spaces(self, wanted: Sequence[str]) -> list[tuple[str, _Plan]]:
+    def _plan_spaces(self, wanted: Sequence[str]) -> dict[str, _Plan]:
         plans = {value: _without_unit_rows(self._space(value)) for value in wanted}
         folding: dict[tuple[tuple[Size, ...], Size], list[str]] = {}
         for value in wanted:
             if self._reduced_size(value) is not None:
                 folding.setdefault((plans[value].rows, plans[value].cols), []).append(value)
-        # The rows of reductions are walked as the largest result lies in memory: positions before heads where they do.
-        # One order for all that walk the same rows, so that they keep sharing a segment; each group's is found from
-        # what was planned first, since another's new order may look like it.
+        # The rows of reductions are walked as the largest result lies in memory, in one order for all that walk the
+        # same rows, so that they keep sharing a segment; another's new order may look like what was planned first.
         ordered: dict[str, _Plan] = {}
         for sharing in folding.values():
-            largest = max(sharing, key=lambda value: _static_size(self.graph.specs[value]))
+            largest = max(sharing, key=lambda value: math.prod(
+                size for size in self.graph.specs[value].shape if isinstance(size, int)))
             order = _row_order(plans[largest], self.graph.specs[largest])
             beside = [value for value in wanted if plans[value] == plans[largest]]
-            ordered |= {value: _reordered(plans[value], order) for value in (*sharing, *beside)}
+            ordered |= {value: _with_rows(plans[value], order) for value in (*sharing, *beside)}
             if plans[largest].viewed is not None:
                 # A result beside it that folds nothing walks the same rows, not rows of its own.
                 shape = self.graph.specs[largest].shape
@@ -133,7 +128,7 @@ class _Lowering:
                     value: ordered[largest] for value in wanted
                     if self._reduced_size(value) is None and self.graph.specs[value].shape == shape
                 }
-        return list((plans | ordered).items())
+        return plans | ordered
 
     def _space(self, value: str) -> _Plan:
         spec = stored_spec(self.group, value)
@@ -143,18 +138,18 @@ class _Lowering:
             order = _memory_order(spec)
             if not order:
                 return _Plan((), 1, ())
-            axes: list[int | None] = [0] * rank
-            for axis, dim in enumerate(order):
-                axes[dim] = axis
-            return _Plan(tuple(spec.shape[dim] for dim in order[:-1]), spec.shape[order[-1]], tuple(axes))
+            shape = tuple(spec.shape[dim] for dim in order)
+            return _Plan(shape[:-1], shape[-1], tuple(map(order.index, range(rank))))
         # A last size equal to the folded one may be a coincidence (x.sum(-1) of a square x): then a reduction is asked
         # for across the columns, and the value is tried again with rows alone.
         if rank and spec.shape[-1] == reduced and value not in self.row_wise:
             return _Plan(spec.shape[:-1], reduced, tuple(range(rank)))
-        viewed = _viewed_as_rows(spec.shape, reduced) if self._folds_several_dimensions(value) else None
+        # Whether a row folded on the way is more than one dimension of an operand.
+        several = any(shape != self.graph.specs[node.inputs[0]].shape for node, shape in self._folds(value))
+        viewed = _viewed_as_rows(spec.shape, reduced) if several else None
         if viewed is not None and value not in self.row_wise:
             return _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed)
-        if rank and isinstance(spec.shape[-1], int) and spec.shape[-1] == 1:
+        if rank and spec.shape[-1] == 1:
             return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))
         return _Plan(spec.shape, reduced, tuple(range(rank)))
 
@@ -165,37 +160,32 @@ class _Lowering:
             raise NotLowerable(f"reductions over rows of different lengths ({distinct[0]} and {distinct[1]})")
         return distinct[0] if distinct else None
 
-    def _folds_several_dimensions(self, value: str) -> bool:
-        """Whether a row folded on the way to ``value`` is more than one dimension of an operand."""
-        return any(shape != self.graph.specs[node.inputs[0]].shape for node, shape in self._folds(value))
-
     def _folds(self, value: str) -> list[tuple[OpNode, tuple[Size, ...]]]:
         """The group's ops that fold rows on the way to ``value``, each with its operand's shape as it walks it."""
         found = []
-        for producer in filter(None, self._behind([value]).values()):
-            node = self.graph.op(producer)
-            recipe = find_recipe(node.op) if producer in self.members else None
+        for node in filter(None, self._behind([value]).values()):
+            recipe = RECIPES.get(node.op) if node.name in self.members else None
             if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
                 found.append((node, recipe.row_shape(node, self.graph.specs)))
         return found
 
-    def _behind(self, wanted: Sequence[str]) -> dict[str, str | None]:
+    def _behind(self, wanted: Sequence[str]) -> dict[str, OpNode | None]:
         """Values on the way to ``wanted``, each with its op in the group or looked through; None: from outside."""
-        found: dict[str, str | None] = {}
+        found: dict[str, OpNode | None] = {}
         stack = list(wanted)
         while stack:
             value = stack.pop()
             if value in found:
                 continue
-            found[value] = producer = self.graph.producer(value)
-            if producer is not None and (producer in self.members or self.group.looks_through(producer)):
-                node = self.graph.op(producer)
-                target = written_value(node) if producer in self.members else None
-                if target is not None:
-                    found[target] = None
-                stack.extend(one for one in node.inputs if one != target)
-            else:
+            node = self.graph.maker(value)
+            if node is None or (node.name not in self.members and not self.group.looks_through(node)):
                 found[value] = None
+                continue
+            found[value] = node
+            target = written_value(node) if node.name in self.members else None
+            if target is not None:
+                found[target] = None
+            stack.extend(one for one in node.inputs if one != target)
         return found
 
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
@@ -227,22 +217,12 @@ class _Lowering:
                     position = reshape_position(position, plan.viewed, spec.shape)
                 if piece > 0 and col_axis not in plan.axes:
                     break
-                space.stores.append(Puller(self.group, space).store(self._output_buffer(value), value, position))
+                buffer = -1 - self.outputs.index(value)
+                space.stores.append(Puller(self.group, space).store(buffer, value, position))
             last = next((axis for axis in reversed(plan.axes) if axis is not None), None)
             if value in self.row_wise and last is not None and any(last not in axes for axes in space.folded[folded:]):
                 raise NotLowerable(f"{value} would fold a row again for each of its elements")
         return space
-
-    # -- buffers ------------------------------------------------------------------------------------------
-
-    def _output_buffer(self, value: str) -> int:
-        # Outputs are numbered from -1 down until the number of inputs is known.
-        return -1 - self.outputs.index(value)
-
-    def _renumber(self, segment: Segment) -> Segment:
-        first = len(self.group.inputs)
-        stores = tuple(replace(store, buffer=first - 1 - store.buffer) for store in segment.stores)
-        return replace(segment, stores=stores)
 
     def _buffers(self) -> tuple[Buffer, ...]:
         def buffer(value: str, is_output: bool) -> Buffer:
@@ -258,10 +238,7 @@ class _Lowering:
 
 def _without_unit_rows(plan: _Plan) -> _Plan:
     """The same space without rows of size one, whose place differs between outputs that are to share a segment."""
-    kept = [axis for axis, extent in enumerate(plan.rows) if not (isinstance(extent, int) and extent == 1)]
-    numbers: dict[int | None, int] = {axis: number for number, axis in enumerate((*kept, len(plan.rows)))}
-    rows = tuple(plan.rows[axis] for axis in kept)
-    return _Plan(rows, plan.cols, tuple(numbers.get(axis) for axis in plan.axes), plan.viewed)
+    return _with_rows(plan, [axis for axis, extent in enumerate(plan.rows) if extent != 1])
 
 
 def _viewed_as_rows(shape: tuple[Size, ...], length: Size) -> tuple[Size, ...] | None:
@@ -291,15 +268,11 @@ def _row_order(plan: _Plan, spec: TensorSpec) -> list[int]:
     return [axis for axis in axes if axis is not None and axis < len(plan.rows)]
 
 
-def _reordered(plan: _Plan, order: Sequence[int]) -> _Plan:
-    """The same space with its row axes in another order."""
-    places: dict[int | None, int] = {axis: place for place, axis in enumerate((*order, len(plan.rows)))}
-    rows = tuple(plan.rows[axis] for axis in order)
+def _with_rows(plan: _Plan, kept: Sequence[int]) -> _Plan:
+    """The same space with these of its row axes, in this order."""
+    places: dict[int | None, int] = {axis: place for place, axis in enumerate((*kept, len(plan.rows)))}
+    rows = tuple(plan.rows[axis] for axis in kept)
     return _Plan(rows, plan.cols, tuple(places.get(axis) for axis in plan.axes), plan.viewed)
-
-
-def _static_size(spec: TensorSpec) -> int:
-    return math.prod(size for size in spec.shape if isinstance(size, int))
 
 
 def _equal_pieces(boundaries: set[int], cols: Size) -> int:
@@ -316,13 +289,12 @@ def group_nodes(graph: DataflowGraph, lowered: Lowered) -> tuple[OpNode, ...]:
     needed: dict[str, None] = {}
 
     def visit(value: str) -> None:
-        producer = graph.producer(value)
-        if value in available or producer is None or producer in needed:
+        node = graph.maker(value)
+        if value in available or node is None or node.name in needed:
             return
-        node = graph.op(producer)
         for operand in node.inputs:
             visit(operand)
-        needed[producer] = None
+        needed[node.name] = None
 
     for value in lowered.outputs:
         visit(value)

@@ -8,25 +8,21 @@ from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.lowering.body import BodyBuilder, Group
 from fuseplan.planner.lowering.recipes import (
-    find_recipe,
+    RECIPES,
     kind_of,
     why_refused,
     written_dim,
     written_spec,
     written_value,
 )
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, is_address_map
+from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, along, is_address_map
 
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | {"bfloat16", "float16"}
 
 
 def check_writes(group: Group) -> None:
-    """Refuse a group that reads memory to which it writes, seen before or after the write.
-
-    Raises:
-        NotLowerable: It may do so.
-    """
+    """Raise NotLowerable for a group that may read memory to which it writes, seen before or after the write."""
     graph = group.graph
     written = [node for name in group.members if written_value(node := graph.op(name)) is not None]
     read = {base for value in group.inputs for base in _bases(group, value)} if written else set()
@@ -40,9 +36,8 @@ def check_writes(group: Group) -> None:
 
 def writer(group: Group, value: str) -> OpNode | None:
     """The op of the group that writes to an operand and returns it as ``value``."""
-    producer = group.graph.producer(value)
-    node = group.graph.op(producer) if producer in group.members else None
-    return None if node is None or written_value(node) is None else node
+    node = group.graph.maker(value)
+    return node if node is not None and node.name in group.members and written_value(node) is not None else None
 
 
 def stored_spec(group: Group, value: str) -> TensorSpec:
@@ -52,18 +47,14 @@ def stored_spec(group: Group, value: str) -> TensorSpec:
 
 
 def _bases(group: Group, value: str) -> frozenset[str]:
-    """Values in whose memory ``value`` may lie: behind views, writes, and ops of which nothing is known.
-
-    What the group computes is not looked behind.
-    """
+    """Values in whose memory ``value`` may lie: behind views, writes, and ops of which nothing is known."""
     graph = group.graph
     found: set[str] = set()
     pending = [value]
     while pending:
         one = pending.pop()
-        producer = graph.producer(one)
-        node = None if producer is None else graph.op(producer)
-        if node is None or producer in group.members:
+        node = graph.maker(one)
+        if node is None or node.name in group.members:
             found.add(one)
         elif written_value(node) is not None:
             pending.append(node.inputs[0])
@@ -75,10 +66,7 @@ def _bases(group: Group, value: str) -> frozenset[str]:
 
 
 class Puller(BodyBuilder):
-    """Answers "what is this value at this position" by emitting instructions into a space."""
-
     def pull(self, value: str, position: Position) -> int:
-        """Value id of ``value`` at ``position``."""
         key = (value, position, self._mask)
         if key not in self._space.pulled:
             self._space.pulled[key] = self._produce(value, position)
@@ -86,11 +74,10 @@ class Puller(BodyBuilder):
 
     def stored(self, value: str, position: Position) -> int:
         """Value id of what a store of ``value`` writes: the store itself narrows it to the stored type."""
-        node = self._member(value)
-        spec = self.specs[value]
-        if node is None or (spec.dtype not in _ROUNDED and written_value(node) is None):
-            return self.cast(self.pull(value, position), register_type(spec.dtype))
-        return self.cast(self._computed(node, value, position), register_type(spec.dtype))
+        node, dtype = self._member(value), self.specs[value].dtype
+        if node is None or (dtype not in _ROUNDED and written_value(node) is None):
+            return self.cast(self.pull(value, position), register_type(dtype))
+        return self.cast(self._computed(node, value, position), register_type(dtype))
 
     def store(self, buffer: int, value: str, position: Position) -> Store:
         """A store of ``value`` at a position of its :func:`~fuseplan.planner.lowering.recipes.written_spec`."""
@@ -101,8 +88,8 @@ class Puller(BodyBuilder):
         at = self.cast(self.pull(node.inputs[1], (position[dim],)), "int64")
         if not self.is_per_row(at):
             raise NotLowerable(f"{node.op} ({node.name}) places the columns of the group one by one")
-        rest = (*position[:dim], Index(0), *position[dim + 1 :])
-        return Store(buffer, flatten(rest, strides), stored, Gather(at, strides[dim], self.specs[value].shape[dim]))
+        rest = flatten(along(position, dim, Index(0)), strides)
+        return Store(buffer, rest, stored, Gather(at, strides[dim], self.specs[value].shape[dim]))
 
     def _produce(self, value: str, position: Position) -> int:
         graph = self._group.graph
@@ -111,9 +98,8 @@ class Puller(BodyBuilder):
             if written_value(node) is not None:
                 raise NotLowerable(f"{node.op} ({node.name}) writes what the group reads")
             return self._rounded(self._computed(node, value, position), self.specs[value].dtype)
-        producer = graph.producer(value)
-        if producer is not None and self._group.looks_through(producer):
-            view = graph.op(producer)
+        view = graph.maker(value)
+        if view is not None and self._group.looks_through(view):
             return self.pull(view.inputs[0], VIEW_MAPS[view.op](view, value, position, graph.specs))
         spec = self.specs[value]
         index = flatten(position, spec.strides)
@@ -121,20 +107,16 @@ class Puller(BodyBuilder):
 
     def _member(self, value: str) -> OpNode | None:
         """The op of the group that computes ``value``."""
-        graph = self._group.graph
-        producer = graph.producer(value)
-        if producer is None or producer not in self._group.members:
-            return None
-        node = graph.op(producer)
-        return None if is_address_map(node, graph.specs) else node
+        node = self._group.graph.maker(value)
+        inside = node is not None and node.name in self._group.members and not is_address_map(node, self.specs)
+        return node if inside else None
 
     def _computed(self, node: OpNode, value: str, position: Position) -> int:
         # A plan is made for numbers; where a size is dynamic its recipe may refuse what it took.
-        recipe, reason = find_recipe(node.op), why_refused(node, self.specs)
+        recipe, reason = RECIPES.get(node.op), why_refused(node, self.specs)
         if recipe is None or reason is not None:
             raise NotLowerable(reason or f"{node.op} has no recipe")
-        builds = (recipe.build, *recipe.others)
-        return builds[node.outputs.index(value)](self, node, position)
+        return (recipe.build, *recipe.others)[node.outputs.index(value)](self, node, position)
 
     def _rounded(self, value: int, dtype: str) -> int:
         """What is left of a value in its own dtype, where that matters to those who read it."""
@@ -153,6 +135,6 @@ class Puller(BodyBuilder):
         return isinstance(instr, Round) and instr.to == dtype
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
-        recipe = find_recipe(node.op)
+        recipe = RECIPES.get(node.op)
         assert recipe is not None
         return recipe.row_shape(node, self.specs)

@@ -15,6 +15,8 @@ from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.views import Position, Specs
 
 Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], int]
+#: The reason when an op cannot be lowered as it is (an unsupported attribute), else None.
+Refuse: TypeAlias = Callable[[OpNode, Specs], str | None]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -24,24 +26,19 @@ DTYPES = (*FLOATS, "float8_e4m3fn", *INTEGERS, "bool")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an op is lowered.
+    """How an op is lowered."""
 
-    Attributes:
-        build: Emits the value at a position of the op's (first) result.
-        reduced_dim: Gives the dimensions of operand 0 that the op folds (none where it writes a short fold out); None
-            for pointwise ops.
-        refuse: Gives the reason when this instance cannot be lowered (an unsupported attribute), else None.
-        rows: Gives ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
-        others: The same as ``build`` for each further result.
-        writes: For an op that writes to operand 0, gives the dimension along which operand 1 says where to; None where
-            all of the operand is written. ``build`` then emits what is written, at a position of that.
-    """
-
+    #: Emits the value at a position of the op's (first) result.
     build: Build
+    #: The dimensions of operand 0 that the op folds (none where it writes a short fold out); None for pointwise ops.
     reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
-    refuse: Callable[[OpNode, Specs], str | None] | None = None
+    refuse: Refuse | None = None
+    #: ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
     rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None
+    #: The same as ``build`` for each further result.
     others: tuple[Build, ...] = ()
+    #: For an op that writes to operand 0, the dimension along which operand 1 says where to; None where all of the
+    #: operand is written. ``build`` then emits what is written, at a position of that.
     writes: Callable[[OpNode, Specs], int | None] | None = None
 
     def reduced_size(self, node: OpNode, specs: Specs) -> Size | None:
@@ -72,9 +69,16 @@ def is_float(value: Any) -> bool:
 
 def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:
     """Operand ``number``, or the scalar attribute ``name`` where a number stands in its place."""
-    if name in node.attrs:
-        return p.const(node.attrs[name], dtype)
-    return p.operand(node, number, position, dtype)
+    return p.const(node.attrs[name], dtype) if name in node.attrs else p.operand(node, number, position, dtype)
+
+
+def of_one(compute: Callable[[BodyBuilder, OpNode, int], int], refuse: Refuse | None = None) -> Recipe:
+    """A recipe of one operand, in the type of the result."""
+
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+        return compute(p, node, p.operand(node, 0, position, result_type(p, node)))
+
+    return Recipe(build, refuse=refuse)
 
 
 def of_two(
@@ -93,6 +97,8 @@ def of_two(
 
 def float_result(node: OpNode, specs: Specs) -> str | None:
     """Refuses integer results."""
-    if specs[node.outputs[0]].dtype not in FLOATS:
-        return f"{node.op}: integer result"
-    return None
+    return None if specs[node.outputs[0]].dtype in FLOATS else "integer result"
+
+
+def no_booleans(node: OpNode, specs: Specs) -> str | None:
+    return "of booleans" if specs[node.inputs[0]].dtype == "bool" else None

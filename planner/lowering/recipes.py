@@ -1,8 +1,7 @@
 """How each ATen op is computed, one row per op: the semantic half of the lowering.
 
-A recipe emits the op's value at one position through a :class:`~fuseplan.planner.lowering.body.BodyBuilder`. Ops
-without a recipe are *anchors* (matmuls, convolutions, attention: a library has several ways to run them) or *opaque*
-(random numbers, collectives, most in-place updates: only ATen runs them).
+Ops without a recipe are *anchors* (matmuls, convolutions, attention: a library has several ways to run them) or
+*opaque* (random numbers, collectives, most in-place updates: only ATen runs them).
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.lowering.recipe import DTYPES, FLOATS, Recipe
 from fuseplan.planner.lowering.recipes_activation import activation_recipes
 from fuseplan.planner.lowering.recipes_index import indexing_recipes
-from fuseplan.planner.lowering.recipes_norm import normalising_recipes
 from fuseplan.planner.lowering.recipes_pointwise import pointwise_recipes
 from fuseplan.planner.lowering.recipes_rearrange import rearranging_recipes
-from fuseplan.planner.lowering.recipes_reduce import reducing_recipes
-from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map, same_size
+from fuseplan.planner.lowering.recipes_reduce import normalising_recipes, reducing_recipes
+from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map
 
 __all__ = [
-    "ANCHORS", "RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "find_recipe", "is_anchor", "kind_of", "mutates",
+    "ANCHORS", "RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "is_anchor", "kind_of", "mutates",
     "why_opaque", "why_refused", "written_dim", "written_spec", "written_value",
 ]
 
@@ -37,11 +35,6 @@ RECIPES: dict[str, Recipe] = {
     **pointwise_recipes(), **activation_recipes(), **rearranging_recipes(), **indexing_recipes(), **reducing_recipes(),
     **normalising_recipes(),
 }
-
-
-def find_recipe(op: str) -> Recipe | None:
-    """The recipe of an ATen op, None when it has none."""
-    return RECIPES.get(op)
 
 
 def mutates(node: OpNode) -> bool:
@@ -71,9 +64,7 @@ def written_spec(node: OpNode, specs: Specs) -> TensorSpec:
 
 
 def kind_of(node: OpNode, specs: Specs) -> OpKind:
-    """What can run the op.
-
-    ``view``: nothing has to, it is an address map. ``compute``: a generated kernel can absorb it. ``anchor``: ATen, or
+    """``view``: an address map, nothing runs it. ``compute``: a generated kernel can absorb it. ``anchor``: ATen, or
     another library call. ``opaque``: ATen alone.
     """
     if is_address_map(node, specs):
@@ -108,6 +99,7 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
     recipe = RECIPES.get(node.op)
     if recipe is None:
         return f"{node.op} has no recipe: it stays a library call"
+    dims: tuple[int, ...] = ()
     if recipe.reduced_dim is not None:
         rank = len(specs[node.inputs[0]].shape)
         dims = recipe.reduced_dim(node, specs)
@@ -115,24 +107,12 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
             return f"{node.op}: reduces dimensions {dims} of {rank}; only the last ones are supported"
         if len(dims) == rank > 1:
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
-    refused = recipe.refuse(node, specs) if recipe.refuse is not None else None
-    if refused is None and recipe.reduced_dim is not None and len(recipe.reduced_dim(node, specs)) > 1:
-        return _why_no_rows(node, specs)
-    return refused
-
-
-def _why_no_rows(node: OpNode, specs: Specs) -> str | None:
-    """Why the folded dimensions of operand 0 are not walked as one: they are not one run of memory.
-
-    Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
-    """
-    recipe, spec = RECIPES[node.op], specs[node.inputs[0]]
-    assert recipe.reduced_dim is not None
-    if not spec.is_static:
-        return None
-    first = len(spec.shape) - len(recipe.reduced_dim(node, specs))
-    wanted = row_major_strides(spec.shape[first:])
-    run = zip(spec.shape[first:], spec.strides[first:], wanted, strict=True)
-    if all(same_size(extent, 1) or same_size(stride, expected) for extent, stride, expected in run):
-        return None
-    return f"{node.op}: the dimensions that it reduces are not one run of memory"
+    if recipe.refuse is not None and (reason := recipe.refuse(node, specs)) is not None:
+        return f"{node.op}: {reason}"
+    # Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
+    if len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static:
+        shape = spec.shape[-len(dims) :]
+        run = zip(shape, spec.strides[-len(dims) :], row_major_strides(shape), strict=True)
+        if any(extent != 1 and stride != expected for extent, stride, expected in run):
+            return f"{node.op}: the dimensions that it reduces are not one run of memory"
+    return None

@@ -11,25 +11,19 @@ import torch
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, float_result, result_type
-from fuseplan.planner.lowering.views import Position, Specs
+from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, Refuse, float_result, of_one
+from fuseplan.planner.lowering.views import Specs
 
 #: Of a builder, the operand's value in the type of the result, and the op's attributes.
 Activation: TypeAlias = Callable[[BodyBuilder, int, Mapping[str, Any]], int]
 
 
-def _recipe(activation: Activation, refuse: Callable[[OpNode, Specs], str | None] | None = float_result) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        return activation(p, p.operand(node, 0, position, result_type(p, node)), node.attrs)
-
-    return Recipe(build, refuse=refuse)
+def _recipe(activation: Activation, refuse: Refuse | None = float_result) -> Recipe:
+    return of_one(lambda p, node, x: activation(p, x, node.attrs), refuse)
 
 
 def _gelu(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
-    """0.5 x (1 + erf(x / sqrt 2)), or the tanh approximation (Hendrycks & Gimpel, arXiv:1606.08415).
-
-    The latter is 0.5 x (1 + tanh u), which is x sigmoid(2u): one exponential, and nothing cancels where it is small.
-    """
+    """0.5 x (1 + erf(x / sqrt 2)), or the tanh approximation (Hendrycks & Gimpel, arXiv:1606.08415): x sigmoid(2u)."""
     dtype = p.dtype_of(x)
     if attrs.get("approximate", "none") == "tanh":
         double = 2.0 * math.sqrt(2.0 / math.pi)
@@ -50,14 +44,14 @@ def _bounded(p: BodyBuilder, x: int, low: Any, high: Any = None) -> int:
 
 def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:
     if len(node.inputs) != 1:
-        return f"{node.op}: tensor bounds are not supported"
+        return "tensor bounds are not supported"
     dtype = specs[node.outputs[0]].dtype
     if dtype not in INTEGERS:
         return None
     limits = torch.iinfo(torch_dtype(dtype))
     bounds = (node.attrs.get(name) for name in ("min", "max", "min_val", "max_val"))
     outside = [bound for bound in bounds if isinstance(bound, int) and not limits.min <= bound <= limits.max]
-    return f"{node.op}: ATen wraps the bound {outside[0]} around to {dtype}" if outside else None
+    return f"ATen wraps the bound {outside[0]} around to {dtype}" if outside else None
 
 
 def _hard_sigmoid(p: BodyBuilder, x: int) -> int:

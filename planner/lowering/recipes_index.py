@@ -18,21 +18,17 @@ def _embedding(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.lookup(node, node.inputs[0], (Index(0), position[-1]), {0: row})
 
 
-def _index_select(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _along_dim(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """``gather``, whose index has the result's shape, and ``index_select``, whose index has one dimension."""
     dim = normalise_dim(node.attrs["dim"], len(position))
-    return p.lookup(node, node.inputs[0], position, {dim: p.pull(node.inputs[1], (position[dim],))})
-
-
-def _gather(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dim = normalise_dim(node.attrs["dim"], len(position))
-    return p.lookup(node, node.inputs[0], position, {dim: p.pull(node.inputs[1], position)})
+    at = (position[dim],) if node.op == "aten.index_select.default" else position
+    return p.lookup(node, node.inputs[0], position, {dim: p.pull(node.inputs[1], at)})
 
 
 def _ranks_refuse(node: OpNode, specs: Specs) -> str | None:
-    ranks = [len(specs[value].shape) for value in node.inputs]
-    if node.op == "aten.index_select.default":
-        return None if ranks[0] and ranks[1] == 1 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
-    return None if ranks[0] == ranks[1] != 0 else f"{node.op}: ranks {ranks[0]} and {ranks[1]}"
+    rank, other = (len(specs[value].shape) for value in node.inputs[:2])
+    wanted = 1 if node.op == "aten.index_select.default" else rank
+    return None if rank and other == wanted else f"ranks {rank} and {other}"
 
 
 def _indexed_dims(node: OpNode) -> dict[int, int]:
@@ -54,9 +50,8 @@ def _index(p: BodyBuilder, node: OpNode, position: Position) -> int:
     at = first if last - first + 1 == len(numbers) else 0
     inner, rest = position[at : at + common], iter((*position[:at], *position[at + common :]))
     picked = {dim: _from_start(p, p.operand(node, number, inner), shape[dim]) for dim, number in numbers.items()}
-    return p.lookup(
-        node, source, tuple(Index(0) if dim in numbers else next(rest) for dim in range(len(shape))), picked
-    )
+    moved = tuple(Index(0) if dim in numbers else next(rest) for dim in range(len(shape)))
+    return p.lookup(node, source, moved, picked)
 
 
 def _from_start(p: BodyBuilder, at: int, extent: object) -> int:
@@ -69,28 +64,25 @@ def _from_start(p: BodyBuilder, at: int, extent: object) -> int:
 
 
 def _index_refuse(node: OpNode, specs: Specs) -> str | None:
-    numbers = _indexed_dims(node)
-    if not numbers:
-        return f"{node.op}: no dimension is indexed"
-    for number in numbers.values():
-        dtype = specs[node.inputs[number]].dtype
-        if dtype not in INTEGERS or dtype == "uint8":
-            return f"{node.op}: an index of dtype {dtype} picks as many elements as are true in it"
-    return None
+    dtypes = [specs[node.inputs[number]].dtype for number in _indexed_dims(node).values()]
+    masks = [dtype for dtype in dtypes if dtype not in INTEGERS or dtype == "uint8"]
+    if masks:
+        return f"an index of dtype {masks[0]} picks as many elements as are true in it"
+    return None if dtypes else "no dimension is indexed"
 
 
 def _index_copy_refuse(node: OpNode, specs: Specs) -> str | None:
     target, index = (specs[value] for value in node.inputs[:2])
     if not target.shape or len(index.shape) != 1:
-        return f"{node.op}: ranks {len(target.shape)} and {len(index.shape)}"
+        return f"ranks {len(target.shape)} and {len(index.shape)}"
     return _target_refuse(node, specs)
 
 
 def _target_refuse(node: OpNode, specs: Specs) -> str | None:
     target, source = specs[node.inputs[0]], node.inputs[-1]
     if any(stride == 0 and extent != 1 for extent, stride in zip(target.shape, target.strides, strict=True)):
-        return f"{node.op}: writes elements that lie in one place"
-    return f"{node.op}: writes {source} to itself" if source == node.inputs[0] else None
+        return "writes elements that lie in one place"
+    return f"writes {source} to itself" if source == node.inputs[0] else None
 
 
 def indexing_recipes() -> dict[str, Recipe]:
@@ -104,7 +96,7 @@ def indexing_recipes() -> dict[str, Recipe]:
             writes=lambda node, specs: None,
         ),
         "aten.embedding.default": Recipe(_embedding),
-        "aten.index_select.default": Recipe(_index_select, refuse=_ranks_refuse),
-        "aten.gather.default": Recipe(_gather, refuse=_ranks_refuse),
+        "aten.index_select.default": Recipe(_along_dim, refuse=_ranks_refuse),
+        "aten.gather.default": Recipe(_along_dim, refuse=_ranks_refuse),
         "aten.index.Tensor": Recipe(_index, refuse=_index_refuse),
     }

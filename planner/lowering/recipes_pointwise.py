@@ -1,17 +1,102 @@
-"""Recipes of pointwise ops: an element of the result from the operands at the same (broadcast) position."""
+"""Recipes of pointwise ops, conversions included: an element of the result from the operands at the same position."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, reduce
 
-from fuseplan.kernels.ir.ir import RegisterType, register_type
+import torch
+
+from fuseplan.kernels.ir.ir import ITEMSIZE, RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, argument, float_result, is_float, of_two, result_type
-from fuseplan.planner.lowering.recipes_convert import bitwise_recipes, convert
+from fuseplan.planner.lowering.recipe import (
+    INTEGERS,
+    Recipe,
+    argument,
+    float_result,
+    is_float,
+    of_one,
+    of_two,
+    result_type,
+)
 from fuseplan.planner.lowering.views import Position, Specs
+
+_FLOAT8_LARGEST = 448.0
+#: Halfway to the number that would follow the largest one of float8_e4m3fn: up to here rounding gives the largest.
+_FLOAT8_LIMIT = 464.0
+
+
+def _convert(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """to, _to_copy, type_as, clone, contiguous, dropout at inference: the value itself, converted.
+
+    A float outside the range of an integer type has no defined conversion in C or ATen; here it wraps.
+    """
+    value = p.operand(node, 0, position)
+    target = p.specs[node.outputs[0]].dtype
+    if target == "bool" and p.dtype_of(value) != "bool":
+        return p.apply("ne", value, p.const(0, p.dtype_of(value)))
+    value = p.cast(value, register_type(target))
+    if target == "float8_e4m3fn" and p.specs[node.inputs[0]].dtype != target and not float8_saturates():
+        return _overflowing(p, node, value)
+    return value
+
+
+@cache
+def float8_saturates() -> bool:
+    """What a number beyond float8_e4m3fn becomes: its largest (PyTorch 2.13, and GPUs), or NaN (older PyTorch)."""
+    return not bool(torch.tensor(1e4).to(torch.float8_e4m3fn).isnan())
+
+
+def _overflowing(p: BodyBuilder, node: OpNode, value: int) -> int:
+    """``value`` with NaN where it overflows float8_e4m3fn; a clamp before the conversion rules that out."""
+    clamp = p.computed_by(node.inputs[0])
+    if clamp is not None and clamp.op == "aten.clamp.default":
+        bounds = clamp.attrs.get("min"), clamp.attrs.get("max")
+        if all(isinstance(bound, int | float) and abs(bound) <= _FLOAT8_LARGEST for bound in bounds):
+            return value
+    over = p.apply("gt", p.apply("abs", value), p.const(_FLOAT8_LIMIT, p.dtype_of(value)))
+    return p.apply("where", over, p.const(float("nan"), p.dtype_of(value)), value)
+
+
+def _bitwise(on_bools: str, on_integers: str) -> Recipe:
+    return of_two(lambda p, node, a, b: p.apply(on_bools if p.dtype_of(a) == "bool" else on_integers, a, b))
+
+
+def _bitwise_not(p: BodyBuilder, node: OpNode, value: int) -> int:
+    dtype = p.dtype_of(value)
+    return p.apply("logical_not", value) if dtype == "bool" else p.apply("bit_xor", value, p.const(-1, dtype))
+
+
+def _shift(op: str) -> Recipe:
+    """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
+
+    def compute(p: BodyBuilder, node: OpNode, a: int, by: int) -> int:
+        dtype, last = result_type(p, node), ITEMSIZE[p.specs[node.outputs[0]].dtype] * 8 - 1
+        least, most = p.known_range(by)
+        if least >= 0 and most <= last:
+            return p.apply(op, a, by)
+        low, high = p.const(0, dtype), p.const(last, dtype)
+        defined = p.apply("logical_and", p.apply("ge", by, low), p.apply("le", by, high))
+        if op == "shift_right":
+            return p.apply(op, a, p.apply("where", defined, by, high))
+        return p.apply("where", defined, p.apply(op, a, p.apply("where", defined, by, low)), low)
+
+    return of_two(compute)
+
+
+def _bitwise_recipes() -> dict[str, Recipe]:
+    rows: dict[str, Recipe] = {"aten.bitwise_not.default": of_one(_bitwise_not)}
+    for name, on_bools in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
+        for packet in (f"bitwise_{name}", f"__{name}__"):
+            rows[f"aten.{packet}.Tensor"] = rows[f"aten.{packet}.Scalar"] = _bitwise(on_bools, f"bit_{name}")
+    for side, short in (("left", "lshift"), ("right", "rshift")):
+        for spelling in (f"bitwise_{side}_shift.Tensor", f"bitwise_{side}_shift.Tensor_Scalar", f"__{short}__.Tensor",
+                         f"__{short}__.Scalar"):
+            rows[f"aten.{spelling}"] = _shift(f"shift_{side}")
+    return rows
 
 
 def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
@@ -26,19 +111,12 @@ def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
 
 
 def _unary(op: str) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        return p.apply(op, p.operand(node, 0, position, result_type(p, node)))
-
-    return Recipe(build)
+    return of_one(lambda p, node, x: p.apply(op, x))
 
 
 def _rounding(op: str) -> Recipe:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = result_type(p, node)
-        value = p.operand(node, 0, position, dtype)
-        return p.apply(op, value) if dtype.startswith("float") else value  # an integer is rounded already
-
-    return Recipe(build)
+    """Of an integer, which is rounded already, itself."""
+    return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x)
 
 
 def _binary(op: str) -> Recipe:
@@ -62,19 +140,14 @@ def _div(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("div", a, argument(p, node, "other", 1, position, dtype))
 
 
-def _floor_divide(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    return p.apply("int_floordiv", p.operand(node, 0, position, dtype), p.const(node.attrs["other"], dtype))
-
-
 def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
     """Integers by a number that is known: ATen raises where a divisor is zero, and rounds floats in another way."""
     if node.attrs.get("rounding_mode", "floor") != "floor":
-        return f"{node.op}: rounding mode {node.attrs['rounding_mode']}"
+        return f"rounding mode {node.attrs['rounding_mode']}"
     if specs[node.outputs[0]].dtype not in INTEGERS:
-        return f"{node.op}: result of dtype {specs[node.outputs[0]].dtype}, only integers are supported"
+        return f"result of dtype {specs[node.outputs[0]].dtype}, only integers are supported"
     divisor = node.attrs.get("other")
-    return None if isinstance(divisor, int) and divisor else f"{node.op}: the divisor is no number other than zero"
+    return None if isinstance(divisor, int) and divisor else "the divisor is no number other than zero"
 
 
 def _rsub(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -86,22 +159,17 @@ def _rsub(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("sub", argument(p, node, "other", 1, position, dtype), a)
 
 
+#: Exponents that are another op.
+_ROOTS = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+
+
 def power(p: BodyBuilder, base: int, exponent: float) -> int:
     """``base ** exponent`` with the cheap exponents spelled out, as ATen's own pow kernel does."""
     dtype = p.dtype_of(base)
-    if exponent == 2:
-        return p.apply("mul", base, base)
-    if exponent == 3:
-        return p.apply("mul", p.apply("mul", base, base), base)
-    if exponent == 1:
-        return base
-    if dtype.startswith("float"):
-        if exponent == 0.5:
-            return p.apply("sqrt", base)
-        if exponent == -0.5:
-            return p.apply("rsqrt", base)
-        if exponent == -1:
-            return p.apply("reciprocal", base)
+    if exponent in (1, 2, 3):
+        return reduce(lambda product, factor: p.apply("mul", product, factor), [base] * int(exponent))
+    if dtype.startswith("float") and exponent in _ROOTS:
+        return p.apply(_ROOTS[exponent], base)
     return p.apply("pow", base, p.const(exponent, dtype))
 
 
@@ -120,10 +188,6 @@ def _masked_fill(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("where", mask, filled, p.operand(node, 0, position, dtype))
 
 
-def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
-    return f"{node.op}: training mode" if node.attrs.get("train") and node.attrs.get("p") else None
-
-
 def pointwise_recipes() -> dict[str, Recipe]:
     rows: dict[str, Recipe] = {}
     for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal",
@@ -138,27 +202,24 @@ def pointwise_recipes() -> dict[str, Recipe]:
     rows["aten.maximum.default"] = rows["aten.max.other"] = _binary("maximum")
     rows["aten.minimum.default"] = rows["aten.min.other"] = _binary("minimum")
     for name in ("floor_divide.default", "floor_divide.Scalar", "div.Scalar_mode", "div.Tensor_mode"):
-        rows[f"aten.{name}"] = Recipe(_floor_divide, refuse=_floor_divide_refuse)
+        rows[f"aten.{name}"] = replace(_applied("int_floordiv"), refuse=_floor_divide_refuse)
     rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub)
-    rows["aten.pow.Tensor_Scalar"] = Recipe(
-        lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"]),
-        refuse=float_result,
-    )
+    rows["aten.pow.Tensor_Scalar"] = of_one(lambda p, node, x: power(p, x, node.attrs["exponent"]), float_result)
     rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = replace(_applied("pow"), refuse=float_result)
-    rows["aten.square.default"] = Recipe(
-        lambda p, node, position: power(p, p.operand(node, 0, position, result_type(p, node)), 2))
+    rows["aten.square.default"] = of_one(lambda p, node, x: p.apply("mul", x, x))
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _applied(name, _promoted)
     for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
         rows[f"aten.logical_{name}.default"] = _applied(op, lambda p, node: "bool")
     rows["aten.logical_not.default"] = Recipe(
         lambda p, node, position: p.apply("logical_not", p.operand(node, 0, position, "bool")))
-    rows.update(bitwise_recipes())
+    rows.update(_bitwise_recipes())
     for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):
         rows[f"aten.where.{name}"] = Recipe(_where)
     rows["aten.masked_fill.Scalar"] = rows["aten.masked_fill.Tensor"] = Recipe(_masked_fill)
     for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
                  "clone.default", "contiguous.default", "lift_fresh_copy.default"):
-        rows[f"aten.{name}"] = Recipe(convert)
-    rows["aten.dropout.default"] = Recipe(convert, refuse=_dropout_refuse)
+        rows[f"aten.{name}"] = Recipe(_convert)
+    rows["aten.dropout.default"] = Recipe(_convert, refuse=lambda node, specs: (
+        "training mode" if node.attrs.get("train") and node.attrs.get("p") else None))
     return rows

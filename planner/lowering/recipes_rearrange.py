@@ -9,8 +9,17 @@ from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_
 from fuseplan.kernels.ir.ir import RegisterType
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Recipe, is_float, result_type
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, Specs, normalise_dim, reshape_position
+from fuseplan.planner.lowering.recipe import Recipe, is_float, no_booleans, result_type
+from fuseplan.planner.lowering.views import (
+    MAY_COPY,
+    VIEW_MAPS,
+    Position,
+    Specs,
+    along,
+    normalise_dim,
+    reshape_position,
+    without,
+)
 
 
 def _filled(number: Callable[[OpNode], Any]) -> Recipe:
@@ -23,10 +32,10 @@ def _arange(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def _arange_refuse(node: OpNode, specs: Specs) -> str | None:
-    if any(is_float(node.attrs.get(name)) for name in ("start", "step")):
-        return f"{node.op}: float start or step"
     step = node.attrs.get("step", 1)
-    return f"{node.op}: step {step} is not positive" if isinstance(step, int) and step <= 0 else None
+    if is_float(node.attrs.get("start")) or is_float(step):
+        return "float start or step"
+    return f"step {step} is not positive" if isinstance(step, int) and step <= 0 else None
 
 
 def _triangle(keep: str) -> Recipe:
@@ -58,7 +67,7 @@ def _joined(p: BodyBuilder, values: Sequence[str], dim: int, position: Position,
         starts.append(as_size(starts[-1] + shapes[value][dim]))
 
     def piece(puller: BodyBuilder, number: int) -> int:
-        moved = (*position[:dim], index + as_size(-starts[number]), *position[dim + 1 :])
+        moved = along(position, dim, index + as_size(-starts[number]))
         return puller.cast(puller.pull(parts[number], moved), dtype)
 
     return _choose(p, index, starts, piece, 0)
@@ -72,14 +81,13 @@ def _diff(p: BodyBuilder, node: OpNode, position: Position) -> int:
     before = [] if "prepend" in node.attrs or not others else [others.pop(0)]
     values = (*before, itself, *others)
     here = _joined(p, values, dim, position, dtype)
-    following = (*position[:dim], position[dim] + 1, *position[dim + 1 :])
-    return p.apply("sub", _joined(p, values, dim, following, dtype), here)
+    return p.apply("sub", _joined(p, values, dim, along(position, dim, position[dim] + 1), dtype), here)
 
 
 def _diff_refuse(node: OpNode, specs: Specs) -> str | None:
     if node.attrs.get("n", 1) != 1:
-        return f"{node.op}: differences of order {node.attrs['n']}"
-    return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
+        return f"differences of order {node.attrs['n']}"
+    return no_booleans(node, specs)
 
 
 def _margins(node: OpNode, specs: Specs) -> list[tuple[Size, Size]]:
@@ -100,47 +108,39 @@ def _pad(p: BodyBuilder, node: OpNode, position: Position) -> int:
             return puller.cast(puller.pull(source, moved), dtype)
         before, after = margins[dim]
         end = as_size(before + shape[dim])
-        # Where each part of the dimension starts, and whether it is the operand's.
-        parts: list[tuple[Size, bool]] = [(0, False), (before, True)] if _adds(before) else [(0, True)]
-        parts += [(end, False)] if _adds(after) else []
+        adds_before, adds_after = (not isinstance(margin, int) or margin > 0 for margin in (before, after))
+        starts = [0, *([before] if adds_before else []), *([end] if adds_after else []), as_size(end + after)]
         inside = (*moved, position[dim] + as_size(-before))
 
         def piece(q: BodyBuilder, number: int) -> int:
-            return at(q, inside) if parts[number][1] else q.const(node.attrs.get("value") or 0, dtype)
+            return at(q, inside) if number == adds_before else q.const(node.attrs.get("value") or 0, dtype)
 
-        return _choose(puller, position[dim], [*(start for start, _ in parts), as_size(end + after)], piece, 0)
+        return _choose(puller, position[dim], starts, piece, 0)
 
     return at(p, ())
-
-
-def _adds(margin: Size) -> bool:
-    return not isinstance(margin, int) or margin > 0
 
 
 def _pad_refuse(node: OpNode, specs: Specs) -> str | None:
     mode = node.attrs.get("mode", "constant")
     if mode != "constant":
-        return f"{node.op}: mode {mode}"
+        return f"mode {mode}"
     sizes = (size for pair in _margins(node, specs) for size in pair)
     known = all(isinstance(size, int) or known_less_equal(0, size) for size in sizes)
-    return None if known else f"{node.op}: whether it adds or takes away is not known"
+    return None if known else "whether it adds or takes away is not known"
 
 
 def _repeat(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    source = node.inputs[0]
-    shape = p.specs[source].shape
-    own = position[len(position) - len(shape) :] if shape else ()
-    repeats = node.attrs["repeats"][len(position) - len(shape) :]
-    return p.pull(source, tuple(
-        index if isinstance(times, int) and times == 1 else index % extent
-        for index, extent, times in zip(own, shape, repeats, strict=True)
+    shape = p.specs[node.inputs[0]].shape
+    first = len(position) - len(shape)
+    own = zip(position[first:], shape, node.attrs["repeats"][first:], strict=True)
+    return p.pull(node.inputs[0], tuple(
+        index if isinstance(times, int) and times == 1 else index % extent for index, extent, times in own
     ))
 
 
 def _upsample(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    source = node.inputs[0]
-    factors = _factors(node, p.specs)
-    return p.pull(source, tuple(index // factor for index, factor in zip(position, factors, strict=True)))
+    pairs = zip(position, _factors(node, p.specs), strict=True)
+    return p.pull(node.inputs[0], tuple(index // factor for index, factor in pairs))
 
 
 def _factors(node: OpNode, specs: Specs) -> list[Size]:
@@ -153,7 +153,7 @@ def _upsample_refuse(node: OpNode, specs: Specs) -> str | None:
     # ATen multiplies by a float, which is exact for these.
     if all(isinstance(factor, int) and factor > 0 and factor & (factor - 1) == 0 for factor in _factors(node, specs)):
         return None
-    return f"{node.op}: a size does not grow by a power of two"
+    return "a size does not grow by a power of two"
 
 
 def _choose(
@@ -176,7 +176,7 @@ def _choose(
 def _stack(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dtype = result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
-    inner = position[:dim] + position[dim + 1 :]
+    inner = without(position, dim)
     starts: list[Size] = list(range(len(node.inputs) + 1))
     return _choose(p, position[dim], starts, lambda q, k: q.cast(q.pull(node.inputs[k], inner), dtype), 0)
 
@@ -187,7 +187,7 @@ def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
     if node.attrs.get("dim") is None:
         return p.pull(source, reshape_position((position[0] // repeats,), (product(shape),), shape))
     dim = normalise_dim(node.attrs["dim"], len(shape))
-    return p.pull(source, (*position[:dim], position[dim] // repeats, *position[dim + 1 :]))
+    return p.pull(source, along(position, dim, position[dim] // repeats))
 
 
 def rearranging_recipes() -> dict[str, Recipe]:

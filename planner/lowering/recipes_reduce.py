@@ -1,18 +1,20 @@
-"""Recipes of ops that fold the last dimensions: sums, means, softmax, the position of the largest element."""
+"""Recipes of ops that fold the last dimensions: sums, means, softmax, extremes' positions, normalisations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
-from fuseplan.kernels.ir.index import Index, Size
+import torch
+
+from fuseplan.kernels.ir.index import Index, Size, as_size, divides, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Build, Recipe, float_result, result_type
+from fuseplan.planner.lowering.recipe import Build, Recipe, float_result, no_booleans, result_type
 from fuseplan.planner.lowering.views import Position, Specs, normalise_dim, reshape_position
 
 
@@ -24,20 +26,25 @@ def _reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
     return tuple(normalise_dim(dim, rank) for dim in (dims if isinstance(dims, tuple | list) else (dims,)))
 
 
-def row_of(p: BodyBuilder, node: OpNode, position: Position) -> Position:
+def _last_dims(node: OpNode, specs: Specs, count: int) -> tuple[int, ...]:
+    rank = len(specs[node.inputs[0]].shape)
+    return tuple(range(rank - count, rank))
+
+
+def _row_of(p: BodyBuilder, node: OpNode, position: Position) -> Position:
     """The leading coordinates of the row that the result element at ``position`` comes from."""
     kept = len(p.row_shape(node)) - 1
     return p.row_position(node, position[:kept])
 
 
-def fold(
+def _fold(
     p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[int], int], dtype: RegisterType
 ) -> int:
     """Fold ``element(x)`` over the row ``row`` of operand 0."""
-    return fold_columns(p, node, row, kind, lambda x, _: element(p.cast(x, dtype)))
+    return _fold_columns(p, node, row, kind, lambda x, _: element(p.cast(x, dtype)))
 
 
-def fold_columns(p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[int, Index], int]) -> int:
+def _fold_columns(p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[int, Index], int]) -> int:
     """Fold ``element(x, column)`` over the row ``row`` of operand 0."""
     source = node.inputs[0]
     walked, shape = p.row_shape(node), p.specs[source].shape
@@ -48,23 +55,23 @@ def fold_columns(p: BodyBuilder, node: OpNode, row: Position, kind: str, element
     return p.reduce(kind, node, walked[-1], at)
 
 
-def float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
+def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
     return "float64" if p.specs[node.inputs[0]].dtype == "float64" else "float32"
 
 
 def _plain_fold(kind: str) -> Recipe:
     def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        return fold(p, node, row_of(p, node, position), kind, lambda x: x, result_type(p, node))
+        return _fold(p, node, _row_of(p, node, position), kind, lambda x: x, result_type(p, node))
 
     return Recipe(build, _reduced_dims)
 
 
-def mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) -> int:
+def _mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) -> int:
     """``total / (count - correction)``."""
     dtype = p.dtype_of(total)
     if isinstance(count, int):
-        return p.apply("mul", total, p.const(1.0 / max(count - correction, 0.0) if count != correction else math.inf,
-                                             dtype))
+        share = math.inf if count == correction else 1.0 / max(count - correction, 0.0)
+        return p.apply("mul", total, p.const(share, dtype))
     number = p.cast(p.iota(Index(count)), dtype)
     if correction:
         number = p.apply("sub", number, p.const(correction, dtype))
@@ -72,35 +79,35 @@ def mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) ->
 
 
 def _mean(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    total = fold(p, node, row_of(p, node, position), "sum", lambda x: x, float_type(p, node))
-    return mean_of(p, total, p.row_shape(node)[-1])
+    total = _fold(p, node, _row_of(p, node, position), "sum", lambda x: x, _float_type(p, node))
+    return _mean_of(p, total, p.row_shape(node)[-1])
 
 
-def moments(p: BodyBuilder, node: OpNode, row: Position, correction: float = 0.0) -> tuple[int, int]:
+def _moments(p: BodyBuilder, node: OpNode, row: Position, correction: float = 0.0) -> tuple[int, int]:
     """Mean and variance of a row, two passes: the variance of the deviations does not cancel."""
-    dtype = float_type(p, node)
+    dtype = _float_type(p, node)
     extent = p.row_shape(node)[-1]
-    mean = mean_of(p, fold(p, node, row, "sum", lambda x: x, dtype), extent)
+    mean = _mean_of(p, _fold(p, node, row, "sum", lambda x: x, dtype), extent)
 
     def squared(x: int) -> int:
         deviation = p.apply("sub", x, mean)
         return p.apply("mul", deviation, deviation)
 
-    return mean, mean_of(p, fold(p, node, row, "sum", squared, dtype), extent, correction)
+    return mean, _mean_of(p, _fold(p, node, row, "sum", squared, dtype), extent, correction)
 
 
 def _var(p: BodyBuilder, node: OpNode, position: Position) -> int:
     correction = node.attrs.get("correction", 1 if node.attrs.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
-    return moments(p, node, row_of(p, node, position), float(correction))[1]
+    return _moments(p, node, _row_of(p, node, position), float(correction))[1]
 
 
 def _softmax(log: bool) -> Recipe:
     def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = float_type(p, node)
-        row = row_of(p, node, position)
-        top = fold(p, node, row, "max", lambda x: x, dtype)
-        total = fold(p, node, row, "sum", lambda x: p.apply("exp", p.apply("sub", x, top)), dtype)
+        dtype = _float_type(p, node)
+        row = _row_of(p, node, position)
+        top = _fold(p, node, row, "max", lambda x: x, dtype)
+        total = _fold(p, node, row, "sum", lambda x: p.apply("exp", p.apply("sub", x, top)), dtype)
         shifted = p.apply("sub", p.cast(p.pull(node.inputs[0], position), dtype), top)
         if log:
             return p.apply("sub", shifted, p.apply("log", total))
@@ -110,14 +117,9 @@ def _softmax(log: bool) -> Recipe:
     return Recipe(build, _reduced_dims, float_result)
 
 
-def _pooled_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    rank = len(specs[node.inputs[0]].shape)
-    return (rank - 2, rank - 1)
-
-
 def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
     whole = all(isinstance(size, int) and size == 1 for size in specs[node.outputs[0]].shape[-2:])
-    return float_result(node, specs) if whole else f"{node.op}: to another size than 1 x 1"
+    return float_result(node, specs) if whole else "to another size than 1 x 1"
 
 
 def _position_of(kind: str) -> Build:
@@ -125,8 +127,8 @@ def _position_of(kind: str) -> Build:
 
     def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = register_type(p.specs[node.inputs[0]].dtype)
-        row = row_of(p, node, position)
-        best = fold(p, node, row, kind, lambda x: x, dtype)
+        row = _row_of(p, node, position)
+        best = _fold(p, node, row, kind, lambda x: x, dtype)
 
         def at(x: int, column: Index) -> int:
             hit = p.apply("eq", x, best)
@@ -134,13 +136,9 @@ def _position_of(kind: str) -> Build:
                 hit = p.apply("logical_or", hit, p.apply("ne", x, x))
             return p.apply("where", hit, p.iota(column), p.iota(Index(p.row_shape(node)[-1])))
 
-        return p.cast(fold_columns(p, node, row, "min", at), result_type(p, node))
+        return p.cast(_fold_columns(p, node, row, "min", at), result_type(p, node))
 
     return build
-
-
-def _numbers_refuse(node: OpNode, specs: Specs) -> str | None:
-    return f"{node.op}: of booleans" if specs[node.inputs[0]].dtype == "bool" else None
 
 
 # -- short folds over another dimension -------------------------------------------------------------------
@@ -159,11 +157,11 @@ def _short_dim(node: OpNode, specs: Specs) -> int | None:
     return dims[0] if isinstance(extent, int) and 0 < extent <= MAX_WRITTEN_OUT else None
 
 
-def _written_out(p: BodyBuilder, node: OpNode, position: Position) -> int | None:
-    """A short sum, element by element; None where a row is to be folded."""
+def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """A short sum is written out, element by element."""
     dim = _short_dim(node, p.specs)
     if dim is None:
-        return None
+        return _plain_fold("sum").build(p, node, position)
     source, dtype = node.inputs[0], result_type(p, node)
     if dtype == "float32" and p.specs[source].dtype == "float64":
         dtype = "float64"
@@ -173,13 +171,6 @@ def _written_out(p: BodyBuilder, node: OpNode, position: Position) -> int | None
     return reduce(lambda total, term: p.apply("add", total, term), terms)
 
 
-def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    written = _written_out(p, node, position)
-    if written is not None:
-        return written
-    return fold(p, node, row_of(p, node, position), "sum", lambda x: x, result_type(p, node))
-
-
 def reducing_recipes() -> dict[str, Recipe]:
     rows: dict[str, Recipe] = {}
     rows["aten.sum.dim_IntList"] = Recipe(
@@ -187,9 +178,9 @@ def reducing_recipes() -> dict[str, Recipe]:
     rows["aten.amax.default"], rows["aten.amin.default"] = _plain_fold("max"), _plain_fold("min")
     for kind in ("max", "min"):
         rows[f"aten.{kind}.dim"] = replace(
-            _plain_fold(kind), refuse=_numbers_refuse, others=(_position_of(kind),))  # the extreme and its position
-        rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, _numbers_refuse)
-    rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, _pooled_dims, _pool_refuse)
+            _plain_fold(kind), refuse=no_booleans, others=(_position_of(kind),))  # the extreme and its position
+        rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, no_booleans)
+    rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, partial(_last_dims, count=2), _pool_refuse)
     rows["aten.mean.dim"] = Recipe(_mean, _reduced_dims, float_result)
     for name in ("var.dim", "var.correction"):
         rows[f"aten.{name}"] = Recipe(_var, _reduced_dims, float_result)
@@ -198,3 +189,95 @@ def reducing_recipes() -> dict[str, Recipe]:
     for name in ("log_softmax.int", "_log_softmax.default"):
         rows[f"aten.{name}"] = _softmax(log=True)
     return rows
+
+
+def _normalised_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    return _last_dims(node, specs, len(node.attrs["normalized_shape"]))
+
+
+def _affine(p: BodyBuilder, node: OpNode, position: Position, value: int, names: tuple[str, ...]) -> int:
+    """``value * weight + bias`` with the optional operands of a normalisation."""
+    dtype = p.dtype_of(value)
+    number = 1
+    for name, op in zip(names, ("mul", "add"), strict=False):
+        if name in node.attrs or number >= len(node.inputs):
+            continue
+        value = p.apply(op, value, p.operand(node, number, position, dtype))
+        number += 1
+    return value
+
+
+def _standard(p: BodyBuilder, node: OpNode, position: Position, row: Position, affine: Position) -> int:
+    """The element at ``position``, its row brought to mean 0 and variance 1, then weight and bias at ``affine``."""
+    dtype = _float_type(p, node)
+    mean, variance = _moments(p, node, row)
+    scale = p.apply("rsqrt", p.apply("add", variance, p.const(node.attrs.get("eps", 1e-5), dtype)))
+    x = p.cast(p.pull(node.inputs[0], position), dtype)
+    return _affine(p, node, affine, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
+
+
+def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, arXiv:1910.07467)."""
+    dtype = _float_type(p, node)
+    total = _fold(p, node, _row_of(p, node, position), "sum", lambda x: p.apply("mul", x, x), dtype)
+    eps = node.attrs.get("eps")
+    if eps is None:  # ATen's default: the machine epsilon of the type it computes in
+        eps = torch.finfo(torch.float64 if dtype == "float64" else torch.float32).eps
+    mean = _mean_of(p, total, p.row_shape(node)[-1])
+    scale = p.apply("rsqrt", p.apply("add", mean, p.const(eps, dtype)))
+    x = p.cast(p.pull(node.inputs[0], position), dtype)
+    return _affine(p, node, position, p.apply("mul", x, scale), ("weight",))
+
+
+def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
+    """Rows of a group_norm: samples and groups of channels; a row has all positions of its group's channels."""
+    samples, channels, *rest = specs[node.inputs[0]].shape
+    groups = node.attrs["num_groups"]
+    return samples, groups, as_size(divides(groups, channels) * product(rest))
+
+
+def _group_refuse(node: OpNode, specs: Specs) -> str | None:
+    divided = divides(node.attrs["num_groups"], specs[node.inputs[0]].shape[1])
+    return float_result(node, specs) if divided else "its groups do not divide the channels"
+
+
+def _group_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """Each group of channels of a sample to mean 0 and variance 1 (Wu & He, arXiv:1803.08494)."""
+    per_group = divides(node.attrs["num_groups"], p.specs[node.inputs[0]].shape[1])
+    row = p.row_position(node, (position[0], position[1] // per_group))
+    return _standard(p, node, position, row, position[1:2])
+
+
+def _batch_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """(x - mean) / sqrt(variance + eps) * weight + bias with the stored mean and variance of each channel."""
+    dtype = _float_type(p, node)
+    names = [name for name in ("weight", "bias", "running_mean", "running_var") if name not in node.attrs]
+    of_channel = {name: p.operand(node, number, position[1:2], dtype) for number, name in enumerate(names, 1)}
+    scale = p.apply("rsqrt", p.apply("add", of_channel["running_var"], p.const(node.attrs.get("eps", 1e-5), dtype)))
+    if "weight" in of_channel:
+        scale = p.apply("mul", scale, of_channel["weight"])
+    x = p.operand(node, 0, position, dtype)
+    value = p.apply("mul", p.apply("sub", x, of_channel["running_mean"]), scale)
+    return p.apply("add", value, of_channel["bias"]) if "bias" in of_channel else value
+
+
+def _batch_refuse(node: OpNode, specs: Specs) -> str | None:
+    if node.attrs.get("training"):
+        return "training mode"
+    missing = [name for name in ("running_mean", "running_var") if name in node.attrs]
+    return f"without {missing[0]}" if missing else float_result(node, specs)
+
+
+def normalising_recipes() -> dict[str, Recipe]:
+    return {
+        "aten.layer_norm.default": Recipe(
+            lambda p, node, position: _standard(p, node, position, _row_of(p, node, position), position),
+            _normalised_dims, float_result,
+        ),
+        "aten.rms_norm.default": Recipe(_rms_norm, _normalised_dims, float_result),
+        "aten.group_norm.default": Recipe(
+            _group_norm, lambda node, specs: tuple(range(1, len(specs[node.inputs[0]].shape))), _group_refuse,
+            rows=_group_rows,
+        ),
+        "aten.batch_norm.default": Recipe(_batch_norm, refuse=_batch_refuse),
+    }

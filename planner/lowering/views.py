@@ -1,7 +1,6 @@
 """View ops as address maps: where element ``position`` of a view lies in the tensor it views.
 
-The same maps serve every op that only rearranges elements, whether or not strides can express the result (a ``reshape``
-that copies is the same map with a store behind it).
+A ``reshape`` that copies is the same map with a store behind it.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def same_size(a: Size, b: Size) -> bool:
 def reshape_position(position: Position, out_shape: Sequence[Size], in_shape: Sequence[Size]) -> Position:
     """The position in ``in_shape`` of the element at ``position`` of ``out_shape`` (same elements, row-major).
 
-    The shapes are cut into the shortest runs of dimensions with equal products, so that most runs are one dimension on
-    a side and need no division.
+    The shapes are cut into the shortest runs of dimensions with equal products: most need no division.
     """
     result: list[Index] = []
     out_at = in_at = 0
@@ -49,24 +47,18 @@ def reshape_position(position: Position, out_shape: Sequence[Size], in_shape: Se
 
 def _matching_run(out_shape: Sequence[Size], in_shape: Sequence[Size]) -> tuple[int, int]:
     for total in range(1, len(out_shape) + len(in_shape) + 1):
-        for out_run in range(min(total, len(out_shape)) + 1):
+        for out_run in range(max(0, total - len(in_shape)), min(total, len(out_shape)) + 1):
             in_run = total - out_run
-            if in_run > len(in_shape):
-                continue
             if same_size(product(out_shape[:out_run]), product(in_shape[:in_run])):
                 return out_run, in_run
     return len(out_shape), len(in_shape)
 
 
 def _unflatten(linear: Index, dims: Sequence[Size]) -> list[Index]:
-    strides = row_major_strides(dims)
-    position: list[Index] = []
-    for number, (extent, stride) in enumerate(zip(dims, strides, strict=True)):
-        if same_size(extent, 1):
-            position.append(Index(0))
-            continue
-        index = linear // stride
-        position.append(index if number == 0 else index % extent)
+    position = [Index(0)] * len(dims)
+    for number, (extent, stride) in enumerate(zip(dims, row_major_strides(dims), strict=True)):
+        if not same_size(extent, 1):
+            position[number] = linear // stride if number == 0 else (linear // stride) % extent
     return position
 
 
@@ -74,10 +66,10 @@ def _reshape(node: OpNode, value: str, position: Position, specs: Specs) -> Posi
     return reshape_position(position, specs[value].shape, specs[node.inputs[0]].shape)
 
 
-def _expand(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    shape = specs[node.inputs[0]].shape
-    aligned = position[len(position) - len(shape) :] if shape else ()
-    return tuple(Index(0) if same_size(extent, 1) else index for index, extent in zip(aligned, shape, strict=True))
+def broadcast(position: Position, shape: Sequence[Size]) -> Position:
+    """The position in an operand of ``shape`` that is broadcast to the result's."""
+    aligned = zip(position[len(position) - len(shape) :], shape, strict=True)
+    return tuple(Index(0) if extent == 1 else index for index, extent in aligned)
 
 
 def _permute(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
@@ -96,8 +88,8 @@ def _transpose(node: OpNode, value: str, position: Position, specs: Specs) -> Po
     return tuple(moved)
 
 
-def _unsqueeze(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    dim = normalise_dim(node.attrs["dim"], len(position))
+def without(position: Position, dim: int) -> Position:
+    """``position`` without its coordinate along ``dim``."""
     return position[:dim] + position[dim + 1 :]
 
 
@@ -116,17 +108,17 @@ def _slice(node: OpNode, value: str, position: Position, specs: Specs) -> Positi
         start = as_size(specs[node.inputs[0]].shape[dim] + start)
         if isinstance(start, int):
             start = max(start, 0)
-    return _along(position, dim, position[dim] * (node.attrs.get("step") or 1) + start)
+    return along(position, dim, position[dim] * (node.attrs.get("step") or 1) + start)
 
 
-def _along(position: Position, dim: int, index: Index) -> Position:
+def along(position: Position, dim: int, index: Index) -> Position:
     """``position`` with ``index`` along ``dim``."""
     return (*position[:dim], index, *position[dim + 1 :])
 
 
 def _narrow(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
     dim = normalise_dim(node.attrs["dim"], len(position))
-    return _along(position, dim, position[dim] + node.attrs["start"])
+    return along(position, dim, position[dim] + node.attrs["start"])
 
 
 def _select(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
@@ -142,7 +134,7 @@ def _split(node: OpNode, value: str, position: Position, specs: Specs) -> Positi
     """split, split_with_sizes, chunk, unsafe_split: output number k starts where the earlier outputs end."""
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     earlier = node.outputs[: node.outputs.index(value)]
-    return _along(position, dim, position[dim] + as_size(sum(specs[output].shape[dim] for output in earlier)))
+    return along(position, dim, position[dim] + as_size(sum(specs[output].shape[dim] for output in earlier)))
 
 
 def _unbind(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
@@ -156,12 +148,14 @@ VIEW_MAPS: dict[str, ViewMap] = {
     for view_map, names in (
         (_reshape, ("view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
                     "view_as.default", "reshape_as.default")),
-        (_expand, ("expand.default", "expand_as.default", "broadcast_to.default")),
+        (lambda node, value, position, specs: broadcast(position, specs[node.inputs[0]].shape),
+         ("expand.default", "expand_as.default", "broadcast_to.default")),
         (_permute, ("permute.default",)),
         (_transpose, ("transpose.int",)),
         (lambda node, value, position, specs: position[::-1], ("t.default", "numpy_T.default")),
         (lambda node, value, position, specs: (*position[:-2], position[-1], position[-2]), ("mT.default",)),
-        (_unsqueeze, ("unsqueeze.default",)),
+        (lambda node, value, position, specs: without(position, normalise_dim(node.attrs["dim"], len(position))),
+         ("unsqueeze.default",)),
         (_squeeze, ("squeeze.default", "squeeze.dim", "squeeze.dims")),
         (_slice, ("slice.Tensor",)),
         (_narrow, ("narrow.default",)),
@@ -179,15 +173,9 @@ MAY_COPY = frozenset({
 
 
 def is_address_map(node: OpNode, specs: Specs) -> bool:
-    """True when the op moves no data: a view, or a ``reshape`` whose result strides can express.
-
-    A reshape that must copy is told by its strides: a view keeps its source's elements in place, so its result spans
-    exactly the addresses that the map gives.
-    """
-    if node.op not in VIEW_MAPS:
-        return False
+    """True when the op moves no data: a view, or a ``reshape`` whose result strides can express."""
     if node.op not in MAY_COPY:
-        return True
+        return node.op in VIEW_MAPS
     return reshape_is_view(specs[node.inputs[0]], specs[node.outputs[0]])
 
 

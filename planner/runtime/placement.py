@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from fuseplan.kernels.ir.scalars import float32_bits
+from fuseplan.kernels.ir.ops import float32_bits
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.implementations.direct_calls import GroupCall

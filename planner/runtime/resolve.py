@@ -12,8 +12,7 @@ from typing import Literal
 
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
-from fuseplan.planner.graph.binding import bind_graph
-from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region, bind_graph
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS

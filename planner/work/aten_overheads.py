@@ -1,9 +1,8 @@
 """What ATen's own CUDA kernels do besides moving bytes: the fields of ``Work`` that only predict, for one op alone.
 
-ATen has few kinds of kernels, and the kind follows from layouts: an elementwise op over contiguous tensors of one type
-loads vectors; over anything else each element's address is divided out of its position; a reduction gives each warp
-some rows; gathers have a kernel of their own. The counts are of that code's structure (PyTorch 2.11), not of
-any device, and a calibration scales them. CPUs ignore them.
+An elementwise op over contiguous tensors of one type loads vectors; over anything else each element's address is
+divided out of its position; a reduction gives each warp some rows; gathers have their own kernel. The counts are of
+that code's structure (PyTorch 2.11), not of any device, and a calibration scales them. CPUs ignore them.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 import math
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.index import evaluate
+from fuseplan.kernels.ir.index import evaluate_all
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.recipes import written_value
 
-#: Dependent instructions, beyond those of a contiguous elementwise kernel, of the other kinds.
+#: Dependent instructions of the other kinds, beyond those of a contiguous elementwise kernel.
 _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 8.0, 20.0, 60.0
 #: Those of one element in a thread of a strided kernel, which divides its address, loads, computes and stores before it
 #: goes on to the next; and its instructions.
@@ -63,18 +62,14 @@ def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
 
 
 def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> Work:
-    converting = _converts(graph, node)
+    """As ``gpu_kernel_impl`` in ATen's ``CUDALoops.cuh`` has it."""
+    converting, dtype = _converts(graph, node), graph.specs[node.outputs[0]].dtype
     steps = _FUNCTION_STEPS if node.op.split(".")[1] in _FUNCTIONS else 0.0
     if not converting and _same_layout(graph, node):
         return Work(steps=steps)
-    turns = _strided_turns(graph.specs[node.outputs[0]].dtype, elements, converting)
-    return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_ELEMENT_STEPS * turns + steps)
-
-
-def _strided_turns(dtype: str, elements: int, converting: bool) -> int:
-    """Elements that a thread does one after the other, as ``gpu_kernel_impl`` in ATen's ``CUDALoops.cuh`` has it."""
     most = _THREAD_ELEMENTS if converting or ITEMSIZE[dtype] < 4 else _THREAD_ELEMENTS // 2
-    return min(most, math.ceil(elements / _STRIDED_BLOCK))
+    turns = min(most, math.ceil(elements / _STRIDED_BLOCK))
+    return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_ELEMENT_STEPS * turns + steps)
 
 
 def _converts(graph: DataflowGraph, node: OpNode) -> bool:
@@ -87,35 +82,25 @@ def _converts(graph: DataflowGraph, node: OpNode) -> bool:
 
 def _same_layout(graph: DataflowGraph, node: OpNode) -> bool:
     """Whether every operand has the result's shape and strides, sizes of one aside."""
-    return all(len(set(strides)) == 1 for _, strides in _layout(graph, node))
-
-
-def _layout(graph: DataflowGraph, node: OpNode) -> list[tuple[int, tuple[int, ...]]]:
-    """Each dimension of the result that is longer than one: its size, and the stride of every tensor along it."""
     shape = _shape(graph, node.outputs[0])
     strides = [_strides(graph, value, len(shape)) for value in (*node.inputs, *node.outputs)]
-    return [(extent, tuple(own[dim] for own in strides)) for dim, extent in enumerate(shape) if extent > 1]
+    return all(len({own[dim] for own in strides}) == 1 for dim, extent in enumerate(shape) if extent > 1)
 
 
-def _strides(graph: DataflowGraph, value: str, rank: int) -> tuple[int, ...]:
+def _strides(graph: DataflowGraph, value: str, rank: int) -> list[int]:
     """Strides as broadcast to ``rank`` dimensions."""
-    spec = graph.specs[value]
-    own = [
-        0 if extent == 1 else evaluate(stride, graph.symbols)
-        for extent, stride in zip(_shape(graph, value), spec.strides, strict=True)
-    ]
-    return tuple([0] * (rank - len(own)) + own)[-rank:] if rank else ()
+    given = zip(_shape(graph, value), evaluate_all(graph.specs[value].strides, graph.symbols), strict=True)
+    own = [0 if extent == 1 else stride for extent, stride in given]
+    return ([0] * (rank - len(own)) + own)[-rank:] if rank else []
 
 
 def _shape(graph: DataflowGraph, value: str) -> tuple[int, ...]:
-    return tuple(evaluate(extent, graph.symbols) for extent in graph.specs[value].shape)
+    return evaluate_all(graph.specs[value].shape, graph.symbols)
 
 
 def _fold_turns(outputs: int, reduced: int) -> float:
-    """Turns of the loop in which one thread of a reduction folds its share of a row.
-
-    As ``setReduceConfig`` of ATen's ``Reduce.cuh`` shapes its blocks: warps take a row each where there are rows, and
-    share one where a thread would otherwise fold very many elements.
+    """Turns of the loop in which one thread of a reduction folds its share of a row, as ``setReduceConfig`` of ATen's
+    ``Reduce.cuh`` shapes its blocks.
     """
     height = min(_floor_power_of_2(outputs), _BLOCK // min(_floor_power_of_2(reduced), _WARP))
     width = min(_floor_power_of_2(reduced), _BLOCK // height)

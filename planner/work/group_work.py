@@ -12,14 +12,19 @@ from fuseplan.kernels.gpu.overlap import overlap_of
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.gathers import gathered_elements, value_axes
 from fuseplan.kernels.ir.index import Coord, Index, evaluate
-from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Load, Reduce, Segment, Store
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Reduce, Segment, Store
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.lowering.recipes import kind_of, mutates
 from fuseplan.planner.work.aten_overheads import aten_overheads
-from fuseplan.planner.work.cpu_overheads import lanes, threads
-from fuseplan.planner.work.kernel_overheads import extents, kernel_overheads, reduction_levels, requested_bytes
+from fuseplan.planner.work.kernel_overheads import (
+    kernel_overheads,
+    lanes,
+    reduction_levels,
+    requested_bytes,
+    threads,
+)
 from fuseplan.planner.work.library_work import library_work
 
 
@@ -32,21 +37,18 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
     repeated = 0.0
     flops: dict[str, float] = {}
     for segment in ir.segments:
-        sizes = extents(segment)
-        per_row = segment.per_row()
-        passes = _passes(segment, per_row)
-        for instr in segment.body:
-            if isinstance(instr, Load) and instr.gather is None and segment.col_axis in instr.index.axes():
-                elements = _footprint(instr.index, sizes)
-                repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[instr.buffer].dtype]
-        _count_flops(segment, sizes, per_row, flops)
-    gathered = _gathered(ir)
+        passes = _passes(segment)
+        for load in segment.loads:
+            if load.gather is None and segment.col_axis in load.index.axes():
+                elements = _footprint(load.index, segment.extents())
+                repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[load.buffer].dtype]
+        _count_flops(segment, flops)
+    gathered = gathered_elements(ir)
     moved = {
         number: _reached_bytes(ir.buffers[number], indices, gathered.get(number, 0))
         for number, indices in _touched(ir).items()
     }
-    cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number not in gathered]
-    tables = [number for number, is_hot in enumerate(hot or ()) if not is_hot and number in gathered]
+    cold = [number for number, is_hot in enumerate(hot or ()) if not is_hot]
     return replace(
         kernel_overheads(ir),
         flops=flops,
@@ -54,12 +56,13 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         l2_bytes=repeated,
         launches=1,
         written_bytes=float(sum(nbytes for number, nbytes in moved.items() if ir.buffers[number].is_output)),
-        cold_bytes=float(sum(moved.get(number, 0) for number in cold)),
-        gathered_bytes=float(
-            sum(min(gathered[one], _distinct(ir, one)) * ITEMSIZE[ir.buffers[one].dtype] for one in tables)
-        ),
+        cold_bytes=float(sum(moved.get(number, 0) for number in cold if number not in gathered)),
+        gathered_bytes=float(sum(
+            min(gathered[number] * ITEMSIZE[ir.buffers[number].dtype], ir.buffers[number].distinct_bytes())
+            for number in cold if number in gathered
+        )),
         traffic=_traffic(ir) if len(ir.segments) > 1 else (),
-        elements=float(sum(math.prod(extents(segment)) for segment in ir.segments)),
+        elements=float(sum(math.prod(segment.extents()) for segment in ir.segments)),
         lanes=lanes(ir),
         threads=threads(ir),
         more_results=max(0, len(ir.outputs) - len(ir.overwritten) - 1),
@@ -70,12 +73,11 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
     """Elements that loads and stores reach, by buffer and index; a buffer that is only gathered from has none."""
     touched: dict[int, dict[Index, int]] = {}
     for segment in ir.segments:
-        sizes = extents(segment)
-        for instr in segment.body:
-            if isinstance(instr, Load):
-                own = touched.setdefault(instr.buffer, {})
-                if instr.gather is None:
-                    own[instr.index] = _footprint(instr.index, sizes)
+        sizes = segment.extents()
+        for load in segment.loads:
+            own = touched.setdefault(load.buffer, {})
+            if load.gather is None:
+                own[load.index] = _footprint(load.index, sizes)
         for store in segment.stores:
             touched.setdefault(store.buffer, {})[store.index] = _stored(segment, store, sizes)
     return touched
@@ -83,15 +85,8 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
 
 def _stored(segment: Segment, store: Store, sizes: tuple[int, ...]) -> int:
     """Elements that a store reaches; where data says which rows, each of them another one."""
-    found = _footprint(store.index, sizes)
-    if store.scatter is None:
-        return found
-    return found * math.prod(sizes[axis] for axis in value_axes(segment)[store.scatter.value] - store.index.axes())
-
-
-def _gathered(ir: KernelIR) -> Mapping[int, int]:
-    gathers = any(isinstance(one, Load) and one.gather is not None for part in ir.segments for one in part.body)
-    return gathered_elements(ir) if gathers else {}
+    axes = set() if store.scatter is None else value_axes(segment)[store.scatter.value] - store.index.axes()
+    return _footprint(store.index, sizes) * math.prod(sizes[axis] for axis in axes)
 
 
 def _reached_bytes(buffer: Buffer, indices: Mapping[Index, int], gathered: int) -> float:
@@ -109,17 +104,13 @@ def moved_bytes(kernels: Iterable[Lowered]) -> dict[str, float]:
         for number, indices in _touched(one.ir).items():
             buffers[names[number]] = one.ir.buffers[number]
             touched.setdefault(names[number], {}).update(indices)
-        for number, elements in _gathered(one.ir).items():
+        for number, elements in gathered_elements(one.ir).items():
             gathered[names[number]] = max(elements, gathered.get(names[number], 0))
     return {name: _reached_bytes(buffers[name], touched[name], gathered.get(name, 0)) for name in touched}
 
 
 def launch_mode(config: Config, regime: str) -> Mode:
-    """How a generated GPU kernel of a configuration is launched in a regime.
-
-    What a plan is chosen by are defaults, which wait for the kernel ahead (``"overlapped"``); tuning makes most short
-    kernels let the next one start ``"early"``.
-    """
+    """How a generated GPU kernel of a configuration is launched in a regime."""
     if regime != "graph":
         return "kernel"
     overlap = overlap_of(config)
@@ -130,8 +121,8 @@ def _traffic(ir: KernelIR) -> tuple[Traffic, ...]:
     """What each segment moves: their blocks follow one another."""
     found = []
     for segment in ir.segments:
-        sizes = extents(segment)
-        loads = {(one.buffer, one.index) for one in segment.body if isinstance(one, Load) and one.gather is None}
+        sizes = segment.extents()
+        loads = {(one.buffer, one.index) for one in segment.loads if one.gather is None}
         stores = {replace(store, value=0) for store in segment.stores}
         loaded_bytes = sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
         written_bytes = sum(_stored(segment, one, sizes) * ITEMSIZE[ir.buffers[one.buffer].dtype] for one in stores)
@@ -139,38 +130,23 @@ def _traffic(ir: KernelIR) -> tuple[Traffic, ...]:
     return tuple(found)
 
 
-def _passes(segment: Segment, per_row: Sequence[bool]) -> int:
+def _passes(segment: Segment) -> int:
     """Sweeps over the columns of a row: one per level of reductions that feed each other, plus that of stores there."""
     levels = reduction_levels(segment)
-    column = segment.col_axis
-    return levels + (
-        not levels or any(not per_row[store.value] or column in store.index.axes() for store in segment.stores)
-    )
+    return levels + (not levels or not all(map(segment.store_per_row, segment.stores)))
 
 
 def _footprint(index: Index, sizes: tuple[int, ...]) -> int:
     """Distinct elements an index reaches: the product of the extents it depends on."""
-    total = 1
-    for axis in index.axes():
-        total *= sizes[axis]
-    if all(isinstance(atom, Coord) for atom, _ in index.terms):
-        return total
-    return min(total, evaluate(index.maximum(), {}) + 1)
+    total = math.prod(sizes[axis] for axis in index.axes())
+    plain = all(isinstance(atom, Coord) for atom, _ in index.terms)
+    return total if plain else min(total, evaluate(index.maximum(), {}) + 1)
 
 
-def _distinct(ir: KernelIR, number: int) -> int:
-    buffer = ir.buffers[number]
-    return buffer.distinct_bytes() // ITEMSIZE[buffer.dtype]
-
-
-def _count_flops(
-    segment: Segment, sizes: tuple[int, ...], per_row: Sequence[bool], flops: dict[str, float]
-) -> None:
-    rows = 1
-    for extent in sizes[:-1]:
-        rows *= extent
-    elements = rows * sizes[-1]
-    for instr, once_per_row in zip(segment.body, per_row, strict=True):
+def _count_flops(segment: Segment, flops: dict[str, float]) -> None:
+    sizes = segment.extents()
+    rows, elements = math.prod(sizes[:-1]), math.prod(sizes)
+    for instr, once_per_row in zip(segment.body, segment.per_row, strict=True):
         if isinstance(instr, Reduce):
             unit, cost, count = "fp32", 1.0, elements
         elif isinstance(instr, Apply):
@@ -218,15 +194,10 @@ def call_name(graph: DataflowGraph, node: OpNode) -> str:
 
 def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:
     """Per value, True for an activation just produced; False for a weight, and for a cache that was written into."""
-    return tuple(value in graph.fresh or _is_fresh(graph, graph.producer(value)) for value in values)
-
-
-def _is_fresh(graph: DataflowGraph, producer: str | None) -> bool:
-    while producer is not None:
-        node = graph.op(producer)
-        if mutates(node):
+    def is_fresh(value: str) -> bool:
+        node = graph.maker(value)
+        if node is None or mutates(node):
             return False
-        if kind_of(node, graph.specs) != "view":
-            return True
-        producer = graph.producer(node.inputs[0]) if node.inputs else None
-    return False
+        return kind_of(node, graph.specs) != "view" or (bool(node.inputs) and is_fresh(node.inputs[0]))
+
+    return tuple(value in graph.fresh or is_fresh(value) for value in values)

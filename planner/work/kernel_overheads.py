@@ -1,20 +1,25 @@
 """What a generated kernel does besides moving bytes and arithmetic: the fields of ``Work`` that only predict.
 
-The counts are those of a straightforward GPU kernel that holds what it loaded in registers. CPUs ignore them.
+Those of GPUs are counts of a straightforward kernel that holds what it loaded in registers. Those of CPUs are counts of
+the code that :mod:`fuseplan.kernels.cpp.emitter` writes, in units of a vector instruction for one fp32 element; what
+the compiler cannot vectorise takes as long as a whole vector of these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
+from fuseplan.kernels.cpp.emitter import simplified_segments
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
-from fuseplan.kernels.ir.index import evaluate
+from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.kernels.ir.schedule import reduction_depths
 from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, full_tile
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
@@ -42,66 +47,52 @@ _SPECIAL: Mapping[str, float] = {"sin": 5, "cos": 5, "tanh": 2, "sigmoid": 2, "e
 def kernel_overheads(ir: KernelIR) -> Work:
     """The effort of one launch of a static kernel, and nothing of what it moves."""
     segments = [_segment_effort(ir, segment) for segment in ir.segments]
-
-    def most(field: str) -> float:
-        return max((getattr(one, field) for one in segments), default=0.0)
-
-    return Work(
-        requested_bytes=sum(one.requested_bytes for one in segments), row_bytes=most("row_bytes"),
-        row_loaded_bytes=most("row_loaded_bytes"), row_instructions=most("row_instructions"),
-        instructions=sum(one.instructions for one in segments), special=sum(one.special for one in segments),
-        steps=most("steps"),
-    )
+    largest = ("row_bytes", "row_loaded_bytes", "row_instructions", "steps")
+    fields = {name: max(getattr(one, name) for one in segments) for name in largest}
+    fields |= {name: sum(getattr(one, name) for one in segments)
+               for name in ("requested_bytes", "instructions", "special")}
+    return Work(**fields)
 
 
 def reduction_levels(segment: Segment) -> int:
     """How many reductions feed one another."""
-    depth: list[int] = []
-    for instr in segment.body:
-        level = max((depth[arg] for arg in operands(instr)), default=0)
-        depth.append(level + 1 if isinstance(instr, Reduce) else level)
-    return max(depth, default=0)
+    return max(reduction_depths(segment), default=0)
 
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
-    sizes = extents(segment)
+    sizes = segment.extents()
     elements, cols = math.prod(sizes), sizes[-1]
     block_rows = full_tile(ir, segment)[0]
-    per_row = segment.per_row()
+    per_row = segment.per_row
     issued = _issued(ir, segment, per_row, block_rows)
     levels = reduction_levels(segment)
     each = issued.instructions / max(elements, 1)
     alone = each + issued.repeated / max(elements, 1)
-    gathers = any(isinstance(instr, Load) and instr.gather is not None for instr in segment.body)
+    gathers = any(load.gather is not None for load in segment.loads)
     steps = _GATHER_STEPS * gathers + _share(cols, levels) * alone / _STEP_INSTRUCTIONS
-    requests = requested_bytes(ir, segment)
+    found = Work(
+        requested_bytes=requested_bytes(ir, segment), instructions=issued.instructions, special=issued.special,
+    )
     if not levels:
-        steps += _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
-        return Work(
-            requested_bytes=requests, instructions=issued.instructions, special=issued.special, steps=steps
-        )
+        waits = _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
+        return replace(found, steps=steps + waits)
     # A row that is too long to be held is loaded for each sweep along it.
     sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
-    return Work(
-        requested_bytes=requests,
+    return replace(
+        found,
         row_bytes=issued.loaded_bytes + issued.stored_bytes,
         row_loaded_bytes=issued.loaded_bytes * sweeps,
         row_instructions=each * max(cols - _ROW_COLS, 0.0),
-        instructions=issued.instructions,
-        special=issued.special,
         steps=steps + _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols),
     )
 
 
 @dataclass
 class _Issued:
-    """What all threads of a segment issue, and the bytes that they load and store for one row.
-
-    Attributes:
-        repeated: What more there would be if each thread computed for itself what rows of a block share.
-    """
+    """What all threads of a segment issue, and the bytes that they load and store for one row."""
 
     instructions: float = 0.0
+    #: What more there would be if each thread computed for itself what rows of a block share.
     repeated: float = 0.0
     special: float = 0.0
     loaded_bytes: float = 0.0
@@ -109,7 +100,7 @@ class _Issued:
 
 
 def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> _Issued:
-    sizes, column = extents(segment), segment.col_axis
+    sizes, column = segment.extents(), segment.col_axis
     rows, cols = math.prod(sizes[:-1]), sizes[-1]
     found = _Issued()
     for instr, once, axes in zip(segment.body, per_row, value_axes(segment), strict=True):
@@ -123,7 +114,7 @@ def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows:
         if isinstance(instr, Load):
             found.loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
     for store in segment.stores:
-        once = per_row[store.value] and column not in store.index.axes()
+        once = segment.store_per_row(store)
         found.instructions += rows if once else rows * cols
         found.stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
     return found
@@ -133,35 +124,21 @@ def _chain(segment: Segment, per_row: Sequence[bool]) -> float:
     """Dependent instructions of one element, from the first load to the last result: the longest chain."""
     chain: list[float] = []
     for instr, once in zip(segment.body, per_row, strict=True):
-        own = 0.0
-        if not once and not isinstance(instr, Const | Reduce):
-            own = 1.0
+        own = 0.0 if once or isinstance(instr, Const | Reduce) else 1.0
         chain.append(own + max((chain[arg] for arg in operands(instr)), default=0.0))
     return max((chain[store.value] for store in segment.stores), default=0.0)
 
 
 def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
-    """Barriers of the smallest tiles: two for each operand that all rows share and that fills all threads.
-
-    It is loaded by threads other than those that use it, and goes by way of shared memory; of fewer elements than there
-    are threads, each thread loads what it uses.
-    """
-    if sum(math.prod(extents(one)) for one in ir.segments) > _SMALL_KERNEL:
+    """Barriers of the smallest tiles: two for each operand that all rows share and that fills all threads."""
+    if sum(math.prod(one.extents()) for one in ir.segments) > _SMALL_KERNEL:
         return 0
     width = min(_SMALL_TILE, next_power_of_2(sizes[-1]))
     tile_rows = min(_SMALL_TILE // width, next_power_of_2(math.prod(sizes[:-1])))
     threads = max(32, tile_rows * width // int(_TILE_SHARE))
     if tile_rows < 2 or width < threads:
         return 0
-    return 2 * sum(
-        isinstance(one, Load) and one.gather is None and set(one.index.axes()) == {segment.col_axis}
-        for one in segment.body
-    )
-
-
-def extents(segment: Segment) -> tuple[int, ...]:
-    """Rows of a static segment, then columns."""
-    return tuple(evaluate(extent, {}) for extent in (*segment.rows, segment.cols))
+    return 2 * sum(one.gather is None and one.index.axes() == {segment.col_axis} for one in segment.loads)
 
 
 def _share(cols: int, levels: int) -> float:
@@ -170,10 +147,7 @@ def _share(cols: int, levels: int) -> float:
 
 
 def _rounds(ir: KernelIR, segment: Segment, per_row: Sequence[bool], cols: int) -> float:
-    """Rounds of exchange between the threads of a row, where results are of another width than what was loaded.
-
-    A thread loads and stores 16 bytes at once, so that it holds other elements of one type than it stores of another.
-    """
+    """Rounds of exchange between the threads of a row, where results are of another width than what was loaded."""
     bodies = zip(segment.body, per_row, strict=True)
     loaded = {ITEMSIZE[ir.buffers[one.buffer].dtype] for one, once in bodies if isinstance(one, Load) and not once}
     stored = {ITEMSIZE[ir.buffers[store.buffer].dtype] for store in segment.stores if not per_row[store.value]}
@@ -182,8 +156,8 @@ def _rounds(ir: KernelIR, segment: Segment, per_row: Sequence[bool], cols: int) 
 
 def requested_bytes(ir: KernelIR, segment: Segment) -> float:
     """Bytes that the blocks of a segment load and store, each for itself; within a block, rows share what they can."""
-    sizes, block_rows = extents(segment), full_tile(ir, segment)[0]
-    loads = {(one.buffer, one.index, one.gather is not None) for one in segment.body if isinstance(one, Load)}
+    sizes, block_rows = segment.extents(), full_tile(ir, segment)[0]
+    loads = {(one.buffer, one.index, one.gather is not None) for one in segment.loads}
     total = 0.0
     for buffer, index, gathered in loads | {(store.buffer, store.index, False) for store in segment.stores}:
         if segment.col_axis in index.axes():
@@ -221,3 +195,66 @@ def _special(instr: Instr) -> float:
         return 0.0
     spec = op_spec(instr.op)
     return _SPECIAL.get(instr.op, spec.flops if spec.unit == "sfu" else 0.0)
+
+
+# -- on a CPU ---------------------------------------------------------------------------------------------
+
+#: Elements of a vector: what is loaded or stored one by one (gathers, strides) takes as long as so many.
+_LANES = 16.0
+#: A bool is loaded by itself, compared and widened.
+_BOOL_LOAD = 3 * _LANES
+#: Loading or storing a type that is converted, loading under a mask, and integers and floats of eight bytes: two
+#: instructions for one.
+_TWO = 2.0
+#: The polynomial of a special function, for each operation that the op table counts.
+_POLYNOMIAL = 10.0
+#: An instruction outside the loop over columns, once a row: one that waits for its result, and a loop's beginning.
+_ROW_LANES = 4 * _LANES
+
+
+def lanes(ir: KernelIR) -> float:
+    """Of a static kernel, in units of a vector instruction for one element."""
+    return sum(_segment_lanes(ir, segment) for segment in simplified_segments(ir))
+
+
+def threads(ir: KernelIR) -> int:
+    """How many threads a static kernel has enough to do for."""
+    return max(1, (ir_bytes(ir) or 0) // BYTES_PER_THREAD)
+
+
+def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
+    *outer, cols = segment.extents()
+    per_row = segment.per_row
+    once = 1 + sum(per_row) + sum(segment.store_per_row(store) for store in segment.stores)
+    body = zip(segment.body, per_row, strict=True)
+    repeated = (instr for instr, is_once in body if isinstance(instr, Reduce) or not is_once)
+    each = sum(_instruction_lanes(ir, segment, instr) for instr in repeated)
+    each += sum(
+        _moved_lanes(ir.buffers[store.buffer].dtype, store.index, segment.col_axis)
+        for store in segment.stores if not segment.store_per_row(store)
+    )
+    return math.prod(outer) * (_ROW_LANES * once + cols * each)
+
+
+def _instruction_lanes(ir: KernelIR, segment: Segment, instr: Instr) -> float:
+    """Of one value for one element."""
+    if isinstance(instr, Const):
+        return 0.0
+    if isinstance(instr, Load):
+        dtype = ir.buffers[instr.buffer].dtype
+        if instr.gather is not None:
+            return _LANES
+        if dtype == "bool":
+            return _BOOL_LOAD
+        moved = _moved_lanes(dtype, instr.index, segment.col_axis)
+        return max(moved, _TWO) if instr.mask is not None else moved
+    if isinstance(instr, Apply) and op_spec(instr.op).unit == "sfu":
+        return _POLYNOMIAL * op_spec(instr.op).flops
+    return _TWO if ITEMSIZE[instr.dtype] == 8 or instr.dtype == "bool" else 1.0
+
+
+def _moved_lanes(dtype: str, index: Index, column: int) -> float:
+    """Of loading or storing one element."""
+    if not index.is_affine_in(column) or index.coefficient(column) not in (0, 1):
+        return _LANES
+    return 1.0 if dtype == "float32" else _TWO

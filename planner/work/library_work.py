@@ -1,7 +1,6 @@
 """The work of matmuls, attention and cache writes, whoever runs them: ATen, or a library's call.
 
-Products count two operations for each pair of numbers, in the unit of their type. Every byte counts once: where heads
-share keys, where operands are broadcast, and where several products read one value.
+Products count two operations for each pair of numbers. Every byte counts once, where heads share keys, too.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.index import evaluate
+from fuseplan.kernels.ir.index import evaluate_all
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 
@@ -29,14 +28,9 @@ def library_work(
     node: OpNode, inputs: Sequence[str], outputs: Sequence[str], specs: Mapping[str, TensorSpec], call: str,
     cold: Collection[str] = (),
 ) -> Work:
-    """Work of one call that runs an op.
+    """Work of one call that runs an op: values that it reads, results that are needed, and static layouts of all these.
 
-    Args:
-        inputs: Values that it reads.
-        outputs: Its results that are needed.
-        specs: Static layouts of all these.
-        call: ``Work.call``: ``"sdpa.flash"``, or the ATen op with its type.
-        cold: Of ``inputs``, those that nothing has touched recently: weights, caches.
+    ``call`` is ``Work.call``; ``cold`` are those of ``inputs`` that nothing has touched recently: weights, caches.
     """
     writes_rows = node.op.split(".")[1] in _ROW_WRITES
     read = {value: _read_bytes(value, node, specs) for value in inputs if not writes_rows or value != node.inputs[0]}
@@ -81,7 +75,7 @@ def _read_bytes(value: str, node: OpNode, specs: Mapping[str, TensorSpec]) -> fl
 
 
 def _shape(spec: TensorSpec) -> tuple[int, ...]:
-    return tuple(evaluate(extent, {}) for extent in spec.shape)
+    return evaluate_all(spec.shape, {})
 
 
 def _bytes(spec: TensorSpec) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 import fuseplan.planner
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
-from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.graph.dataflow import bind_graph
 from fuseplan.planner.runtime import resolve
 from fuseplan.planner.tuning.session import open_session
 

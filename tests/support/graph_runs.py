@@ -10,8 +10,7 @@ import sympy
 import torch
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.graph.binding import bind_value
-from fuseplan.planner.graph.dataflow import DataflowGraph, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, TensorSpec, bind_value
 from fuseplan.planner.graph.execute import run_node
 
 

@@ -27,8 +27,7 @@ from fuseplan.kernels.ir.ir import (
     register_type,
     validate,
 )
-from fuseplan.kernels.ir.ops import op_spec
-from fuseplan.kernels.ir.scalars import float32_bits
+from fuseplan.kernels.ir.ops import float32_bits, op_spec
 
 
 class Body:

@@ -17,8 +17,7 @@ from unittest import mock
 import torch
 
 from fuseplan.planner.errors import UnknownOpError
-from fuseplan.planner.graph.binding import bind_graph
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, bind_graph
 from fuseplan.planner.graph.execute import resolve_op
 from fuseplan.planner.groups import compute_graph
 from fuseplan.planner.groups.regions import find_regions

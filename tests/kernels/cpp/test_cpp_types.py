@@ -10,8 +10,7 @@ import pytest
 import sympy
 
 from fuseplan.kernels.cpp.emitter import prelude
-from fuseplan.kernels.cpp.text import constant_text, cpp_size
-from fuseplan.kernels.cpp.types import assign_registers, index_bounds
+from fuseplan.kernels.cpp.types import assign_registers, constant_text, cpp_size, index_bounds
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import KernelIR

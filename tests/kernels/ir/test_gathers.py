@@ -137,7 +137,7 @@ def test_axes_follow_operands_and_stop_at_folds() -> None:
     graph = pattern_graph("rms_norm", "5x64")
     (segment,) = group_subject(graph, compute_ops(graph), "key").ir.segments
     axes = value_axes(segment)
-    for instr, own, per_row in zip(segment.body, axes, segment.per_row(), strict=True):
+    for instr, own, per_row in zip(segment.body, axes, segment.per_row, strict=True):
         assert per_row == (segment.col_axis not in own)
         if isinstance(instr, Load) and instr.index == Index.coord(1, 64):
             assert own == {1}

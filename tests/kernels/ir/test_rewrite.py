@@ -9,11 +9,10 @@ import pytest
 import torch
 from kernel_reference import run_reference
 
-from fuseplan.kernels.ir.coalesce import coalesce
+from fuseplan.kernels.ir.coalesce import coalesce, split_columns
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment, validate
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic, without_repeated_clamps
-from fuseplan.kernels.ir.split import split_columns
 
 SAMPLES = [
     pytest.param(one, id=samples.label(one)) for one in [*samples.static_samples(), *samples.dynamic_samples()]

@@ -22,7 +22,7 @@ def simulate(segment: Segment, phases: tuple[Phase, ...], beside: Mapping[int, i
 
     Reductions in ``beside`` read what the one they map to reads.
     """
-    per_row = segment.per_row()
+    per_row = segment.per_row
     row_values: set[int] = set()
     staged: set[int] = set()
     stored: set[int] = set()

@@ -9,8 +9,7 @@ import pytest
 from compilers import find_compiler
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import Compiler
-from fuseplan.kernels.native.extension import load_extension
+from fuseplan.kernels.native.build import Compiler, load_extension
 
 _MODULE = """#include <Python.h>
 

@@ -14,9 +14,8 @@ import pytest
 from compilers import find_compiler
 
 from fuseplan.kernels.gpu.build import ModuleStore
-from fuseplan.kernels.native import own_folder as module
-from fuseplan.kernels.native.build import Compiler, build_library
-from fuseplan.kernels.native.own_folder import is_exposed, own_folder
+from fuseplan.kernels.native import build as module
+from fuseplan.kernels.native.build import Compiler, build_library, is_exposed, own_folder
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from ptx_paths import ptx_of, vector_bytes
 
 from fuseplan.kernels.ir.backend import SM90, BuildError, Target
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
-from fuseplan.kernels.ninetoothed.views import Views
+from fuseplan.kernels.ninetoothed.emitter import Views
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from fuseplan.planner.capture.cache import cached_capture, capture_key
 from fuseplan.planner.capture.trace import capture, record, trace_predispatch
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import CaptureError, ConfigError
-from fuseplan.planner.graph.binding import bind_graph
+from fuseplan.planner.graph.dataflow import bind_graph
 from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.models.build import build_model

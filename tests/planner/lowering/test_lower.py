@@ -171,7 +171,7 @@ def test_a_quantised_value_is_rounded_where_the_group_uses_it(dtype: str, larges
 def test_float8_overflows_as_this_pytorch_does(
     saturates: bool, clamped: bool, nan: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fuseplan.planner.lowering.recipes_convert.float8_saturates", lambda: saturates)
+    monkeypatch.setattr("fuseplan.planner.lowering.recipes_pointwise.float8_saturates", lambda: saturates)
     b = Builder(x=torch.tensor([463.0, 465.0, -1e4]))
     source = b("aten.clamp.default", "x", min=-448.0, max=448.0) if clamped else "x"
     graph = b.graph(b("aten.to.dtype", source, dtype="float8_e4m3fn"))

@@ -11,8 +11,7 @@ from reference_backend import ReferenceBackend
 
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.planner.dispatch_stats import Tally
-from fuseplan.planner.graph.binding import bind_graph
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec, bind_graph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.lowering.lower import NotLowerable

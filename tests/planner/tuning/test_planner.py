@@ -13,8 +13,7 @@ from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.planner.graph.binding import bind_graph
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec, bind_graph
 from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_book import GroupBook

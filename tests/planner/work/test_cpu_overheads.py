@@ -9,8 +9,8 @@ import pytest
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Apply, Buffer, Instr, KernelIR, Load, Reduce, Segment, Store
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.work.cpu_overheads import lanes, threads
 from fuseplan.planner.work.group_work import op_work
+from fuseplan.planner.work.kernel_overheads import lanes, threads
 
 #: Rows lie apart, for those that follow one another are one.
 ROWS, COLS, PITCH = 3, 40, 48

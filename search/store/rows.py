@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
@@ -16,7 +15,7 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store import codec
-from fuseplan.search.store.limits import Count, Form, Key, Label, Numerics, Regime, Time
+from fuseplan.search.store.limits import Count, Key, Label, Numerics, Regime, Time, form
 from fuseplan.search.store.plain import brief
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.tables import MISSES
@@ -165,7 +164,7 @@ class _Miss:
 class _Named:
     """What a device or a capture is called: ``cpu-...``, ``summary/...``."""
 
-    name: Annotated[str, Form(re.compile(r"[A-Za-z0-9_.+/-]{1,255}"), "a name")]
+    name: Annotated[str, form(r"[A-Za-z0-9_.+/-]{1,255}", "a name")]
 
 
 def _payload(row: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fuseplan.planner.bench.patterns import PatternBench
     from fuseplan.planner.patterns.cells import Cell
     from fuseplan.planner.tuning.session import Session
-    from fuseplan.search.workers.worker import Executor
+    from fuseplan.search.workers.worker import WorkerPool
 
 #: What the headline patterns are said to gain over eager.
 _HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
@@ -206,7 +206,7 @@ def _measured(session: Session, wanted: Wanted) -> Session:
     return ready(session) if wanted.tune else session
 
 
-def _tune(session: Session, wanted: Wanted, cells: Sequence[Cell], pool: Executor, said: list[str]) -> Session:
+def _tune(session: Session, wanted: Wanted, cells: Sequence[Cell], pool: WorkerPool, said: list[str]) -> Session:
     """Tune what is not stored of some cells; what cannot be is said, and measured as the cost model plans it.
 
     Returns the session with the calibration that the new records gave.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fuseplan.planner.tuning.tune import TuneResult
     from fuseplan.search.store.record import PlanRecord
     from fuseplan.search.tune.tuner import Budget
-    from fuseplan.search.workers.worker import Executor
+    from fuseplan.search.workers.worker import WorkerPool
 
 
 def tune(
@@ -131,7 +131,7 @@ def ready(session: Session, account: TimeAccount | None = None) -> Session:
 
 def run(
     session: Session, name: str, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
-    account: TimeAccount | None = None, executor: Executor | None = None,
+    account: TimeAccount | None = None, executor: WorkerPool | None = None,
 ) -> TuneResult:
     """Tune with a progress bar, and keep a summary of each workload for the reports."""
     from fuseplan.planner.cli.progress import TuneProgress

@@ -141,7 +141,7 @@ class Trial:
         median_us: Screening time in microseconds, in the regime; None when it failed.
         reason: Why it failed (compile error, wrong result, crash, time limit); empty when it was measured.
         error: Normwise relative error against float64; None when it failed before it could be checked.
-        duplicate_of: Canonical text of the config that runs the same code in the same way; empty when none does.
+        duplicate_of: Always empty; part of what is stored.
         device_us: Screening time of the device alone, where the regime's includes the host and configurations are
             compared; None elsewhere.
     """

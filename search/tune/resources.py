@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -16,7 +15,7 @@ from fuseplan.search.timing.subject import Subject
 from fuseplan.search.tune.space import Space, enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.workers import jobs
-from fuseplan.search.workers.worker import Executor, Outcome
+from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 Phase = Literal["open", "compile", "screen", "decide", "done"]
 #: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
@@ -87,20 +86,17 @@ class SpaceBook:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._lock = threading.Lock()
-        self._spaces: dict[tuple[str, KernelIR], Future[Space]] = {}
+        self._spaces: dict[tuple[str, KernelIR], Space] = {}
         self._refusals: dict[tuple[str, KernelIR], str | None] = {}
 
     def space(self, backend: Backend, ir: KernelIR) -> Space:
-        """The feasible configurations; waits where another thread is enumerating them."""
-        with self._lock:
-            known = self._spaces.get((backend.name, ir))
-            found = known if known is not None else self._spaces.setdefault((backend.name, ir), Future())
-        if known is None:
-            try:
-                found.set_result(enumerate_space(backend, ir, self._target))
-            except BaseException as error:
-                found.set_exception(error)
-        return found.result()
+        """The feasible configurations."""
+        key = (backend.name, ir)
+        if key not in self._spaces:
+            with self._lock:  # two threads that enumerate at once would only take turns
+                if key not in self._spaces:
+                    self._spaces[key] = enumerate_space(backend, ir, self._target)
+        return self._spaces[key]
 
     def refusal(self, backend: Backend, ir: KernelIR) -> str | None:
         """Why a back end cannot make this kernel, or None."""
@@ -121,7 +117,7 @@ class TuningResources:
     database: Database
     backends: tuple[Backend, ...]
     bench: jobs.Bench
-    executor: Executor
+    executor: WorkerPool
     budget: Budget
     versions: Versions
     spaces: SpaceBook
@@ -140,9 +136,12 @@ class TuningResources:
             return f"is for {backend.device_type}, not {self.target.device_type}"
         return backend.unavailable() or self.spaces.refusal(backend, subject.ir)
 
-    def preferred(self, subject: Subject) -> Backend | None:
-        """The first back end that takes part."""
-        return next((backend for backend in self.backends if self.refusal(backend, subject) is None), None)
+    def default_of(self, subject: Subject) -> list[Compilation]:
+        """The default configuration of the first back end that takes part, if there is one."""
+        backend = next((one for one in self.backends if self.refusal(one, subject) is None), None)
+        if backend is None:
+            return []
+        return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
 
     def call(self, what: str, function: Callable[..., object], *args: object) -> Outcome:
         """Run a job in the measuring process; its time is booked as ``what``. Raises :class:`MachineFailureError`."""

@@ -27,7 +27,6 @@ from fuseplan.search.tune.resources import (
     STORING,
     TIMING_OPS,
     Budget,
-    Compilation,
     ProgressEvent,
     SpaceBook,
     TuningResources,
@@ -35,7 +34,7 @@ from fuseplan.search.tune.resources import (
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.trials import SubjectRun, screened
 from fuseplan.search.workers import jobs
-from fuseplan.search.workers.worker import Executor, Outcome, WorkerPool
+from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 __all__ = ["Budget", "ProgressEvent", "Tuner"]
 
@@ -66,7 +65,7 @@ class Tuner:
     def __init__(
         self, database: Database, target: Target, backends: Sequence[Backend], device: str,
         budget: Budget | None = None, seed: int = 0, regime: str = "eager", numerics: str = "fp32",
-        executor: Executor | None = None, timer: Timer | None = None,
+        executor: WorkerPool | None = None, timer: Timer | None = None,
         progress: Callable[[ProgressEvent], None] | None = None, account: TimeAccount | None = None, since: str = ""
     ) -> None:
         self.database = database
@@ -80,7 +79,7 @@ class Tuner:
         self.versions = Versions.current(target.device_type)
         timer = timer if timer is not None else timer_for(target.device_type, regime)
         self.account = account if account is not None else TimeAccount()
-        self._executor: Executor = executor if executor is not None else make_pool(target.device_type)
+        self._executor = executor if executor is not None else make_pool(target.device_type)
         self._owns_executor = executor is None
         #: Subjects that were not minor: whatever came of it, they are searched once.
         self._searched: set[RecordKey] = set()
@@ -192,8 +191,7 @@ class Tuner:
         run fails. Nothing is stored.
         """
         run = partial(self._resources.call, PLAYING_OFF, jobs.contest_calls, self._resources.bench)
-        outcome = self._released(lambda: run(plain, dict(calls)))
-        found: jobs.Calls | None = outcome.value if outcome.ok else None
+        found: jobs.Calls | None = self._released(lambda: run(plain, dict(calls))).value
         return found
 
     def screen(self, subject: Subject) -> Trial:
@@ -234,10 +232,9 @@ class Tuner:
         ``sides`` name the parts that each side runs, the incumbent first; ``kept`` are the values needed after the
         sequence.
         """
-        outcome = self._resources.call(
+        found: Contest | None = self._resources.call(
             PLAYING_OFF, jobs.decide_sides, self._resources.bench, dict(parts), dict(sides), frozenset(kept)
-        )
-        found: Contest | None = outcome.value if outcome.ok else None
+        ).value
         return found
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
@@ -250,7 +247,7 @@ class Tuner:
             key = self.key(subject)
             if self._current(key) is not None or self._resources.trials(key):
                 continue
-            pending += self._default_of(subject)
+            pending += self._resources.default_of(subject)
         self._resources.compile(pending)
 
     def _resources_for(self, minor: bool) -> TuningResources:
@@ -268,7 +265,7 @@ class Tuner:
         if self.target.device_type == "cpu":
             return
         for subject in subjects:
-            default = self._default_of(subject)
+            default = self._resources.default_of(subject)
             self._resources.compile_ahead(default)  # at once: to enumerate the others takes a while
             run = SubjectRun(self._resources_for(minor), subject, self.key(subject), ())
             self._resources.compile_ahead([one for one in run.first_batch() if one not in default])
@@ -277,14 +274,7 @@ class Tuner:
     def prefetch_default(self, subjects: Iterable[Subject]) -> None:
         """Compile what :meth:`screen` will want of these subjects, as :meth:`prefetch` does."""
         for subject in subjects:
-            self._resources.compile_ahead(self._default_of(subject))
-
-    def _default_of(self, subject: Subject) -> list[Compilation]:
-        """The default configuration of the first back end that takes part, if there is one."""
-        backend = self._resources.preferred(subject)
-        if backend is None:
-            return []
-        return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
+            self._resources.compile_ahead(self._resources.default_of(subject))
 
     def _released(self, run: Callable[[], T]) -> T:
         """Run, then let the measuring process forget the subject."""

@@ -48,14 +48,6 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Facts of a compiled kernel; ``run_key`` is "" where the back end does not give one."""
-
-    resources: Mapping[str, int]
-    run_key: str
-
-
-@dataclass(frozen=True)
 class Screened:
     """A checked configuration, and its times when it is right: in the regime, and on the device if asked for."""
 
@@ -128,10 +120,9 @@ def _desk(bench: Bench, subject: Subject) -> _Desk:
     return _desks[key]
 
 
-def prepare(backend: Backend, ir: KernelIR, config: Config, target: Target) -> Prepared:
-    """Compile into the cache; runs in a compile lane."""
-    resources = backend.prepare(ir, config, target)
-    return Prepared(resource_facts(resources), str(resources.extra.get("run_key", "")))
+def prepare(backend: Backend, ir: KernelIR, config: Config, target: Target) -> dict[str, int]:
+    """Compile into the cache, and say what is known of the kernel; runs in a compile lane."""
+    return resource_facts(backend.prepare(ir, config, target))
 
 
 def resource_facts(resources: Resources) -> dict[str, int]:

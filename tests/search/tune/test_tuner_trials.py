@@ -112,16 +112,6 @@ def test_a_gpu_gets_fewer_trials_unless_told_otherwise() -> None:
     assert Budget.on("cpu") == Budget()
 
 
-def test_configs_that_run_the_same_are_measured_once(db: Database, tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    record = tuner(db, FakeBackend(same_runs=True, journal=str(journal))).tune(SUBJECT)
-    loads = Counter(line for line in journal.read_text().splitlines() if line.startswith("load"))
-    # One screening per tile; finalists are loaded once more.
-    assert len(loads) == 5
-    assert record.measured == 5
-    assert record.compiled == 19
-
-
 def test_nothing_is_compiled_or_screened_twice(db: Database, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     tuner(db, FakeBackend(journal=str(journal)), budget=replace(BUDGET, finalists=0)).tune(SUBJECT)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,7 +40,7 @@ _SPARED = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: its value, or the reason why there is none; ``of_machine`` when any job might fail so."""
+    """A job's value (None without), or why there is none; ``of_machine`` when any job might fail so."""
 
     value: Any = None
     failure: str = ""
@@ -58,31 +58,6 @@ class Outcome:
             again = "nothing was decided by that; mend it, and the same command goes on"
             raise MachineFailureError(f"{self.failure}; {again}")
         return self
-
-
-class Executor(Protocol):
-    """Somewhere to run jobs: a module-level function and picklable arguments each."""
-
-    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
-        """Run one job in the measuring process, alone."""
-        ...
-
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
-        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
-        ...
-
-    def prefetch(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
-    ) -> None:
-        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns.
-
-        ``spare`` jobs wait until no others of this kind do.
-        """
-        ...
-
-    def close(self) -> None:
-        """End the processes."""
-        ...
 
 
 def usable_cores() -> int:
@@ -106,7 +81,6 @@ class WorkerPool:
         self.compilers = max(1, compilers if compilers is not None else usable_cores())
         self._bind = bind
         self._threads = torch.get_num_threads()
-        self._jobs = 0
         #: Another thread may prefetch while a job is sent.
         self._sending = threading.Lock()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
@@ -121,21 +95,26 @@ class WorkerPool:
         self.close()
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        """Run one job in the measuring process, alone: a module-level function and picklable arguments."""
         return self._run(function, [args], limit_s, lanes=[0])[0]
 
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
         return self._run(function, arguments, limit_s, lanes=list(range(1, self.compilers + 1)))
 
     def prefetch(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
     ) -> None:
+        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns.
+
+        ``spare`` jobs wait until no others of this kind do.
+        """
         if not arguments:
             return
         with self._sending:
-            pipe = self._pipe if self._pipe is not None else self._start()
-            # A pool that has just lost its supervisor has lost nothing that matters here.
+            pipe = self._pipe or self._start()
             self._used = True
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a pool that has just lost its supervisor has lost nothing that matters
                 for args in arguments:
                     pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args)), spare))
 
@@ -156,12 +135,12 @@ class WorkerPool:
             pipe.close()
         if process is None:
             return
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
     def _start(self) -> Connection:
         """Start the supervisor: not before there is work, for a pool that ends unused would wait for its imports."""
@@ -190,36 +169,34 @@ class WorkerPool:
         if not arguments:
             return []
         with self._sending:
-            if self._process is None or self._process.poll() is not None:
+            if self._process is not None and self._process.poll() is not None:
                 self.close()
-            pipe = self._pipe if self._pipe is not None else self._start()
+            pipe = self._pipe or self._start()
             self._used = True
         payloads = [pickle.dumps((function, args)) for args in arguments]
-        first = self._jobs
-        self._jobs += len(arguments)
         outcomes: dict[int, Outcome] = {}
         lane_of: dict[int, int] = {}
         log_start = self._log.seek(0, os.SEEK_END)
         try:
             while len(outcomes) < len(arguments):
                 while lanes and len(outcomes) + len(lane_of) < len(arguments):
-                    number = len(outcomes) + len(lane_of)
-                    lane_of[first + number] = lane = lanes.pop()
+                    job = len(outcomes) + len(lane_of)
+                    lane_of[job] = lanes.pop()
                     with self._sending:
-                        pipe.send(Request(lane, first + number, limit_s, payloads[number]))
+                        pipe.send(Request(lane_of[job], job, limit_s, payloads[job]))
                 job, state, payload = pipe.recv()
                 lanes.append(lane_of.pop(job))
-                outcomes[job - first] = self._outcome(state, payload, limit_s, log_start)
+                outcomes[job] = self._outcome(state, payload, limit_s, log_start)
         except (EOFError, ConnectionError):
             last = self._last_words(log_start)
             self.close()
             lost = Outcome(failure=f"the worker's supervisor ended{last}")
-            return [outcomes.get(number, lost) for number in range(len(arguments))]
+            return [outcomes.get(job, lost) for job in range(len(arguments))]
         except BaseException:
             # Interrupted with jobs under way: their lanes are busy, so the next job gets new ones.
             self.close()
             raise
-        return [outcomes[number] for number in range(len(arguments))]
+        return [outcomes[job] for job in range(len(arguments))]
 
     def _outcome(self, state: str, payload: Any, limit_s: float, log_start: int) -> Outcome:
         if state == OK:

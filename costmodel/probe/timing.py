@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -133,6 +133,30 @@ def cuda_graph(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.C
         yield graph
 
 
+def record_calls(calls: Iterable[Call], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of some calls, replayed once."""
+    with cuda_graph(stream) as graph:
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    """Microseconds of each of the ``calls`` that a graph makes, on the device."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    # The first replay keeps the device busy while the host starts the second, so that the events enclose device time
+    # alone: starting a replay takes the host longer than ten short kernels run.
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / calls
+
+
 @dataclass(frozen=True)
 class GraphTimer:
     """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
@@ -154,39 +178,17 @@ class GraphTimer:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        estimate_us = self._replay(self._capture(call, 10), 10)
-        calls = _count(self.sample_us, estimate_us, self.max_calls)
-        graph = self._capture(call, calls)
-        self._replay(graph, calls)
+        calls = _count(self.sample_us, replay_us(record_calls([call] * 10), 10), self.max_calls)
+        graph = record_calls([call] * calls)
+        replay_us(graph, calls)
         return lambda limit_us: self._batch(graph, calls, limit_us)
 
     def _batch(self, graph: torch.cuda.CUDAGraph, calls: int, limit_us: float) -> list[float]:
         began_ns = time.perf_counter_ns()
-        samples = [self._replay(graph, calls)]
+        samples = [replay_us(graph, calls)]
         while len(samples) < self.repeats and _since_us(began_ns) < limit_us:
-            samples.append(self._replay(graph, calls))
+            samples.append(replay_us(graph, calls))
         return samples
-
-    @staticmethod
-    def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-        with cuda_graph() as graph:
-            for _ in range(calls):
-                call()
-        graph.replay()
-        torch.cuda.synchronize()
-        return graph
-
-    @staticmethod
-    def _replay(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # The first replay keeps the device busy while the host queues the second, so that the events
-        # enclose device time only.
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / calls
 
 
 CallTimer: TypeAlias = HostCallTimer | GraphTimer

@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.work import FLOP_UNITS
 
+_T = TypeVar("_T")
 SCHEMA_VERSION = 1
 #: Units of matmuls that every device has in some form.
 _MATMULS = ("fp32_matmul", "bf16_matmul", "fp16_matmul")
@@ -144,7 +145,7 @@ class Calibration:
 
     def of_call(self, call: str) -> Calibration:
         """The factors of one name: those of the longest beginning of it that is known, else of all calls."""
-        family = next((self.families[name] for name in beginnings(call) if name in self.families), None)
+        family = longest_known(self.families, call)
         if family is None:
             return self
         busy = family.busy_scale
@@ -163,6 +164,11 @@ def beginnings(call: str) -> list[str]:
     """
     parts = call.split(".") if call else []
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def longest_known(found: Mapping[str, _T], call: str) -> _T | None:
+    """What is found under the longest beginning of a dotted name, if any is."""
+    return next((found[name] for name in beginnings(call) if name in found), None)
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,15 @@ An eager CUDA launch is queued by the host while the device still works, so ther
 
     time = max(launches * t0_host, launches * t0_graph + max(bytes / BW(bytes), flops / peak))
 
-What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.cuda_terms`.
+What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.terms`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fuseplan.costmodel.cuda_terms import with_gpu_terms
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
-from fuseplan.costmodel.roofline_terms import Terms, calibrated, transfer_us
+from fuseplan.costmodel.terms import Terms, calibrated, transfer_us, with_gpu_terms
 from fuseplan.costmodel.work import Work
 
 _IDENTITY = Calibration()

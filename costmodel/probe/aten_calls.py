@@ -12,8 +12,7 @@ from functools import partial
 import torch
 
 from fuseplan.costmodel.device import CallTimes
-from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call, CallTimer, time_calls
+from fuseplan.costmodel.probe.timing import Call, CallTimer, TimeBudget, time_calls
 
 _aten = torch.ops.aten
 _COLS, _HEAD = 2048, 64

@@ -14,10 +14,8 @@ import torch
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.aten_calls import time_aten_calls
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress, time_host_calls
-from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
-from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call, HostCallTimer, Timing, time_calls
+from fuseplan.costmodel.probe.measurements import Measurements, Progress, stream_sizes, time_host_calls, time_streams
+from fuseplan.costmodel.probe.timing import Call, HostCallTimer, TimeBudget, Timing, time_calls
 from fuseplan.costmodel.probe.yardstick import processor_yardstick
 
 _MIB = 2**20

@@ -10,10 +10,8 @@ import torch
 
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress, time_host_calls
-from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
-from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, time_calls
+from fuseplan.costmodel.probe.measurements import Measurements, Progress, stream_sizes, time_host_calls, time_streams
+from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, TimeBudget, time_calls
 
 _GIB = 2**30
 _DEVICE = "cuda"

@@ -14,8 +14,7 @@ from fuseplan.costmodel.identity import DeviceIdentity, current_identity, curren
 from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, memory_fit, peaks
 from fuseplan.costmodel.probe.load import IDLE, MachineLoad, doubts, machine_load
 from fuseplan.costmodel.probe.measurements import Measurements, Progress
-from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call
+from fuseplan.costmodel.probe.timing import Call, TimeBudget
 
 #: The largest footprints are the ones that all threads share.
 _LARGEST = 5

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fuseplan.costmodel.probe import timing
-from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import GraphTimer, HostCallTimer, Timing, time_calls
+from fuseplan.costmodel.probe.timing import GraphTimer, HostCallTimer, TimeBudget, Timing, time_calls
 
 
 class Clock:

@@ -1,4 +1,6 @@
-"""What a kernel waits for on CUDA besides: in a prediction, never in the bound, in terms of what the probe measured.
+"""The terms of the roofline, how they make a time, and how a calibration scales them.
+
+On CUDA a kernel waits for more: in a prediction, never in the bound, in terms of what the probe measured.
 
 * the instructions that follow one another before the first result (``steps``), in units of a tenth of the time that an
   elementwise kernel takes beyond an empty one;
@@ -19,10 +21,9 @@ take room in the cache meanwhile, and count in the footprint that the bandwidth 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from fuseplan.costmodel.device import DeviceSpec, Mode
-from fuseplan.costmodel.roofline_terms import Terms, transfer_us
+from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
 from fuseplan.costmodel.work import Work
 
 #: Dependent instructions in an elementwise kernel (two loads, an op, a store, and their addresses).
@@ -30,6 +31,75 @@ _ELEMENTWISE_STEPS = 10.0
 #: What it adds, in the same unit, that a kernel keeps every multiprocessor busy, and the bytes for each from which on
 #: it does: those of the smallest tiles.
 _SPREAD_STEPS, _SPREAD_BYTES = 2.0, 1024.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of the roofline, before they are combined.
+
+    Attributes:
+        launch_us: Launch latency that nothing hides.
+        host_us: Launch latency on the host, in parallel with the device.
+        latency_us: Dependent instructions that nothing hides.
+        write_us: Writing the results, beside ``memory_us``.
+        serial_us: Dependent instructions, beside ``memory_us`` and ``compute_us``.
+        parts: ``(memory_us, write_us)`` of the parts of a kernel that follow one another; empty where there is one.
+        overlap: Whether moving and arithmetic go on at the same time.
+    """
+
+    launch_us: float
+    host_us: float
+    memory_us: float
+    compute_us: float
+    latency_us: float = 0.0
+    write_us: float = 0.0
+    serial_us: float = 0.0
+    parts: tuple[tuple[float, float], ...] = ()
+    overlap: bool = True
+
+    @property
+    def moves(self) -> tuple[tuple[float, float], ...]:
+        """``parts``, or the one part that the kernel is."""
+        return self.parts or ((self.memory_us, self.write_us),)
+
+    @property
+    def moving_us(self) -> float:
+        """Moving and writing, part after part."""
+        return sum(max(memory_us, write_us) for memory_us, write_us in self.moves)
+
+    @property
+    def busy_us(self) -> float:
+        """The longest of what goes on at the same time."""
+        if not self.overlap:
+            return self.moving_us + self.compute_us
+        return max(self.moving_us, self.compute_us, self.serial_us)
+
+    @property
+    def time_us(self) -> float:
+        return max(self.host_us, self.launch_us + self.latency_us + self.busy_us)
+
+
+def calibrated(terms: Terms, calibration: Calibration) -> Terms:
+    """The terms multiplied by a calibration's factors."""
+    return Terms(
+        terms.launch_us * calibration.launch_scale,
+        terms.host_us * calibration.launch_scale,
+        terms.memory_us * calibration.memory_scale,
+        terms.compute_us * calibration.compute_scale,
+        terms.latency_us * calibration.latency_scale,
+        terms.write_us * calibration.write_scale,
+        terms.serial_us * calibration.latency_scale,
+        tuple(
+            (memory_us * calibration.memory_scale, write_us * calibration.write_scale)
+            for memory_us, write_us in terms.parts
+        ),
+        terms.overlap,
+    )
+
+
+def transfer_us(nbytes: float, gbps: float) -> float:
+    """Microseconds of moving so many bytes."""
+    return nbytes / gbps * 1e-3
 
 
 def with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode) -> Terms:

@@ -32,22 +32,17 @@ def measure_cuda(
     """Time everything a CUDA spec needs. Allocates up to 1 GiB (or an eighth of the memory)."""
     graph_timer = GraphTimer(sample_us=1000.0 if quick else 4000.0, repeats=7 if quick else 25)
     largest_bytes = min(_GIB, identity.memory_bytes // 8)
-    streams = time_streams(
-        stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5, identity.l2_bytes), _PATTERNS, _DEVICE, graph_timer,
-        lambda fraction: progress(0.5 * fraction, "memory bandwidth"), budget.part(0.5, "memory bandwidth"),
-    )
+    step = partial(budget.step, progress)
+    sizes = stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5, identity.l2_bytes)
+    streams = time_streams(sizes, _PATTERNS, _DEVICE, graph_timer, *step(0.0, 0.5, 0.5, "memory bandwidth"))
     # A few hundred calls stay inside the launch queue, so the host never waits for the device.
     host_timer = HostCallTimer(2000.0, 7 if quick else 25, finish=torch.cuda.synchronize, max_calls=500)
-    launches = budget.part(0.5, "launch latency")
-    eager, kernel, view = time_host_calls(
-        _DEVICE, host_timer, kernel_call, lambda fraction: progress(0.5 + 0.1 * fraction, "launch latency"), launches
-    )
+    report, launches = step(0.5, 0.6, 0.5, "launch latency")
+    eager, kernel, view = time_host_calls(_DEVICE, host_timer, kernel_call, report, launches)
     nodes = time_calls(_node_calls(), graph_timer, budget=launches)
     calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
-    timings = time_calls(
-        {unit: call for unit, (_, call) in calls.items()}, graph_timer,
-        lambda fraction: progress(0.6 + 0.4 * fraction, "arithmetic"), budget.part(1.0, "arithmetic"),
-    )
+    alone = {unit: call for unit, (_, call) in calls.items()}
+    timings = time_calls(alone, graph_timer, *step(0.6, 1.0, 1.0, "arithmetic"))
     rates = [RateTiming(unit, flops, timings[unit]) for unit, (flops, _) in calls.items()]
     return Measurements(
         streams, eager, rates, kernel=kernel, graph_node=nodes["empty"], overlapped_node=nodes.get("waiting"),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -30,11 +31,9 @@ _WARM_UP = 0.4
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Time that may be spent until a fixed moment.
+    """Time that may be spent until a fixed moment by ``clock``.
 
-    Attributes:
-        end_s: That moment, by ``clock``; infinite where nothing hurries.
-        short: What the time was too short for, in words; a budget and its parts share it.
+    ``short`` says in words what the time was too short for; a budget and its parts share it.
     """
 
     end_s: float
@@ -44,11 +43,9 @@ class TimeBudget:
 
     @staticmethod
     def of(seconds: float, clock: Callable[[], float] = time.monotonic) -> TimeBudget:
-        """``seconds`` from now on."""
         return TimeBudget(clock() + seconds, clock)
 
     def left_us(self) -> float:
-        """Microseconds until the end, at least 0."""
         return max(0.0, (self.end_s - self.clock()) * 1e6)
 
     def share_us(self, jobs: int) -> float:
@@ -60,13 +57,18 @@ class TimeBudget:
         end_s = self.clock() + share * self.left_us() * 1e-6
         return TimeBudget(end_s, self.clock, purpose or self.purpose, self.short)
 
+    def step(
+        self, progress: Callable[[float, str], None], begin: float, end: float, share: float, purpose: str
+    ) -> tuple[Callable[[float], None], TimeBudget]:
+        """What reports a step's own fraction, from ``begin`` to ``end`` of a probe, and the time the step may take."""
+        return lambda fraction: progress(begin + fraction * (end - begin), purpose), self.part(share, purpose)
+
     def note(self) -> None:
         """Remember that the time was too short for :attr:`purpose`."""
         if self.purpose not in self.short:
             self.short.append(self.purpose)
 
 
-#: For whoever has all the time in the world.
 UNLIMITED = TimeBudget(math.inf)
 
 
@@ -77,8 +79,8 @@ class Timing:
     Attributes:
         typical_us: Median of the faster half: other processes only ever add time, and on a shared machine they
             disturb more samples than not.
-        noise: A/A noise: how far the typical times of two interleaved halves of the batches disagree, relative; 1
-            where there is one sample, which nothing confirms.
+        noise: How far the typical times of two interleaved halves of the batches disagree, relative; 1 where there is
+            one sample, which nothing confirms.
     """
 
     typical_us: float
@@ -90,13 +92,10 @@ class Timing:
         """From batches of samples of the same call, taken at different moments; a single batch is halved itself."""
         if len(batches) == 1:
             batches = [[sample] for sample in batches[0]]
-        typical_us = _typical([sample for batch in batches for sample in batch])
-        best_us = min(sample for batch in batches for sample in batch)
+        typical_us, best_us = _typical(batches), min(map(min, batches))
         if len(batches) == 1:
             return Timing(typical_us, best_us, 1.0)
-        first = _typical([sample for batch in batches[::2] for sample in batch])
-        second = _typical([sample for batch in batches[1::2] for sample in batch])
-        return Timing(typical_us, best_us, abs(first - second) / typical_us)
+        return Timing(typical_us, best_us, abs(_typical(batches[::2]) - _typical(batches[1::2])) / typical_us)
 
     @property
     def disturbed(self) -> bool:
@@ -109,11 +108,9 @@ class HostCallTimer:
     """Wall-clock time per call, averaged over enough calls that the clock's own cost vanishes.
 
     Attributes:
-        sample_us: How long one sample should take.
-        repeats: Samples in a batch.
+        repeats: Samples in a batch, each of about ``sample_us`` and at most ``max_calls`` (a launch queue is finite).
         finish: Waits for the device. With one that waits (CUDA), calls are only queued during a sample, so a call
             whose kernel is short costs what the host pays to launch it.
-        max_calls: Most calls in one sample (a device's launch queue is finite).
         steady: Whether the processor runs at full speed at this moment; samples beside which it did not are left out.
             Told how many microseconds it has to find out.
     """
@@ -134,10 +131,8 @@ class HostCallTimer:
         return lambda limit_us: self._batch(call, calls, limit_us)
 
     def _batch(self, call: Call, calls: int, limit_us: float) -> list[float]:
-        """``repeats`` steady samples; fewer, but at least three, where they take much longer than planned.
-
-        What it takes to ask whether the processor is steady counts: on a busy machine that is most of it. Once
-        ``limit_us`` are over, one sample is enough.
+        """``repeats`` steady samples; fewer, but at least three, where they take much longer than planned. Once
+        ``limit_us`` are over, one is enough: on a busy machine asking whether it is steady takes most of the time.
         """
         samples: list[float] = []
         steady_samples: list[float] = []
@@ -227,8 +222,8 @@ class GraphTimer:
 
     def _batch(self, graph: torch.cuda.CUDAGraph, calls: int, limit_us: float) -> list[float]:
         began_ns = time.perf_counter_ns()
-        samples = [replay_us(graph, calls)]
-        while len(samples) < self.repeats and _since_us(began_ns) < limit_us:
+        samples: list[float] = []
+        while not samples or (len(samples) < self.repeats and _since_us(began_ns) < limit_us):
             samples.append(replay_us(graph, calls))
         return samples
 
@@ -242,13 +237,9 @@ def time_calls(
 ) -> dict[_Key, Timing]:
     """Time every call in two passes over all of them, and the disturbed ones in up to three passes more.
 
-    A disturbance that lasts less than a pass spoils only some of a call's batches.
-
-    Args:
-        progress: Receives the fraction of the first two passes that is done.
-        budget: Where it runs short, batches get smaller, and passes after the first are left out; it is noted then.
-        least: Calls that are timed, with one sample at least, whatever is left; those after them may be left out. All
-            by default.
+    A disturbance that lasts less than a pass spoils only some of a call's batches. Where the budget runs short, batches
+    get smaller, passes after the first are left out, and so are the calls after the first ``least`` ones (None: all
+    are timed, with one sample each); it is noted then. ``progress`` receives what is done of the first two passes.
     """
     samplers = _warmed_up(calls, timer, budget.part(_WARM_UP), len(calls) if least is None else least)
     batches: dict[_Key, list[list[float]]] = {key: [] for key in samplers}
@@ -277,8 +268,9 @@ def _warmed_up(calls: Mapping[_Key, Call], timer: CallTimer, budget: TimeBudget,
     return samplers
 
 
-def _typical(samples: Sequence[float]) -> float:
-    return statistics.median(sorted(samples)[: (len(samples) + 1) // 2])
+def _typical(batches: Sequence[Sequence[float]]) -> float:
+    samples = sorted(chain.from_iterable(batches))
+    return statistics.median(samples[: (len(samples) + 1) // 2])
 
 
 def _count(sample_us: float, call_us: float, max_calls: int) -> int:

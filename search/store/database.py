@@ -1,8 +1,7 @@
 """The tuning database: device specs, tuning records, plans, trials, misses and captures. Data only, never code.
 
-SQLite in the user's data folder by default, any SQLAlchemy URL otherwise. Transactions are short, so several
-processes may tune and dispatch from one file. A record that other software versions produced is *stale*: offered for
-re-validation, never served as a hit.
+Transactions are short, so several processes may tune and dispatch from one file. A record that other software versions
+produced is *stale*: offered for re-validation, never served as a hit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -37,9 +36,8 @@ _D = TypeVar("_D")
 class Lookup(Generic[R]):
     """What a look-up found.
 
-    Attributes:
-        mismatch: Why it is no hit: version fields that differ from the caller's, "undecided"; empty for a hit.
-        shipped: It comes with the package, not from the user's database.
+    ``mismatch`` says why it is no hit: version fields that differ from the caller's, "undecided". A ``shipped`` record
+    comes with the package, not from the user's database.
     """
 
     record: R | None = None
@@ -69,13 +67,11 @@ def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, s
 
 
 class Database:
-    """One tuning database.
+    """One tuning database, in a file or behind a SQLAlchemy URL; None stands for the user's default file.
 
-    Args:
-        location: File path or SQLAlchemy URL; None for the user's default file.
-        mode: ``"write"`` creates what is missing and sets a corrupt database of ours aside. ``"inspect"`` changes
-            nothing. ``"read"`` never raises and never writes records: what cannot be read is empty, with one warning.
-        versions: Software versions that look-ups compare with; None accepts any.
+    Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside; ``"inspect"`` changes nothing;
+    ``"read"`` never raises and never writes records: what cannot be read is empty, with one warning. Look-ups compare
+    records with ``versions``; None accepts any.
 
     Raises:
         DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.
@@ -87,10 +83,8 @@ class Database:
         self.mode = mode
         self.versions = versions
         self._warned = False
-        #: Whether something that is there could not be read, and was taken for empty.
-        self.broken = False
-        #: None when opened for reading and there is nothing to read.
-        self.engine: Engine | None = None
+        self.broken = False  # something that is there could not be read, and was taken for empty
+        self.engine: Engine | None = None  # None when opened for reading and there is nothing to read
         self.url = NOWHERE
         try:
             self.url = resolve_url(location)
@@ -124,8 +118,6 @@ class Database:
         if self.engine is not None:
             self.engine.dispose()
 
-    # -- records ------------------------------------------------------------------------------------------
-
     def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
         """The tuning record of exactly this key."""
         return self._get_all(tables.TUNINGS, TuningRecord, [key])[key]
@@ -157,19 +149,17 @@ class Database:
         """Every readable tuning record, then every plan."""
         return [*self.records(), *self.plans()]
 
-    # -- devices and captures -----------------------------------------------------------------------------
-
     def get_device(self, device: str) -> dict[str, Any] | None:
-        """The stored device spec, as the JSON object it was stored from."""
+        """A device spec, as the JSON object that it was stored from."""
         found = self._select(tables.DEVICES, tables.DEVICES.c.device == device)
         return dict(self._sound(rows.read_device, tables.DEVICES, found)).get(device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
-        """Store a device spec (as JSON) under the device's identity."""
+        """Store a device spec under the device's identity."""
         self._put_json(tables.DEVICES, {"device": device}, spec)
 
     def devices(self) -> dict[str, dict[str, Any]]:
-        """Every readable device spec by identity, as the JSON object it was stored from."""
+        """Every readable device spec, by identity."""
         return dict(self._sound(rows.read_device, tables.DEVICES, self._select(tables.DEVICES)))
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
@@ -181,8 +171,6 @@ class Database:
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
         """Cache a capture (any JSON object)."""
         self._put_json(tables.CAPTURES, {"name": name}, capture)
-
-    # -- trials -------------------------------------------------------------------------------------------
 
     def log_trial(self, trial: Trial, versions: Versions) -> None:
         """Store one finished trial at once, so that a killed tune never repeats it."""
@@ -205,12 +193,10 @@ class Database:
         with self.writing() as connection:
             connection.execute(tables.TRIALS.update().where(rows.same_key(tables.TRIALS, key)).values(open=0))
 
-    # -- misses -------------------------------------------------------------------------------------------
-
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
         """Count a look-up that found nothing. Never raises; False when it could not be stored."""
         table = tables.MISSES
-        row = rows.key_columns(key) | {
+        row = asdict(key) | {
             "label": label, "payload": json.dumps(dict(payload or {})), "first_seen": now(), "count": 1,
         }
         try:
@@ -218,7 +204,7 @@ class Database:
                 where = rows.same_key(table, key)
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
-        except (DatabaseError, *tables.DRIVER_ERRORS, TypeError, ValueError):
+        except (DatabaseError, *tables.DRIVER_ERRORS, TypeError):
             self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             return False
         return True
@@ -245,18 +231,13 @@ class Database:
         misses = self._sound(rows.read_miss, tables.MISSES, self._select(tables.MISSES))
         return sorted(misses, key=lambda miss: (-miss["count"], miss["workload"]))
 
-    # -- plumbing shared with maintenance and transfer ----------------------------------------------------
-
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that holds the write lock; driver errors come out as :class:`DatabaseError`."""
+        """A transaction that holds the write lock; drivers' errors come out as :class:`DatabaseError`."""
         if self.mode != "write" or self.engine is None:
             raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
-        try:
-            with tables.transaction(self.engine) as connection:
-                yield connection
-        except tables.DRIVER_ERRORS as error:
-            raise tables.database_error(error, self.engine) from None
+        with tables.transaction(self.engine) as connection:
+            yield connection
 
     def _select(
         self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
@@ -271,14 +252,13 @@ class Database:
         if self.engine is None:
             return []
         try:
-            with self.engine.connect() as connection:
+            with tables.connected(self.engine) as connection:
                 return [row._asdict() for row in connection.execute(query, parameters)]
-        except tables.DRIVER_ERRORS as error:
-            explained = tables.database_error(error, self.engine)
+        except DatabaseError as error:
             if self.mode != "read":
-                raise explained from None
+                raise
             self.broken = True
-            self._warn(str(explained))
+            self._warn(str(error))
             return []
 
     def _get_all(self, table: Table, cls: type[R], keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[R]]:

@@ -72,7 +72,7 @@ def verify_database(database: Database) -> list[Problem]:
     try:
         tables.check_schema(engine)
         tables.check_columns(engine)
-        with engine.connect() as connection:
+        with tables.connected(engine) as connection:
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
                 problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
@@ -82,8 +82,6 @@ def verify_database(database: Database) -> list[Problem]:
                 problems += [Problem(table.name, _name(table, row), what) for row, what in found_here if what]
     except DatabaseError as error:
         problems.append(Problem("file", "", str(error)))
-    except tables.DRIVER_ERRORS as error:
-        problems.append(Problem("file", "", str(tables.database_error(error, engine))))
     return problems
 
 

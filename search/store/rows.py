@@ -26,14 +26,9 @@ R = TypeVar("R", TuningRecord, PlanRecord)
 _BATCH = 500
 
 
-def key_columns(key: RecordKey) -> dict[str, Any]:
-    """The identity columns."""
-    return {"workload": key.workload, "device": key.device, "regime": key.regime, "numerics": key.numerics}
-
-
 def same_key(table: Table, key: RecordKey) -> ColumnElement[bool]:
     """The condition that a row of ``table`` has exactly this key."""
-    return and_(*(table.c[name] == value for name, value in key_columns(key).items()))
+    return and_(*(table.c[name] == value for name, value in asdict(key).items()))
 
 
 @functools.cache
@@ -63,7 +58,7 @@ def batches(keys: Iterable[RecordKey]) -> Iterator[dict[str, Any]]:
 def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:
     """The row that stores a record."""
     payload = codec.dumps(record)
-    return key_columns(record.key) | {
+    return asdict(record.key) | {
         "label": record.label,
         "versions": codec.dumps(record.evidence.versions),
         "payload": payload,
@@ -74,7 +69,7 @@ def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:
 
 def trial_row(trial: Trial, versions: Versions) -> dict[str, Any]:
     """The row that stores a trial."""
-    return key_columns(trial.key) | {
+    return asdict(trial.key) | {
         "backend": trial.backend,
         "config_hash": codec.checksum(config_key(trial.config)),
         "versions": codec.dumps(versions),
@@ -177,5 +172,5 @@ def _payload(row: Mapping[str, Any]) -> str:
 
 
 def _check_key(row: Mapping[str, Any], key: RecordKey) -> None:
-    if any(row[name] != value for name, value in key_columns(key).items()):
+    if any(row[name] != value for name, value in asdict(key).items()):
         raise RecordError("is stored under another key")

@@ -208,7 +208,7 @@ def _own_transactions(engine: sa.Engine) -> None:
     def _connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None
         # One value that is no Unicode would cost the whole result; this way it fails its own checksum.
-        connection.text_factory = _lenient_text
+        connection.text_factory = lambda data: data.decode(errors="replace")
         # What a file's schema says is not run: it may be anybody's.
         connection.execute("PRAGMA trusted_schema=OFF")
 
@@ -224,59 +224,41 @@ def _own_transactions(engine: sa.Engine) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _lenient_text(data: bytes) -> str:
-    return data.decode(errors="replace")
-
-
 def _create_or_check(engine: sa.Engine) -> None:
     if check_schema(engine):
         if engine.dialect.name == "sqlite":
-            _quick_check(engine)
+            with connected(engine) as connection:
+                found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
+            if found != ["ok"]:
+                raise _corrupt(engine, "; ".join(found))
         check_columns(engine)
         return
-    try:
-        with engine.execution_options(fuseplan_write=True).begin() as connection:
-            if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
-                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")
-            METADATA.create_all(connection)
-            if engine.dialect.name == "sqlite":
-                connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
-            upsert(connection, META, {"name": "application", "value": _APPLICATION})
-            upsert(connection, META, {"name": "schema_version", "value": str(SCHEMA_VERSION)})
-            upsert(connection, META, {"name": "created", "value": now()})
-    except DRIVER_ERRORS as error:
-        raise database_error(error, engine) from None
-
-
-def _quick_check(engine: sa.Engine) -> None:
-    try:
-        with engine.connect() as connection:
-            found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
-    except DRIVER_ERRORS as error:
-        raise database_error(error, engine) from None
-    if found != ["ok"]:
-        raise _corrupt(engine, "; ".join(found))
+    with transaction(engine) as connection:
+        if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")
+        METADATA.create_all(connection)
+        if engine.dialect.name == "sqlite":
+            connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
+        for name, value in (("application", _APPLICATION), ("schema_version", str(SCHEMA_VERSION)), ("created", now())):
+            upsert(connection, META, {"name": name, "value": value})
 
 
 def check_schema(engine: sa.Engine) -> bool:
     """True when the tables exist and are ours; False for an empty database. :class:`DatabaseError` where it cannot be
     read, is another application's, or has another schema version.
     """
-    try:
-        with engine.connect() as connection:
-            names = set(sa.inspect(connection).get_table_names())
-            if META.name not in names:
-                if names and engine.dialect.name == "sqlite":
-                    listed = plain(", ".join(sorted(names)[:3]))
-                    raise ForeignDatabaseError(
-                        f"{location_name(engine.url)} holds tables of another application ({listed}); "
-                        "pass another file with --db"
-                    )
-                return False
-            rows = connection.execute(sa.select(META.c.name, META.c.value)).all()
-            meta = {str(name): str(value) for name, value in rows}
-    except DRIVER_ERRORS as error:
-        raise database_error(error, engine) from None
+    with connected(engine) as connection:
+        names = set(sa.inspect(connection).get_table_names())
+        if META.name not in names:
+            if names and engine.dialect.name == "sqlite":
+                listed = plain(", ".join(sorted(names)[:3]))
+                raise ForeignDatabaseError(
+                    f"{location_name(engine.url)} holds tables of another application ({listed}); "
+                    "pass another file with --db"
+                )
+            return False
+        rows = connection.execute(sa.select(META.c.name, META.c.value)).all()
+        meta = {str(name): str(value) for name, value in rows}
     if meta.get("schema_version") != str(SCHEMA_VERSION):
         raise SchemaVersionError(
             f"{location_name(engine.url)} has schema version {brief(meta.get('schema_version'))}, this fuseplan reads "
@@ -287,11 +269,8 @@ def check_schema(engine: sa.Engine) -> bool:
 
 def check_columns(engine: sa.Engine) -> None:
     """Raise :class:`ForeignDatabaseError` unless every table is there with the columns that this version writes."""
-    try:
-        with engine.connect() as connection:
-            found = sa.inspect(connection).get_multi_columns()
-    except DRIVER_ERRORS as error:
-        raise database_error(error, engine) from None
+    with connected(engine) as connection:
+        found = sa.inspect(connection).get_multi_columns()
     there = {table: {column["name"] for column in columns} for (_schema, table), columns in found.items()}
     for table in METADATA.sorted_tables:
         if missing := {column.name for column in table.columns} - there.get(table.name, set()):
@@ -302,9 +281,19 @@ def check_columns(engine: sa.Engine) -> None:
 
 
 @contextlib.contextmanager
+def connected(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A connection; drivers' errors come out as :class:`DatabaseError`."""
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except DRIVER_ERRORS as error:
+        raise database_error(error, engine) from None
+
+
+@contextlib.contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """A transaction that takes the write lock when it begins."""
-    with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
+    """A transaction that takes the write lock when it begins; errors as :func:`connected`."""
+    with connected(engine.execution_options(fuseplan_write=True)) as connection, connection.begin():
         yield connection
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuseplan.costmodel.probe.aten_calls import _calls, time_aten_calls
+from fuseplan.costmodel.probe.cpu import _calls, time_aten_calls
 from fuseplan.costmodel.probe.timing import UNLIMITED, Call, TimeBudget
 
 

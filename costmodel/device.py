@@ -61,8 +61,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class LinearFit:
-    """``time = t0 + bytes / bandwidth``, fitted over ``points`` sizes; ``gbps`` is None where times do not grow with the
-    size, ``residual`` the median of ``|fitted / measured - 1|``.
+    """``time = t0 + bytes / bandwidth``, fitted over ``points`` sizes; ``residual`` is the median of
+    ``|fitted / measured - 1|``, and ``gbps`` is None where times do not grow with the size.
     """
 
     t0_us: float

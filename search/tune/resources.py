@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target
 from fuseplan.kernels.ir.ir import KernelIR
@@ -17,6 +17,7 @@ from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
+_T = TypeVar("_T")
 Phase = Literal["open", "compile", "screen", "decide", "done"]
 #: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
 Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
@@ -33,9 +34,8 @@ class Budget:
     Attributes:
         trials: Configurations, over all back ends.
         backends: How many of the back ends take part at most, the preferred ones; None for all that can.
-        seconds: Wall time of proposing, compiling and screening.
-        screen_s: Seconds of samples for one screening.
-        decide_s: Seconds of interleaved rounds for the decision.
+        seconds: Of proposing, compiling and screening.
+        screen_s: Of samples for one screening; ``decide_s``: of interleaved rounds for the decision.
         finalists: Challengers in the decision, beside the default and the unfused chain.
         job_limit_s: After how long a job in a worker counts as hanging.
     """
@@ -144,9 +144,25 @@ class TuningResources:
         return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
 
     def call(self, what: str, function: Callable[..., object], *args: object) -> Outcome:
-        """Run a job in the measuring process; its time is booked as ``what``. Raises :class:`MachineFailureError`."""
+        """Run a job at the bench, in the measuring process; its time is booked as ``what``. Raises
+        :class:`MachineFailureError`.
+        """
         with self.account.spend(what):
-            return self.executor.call(function, *args, limit_s=self.budget.job_limit_s).checked()
+            return self.executor.call(function, self.bench, *args, limit_s=self.budget.job_limit_s).checked()
+
+    def released(self, run: Callable[[], _T]) -> _T:
+        """Run, then let the measuring process forget the subject."""
+        try:
+            result = run()
+        except Exception:  # an interrupt has ended the workers already
+            self._release()
+            raise
+        self._release()
+        return result
+
+    def _release(self) -> None:
+        with self.account.spend(OPENING):
+            self.executor.call(jobs.release, limit_s=self.budget.job_limit_s).checked()
 
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
         """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""

@@ -66,20 +66,19 @@ class SubjectRun:
         while batch := self._next_batch(time.monotonic() - start):
             self._try(batch)
         self._require_a_compiler()
-        verdicts = Verdicts(
-            tuple(self._trials.values()), self._refusals, sum(len(entry.space) for entry in self._entries)
-        )
+        enumerated = sum(len(entry.space) for entry in self._entries)
+        verdicts = Verdicts(tuple(self._trials.values()), self._refusals, enumerated)
         self._event("decide")
-        evidence = Evidence(now(), self._resources.versions, self._resources.bench.seed, 0.0)
-        with self._resources.account.spend(DECIDING):
+        resources = self._resources
+        evidence = Evidence(now(), resources.versions, resources.bench.seed, 0.0)
+        with resources.account.spend(DECIDING):
             record = decide_group(
-                self._resources.executor, self._resources.bench, self._subject, self._key, self._choices(), verdicts,
-                evidence, self._resources.budget.job_limit_s,
+                resources.executor, resources.bench, self._subject, self._key, self._choices(), verdicts, evidence,
+                resources.budget.job_limit_s,
             )
         self._best_us = record.best_us
         self._event("done")
-        elapsed_s = round(time.monotonic() - start, 3)
-        return replace(record, evidence=replace(record.evidence, elapsed_s=elapsed_s))
+        return replace(record, evidence=replace(record.evidence, elapsed_s=round(time.monotonic() - start, 3)))
 
     def first_batch(self) -> list[Compilation]:
         """What :meth:`execute` would compile first."""
@@ -87,15 +86,10 @@ class SubjectRun:
 
     def prospects(self) -> list[Compilation]:
         """What it may want to compile after that."""
-        return self._compilations(
-            (entry, position) for entry in self._entries for position in entry.strategy.prospects()
-        )
+        return self._compilations((one, position) for one in self._entries for position in one.strategy.prospects())
 
     def screen_defaults(self) -> Trial:
-        """The trials of the default configurations, one back end after the other until one works.
-
-        For a run that is not ``whole``.
-        """
+        """The trial of the first default configuration that works, else of the last. The run is not ``whole``."""
         self._resume(only_open=False)
         if not self._entries:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
@@ -112,14 +106,10 @@ class SubjectRun:
         return self._trials[key]
 
     def _require_a_compiler(self) -> None:
-        """Raise :class:`NothingCompilesError` where nothing has compiled yet: the compiler may be at fault, and not
-        these kernels.
-        """
+        """Where nothing has compiled yet, the compiler may be at fault, and not these kernels."""
         failed = [trial.reason for trial in self._trials.values() if trial.uncompiled]
         if failed and not self._resources.compiles.is_set():
             raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")
-
-    # -- who takes part -----------------------------------------------------------------------------------
 
     def _take_part(self, neighbours: Sequence[TuningRecord], whole: bool) -> list[_Entry]:
         """The back ends that take part, in order of preference; the others' reasons are kept."""
@@ -144,7 +134,7 @@ class SubjectRun:
 
     def _open(self) -> None:
         self._event("open")
-        outcome = self._resources.call(OPENING, jobs.open_subject, self._resources.bench, self._subject)
+        outcome = self._resources.call(OPENING, jobs.open_subject, self._subject)
         if not outcome.ok:
             raise SubjectError(f"{self._subject.label}: cannot be tuned: {outcome.failure}")
 
@@ -158,8 +148,6 @@ class SubjectRun:
             position = entry.space.find(trial.config) if entry is not None else None
             if entry is not None and position is not None:
                 self._note(entry, position, trial)
-
-    # -- trials -------------------------------------------------------------------------------------------
 
     def _next_batch(self, elapsed_s: float) -> list[tuple[_Entry, int]]:
         """Positions to try next; all back ends in turn, so that a compile batch fills the cores."""
@@ -193,7 +181,7 @@ class SubjectRun:
         if spilled > self._default_spills.get(entry.backend.name, spilled):
             return replace(blank, reason=f"spills {spilled} bytes of registers")
         return screened(blank, self._resources.call(
-            SCREENING, jobs.screen_config, self._resources.bench, self._subject, entry.backend, config, self._on_device
+            SCREENING, jobs.screen_config, self._subject, entry.backend, config, self._on_device
         ))
 
     def _note(self, entry: _Entry, position: int, trial: Trial) -> None:

@@ -25,15 +25,14 @@ _LIMIT = float(np.log(20.0))
 _OUTLIER = 0.1
 #: Factors, in the order in which the solver sees them: launch, memory, compute, latency, write.
 _FACTORS = 5
-#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs the
-#: bandwidth was measured and does not depend on who moves the bytes, and the other terms too are in units of what was
-#: measured: many short kernels, which hardly tell the factors apart, must not trade one for another.
+#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs all
+#: terms are in units of what was measured: many short kernels, which hardly tell the factors apart, must not trade one
+#: for another.
 _PRIOR, _GPU_PRIORS = (0.03,) * _FACTORS, (0.2, 1.0, 0.2, 0.2, 0.2)
-#: Weight of both factors of a name staying at 1, against that of one sample of it: so many samples that say what all
-#: others say. One sample moves them half of the way, and a name without any has the factors of all.
+#: The same for a name: one sample moves its factors half of the way from those of all.
 _NAME_PRIOR = 1.0
-#: On GPUs the measured bandwidth weighs as much as one of so many samples: kernels of a few kinds, which wait for
-#: something else too, are many where there are many shapes, and no more than a few voices all the same.
+#: On GPUs the measured bandwidth weighs as much as one of so many samples: where there are many shapes there are many
+#: kernels of a few kinds, which wait for something else too.
 _SAMPLES_A_VOICE, _BANDWIDTH = 20, 1
 
 
@@ -56,10 +55,8 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
 
     ``held_out_error``, ``held_out_p90`` and ``held_out_spearman`` come from cross-validation: families are dealt to
     five folds (samples, where all are of one family; one at a time below ten), and each fold is predicted by a fit to
-    the others. So they tell what to expect on a kernel that was not measured; ``error`` does not.
-
-    Raises:
-        ValueError: A sample's time is not positive.
+    the others. So they tell what to expect on a kernel that was not measured; ``error`` does not. ValueError where a
+    sample's time is not positive.
     """
     from fuseplan.costmodel.accuracy import spearman  # imports pandas
 

@@ -12,12 +12,8 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class BandwidthPoint:
-    """Measured bandwidth at one footprint.
-
-    Attributes:
-        footprint_bytes: Distinct bytes read plus written by one kernel, run repeatedly (so caches are warm).
-        gbps: Typical bandwidth, launch latency removed, in 1e9 bytes per second.
-        best_gbps: Fastest repetition of the fastest access pattern; at least ``gbps``.
+    """Measured bandwidth, launch latency removed, at one footprint: distinct bytes read plus written by one kernel, run
+    repeatedly (so caches are warm). ``best_gbps`` is that of the fastest repetition of the fastest access pattern.
     """
 
     footprint_bytes: float
@@ -33,9 +29,8 @@ class BandwidthPoint:
 class BandwidthCurve:
     """Bandwidth points in order of footprint; the steps are the cache levels.
 
-    Between points the logarithm of bandwidth is linear in the logarithm of the footprint, so a value never leaves
-    the interval of its two neighbours. Outside the measured range the nearest point's value holds: below it a
-    kernel is launch-bound anyway, above it the memory is the last level there is.
+    Between points the logarithm of bandwidth is linear in that of the footprint. Outside the measured range the nearest
+    point's value holds: below it a kernel is launch-bound anyway, above it the memory is the last level.
     """
 
     points: tuple[BandwidthPoint, ...]

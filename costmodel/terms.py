@@ -38,11 +38,9 @@ class Terms:
     """The terms of the roofline, before they are combined.
 
     Attributes:
-        launch_us: Launch latency that nothing hides.
-        host_us: Launch latency on the host, in parallel with the device.
-        latency_us: Dependent instructions that nothing hides.
+        launch_us: Launch latency that nothing hides; ``host_us``: on the host, in parallel with the device.
+        latency_us: Dependent instructions that nothing hides; ``serial_us``: beside moving and arithmetic.
         write_us: Writing the results, beside ``memory_us``.
-        serial_us: Dependent instructions, beside ``memory_us`` and ``compute_us``.
         parts: ``(memory_us, write_us)`` of the parts of a kernel that follow one another; empty where there is one.
         overlap: Whether moving and arithmetic go on at the same time.
     """

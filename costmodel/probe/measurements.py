@@ -36,17 +36,14 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Measurements:
-    """Everything a probe times, before any fit.
+    """Everything a probe times, before any fit; None and empty where the device has no such thing.
 
     Attributes:
-        streams: Streaming kernels over sizes, whole device.
-        thread_streams: The same with one CPU thread; empty where that is the whole device.
+        streams: Streaming kernels over sizes, whole device; ``thread_streams``: with one of several CPU threads.
         eager: ATen calls that allocate their result, by bytes touched, as unfused models run them.
-        kernel: Direct call of a kernel that does next to nothing, by our own launcher; None when none was given.
-        graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too; None
-            on CPUs.
-        overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps; None where the
-            device has no such launches.
+        kernel: Direct call of a kernel that does next to nothing, by our own launcher.
+        graph_node: A kernel that does nothing, as a node of a CUDA graph, where ``streams`` ran in graphs too.
+        overlapped_node: A kernel that only waits for the one before it, whose end its launch overlaps.
         overlapped_kernel: The shortest elementwise kernel, launched so.
         calls: ATen calls that compute, by name and type; none on CUDA.
     """

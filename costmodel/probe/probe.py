@@ -1,9 +1,11 @@
-"""``probe``: measure this device and return the :class:`DeviceSpec` every prediction rests on."""
+"""``probe``: measure this device, and say how other work on the machine may have spoilt that."""
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import torch
@@ -12,10 +14,15 @@ from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
 from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, memory_fit, peaks
-from fuseplan.costmodel.probe.load import IDLE, MachineLoad, doubts, machine_load
 from fuseplan.costmodel.probe.measurements import Measurements, Progress
 from fuseplan.costmodel.probe.timing import Call, TimeBudget
 
+#: Processes for each core, in the mean of a minute, from which on times are doubtful. One of them may be ours.
+_BUSY = 1.25
+#: Noise of a whole probe from which on its numbers are doubtful.
+_NOISY = 0.1
+#: By what share a probe may fall behind an earlier one; quiet probes of one machine agree better than that.
+_LOSS = 0.2
 #: The largest footprints are the ones that all threads share.
 _LARGEST = 5
 #: Noise alone does not push the ratio of all threads to one thread below this.
@@ -23,6 +30,59 @@ _BUSY_RATIO = 0.9
 #: Seconds that a probe may take, and a quick one, by device type: about twice what they take on a quiet machine whose
 #: caches are large. On CUDA they hold the compilation of a few kernels.
 _BUDGET_S = {"cpu": (180.0, 60.0), "cuda": (600.0, 120.0)}
+
+
+@dataclass(frozen=True)
+class MachineLoad:
+    """The system's load average of the last minute (processes that run or want to), and its cores."""
+
+    average: float
+    cores: int
+
+    @property
+    def busy(self) -> bool:
+        """True when other work takes processor time from what is measured."""
+        return self.average > _BUSY * self.cores
+
+    def __str__(self) -> str:
+        return f"a load average of {self.average:.1f} on {self.cores} cores"
+
+
+IDLE = MachineLoad(0.0, 1)
+
+
+def machine_load() -> MachineLoad:
+    """The load now; zero where the system does not tell."""
+    try:
+        average = os.getloadavg()[0]
+    except (OSError, AttributeError):
+        average = 0.0
+    return MachineLoad(average, os.cpu_count() or 1)
+
+
+def doubts(noise: float, load: MachineLoad) -> Iterator[str]:
+    """What speaks against a probe's numbers, in words: its relative A/A noise, and the load when it began."""
+    if load.busy:
+        yield f"the machine was busy ({load}), and every number may be too low"
+    if noise >= 1:
+        yield "most of what was timed twice differed by its whole time, or there was time for one sample only"
+    elif noise > _NOISY:
+        yield f"two measurements of the same thing differed by {noise:.0%} in the median"
+
+
+def losses(new: DeviceSpec, old: DeviceSpec) -> list[str]:
+    """The numbers of ``new`` that are worse than those of ``old`` by more than probes of one machine differ."""
+    size = min(spec.bandwidth.points[-1].footprint_bytes for spec in (new, old))
+    pairs = [(f"peak {unit}", new.peaks[unit].per_s / 1e9, old.peaks[unit].per_s / 1e9, "Gop/s")
+             for unit in old.peaks if unit in new.peaks]
+    pairs.append(("memory bandwidth", new.bandwidth.gbps(size), old.bandwidth.gbps(size), "GB/s"))
+    found = [f"{name} {now:.3g} {unit}, stored {before:.3g}" for name, now, before, unit in pairs
+             if now < (1 - _LOSS) * before]
+    found += [
+        f"launch, {mode} {new.launch[mode].us:.3g} us, stored {latency.us:.3g}" for mode, latency in old.launch.items()
+        if mode in new.launch and latency.us < (1 - _LOSS) * new.launch[mode].us
+    ]
+    return found
 
 
 def probe(
@@ -33,18 +93,9 @@ def probe(
 
     Takes seconds (``quick``; half a minute where caches are large) to minutes, and up to 1 GiB of device memory.
     Nothing else should run on the device meanwhile; :attr:`DeviceSpec.noise` says how quiet it was. No device setting
-    is changed. On a busy machine it ends after a fixed time with fewer samples and sizes;
-    :attr:`DeviceSpec.problems` names what they are of.
-
-    Args:
-        progress: Called with the fraction done and the name of the current step.
-        kernel_call: Launches one tiny fused kernel through our own launcher (this package knows no kernel); it
-            gives the latency of mode ``"kernel"``. Without it that mode gets the latency of an ATen call that
-            writes into a preallocated output, and no lower bound above zero.
-        budget: The time it may take; by default several times what it takes on a quiet machine.
-
-    Raises:
-        ValueError: Unknown ``device_type``, or no such device here.
+    is changed. Once the ``budget`` is spent it ends with fewer samples and sizes, named in :attr:`DeviceSpec.problems`.
+    ``kernel_call`` launches one tiny fused kernel through our own launcher, for the latency of mode ``"kernel"``; that
+    is otherwise an ATen call's, with no lower bound above zero. ValueError where there is no such device.
     """
     identity = current_identity(device_type)
     before = load()

@@ -11,7 +11,7 @@ import typer
 
 from fuseplan.planner.cli import bench_patterns, common
 from fuseplan.planner.cli import source as opt
-from fuseplan.search.store.plain import plain
+from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,8 +16,7 @@ import typer
 
 from fuseplan.planner.cli import bench, database, device, explain, patterns, report, tune
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.search.errors import MachineFailureError, NothingCompilesError, SearchError
-from fuseplan.search.store.plain import plain
+from fuseplan.search.errors import MachineFailureError, NothingCompilesError, SearchError, plain
 
 #: Exit statuses after Ctrl-C and after SIGTERM, as shells have them.
 _INTERRUPTED, _TERMINATED = 130, 143

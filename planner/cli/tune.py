@@ -13,11 +13,11 @@ import typer
 from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.device import warn_of_problems
-from fuseplan.search.store.plain import plain
+from fuseplan.search.errors import plain
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
-    from fuseplan.costmodel.probe.load import MachineLoad
+    from fuseplan.costmodel.probe.probe import MachineLoad
     from fuseplan.planner.graph.dataflow import DataflowGraph
     from fuseplan.planner.tuning.session import Session
     from fuseplan.planner.tuning.tune import TuneResult
@@ -78,7 +78,7 @@ def tune(
     """
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
-        from fuseplan.costmodel.probe.load import machine_load
+        from fuseplan.costmodel.probe.probe import machine_load
         from fuseplan.planner.tuning.planner import PlanSettings
         from fuseplan.planner.tuning.session import open_session
         from fuseplan.search.store.location import left_behind

@@ -13,9 +13,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fuseplan.search.errors import RecordError
+from fuseplan.search.errors import RecordError, brief, plain
 from fuseplan.search.store.limits import Limit
-from fuseplan.search.store.plain import brief, plain
 
 T = TypeVar("T")
 #: Reads a value from what JSON holds; ValueError where it does not fit.

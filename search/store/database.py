@@ -18,10 +18,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, and_, select
 
-from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
+from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.location import NOWHERE, location_name, resolve_url, sqlite_file
-from fuseplan.search.store.plain import plain
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.rows import R
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
@@ -34,10 +33,9 @@ def shipped_files(device: str = "") -> tuple[Path, ...]:
 class LayeredDatabase:
     """Look-ups and lists that ask the user's database first, then the shipped records. Never raises.
 
-    A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last.
-
-    ``shipped`` are export files. They are read when a look-up first needs them, once per process; an unreadable one is
-    skipped with a warning. What was stored before ``since`` (ISO 8601) is stale; "" for nothing.
+    A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last. ``shipped`` export
+    files are read once per process, when needed; an unreadable one is skipped with a warning. What was stored before
+    ``since`` (ISO 8601) is stale; "" for nothing.
     """
 
     def __init__(self, user: Database, shipped: Iterable[Path], since: str = "") -> None:
@@ -108,15 +106,13 @@ class LayeredDatabase:
     def _decoded(self, cls: type[R], text: str = "") -> Iterator[R]:
         """The shipped records of one kind; those whose line holds ``text``."""
         kind = _KINDS[cls]
-        for line in itertools.chain.from_iterable(self._lines):
+        for line in self._lines:
             # A text search first: to decode whole files would cost a compilation tens of milliseconds.
-            if line.startswith(f'{{"{kind}"') and text in line:
-                record = _decode(cls, kind, line)
-                if record is not None:
-                    yield record
+            if line.startswith(f'{{"{kind}"') and text in line and (record := _decode(cls, kind, line)) is not None:
+                yield record
 
     def _devices(self, device: str) -> Iterator[dict[str, Any]]:
-        for line in itertools.chain.from_iterable(self._lines):
+        for line in self._lines:
             if line.startswith('{"device"'):
                 with contextlib.suppress(RecordError):
                     stored = codec.parse(line, "shipped device")
@@ -124,14 +120,14 @@ class LayeredDatabase:
                         yield stored["spec"]
 
     @functools.cached_property
-    def _lines(self) -> tuple[tuple[str, ...], ...]:
-        found = []
+    def _lines(self) -> list[str]:
+        found: list[str] = []
         for path in self._files:
             try:
-                found.append(_data_lines(path))
+                found += _data_lines(path)
             except DatabaseError as error:
                 warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
-        return tuple(found)
+        return found
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, TypeAlias
 
-from fuseplan.search.store.plain import brief
+from fuseplan.search.errors import brief
 
 #: Why a value is impossible, "" when it is possible; its type has been checked.
 Limit: TypeAlias = Callable[[Any], str]

@@ -11,10 +11,9 @@ from sqlalchemy import ColumnElement, Table, literal_column, select
 
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.registry import malformed_config
-from fuseplan.search.errors import DatabaseError, RecordError
+from fuseplan.search.errors import DatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.plain import plain
 from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions
 
 if TYPE_CHECKING:

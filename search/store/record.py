@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal, TypeAlias
 
 from fuseplan.costmodel.work import Work
+from fuseplan.search.errors import brief
 from fuseplan.search.store import limits
 from fuseplan.search.store.limits import Amount, Count, Label, Measured, OptionalKey, Parameter, Positions, Signed, Word
-from fuseplan.search.store.plain import brief
 
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
 SCHEMA_VERSION = 2

@@ -13,10 +13,9 @@ from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, select
 from fuseplan.costmodel.device import SCHEMA_VERSION as SPEC_VERSION
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import config_key
-from fuseplan.search.errors import RecordError
+from fuseplan.search.errors import RecordError, brief
 from fuseplan.search.store import codec
 from fuseplan.search.store.limits import Count, Key, Label, Numerics, Regime, Time, form
-from fuseplan.search.store.plain import brief
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.tables import MISSES
 

@@ -22,10 +22,21 @@ from fuseplan.search.errors import (
     ForeignDatabaseError,
     ReadOnlyDatabaseError,
     SchemaVersionError,
+    brief,
+    plain,
 )
-from fuseplan.search.store.files import APPLICATION_ID, FileIdentity, check_ours, file_size, identity, move_aside
-from fuseplan.search.store.location import location_name, server_limits, sqlite_file, without_secrets
-from fuseplan.search.store.plain import brief, plain
+from fuseplan.search.store.location import (
+    APPLICATION_ID,
+    FileIdentity,
+    check_ours,
+    file_size,
+    identity,
+    location_name,
+    move_aside,
+    server_limits,
+    sqlite_file,
+    without_secrets,
+)
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 METADATA = sa.MetaData()
@@ -79,15 +90,10 @@ CAPTURES = sa.Table("captures", METADATA, _key("name"), _text("payload"), _text(
 
 
 def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
-    """An engine whose tables exist.
+    """An engine whose tables exist; :class:`DatabaseError` where that cannot be.
 
-    With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files.
-
-    Raises:
-        ReadOnlyDatabaseError: The location cannot be written.
-        CorruptDatabaseError: It is damaged, and is a server's or not to be set aside.
-        SchemaVersionError, ForeignDatabaseError: The database is not ours to change; it was not modified.
-        DatabaseError: Anything else, named.
+    With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files. What
+    is not ours to change is left as it is.
     """
     file = sqlite_file(url)
     if file is not None:
@@ -109,12 +115,10 @@ def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
                 raise
             engine.dispose()
             # None: another process has been quicker, and what lies there now is fresh.
-            moved = move_aside(file, found, str(error))
-            if moved is not None:
+            if (moved := move_aside(file, found, str(error))) is not None:
                 warnings.warn(f"{error}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
-    raise CorruptDatabaseError(
-        f"tuning database {location_name(url)} is corrupt again each time that it is made afresh"
-    )
+    again = "is corrupt again each time that it is made afresh"
+    raise CorruptDatabaseError(f"tuning database {location_name(url)} {again}")
 
 
 def open_for_reading(url: sa.URL) -> sa.Engine | None:
@@ -122,24 +126,21 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
     something that cannot be used.
     """
     file = sqlite_file(url)
-    if file is None:
-        engine = _engine(url)
-        return engine if check_schema(engine) else None
-    if not file_size(file):
+    if file is not None and not file_size(file):
         return None
-    engine = _engine(url, "mode=ro")
+    engine = _engine(url, "" if file is None else "mode=ro")
     try:
-        usable = check_schema(engine)
+        return engine if check_schema(engine) else None
     except CorruptDatabaseError as error:
-        check_ours(file, str(error))
+        if file is not None:
+            check_ours(file, str(error))
         raise
     except DatabaseError as error:
-        if isinstance(error, SchemaVersionError | ForeignDatabaseError):
+        if file is None or isinstance(error, SchemaVersionError | ForeignDatabaseError):
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
         engine = _engine(url, _FIXED)
-        usable = check_schema(engine)
-    return engine if usable else None
+        return engine if check_schema(engine) else None
 
 
 def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
@@ -173,12 +174,8 @@ def close_with(owner: object, engine: sa.Engine) -> None:
 
     SQLite merges its log into the file when the last connection is closed: the file alone is then whole.
     """
-    weakref.finalize(owner, _close, engine, os.getpid())
-
-
-def _close(engine: sa.Engine, process: int) -> None:
-    if os.getpid() == process:
-        engine.dispose()
+    process = os.getpid()
+    weakref.finalize(owner, lambda: engine.dispose() if os.getpid() == process else None)
 
 
 def _leave_what_is_not_ours(engine: sa.Engine, file: Path) -> None:
@@ -301,8 +298,7 @@ def upsert(connection: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -
     """Insert ``row``, or replace the row of the same primary key."""
     keys = [column.name for column in table.primary_key]
     changed = {name: value for name, value in row.items() if name not in keys}
-    dialect = {"sqlite": sqlite, "postgresql": postgresql}.get(connection.dialect.name)
-    if dialect is not None:
+    if dialect := {"sqlite": sqlite, "postgresql": postgresql}.get(connection.dialect.name):
         insert = dialect.insert(table).values(**row)
         connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=changed))
         return

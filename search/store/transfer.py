@@ -6,15 +6,13 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError
+from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError, brief
 from fuseplan.search.store import codec, tables
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.plain import brief
 from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
 from fuseplan.search.store.rows import device_spec, json_row, record_row
 
@@ -32,12 +30,16 @@ class Bundle:
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
     """Write every record (of one device, when given) to ``path``, and return how many lines of data that were.
-
-    Raises:
-        DatabaseError: The database, or a part of it, cannot be read; ``path`` is as it was.
+    DatabaseError where a part of the database cannot be read; ``path`` is then as it was.
     """
-    header = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()}
-    lines = [_line(header), *_data_lines(database, device)]
+    lines = [_line({"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()})]
+    for name, spec in sorted(database.devices().items()):
+        if device in (None, name):
+            lines.append(_line({"device": name, "spec": spec}))
+    for record in database.everything():
+        if device in (None, record.key.device):
+            kind = "tuning_record" if isinstance(record, TuningRecord) else "plan_record"
+            lines.append(_line({kind: json.loads(codec.dumps(record))}))
     if database.engine is None or database.broken:
         raise DatabaseError(f"there is no readable tuning database at {database.where}, so nothing was exported")
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -61,22 +63,9 @@ def _line(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n"
 
 
-def _data_lines(database: Database, device: str | None) -> Iterator[str]:
-    for name, spec in sorted(database.devices().items()):
-        if device in (None, name):
-            yield _line({"device": name, "spec": spec})
-    for record in database.everything():
-        if device in (None, record.key.device):
-            kind = "tuning_record" if isinstance(record, TuningRecord) else "plan_record"
-            yield _line({kind: json.loads(codec.dumps(record))})
-
-
 def read_bundle(path: Path) -> Bundle:
-    """Read and check an export file.
-
-    Raises:
-        ImportRefusedError: It is missing, truncated, altered, or not an export.
-        SchemaVersionError: It is of another schema version.
+    """Read and check an export file; ImportRefusedError where it is missing, truncated, altered, or none, and
+    SchemaVersionError where it is of another schema version.
     """
     devices: dict[str, dict[str, Any]] = {}
     records: list[TuningRecord] = []
@@ -112,11 +101,6 @@ def checked_lines(path: Path) -> list[str]:
             f"{path} has schema version {brief(header.get('schema_version'))}, this fuseplan reads {SCHEMA_VERSION}; "
             "export it again with a matching fuseplan"
         )
-    _check_trailer(lines, path)
-    return lines[1:-1]
-
-
-def _check_trailer(lines: list[str], path: Path) -> None:
     again = "nothing was imported; copy or export the file again"
     trailer = _object(lines[-1], path, len(lines)).get("trailer")
     if not isinstance(trailer, dict):
@@ -127,6 +111,7 @@ def _check_trailer(lines: list[str], path: Path) -> None:
         )
     if hashlib.sha256("".join(lines[:-1]).encode()).hexdigest() != trailer.get("sha256"):
         raise ImportRefusedError(f"{path} was altered: its checksum does not match; {again}")
+    return lines[1:-1]
 
 
 def _object(line: str, path: Path, number: int) -> dict[str, Any]:

@@ -253,5 +253,3 @@ def _standard_error(values: Sequence[float]) -> float:
     """Standard error of the median, from the median absolute deviation."""
     centre = statistics.median(values)
     return _MEDIAN_SE * statistics.median(abs(value - centre) for value in values) / math.sqrt(len(values))
-
-

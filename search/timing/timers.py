@@ -54,7 +54,7 @@ class Timer(ABC):
     def of_device(self) -> Timer | None:
         """What times a kernel without the host that launches it; None where this timer does, or cannot be told apart.
 
-        Where launching takes the host longer than a kernel takes the device, all configurations of the kernel tie.
+        Where launching takes longer than the kernel, all its configurations tie.
         """
         return None
 
@@ -201,7 +201,6 @@ class CudaGraphTimer(Timer):
 
 
 def _result_bytes(result: object) -> int:
-    """Bytes of the tensors that a call returned."""
     if isinstance(result, torch.Tensor):
         return result.nbytes
     return sum(map(_result_bytes, result)) if isinstance(result, tuple | list) else 0
@@ -214,11 +213,8 @@ class ColdTimer(Timer):
     different blocks. So the results of a sample are held until it ends: everybody's calls then write to much the same
     blocks. Once there is no memory for that, none are held any more.
 
-    The time lies between two events around the call; what the events add is the same for every contestant. Writing the
-    buffer takes the device longer than launching takes the host, so no host time is in it.
-
-    The buffer lies on ``device``; ``event`` makes an event with ``record``, ``synchronize`` and ``elapsed_time`` in
-    milliseconds.
+    The time lies between two events around the call, made by ``event``; what they add is the same for every contestant.
+    Writing the buffer takes the device longer than launching takes the host, so no host time is in it.
     """
 
     regime = "cold"

@@ -30,13 +30,9 @@ _TIE_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of a check.
+    """Whether a kernel may be used, and why not.
 
-    Attributes:
-        ok: True when the kernel may be used.
-        reason: Why not; empty when ok.
-        error: Largest normwise relative error over the outputs, against float64.
-        eager_error: The same for the unfused chain.
+    ``error`` is the largest normwise relative one of its outputs, against float64, ``eager_error`` the unfused chain's.
     """
 
     ok: bool
@@ -58,7 +54,7 @@ class _Expected:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Fresh inputs of a subject with their float64 results; made once, used for every config."""
+    """Fresh inputs of a subject, and their float64 results; one serves every configuration."""
 
     inputs: tuple[torch.Tensor, ...]
     expected: tuple[_Expected, ...]
@@ -130,8 +126,8 @@ def errors(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
 def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, device: str) -> Verdict:
     """Run ``kernel`` once on the oracle's inputs and judge everything it wrote.
 
-    A kernel passes when, for every output, its normwise error and its largest error exceed those of the unfused chain
-    by no more than rounding (:func:`rounding`). Exceptions of the kernel are passed on.
+    It passes when, for every output, its normwise error and its largest error exceed those of the unfused chain by no
+    more than :func:`rounding`. Exceptions of the kernel are passed on.
     """
     inputs = [_Guarded(tensor) for tensor in oracle.inputs]
     for guarded, source in zip(inputs, oracle.inputs, strict=True):

@@ -16,7 +16,7 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Spent:
-    """Time in one category: seconds without those of categories entered meanwhile, and how often it was entered."""
+    """Seconds in one category, without those of others entered meanwhile, and how often it was entered."""
 
     seconds: float
     times: int
@@ -56,8 +56,8 @@ class TimeAccount:
         """What was booked until now by category, in the order of first use; :data:`OTHER` comes last."""
         if threading.get_ident() == self._owner:
             self._book()
-        seconds = dict(self._seconds)
-        seconds[OTHER] = seconds.pop(OTHER, 0.0)
+        seconds = {name: value for name, value in self._seconds.items() if name != OTHER}
+        seconds[OTHER] = self._seconds.get(OTHER, 0.0)
         return {name: Spent(value, self._times.get(name, 0)) for name, value in seconds.items()}
 
     def line(self) -> str:

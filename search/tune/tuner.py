@@ -105,10 +105,7 @@ class Tuner:
 
         Configurations of ``neighbours``, records of similar groups, are tried early. With ``force`` it is measured
         again from nothing. A ``minor`` one takes so little of a model's time that the preferred back end's default and
-        best guess are all that is tried.
-
-        Raises:
-            SubjectError: The unfused chain or its reference fails.
+        best guess are all that is tried. :class:`SubjectError` where the unfused chain or its reference fails.
         """
         key = self.key(subject)
         stored = self.database.get_record(key).record
@@ -188,10 +185,8 @@ class Tuner:
         """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
 
         The trial is that of the first back end whose default works, else the last failed one. A stored trial is not
-        repeated; a later :meth:`tune` starts from it.
-
-        Raises:
-            SubjectError: The unfused chain or its reference fails, or no back end takes part.
+        repeated; a later :meth:`tune` starts from it. :class:`SubjectError` where the unfused chain or its reference
+        fails, or no back end takes part.
         """
         run = SubjectRun(self._resources, subject, self.key(subject), (), whole=False)
         return self._resources.released(run.screen_defaults)

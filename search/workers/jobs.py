@@ -33,12 +33,7 @@ _COLD_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Bench:
-    """How subjects are checked and timed.
-
-    Attributes:
-        screen_s: Seconds of samples for one screening.
-        decide_s: Seconds of interleaved rounds for the decision.
-    """
+    """How subjects are checked and timed: ``screen_s`` for one screening, ``decide_s`` for the decision."""
 
     target: Target
     timer: Timer

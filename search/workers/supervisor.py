@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import math
 import os
 import pickle
 import signal
@@ -26,7 +27,6 @@ OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
 #: As ``RAISED``, by the machine's fault (:func:`of_machine`).
 STARVED = "starved"
 
-#: Background workers yield to whatever somebody waits for.
 _NICE = 10
 #: Errors after which a CUDA context cannot be used again.
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
@@ -57,21 +57,15 @@ class _Lane:
     pid: int
     pipe: Connection
     request: Request | None = None
-    deadline: float = 0.0
-
-    @property
-    def busy(self) -> bool:
-        return self.request is not None
+    deadline: float = math.inf
 
 
 class Supervisor:
     """Runs requests of its parent in one worker process per lane, until the parent is gone.
 
-    Args:
-        parent: Requests in, ``(job, state, payload)`` out.
-        threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
-        cores: What the compiling lanes may run on; the OpenMP runtime may have bound this process to one core.
-        background: Workers for :data:`BACKGROUND` jobs; they have the lanes -1, -2, ...
+    ``parent`` sends requests and gets ``(job, state, payload)``. Lane 0, which measures, has so many torch ``threads``,
+    the compiling lanes have one each and run on ``cores``: the OpenMP runtime may have bound this process to one core.
+    The ``background`` workers have the lanes -1, -2, ...
     """
 
     def __init__(
@@ -99,13 +93,13 @@ class Supervisor:
                 self._end(number)
 
     def _step(self) -> None:
-        deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
-        patience = max(0.0, min(deadlines) - self._clock()) if deadlines else None
+        deadline = min((lane.deadline for lane in self._lanes.values()), default=math.inf)
+        patience = max(0.0, deadline - self._clock()) if deadline < math.inf else None
         ready = wait([self._parent, *(lane.pipe for lane in self._lanes.values())], patience)
         for number, lane in list(self._lanes.items()):
             if lane.pipe in ready:
                 self._collect(number, lane)
-            elif lane.busy and self._clock() >= lane.deadline:
+            elif self._clock() >= lane.deadline:
                 self._end(number)
                 self._finish(number, lane.request, TIMED_OUT, "")
         if self._parent in ready:
@@ -131,7 +125,7 @@ class Supervisor:
         """Hand waiting background jobs to idle background workers."""
         for number in self._background:
             lane = self._lanes.get(number)
-            if self._backlog and (lane is None or not lane.busy):
+            if self._backlog and (lane is None or lane.request is None):
                 waiting = min(self._backlog, key=lambda request: request.spare)  # of equals the first
                 self._backlog.remove(waiting)
                 self._start(replace(waiting, lane=number))
@@ -169,7 +163,7 @@ class Supervisor:
             if request is not None:
                 self._finish(number, request, CRASHED, cause)
             return
-        lane.request = None
+        lane.request, lane.deadline = None, math.inf
         if fatal:
             self._end(number)
         self._finish(number, request, state, payload)
@@ -179,7 +173,7 @@ class Supervisor:
         lane = self._lanes.pop(number)
         lane.pipe.close()
         # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
-        status = _reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
+        status = _reap(lane.pid, 0.5 if lane.request is not None and self._clock() < lane.deadline else 0.0)
         if status is None:
             kill_tree(lane.pid)  # a compiler with a session of its own too
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -206,7 +200,7 @@ class Supervisor:
             if number and self._cores:
                 os.sched_setaffinity(0, self._cores)
             if number in self._background:
-                os.nice(_NICE)
+                os.nice(_NICE)  # yields to whatever somebody waits for
             _work(far, self._threads if number == 0 else 1)
         far.close()
         with contextlib.suppress(OSError):
@@ -255,7 +249,7 @@ def _work(pipe: Connection, threads: int) -> None:
 
 
 def _attempt(request: bytes) -> tuple[str, Any, bool]:
-    """Run one job: its state, its payload, and whether the process is beyond further use."""
+    """Of one job its state, its payload, and whether the process is beyond further use."""
     try:
         function, args = pickle.loads(request)
         return OK, pickle.dumps(function(*args)), False

@@ -72,8 +72,7 @@ class WorkerPool:
         compilers: Parallel compile lanes; the usable cores by default.
         bind: Keep each thread of the measuring worker on a core of its own. Otherwise, beside one other busy process,
             the scheduler may leave two threads that wait for each other on one core, for time slices on end.
-        preload: Modules that every worker will need, imported once, before the first worker is forked; with
-            ``module:function`` the function is called too.
+        preload: What every worker imports (``module``) or calls too (``module:function``), once, before the first fork.
     """
 
     def __init__(self, compilers: int | None = None, bind: bool = False, preload: Sequence[str] = ()) -> None:
@@ -203,9 +202,8 @@ class WorkerPool:
             return Outcome(pickle.loads(payload))
         if state == TIMED_OUT:
             return Outcome(failure=f"no result within {limit_s:g} s")
-        if state == CRASHED:
-            return Outcome(failure=f"crashed: {payload}{self._last_words(log_start)}")
-        return Outcome(failure=str(payload), of_machine=state == STARVED)
+        failure = f"crashed: {payload}{self._last_words(log_start)}" if state == CRASHED else str(payload)
+        return Outcome(failure=failure, of_machine=state == STARVED)
 
     def _last_words(self, start: int) -> str:
         """The last line that the workers wrote since ``start``."""

@@ -16,9 +16,8 @@ from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity
 from fuseplan.costmodel.probe import cpu, cuda, measurements
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming, peaks
-from fuseplan.costmodel.probe.load import MachineLoad, doubts, losses
 from fuseplan.costmodel.probe.measurements import Measurements, _stream_call, stream_sizes
-from fuseplan.costmodel.probe.probe import probe
+from fuseplan.costmodel.probe.probe import MachineLoad, doubts, losses, probe
 from fuseplan.costmodel.probe.timing import UNLIMITED, TimeBudget, Timing
 from fuseplan.costmodel.probe.yardstick import Yardstick
 from fuseplan.costmodel.roofline import lower_bound, predict

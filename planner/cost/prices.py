@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fuseplan.costmodel.calibrate import Sample
@@ -20,7 +20,7 @@ from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.search.store.record import ATEN, TuningRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
-from fuseplan.search.workers.jobs import UNFUSED
+from fuseplan.search.workers.jobs import UNFUSED, Calls
 
 
 def shared_cache(book: GroupBook, part: Region) -> SharedCache:
@@ -121,17 +121,24 @@ class MeasuredPrices(ModelPrices):
         self.tuner.precompile(self.book.subject(group) for group in new)
         return [self._measure_s(choice) for choice in choices]
 
-    def contest(self, plain: Choice, calls: Sequence[Choice]) -> Contest | None:
+    def contest(self, plain: Choice, calls: Sequence[Choice]) -> Callable[[], Contest | None]:
         """ATen's op and the libraries' calls that may run it, by name, in one interleaved run; None when that fails.
 
-        Their times are measured then; a call that is wrong has none.
+        The run is made when the measuring process has nothing else to do, and waited for by what is returned. Their
+        times are measured then; a call that is wrong has none.
         """
         parts = {one.implementation.name: one.implementation.part(self.book, one.group, "", {}) for one in calls}
-        found = self.tuner.contest_calls(
+        run = self.tuner.contest_calls(
             self.book.subject(plain.group), {name: part.subject for name, part in parts.items()}
         )
-        if found is None:
-            return None
+
+        def result() -> Contest | None:
+            found = run()
+            return None if found is None else self._of_calls(found, plain, calls)
+
+        return result
+
+    def _of_calls(self, found: Calls, plain: Choice, calls: Sequence[Choice]) -> Contest:
         samples = dict(found.contest.samples)
         samples[plain.implementation.name] = samples.pop(UNFUSED)
         contest = replace(found.contest, samples=samples)

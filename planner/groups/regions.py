@@ -56,6 +56,12 @@ def region_parts(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
     return _found(graph).get(region, (region,))
 
 
+def is_anchor(graph: DataflowGraph, part: Region) -> bool:
+    """Whether a part of a region is a matmul or attention, with views at most beside it."""
+    flow = compute_graph_of(graph)
+    return any(flow.kinds[flow.position[name]] == "anchor" for name in part.ops)
+
+
 #: Regions with their parts.
 _Parts: TypeAlias = dict[Region, tuple[Region, ...]]
 #: Regions by flow: a graph that grew has another flow.

@@ -8,7 +8,7 @@ more than a margin. Where measurement cannot tell the two apart, every tune keep
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.planner.cost.prices import MeasuredPrices
@@ -63,26 +63,41 @@ class MeasuredRegion:
         self.max_measured = max_measured
         self._given_up: set[Choice] = set()
         self._unclear = False
+        self._contest: Callable[[], Contest | None] | None = None
+        self._calls: list[Choice] = []
+
+    def begin(self) -> None:
+        """Send what can be measured at any time to the measuring process: calls of one matmul or attention."""
+        if self._contest is None and self._is_anchor and len(self.problem.plain) == 1 and not self._left_to_aten():
+            self._calls = [one for one in self.problem.choices[1:] if math.isfinite(self.prices.bound_s(one))]
+            if self._calls:
+                self._contest = self.prices.contest(self.problem.plain[0], self._calls)
 
     def decide(self) -> Decided:
         """Measure, tune, and choose; a matmul or attention that takes long, or next to nothing, is left to ATen."""
-        plain, prices = self.problem.plain, self.prices
-        anchors = all(prices.book.is_anchor(one.group) for one in plain)
-        long = prices.spec is not None and all(prices.predict_s(one) > _LONG_S for one in plain)
-        if anchors and (long or prices.minor):
-            alone = replace(self.problem, choices=plain)
-            why = "its calls take too long to time" if long else "too little of the model's time to choose a call"
-            return Decided(predicted_partition(alone, prices.predict_s), why)
-        decided = (self._by_contest() if anchors and len(plain) == 1 else None) or self._decide()
+        if self._is_anchor and (why := self._left_to_aten()):
+            alone = replace(self.problem, choices=self.problem.plain)
+            return Decided(predicted_partition(alone, self.prices.predict_s), why)
+        self.begin()
+        contest = self._contest() if self._contest is not None else None
+        decided = self._decide() if contest is None else self._by_contest(contest)
         unclear = self._unclear or any(record.undecided for record in self.prices.records.values())
         return replace(decided, undecided=unclear)
 
-    def _by_contest(self) -> Decided | None:
-        """A matmul or attention: ATen's op and all that libraries offer, in one run; None when that run fails."""
-        (plain,), prices = self.problem.plain, self.prices
-        calls = [one for one in self.problem.choices[1:] if math.isfinite(prices.bound_s(one))]
-        if not calls or (contest := prices.contest(plain, calls)) is None:
-            return None
+    @property
+    def _is_anchor(self) -> bool:
+        return all(self.prices.book.is_anchor(one.group) for one in self.problem.plain)
+
+    def _left_to_aten(self) -> str:
+        """Why no calls of a matmul or of attention are timed; "" where they are."""
+        prices = self.prices
+        if prices.spec is not None and all(prices.predict_s(one) > _LONG_S for one in self.problem.plain):
+            return "its calls take too long to time"
+        return "too little of the model's time to choose a call" if prices.minor else ""
+
+    def _by_contest(self, contest: Contest) -> Decided:
+        """A matmul or attention: ATen's op and all that libraries offer, in one run."""
+        (plain,), prices, calls = self.problem.plain, self.prices, self._calls
         named = {one.implementation.name: one for one in (plain, *calls)}
         aten, *others = (name for name in named if name in contest.samples)
         self._unclear = any(contest.undecided(name, aten) for name in others)

@@ -6,7 +6,7 @@ Parts are decided one by one, each by itself. What their plans cost together is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.graph.dataflow import Region
@@ -34,12 +34,19 @@ class Verdict:
 
 def beats_plain(
     book: GroupBook, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
-) -> Verdict:
-    """Whether the parts' plans are as fast as plain ATen, or the region is faster without them."""
+) -> Callable[[], Verdict]:
+    """Whether the parts' plans are as fast as plain ATen, or the region is faster without them.
+
+    They are run when the measuring process has nothing else to do; what is returned waits for it.
+    """
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
     if all(group.is_plain for _, record in parts for group in record.groups) or plain_s > _LONGEST_S:
-        return Verdict()
-    contest = _contest(book, region, parts, ways, tuner)
+        return Verdict
+    run = _contest(book, region, parts, ways, tuner)
+    return lambda: _verdict(run())
+
+
+def _verdict(contest: Contest | None) -> Verdict:
     if contest is None:
         return Verdict(words="; the region's run beside plain ATen failed")
     gain = contest.gain(_PLAN, _PLAIN)
@@ -50,7 +57,7 @@ def beats_plain(
 
 def _contest(
     book: GroupBook, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
-) -> Contest | None:
+) -> Callable[[], Contest | None]:
     flow = compute_graph_of(book.graph)
     plain = {
         Choice(one, ways.aten): ways.aten.part(book, one, "", {})
@@ -72,4 +79,4 @@ def _contest(
         for side, choices in ((_PLAIN, plain), (_PLAN, chosen))
     }
     needed = flow.needed_outside(region_dependencies(book.graph, region).members)
-    return tuner.play_off({names[choice]: part for choice, part in (plain | chosen).items()}, sides, needed)
+    return tuner.play_off_later({names[choice]: part for choice, part in (plain | chosen).items()}, sides, needed)

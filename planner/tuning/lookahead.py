@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.regions import region_parts
+from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.partition.guided_loop import GuidedResult, Prices, predicted_partition
@@ -67,9 +67,9 @@ class Lookahead:
         return self._books.setdefault(id(graph), self._make_book(graph))
 
     def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
-        """Prepare the parts of these regions, after those that were sent before; each key once."""
+        """Prepare the islands of these regions, after those that were sent before; each key once."""
         for part in (part for region in regions for part in region_parts(graph, region)):
-            if part.key not in self._sent:
+            if part.key not in self._sent and not is_anchor(graph, part):
                 self._sent.add(part.key)
                 self._problems[part] = Future()
                 self._pool.submit(self._prepare, graph, part, self._problems[part])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from fuseplan.costmodel.device import DeviceSpec
@@ -18,7 +18,7 @@ from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
+from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Implementations, RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import implementations_for
@@ -26,61 +26,17 @@ from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
-from fuseplan.planner.partition.whole_region import beats_plain
+from fuseplan.planner.partition.whole_region import Verdict, beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
+from fuseplan.planner.tuning.plans import GraphPlan, PlanStore, RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.store.database import Lookup
-from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey
+from fuseplan.search.store.record import PlanRecord, RecordKey
 from fuseplan.search.tune.tuner import Tuner
-
-Source = Literal["database", "tuned", "model"]
 
 __all__ = ["GraphPlan", "PlanSettings", "PlanStore", "Planner", "RegionPlan"]
 
 logger = logging.getLogger("fuseplan")
-
-
-class PlanStore(Protocol):
-    """Where plans are looked up: a database, or a layered one."""
-
-    def get_plans(self, keys: Iterable[RecordKey]) -> Mapping[RecordKey, Lookup[PlanRecord]]: ...
-
-    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool: ...
-
-
-@dataclass(frozen=True)
-class RegionPlan:
-    """The plan of one occurrence of a region.
-
-    Attributes:
-        region: The occurrence.
-        record: The plan.
-        source: Where it comes from.
-        shipped: Whether the record comes with the package.
-        decided: Plans of the parts that were measured for it; other parts had plans already.
-    """
-
-    region: Region
-    record: PlanRecord
-    source: Source
-    shipped: bool = False
-    decided: tuple[PlanRecord, ...] = ()
-
-    def group_ops(self, choice: GroupChoice) -> tuple[str, ...]:
-        """Names of the ops of one of the record's groups in this occurrence."""
-        return tuple(self.region.ops[position] for position in choice.ops)
-
-
-@dataclass(frozen=True)
-class GraphPlan:
-    """The plans of a graph's regions, in graph order, and how long the look-ups took."""
-
-    regions: tuple[RegionPlan, ...]
-    lookup_us: float = 0.0
-
-    def unique(self) -> list[RegionPlan]:
-        """The first occurrence of each distinct region."""
-        return list({plan.region.key: plan for plan in reversed(self.regions)}.values())[::-1]
 
 
 class Planner:
@@ -174,6 +130,14 @@ class Planner:
                 known = self.look_up_all(graph, regions)
                 regions = [part for region in regions for part in self.parts_to_plan(graph, region, known)]
         planned: dict[str, RegionPlan] = {}
+        unfinished: list[tuple[Region, Callable[[], RegionPlan]]] = []
+
+        def finish() -> None:
+            while unfinished:
+                region, last_word = unfinished.pop()
+                with _reporting(region, on_failure):
+                    planned[region.key] = last_word()
+
         distinct = unique_regions(regions)
         start = time.perf_counter()
         stored = self._find_all(book, (occurrences[0] for occurrences in distinct.values()))
@@ -185,15 +149,14 @@ class Planner:
             found = stored[key]
             if found.hit is None and self.tuner is not None:
                 found = self._find_all(book, [region])[key]  # another process may have tuned it meanwhile
-            try:
+            with _reporting(region, on_failure):
                 if found.hit is not None:
                     planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
                 else:
-                    planned[key] = self._decide(graph, region, book, lookahead)
-            except Exception as error:
-                if on_failure is None:
-                    raise
-                on_failure(region, error)
+                    last_word = self._decide(graph, region, book, lookahead)
+                    finish()  # the region before was run as a whole beside this one's planning
+                    unfinished.append((region, last_word))
+        finish()
         plans = tuple(replace(planned[region.key], region=region) for region in regions if region.key in planned)
         return GraphPlan(plans, spent_us)
 
@@ -283,13 +246,15 @@ class Planner:
 
     def _decide(
         self, graph: DataflowGraph, region: Region, book: GroupBook, lookahead: Lookahead | None
-    ) -> RegionPlan:
+    ) -> Callable[[], RegionPlan]:
+        """The plan of a region, once what was measured of it as a whole is waited for."""
         parts = region_parts(graph, region)
         if self.tuner is None:
             reason = "by the cost model, nothing was measured"
             plans = [(part, self._predicted(book, part, self._problem(book, part, self.unmeasured), reason))
                      for part in parts]
-            return RegionPlan(region, self._joined(book, region, plans, 0.0, reason), "model")
+            predicted = RegionPlan(region, self._joined(book, region, plans, 0.0, reason), "model")
+            return lambda: predicted
         return self._by_measurement(region, parts, book, self.tuner, lookahead)
 
     def _predicted(self, book: GroupBook, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
@@ -304,21 +269,34 @@ class Planner:
 
     def _by_measurement(
         self, region: Region, parts: Sequence[Region], book: GroupBook, tuner: Tuner, lookahead: Lookahead | None
-    ) -> RegionPlan:
-        """The region's parts, those without a plan decided and stored now, and then the region as a whole."""
+    ) -> Callable[[], RegionPlan]:
+        """The region's parts, those without a plan decided and stored now, and then the region as a whole.
+
+        While the islands are planned, the calls of matmuls and attention are timed.
+        """
         began = time.monotonic()
         stored = self._find_all(book, parts)
-        plans, decided = [], []
-        for part in parts:
-            known = self._decided.get(part.key) or stored[part.key].hit
-            if known is None:
-                known = self._decided[part.key] = self._measured(book, part, tuner, lookahead)
-                decided.append(known)
-            plans.append((part, known))
+        known = {part.key: self._decided.get(part.key) or stored[part.key].hit for part in parts}
+        fresh = {part.key: part for part in parts if known[part.key] is None}
+        anchors = {key: self._opened(book, part, tuner) for key, part in fresh.items() if is_anchor(book.graph, part)}
+        for opened in anchors.values():
+            opened.begin()
+        for key in sorted(fresh, key=anchors.__contains__):
+            known[key] = self._decided[key] = self._measured(book, fresh[key], tuner, anchors.get(key), lookahead)
+        decided = tuple(self._decided[key] for key in fresh)
         self.learner.update()
+        plans = [(part, record) for part in parts if (record := known[part.key]) is not None]
         if len(parts) == 1:
-            return RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
+            alone = RegionPlan(region, plans[0][1], "tuned", decided=decided)
+            return lambda: alone
         verdict = beats_plain(book, region, plans, self.implementations, tuner)
+        return lambda: self._finished(book, region, plans, decided, tuner, verdict(), began)
+
+    def _finished(
+        self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]],
+        decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: Verdict, began: float
+    ) -> RegionPlan:
+        """The plan of a region of several parts after its run beside plain ATen; stored."""
         reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
         if not verdict.keeps:
             aten = self.implementations.aten
@@ -327,15 +305,23 @@ class Planner:
         record = self._joined(book, region, plans, time.monotonic() - began, reason)
         with tuner.account.spend("storing"):
             tuner.database.put_plan(record)
-        return RegionPlan(region, record, "tuned", decided=tuple(decided))
+        return RegionPlan(region, record, "tuned", decided=decided)
 
-    def _measured(self, book: GroupBook, part: Region, tuner: Tuner, lookahead: Lookahead | None) -> PlanRecord:
-        """A part decided by measurement, and stored."""
-        began = time.monotonic()
+    def _opened(
+        self, book: GroupBook, part: Region, tuner: Tuner, lookahead: Lookahead | None = None
+    ) -> MeasuredRegion:
         problem = (lookahead.problem(part) if lookahead is not None else None) or self._problem(book, part)
         prices = MeasuredPrices(book, self.spec, tuner, self.learner, part, self._is_minor(book, part))
-        settings, limit = self.settings, self._limit(problem)
-        decided = MeasuredRegion(problem, prices, settings.tolerance, self._margin, limit).decide()
+        return MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
+
+    def _measured(
+        self, book: GroupBook, part: Region, tuner: Tuner, opened: MeasuredRegion | None, lookahead: Lookahead | None
+    ) -> PlanRecord:
+        """A part decided by measurement, and stored."""
+        began = time.monotonic()
+        if opened is None:
+            opened = self._opened(book, part, tuner, lookahead)
+        decided, prices = opened.decide(), opened.prices
         record = self._writer(book, part).record(
             prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided
         )
@@ -370,3 +356,14 @@ class Planner:
         return PlanWriter(
             self.key(region.key), book, region, self.backends, self.target, seed, self.settings.alternatives
         )
+
+
+@contextmanager
+def _reporting(region: Region, on_failure: Callable[[Region, Exception], None] | None) -> Iterator[None]:
+    """Tells ``on_failure`` what is raised inside, if there is one."""
+    try:
+        yield
+    except Exception as error:
+        if on_failure is None:
+            raise
+        on_failure(region, error)

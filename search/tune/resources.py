@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target
@@ -163,6 +164,21 @@ class TuningResources:
     def _release(self) -> None:
         with self.account.spend(OPENING):
             self.executor.call(jobs.release, limit_s=self.budget.job_limit_s).checked()
+
+    def later(self, what: str, function: Callable[..., object], *args: object) -> Callable[[], Outcome]:
+        """A job for the measuring process when that has nothing else to do, and what waits for it as :meth:`call` does.
+
+        On a CPU it is run when it is waited for: whatever else this process does would disturb it.
+        """
+        if self.target.device_type == "cpu":
+            return partial(self.call, what, function, *args)
+        wait = self.executor.submit(function, self.bench, *args, limit_s=self.budget.job_limit_s)
+
+        def outcome() -> Outcome:
+            with self.account.spend(what):
+                return wait().checked()
+
+        return outcome
 
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
         """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""

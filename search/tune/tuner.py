@@ -173,13 +173,12 @@ class Tuner:
         self._resources.log(trial)
         return trial
 
-    def contest_calls(self, plain: Subject, calls: Mapping[str, Subject]) -> jobs.Calls | None:
-        """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run; None when that
-        run fails. Nothing is stored.
+    def contest_calls(self, plain: Subject, calls: Mapping[str, Subject]) -> Callable[[], jobs.Calls | None]:
+        """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run, made when the
+        measuring process has nothing else to do; None when that run fails. Nothing is stored.
         """
-        run = partial(self._resources.call, PLAYING_OFF, jobs.contest_calls, plain, dict(calls))
-        found: jobs.Calls | None = self._resources.released(run).value
-        return found
+        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls))
+        return lambda: run().value
 
     def screen(self, subject: Subject) -> Trial:
         """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
@@ -221,6 +220,13 @@ class Tuner:
             PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
         ).value
         return found
+
+    def play_off_later(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
+    ) -> Callable[[], Contest | None]:
+        """As :meth:`play_off`, when the measuring process has nothing else to do."""
+        run = self._resources.later(PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept))
+        return lambda: run().value
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
         """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.

@@ -161,7 +161,7 @@ class Calls:
 def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject]) -> Calls:
     """Check libraries' calls against the ops that they stand for, and time the right ones beside these."""
     with torch.no_grad():
-        desk = _desk(bench, plain)
+        desk = _Desk(bench, plain)  # perhaps run in the middle of another subject's tune, whose desk stays
         runs: dict[str, Run] = {UNFUSED: plain.eager}
         failed: dict[str, str] = {}
         for name, subject in calls.items():

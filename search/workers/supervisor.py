@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import math
 import os
 import pickle
 import signal
@@ -32,15 +31,19 @@ _NICE = 10
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
 #: Option of prctl: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
-#: Lane of jobs that some idle background worker does in its own time; nobody is told what came of them.
-BACKGROUND = -1
+#: The measuring lane, and that of jobs that some idle background worker does in its own time; nobody is told what came
+#: of the latter.
+MEASURING, BACKGROUND = 0, -1
+#: For how long nothing else may have been measured when a spare job is: between two jobs that somebody waits for there
+#: are only moments.
+_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
 class Request:
     """A job for one lane: a pickled ``(function, args)``, at most ``limit_s`` seconds long.
 
-    A ``spare`` one of the background waits until no others do.
+    A ``spare`` one of the background waits until no others do, one of the measuring lane until that is idle.
     """
 
     lane: int
@@ -57,15 +60,19 @@ class _Lane:
     pid: int
     pipe: Connection
     request: Request | None = None
-    deadline: float = math.inf
+    deadline: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self.request is not None
 
 
 class Supervisor:
     """Runs requests of its parent in one worker process per lane, until the parent is gone.
 
-    ``parent`` sends requests and gets ``(job, state, payload)``. Lane 0, which measures, has so many torch ``threads``,
-    the compiling lanes have one each and run on ``cores``: the OpenMP runtime may have bound this process to one core.
-    The ``background`` workers have the lanes -1, -2, ...
+    ``parent`` sends requests and gets ``(job, state, payload)``. The measuring lane has so many torch ``threads``, the
+    compiling lanes have one each and run on ``cores``: the OpenMP runtime may have bound this process to one core. The
+    ``background`` workers have the lanes -1, -2, ...
     """
 
     def __init__(
@@ -77,6 +84,9 @@ class Supervisor:
         self._threads = threads
         self._background = range(-1, -1 - background, -1)
         self._backlog: list[Request] = []
+        #: Requests of the measuring lane that were not started, and since when the lane is idle.
+        self._unmeasured: list[Request] = []
+        self._idle_since = clock()
         #: Requests that wait for the same job of a background worker.
         self._held: dict[int, list[Request]] = {}
         self._cores = tuple(cores)
@@ -93,45 +103,58 @@ class Supervisor:
                 self._end(number)
 
     def _step(self) -> None:
-        deadline = min((lane.deadline for lane in self._lanes.values()), default=math.inf)
-        patience = max(0.0, deadline - self._clock()) if deadline < math.inf else None
+        deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
+        if self._unmeasured and not self._is_busy(MEASURING):
+            deadlines.append(self._idle_since + _PAUSE_S)
+        patience = max(0.0, min(deadlines) - self._clock()) if deadlines else None
         ready = wait([self._parent, *(lane.pipe for lane in self._lanes.values())], patience)
         for number, lane in list(self._lanes.items()):
             if lane.pipe in ready:
                 self._collect(number, lane)
-            elif self._clock() >= lane.deadline:
+            elif lane.busy and self._clock() >= lane.deadline:
                 self._end(number)
                 self._finish(number, lane.request, TIMED_OUT, "")
         if self._parent in ready:
             request = self._parent.recv()
             if request.lane == BACKGROUND:
                 self._backlog.append(request)
+            elif request.lane == MEASURING:
+                self._unmeasured.append(request)
             else:
                 self._take(request)
         self._feed()
 
     def _take(self, request: Request) -> None:
         """Start a job, unless a background worker is at it already: then its result will do."""
-        if request.lane > 0:
-            for number in self._background:
-                lane = self._lanes.get(number)
-                if lane is not None and lane.request is not None and lane.request.payload == request.payload:
-                    self._held.setdefault(number, []).append(request)
-                    return
-            self._backlog = [one for one in self._backlog if one.payload != request.payload]
-        self._start(request)
-
-    def _feed(self) -> None:
-        """Hand waiting background jobs to idle background workers."""
         for number in self._background:
             lane = self._lanes.get(number)
-            if self._backlog and (lane is None or lane.request is None):
-                waiting = min(self._backlog, key=lambda request: request.spare)  # of equals the first
+            if lane is not None and lane.request is not None and lane.request.payload == request.payload:
+                self._held.setdefault(number, []).append(request)
+                return
+        self._backlog = [one for one in self._backlog if one.payload != request.payload]
+        self._start(request)
+
+    def _is_busy(self, number: int) -> bool:
+        lane = self._lanes.get(number)
+        return lane is not None and lane.busy
+
+    def _feed(self) -> None:
+        """Hand waiting jobs to the measuring lane and to background workers that are idle."""
+        if self._unmeasured and not self._is_busy(MEASURING):
+            waiting = min(self._unmeasured, key=lambda request: request.spare)  # of equals the first
+            if not waiting.spare or self._clock() >= self._idle_since + _PAUSE_S:
+                self._unmeasured.remove(waiting)
+                self._start(waiting)
+        for number in self._background:
+            if self._backlog and not self._is_busy(number):
+                waiting = min(self._backlog, key=lambda request: request.spare)
                 self._backlog.remove(waiting)
                 self._start(replace(waiting, lane=number))
 
     def _finish(self, number: int, request: Request | None, state: str, payload: Any) -> None:
         """Tell who waits for what a lane has done."""
+        if number == MEASURING:
+            self._idle_since = self._clock()
         if request is not None and number not in self._background:
             self._parent.send((request.job, state, payload))
         for held in self._held.pop(number, ()):
@@ -163,7 +186,7 @@ class Supervisor:
             if request is not None:
                 self._finish(number, request, CRASHED, cause)
             return
-        lane.request, lane.deadline = None, math.inf
+        lane.request = None
         if fatal:
             self._end(number)
         self._finish(number, request, state, payload)
@@ -173,7 +196,7 @@ class Supervisor:
         lane = self._lanes.pop(number)
         lane.pipe.close()
         # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
-        status = _reap(lane.pid, 0.5 if lane.request is not None and self._clock() < lane.deadline else 0.0)
+        status = _reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
         if status is None:
             kill_tree(lane.pid)  # a compiler with a session of its own too
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -249,7 +272,7 @@ def _work(pipe: Connection, threads: int) -> None:
 
 
 def _attempt(request: bytes) -> tuple[str, Any, bool]:
-    """Of one job its state, its payload, and whether the process is beyond further use."""
+    """Run one job: its state, its payload, and whether the process is beyond further use."""
     try:
         function, args = pickle.loads(request)
         return OK, pickle.dumps(function(*args)), False

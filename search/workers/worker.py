@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fuseplan.search.errors import MachineFailureError
-from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, OK, STARVED, TIMED_OUT, Request
+from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, MEASURING, OK, STARVED, TIMED_OUT, Request
 
 #: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
 _BOOT = (
@@ -34,6 +34,7 @@ _BOOT = (
     "json.loads(sys.argv[6]))"
 )
 _CLOSE_S = 5.0
+_LOST = "the worker's supervisor ended"
 #: Cores that background jobs leave to this process and to what is measured.
 _SPARED = 2
 
@@ -65,6 +66,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@dataclass
+class _Promise:
+    """A job that nobody waits for yet: its limit, where the log was when it was sent, and its outcome."""
+
+    limit_s: float
+    log_start: int
+    outcome: Outcome | None = None
+
+
 class WorkerPool:
     """Worker processes with time limits; starts with the first job, restarts by itself, and is a context manager.
 
@@ -80,6 +90,8 @@ class WorkerPool:
         self.compilers = max(1, compilers if compilers is not None else usable_cores())
         self._bind = bind
         self._threads = torch.get_num_threads()
+        self._jobs = 0
+        self._promised: dict[int, _Promise] = {}
         #: Another thread may prefetch while a job is sent.
         self._sending = threading.Lock()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
@@ -95,7 +107,36 @@ class WorkerPool:
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
         """Run one job in the measuring process, alone: a module-level function and picklable arguments."""
-        return self._run(function, [args], limit_s, lanes=[0])[0]
+        return self._run(function, [args], limit_s, lanes=[MEASURING])[0]
+
+    def submit(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Callable[[], Outcome]:
+        """Run one job in the measuring process when it has nothing else to do; at once returns what waits for it."""
+        payload = pickle.dumps((function, args))
+        with self._sending:
+            pipe = self._running()
+            job = self._jobs
+            self._jobs += 1
+            promise = self._promised[job] = _Promise(limit_s, self._log.seek(0, os.SEEK_END))
+            with contextlib.suppress(OSError):  # the end of its supervisor shows when somebody waits
+                pipe.send(Request(MEASURING, job, limit_s, payload, spare=True))
+
+        def wait() -> Outcome:
+            while promise.outcome is None:
+                try:
+                    self._keep(*pipe.recv())
+                except (EOFError, ConnectionError):
+                    self.close()
+                except BaseException:
+                    self.close()
+                    raise
+            return promise.outcome
+
+        return wait
+
+    def _keep(self, job: int, state: str, payload: Any) -> None:
+        """Note what came of a job that nobody waited for."""
+        promise = self._promised.pop(job)
+        promise.outcome = self._outcome(state, payload, promise.limit_s, promise.log_start)
 
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
         """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
@@ -127,6 +168,9 @@ class WorkerPool:
         """End every process of the pool; a later job starts a new one."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
+        for promise in self._promised.values():
+            promise.outcome = Outcome(failure=_LOST)
+        self._promised.clear()
         if process is not None and not self._used:
             process.kill()  # it has no workers yet, and would finish its imports first
         self._used = False
@@ -162,40 +206,49 @@ class WorkerPool:
         self._pipe = Connection(ours.detach())
         return self._pipe
 
+    def _running(self) -> Connection:
+        """The pipe to a supervisor that lives, and will have worked."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+        self._used = True
+        return self._pipe or self._start()
+
     def _run(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, lanes: list[int]
     ) -> list[Outcome]:
         if not arguments:
             return []
         with self._sending:
-            if self._process is not None and self._process.poll() is not None:
-                self.close()
-            pipe = self._pipe or self._start()
-            self._used = True
+            pipe = self._running()
         payloads = [pickle.dumps((function, args)) for args in arguments]
+        first = self._jobs
+        self._jobs += len(arguments)
         outcomes: dict[int, Outcome] = {}
         lane_of: dict[int, int] = {}
         log_start = self._log.seek(0, os.SEEK_END)
         try:
             while len(outcomes) < len(arguments):
                 while lanes and len(outcomes) + len(lane_of) < len(arguments):
-                    job = len(outcomes) + len(lane_of)
-                    lane_of[job] = lanes.pop()
+                    number = len(outcomes) + len(lane_of)
+                    lane_of[first + number] = lane = lanes.pop()
                     with self._sending:
-                        pipe.send(Request(lane_of[job], job, limit_s, payloads[job]))
+                        pipe.send(Request(lane, first + number, limit_s, payloads[number]))
                 job, state, payload = pipe.recv()
+                if job in self._promised:
+                    self._keep(job, state, payload)
+                    continue
                 lanes.append(lane_of.pop(job))
-                outcomes[job] = self._outcome(state, payload, limit_s, log_start)
+                outcomes[job - first] = self._outcome(state, payload, limit_s, log_start)
         except (EOFError, ConnectionError):
             last = self._last_words(log_start)
             self.close()
-            lost = Outcome(failure=f"the worker's supervisor ended{last}")
-            return [outcomes.get(job, lost) for job in range(len(arguments))]
+            lost = Outcome(failure=f"{_LOST}{last}")
+            return [outcomes.get(number, lost) for number in range(len(arguments))]
         except BaseException:
             # Interrupted with jobs under way: their lanes are busy, so the next job gets new ones.
             self.close()
             raise
-        return [outcomes[job] for job in range(len(arguments))]
+        return [outcomes[number] for number in range(len(arguments))]
 
     def _outcome(self, state: str, payload: Any, limit_s: float, log_start: int) -> Outcome:
         if state == OK:

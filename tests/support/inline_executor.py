@@ -27,6 +27,10 @@ class InlineExecutor:
         except Exception as error:
             return Outcome(failure=f"{type(error).__name__}: {error}", of_machine=of_machine(error))
 
+    def submit(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Callable[[], Outcome]:
+        outcome = self.call(function, *args, limit_s=limit_s)
+        return lambda: outcome
+
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
         return [self.call(function, *args, limit_s=limit_s) for args in arguments]
 

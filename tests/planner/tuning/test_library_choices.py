@@ -111,7 +111,7 @@ def test_a_call_that_hardly_gains_leaves_the_matmul_to_aten(
 def test_where_the_run_of_all_calls_fails_they_are_timed_one_by_one(
     tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *args: None)
+    monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *args: lambda: None)
     plan, _, _ = planned(tmp_path, library_us={library.name: 6.0})
     assert {group.implementation for group in plan.record.groups} == {"cpp", library.name}
 

@@ -171,3 +171,13 @@ def test_a_job_that_the_background_fails_at_is_tried_again(supervised: Supervise
     assert supervised.pass_time(1.0) == [(4, TIMED_OUT, "")]
     supervised.ask(5, crash, lane=1)
     assert supervised.answer() == (5, CRASHED, "killed by SIGSEGV")
+
+
+def test_a_spare_measurement_waits_until_nothing_else_is_measured(supervised: Supervised, tmp_path: Path) -> None:
+    supervised.ask(1, journal, tmp_path, "spare", spare=True)
+    supervised.ask(2, journal, tmp_path, "first")
+    supervised.ask(3, journal, tmp_path, "second")
+    assert [supervised.answer()[0] for _ in range(2)] == [2, 3]
+    assert supervised.pass_time(0.0) == []
+    assert [job for job, _, _ in supervised.pass_time(1.0)] or supervised.answer()[0] == 1
+    assert (tmp_path / "journal").read_text().split() == ["first", "second", "spare"]

@@ -96,6 +96,22 @@ def test_a_pool_prefetches_beside_its_jobs(pool: WorkerPool, tmp_path: Path) -> 
     assert not (tmp_path / "never").exists()
 
 
+def test_outcomes_of_submitted_jobs_find_who_asked(pool: WorkerPool) -> None:
+    later = [pool.submit(add, number, 1, limit_s=LIMIT) for number in range(3)]
+    failing = pool.submit(fail, limit_s=LIMIT)
+    assert pool.call(add, 20, 3, limit_s=LIMIT).value == 23
+    assert [one.value for one in pool.map(add, [(4, 5), (6, 7), (8, 9)], limit_s=LIMIT)] == [9, 13, 17]
+    assert [later[number]().value for number in (2, 0, 1, 2)] == [3, 1, 2, 3]
+    assert failing().failure
+
+
+def test_submitted_jobs_end_with_the_supervisor(pool: WorkerPool) -> None:
+    lost = pool.submit(kill_parent, limit_s=LIMIT)
+    behind = pool.submit(add, 1, 1, limit_s=LIMIT)
+    assert "supervisor ended" in lost().failure and "supervisor ended" in behind().failure
+    assert pool.submit(add, 1, 2, limit_s=LIMIT)().value == 3
+
+
 def test_the_inline_executor_reports_like_the_pool() -> None:
     inline = InlineExecutor()
     assert inline.call(add, 1, 2, limit_s=1).value == 3

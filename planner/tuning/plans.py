@@ -1,0 +1,56 @@
+"""The plan of a graph: a record for each occurrence of its regions; and where plans are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from fuseplan.planner.graph.dataflow import Region
+from fuseplan.search.store.database import Lookup
+from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey
+
+Source = Literal["database", "tuned", "model"]
+
+
+class PlanStore(Protocol):
+    """Where plans are looked up: a database, or a layered one."""
+
+    def get_plans(self, keys: Iterable[RecordKey]) -> Mapping[RecordKey, Lookup[PlanRecord]]: ...
+
+    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool: ...
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """The plan of one occurrence of a region.
+
+    Attributes:
+        region: The occurrence.
+        record: The plan.
+        source: Where it comes from.
+        shipped: Whether the record comes with the package.
+        decided: Plans of the parts that were measured for it; other parts had plans already.
+    """
+
+    region: Region
+    record: PlanRecord
+    source: Source
+    shipped: bool = False
+    decided: tuple[PlanRecord, ...] = ()
+
+    def group_ops(self, choice: GroupChoice) -> tuple[str, ...]:
+        """Names of the ops of one of the record's groups in this occurrence."""
+        return tuple(self.region.ops[position] for position in choice.ops)
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The plans of a graph's regions, in graph order, and how long the look-ups took."""
+
+    regions: tuple[RegionPlan, ...]
+    lookup_us: float = 0.0
+
+    def unique(self) -> list[RegionPlan]:
+        """The first occurrence of each distinct region."""
+        return list({plan.region.key: plan for plan in reversed(self.regions)}.values())[::-1]

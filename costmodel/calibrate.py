@@ -150,8 +150,10 @@ class _Table:
 
     def rows(self, chosen: npt.NDArray[np.intp]) -> _Table:
         """The chosen samples alone."""
-        columns = (self.terms, self.moves, self.floor_us, self.measured_us)
-        return _Table(*(column[chosen] for column in columns), self.calls[chosen], self.on_gpu)
+        terms, moves, floor_us, measured_us = self.terms, self.moves, self.floor_us, self.measured_us
+        return _Table(
+            terms[chosen], moves[chosen], floor_us[chosen], measured_us[chosen], self.calls[chosen], self.on_gpu
+        )
 
     def fit(self) -> _Array:
         """The factors that suit the samples best."""

@@ -184,44 +184,42 @@ def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
     cols = min(elements, _COLS)
     rows = elements // cols
     x = (torch.rand(rows, cols) + 0.5).to(dtype)
-    y, indices = torch.rand_like(x), torch.arange(rows)
+    y, indices, numbers = torch.rand_like(x), torch.arange(rows), torch.arange(elements)
     mask = (torch.arange(cols) < cols // 2).expand(rows, cols).contiguous()
     heads = x.view(rows, cols // _HEAD, _HEAD).transpose(0, 1)
     cache = heads.contiguous()
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
-    found: dict[str, Call] = {f"{name}.default": partial(_op(name, "default"), x) for name in _UNARY}
-    found |= {f"{name}.Tensor": partial(_op(name, "Tensor"), x, y) for name in _BINARY}
-    found |= {
-        "add.Tensor.number": partial(_aten.add.Tensor, x, 1.5),
-        "mul.Tensor.number": partial(_aten.mul.Tensor, x, 1.5),
-        "pow.Tensor_Scalar": partial(_aten.pow.Tensor_Scalar, x, 2),
-        "le.Tensor": partial(_aten.le.Tensor, x, y),
-        "where.self": partial(_aten.where.self, mask, x, y),
-        "to.dtype": partial(_aten.to.dtype, x, other),
-        "mean.dim": partial(_aten.mean.dim, x, [-1], True),
-        "sum.dim_IntList": partial(_aten.sum.dim_IntList, x, [-1], True),
-        "amax.default": partial(_aten.amax.default, x, [-1], True),
-        "softmax.int": partial(_aten.softmax.int, x, -1),
-        "layer_norm.default": partial(_aten.layer_norm.default, x, [cols]),
-        "cat.default": partial(_aten.cat.default, [x[:, cols // 2:], x[:, :cols // 2]], -1),
-        "embedding.default": partial(_aten.embedding.default, x, indices),
-        "index_select.default": partial(_aten.index_select.default, x, 0, indices),
-        "index_copy_.default": partial(_aten.index_copy_.default, torch.zeros_like(cache), -2, indices, cache),
-        "reshape.default": partial(_aten.reshape.default, heads, [-1]),
-        "contiguous.default": partial(_aten.contiguous.default, heads) if rows > 1 else partial(_aten.clone.default, x),
-        "zeros.default": partial(_aten.zeros.default, [rows, cols], dtype=dtype),
+    own = [partial(getattr(_aten, name).default, x) for name in _UNARY]
+    own += [partial(getattr(_aten, name).Tensor, x, y) for name in _BINARY]
+    own += [
+        partial(_aten.add.Tensor, x, 1.5),
+        partial(_aten.mul.Tensor, x, 1.5),
+        partial(_aten.pow.Tensor_Scalar, x, 2),
+        partial(_aten.le.Tensor, x, y),
+        partial(_aten.where.self, mask, x, y),
+        partial(_aten.to.dtype, x, other),
+        partial(_aten.mean.dim, x, [-1], True),
+        partial(_aten.sum.dim_IntList, x, [-1], True),
+        partial(_aten.amax.default, x, [-1], True),
+        partial(_aten.softmax.int, x, -1),
+        partial(_aten.layer_norm.default, x, [cols]),
+        partial(_aten.cat.default, [x[:, cols // 2:], x[:, :cols // 2]], -1),
+        partial(_aten.embedding.default, x, indices),
+        partial(_aten.index_select.default, x, 0, indices),
+        partial(_aten.index_copy_.default, torch.zeros_like(cache), -2, indices, cache),
+        partial(_aten.reshape.default, heads, [-1]),
+        partial(_aten.zeros.default, [rows, cols], dtype=dtype),
+    ]
+    type_name = str(dtype).removeprefix("torch.")
+    typed: dict[str, Call] = {
+        f"{call.func}.{type_name}{'.number' if isinstance(call.args[-1], float) else ''}": call for call in own
     }
-    typed: dict[str, Call] = {}
-    for name, call in found.items():
-        op, number, _ = name.partition(".number")
-        typed[f"aten.{op}.{str(dtype).removeprefix('torch.')}{number}"] = call
+    typed[f"aten.contiguous.default.{type_name}"] = partial(_aten.clone.default, x)
+    if rows > 1:
+        typed[f"aten.contiguous.default.{type_name}"] = partial(_aten.contiguous.default, heads)
     if dtype is torch.float32:
         typed["aten.arange.default.int64"] = partial(_aten.arange.default, elements)
         typed["aten.__and__.Tensor.bool"] = partial(_aten.__and__.Tensor, mask, mask)
-        typed["aten.add.Tensor.int64.number"] = partial(_aten.add.Tensor, torch.arange(elements), 1)
-        typed["aten.le.Tensor.int64"] = partial(_aten.le.Tensor, torch.arange(elements), torch.arange(elements))
+        typed["aten.add.Tensor.int64.number"] = partial(_aten.add.Tensor, numbers, 1)
+        typed["aten.le.Tensor.int64"] = partial(_aten.le.Tensor, numbers, numbers)
     return typed
-
-
-def _op(name: str, overload: str) -> Callable[..., torch.Tensor]:
-    return getattr(getattr(_aten, name), overload)  # type: ignore[no-any-return]

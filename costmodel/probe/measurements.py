@@ -64,18 +64,14 @@ def time_host_calls(
     device: str, timer: CallTimer, kernel_call: Call | None, progress: Callable[[float], None], budget: TimeBudget
 ) -> tuple[dict[int, Timing], Timing | None, Timing]:
     """What :class:`Measurements` calls ``eager``, ``kernel`` and ``view``."""
-    eager = {size: _eager_call(size, device) for size in _EAGER_BYTES}
+    arrays = {size: torch.rand(size // 12, device=device) for size in _EAGER_BYTES}
+    eager = {size: partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x)) for size, x in arrays.items()}
     timings = time_calls(eager, timer, progress, budget.part(0.6))
     others: dict[str, Call] = {"view": partial(torch.ops.aten.transpose.int, torch.zeros(4, 4, device=device), 0, 1)}
     if kernel_call is not None:
         others["kernel"] = kernel_call
     found = time_calls(others, timer, budget=budget)
     return timings, found.get("kernel"), found["view"]
-
-
-def _eager_call(footprint_bytes: int, device: str) -> Call:
-    x = torch.rand(footprint_bytes // 12, device=device)
-    return partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x))
 
 
 def stream_sizes(largest_bytes: int, step: float, cache_bytes: int = 0) -> list[int]:

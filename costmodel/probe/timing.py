@@ -241,7 +241,12 @@ def time_calls(
     get smaller, passes after the first are left out, and so are the calls after the first ``least`` ones (None: all
     are timed, with one sample each); it is noted then. ``progress`` receives what is done of the first two passes.
     """
-    samplers = _warmed_up(calls, timer, budget.part(_WARM_UP), len(calls) if least is None else least)
+    warm_up = budget.part(_WARM_UP)
+    samplers: dict[_Key, Sampler] = {}
+    for number, (key, call) in enumerate(calls.items()):
+        if least is not None and number >= least and warm_up.left_us() <= 0:
+            break
+        samplers[key] = timer.prepare(call, warm_up.share_us(len(calls) - number))
     batches: dict[_Key, list[list[float]]] = {key: [] for key in samplers}
     for number in range(2):
         for position, (key, sampler) in enumerate(samplers.items(), start=1):
@@ -256,16 +261,6 @@ def time_calls(
     if len(samplers) < len(calls) or budget.left_us() <= 0:
         budget.note()
     return {key: Timing.of(batches[key]) for key in samplers}
-
-
-def _warmed_up(calls: Mapping[_Key, Call], timer: CallTimer, budget: TimeBudget, least: int) -> dict[_Key, Sampler]:
-    """The samplers of all calls, or of as many as the time is enough for, and the first ``least`` ones in any case."""
-    samplers: dict[_Key, Sampler] = {}
-    for number, (key, call) in enumerate(calls.items()):
-        if number >= least and budget.left_us() <= 0:
-            break
-        samplers[key] = timer.prepare(call, budget.share_us(len(calls) - number))
-    return samplers
 
 
 def _typical(batches: Sequence[Sequence[float]]) -> float:

@@ -7,7 +7,6 @@ does.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections import deque
@@ -31,6 +30,8 @@ _REFRESH = 256
 _TRIES = 3
 #: Numbers in the job's array: some ten microseconds on two cores, enough to involve every thread of the pool.
 _NUMBERS = 65_536
+#: By the number of threads.
+_YARDSTICKS: dict[int, Yardstick] = {}
 
 
 class Yardstick:
@@ -83,9 +84,5 @@ def _exponentials() -> Callable[[], object]:
 
 def processor_yardstick() -> Yardstick:
     """This process's yardstick for the number of threads that torch uses now."""
-    return _yardstick(torch.get_num_threads())
-
-
-@functools.cache
-def _yardstick(threads: int) -> Yardstick:
-    return Yardstick()
+    threads = torch.get_num_threads()
+    return _YARDSTICKS.get(threads) or _YARDSTICKS.setdefault(threads, Yardstick())

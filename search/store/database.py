@@ -132,7 +132,6 @@ class Database:
         return self._get_all(tables.PLANS, PlanRecord, keys)
 
     def put_plan(self, plan: PlanRecord) -> None:
-        """Store a plan."""
         with self.writing() as connection:
             tables.upsert(connection, tables.PLANS, rows.record_row(plan))
 
@@ -154,11 +153,9 @@ class Database:
         return dict(self._sound(rows.read_device, tables.DEVICES, found)).get(device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
-        """Store a device spec under the device's identity."""
         self._put_json(tables.DEVICES, {"device": device}, spec)
 
     def devices(self) -> dict[str, dict[str, Any]]:
-        """Every readable device spec, by identity."""
         return dict(self._sound(rows.read_device, tables.DEVICES, self._select(tables.DEVICES)))
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
@@ -168,7 +165,6 @@ class Database:
         return dict(self._sound(rows.read_json, tables.CAPTURES, found))
 
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
-        """Cache a capture (any JSON object)."""
         self._put_json(tables.CAPTURES, {"name": name}, capture)
 
     def log_trial(self, trial: Trial, versions: Versions) -> None:

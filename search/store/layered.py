@@ -15,9 +15,8 @@ from fuseplan.search.store import codec
 from fuseplan.search.store.database import Database, Lookup, reservations
 from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord
 from fuseplan.search.store.rows import R
-from fuseplan.search.store.transfer import checked_lines
+from fuseplan.search.store.transfer import KINDS, checked_lines
 
-_KINDS: Mapping[type, str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
 #: Where they are. Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
 FOLDER = Path(__file__).parent / "records"
 
@@ -60,11 +59,9 @@ class LayeredDatabase:
         return self._all(TuningRecord, self.user.records())
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
-        """Those of the user's layer."""
         return self.user.captures(prefix)
 
     def misses(self) -> list[dict[str, Any]]:
-        """Those of the user's layer."""
         return self.user.misses()
 
     def get_device(self, device: str) -> dict[str, Any] | None:
@@ -72,7 +69,6 @@ class LayeredDatabase:
         return self.user.get_device(device) or next(self._devices(device), None)
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
-        """Count a miss in the user's layer."""
         return self.user.log_miss(key, label, payload)
 
     def _look_up(self, cls: type[R], key: RecordKey, users: R | None) -> Lookup[R]:
@@ -105,7 +101,7 @@ class LayeredDatabase:
 
     def _decoded(self, cls: type[R], text: str = "") -> Iterator[R]:
         """The shipped records of one kind; those whose line holds ``text``."""
-        kind = _KINDS[cls]
+        kind = KINDS[cls]
         for line in self._lines:
             # A text search first: to decode whole files would cost a compilation tens of milliseconds.
             if line.startswith(f'{{"{kind}"') and text in line and (record := _decode(cls, kind, line)) is not None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, Table, literal_column, select
 
-from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.registry import malformed_config
 from fuseplan.search.errors import DatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
@@ -100,19 +99,13 @@ def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
         found = _READERS[table](row)
     except RecordError as error:
         return str(error)
-    for backend, config in _configs(found):
+    configs = [(found.backend, found.config)] if isinstance(found, TuningRecord | Trial) else []
+    if isinstance(found, PlanRecord):
+        configs = [(group.implementation, group.config) for group in found.groups if group.is_kernel]
+    for backend, config in configs:
         if reason := malformed_config(backend, config):
             return f"no kernel of {backend} has a configuration of it: {reason}"
     return ""
-
-
-def _configs(record: object) -> list[tuple[str, Config]]:
-    """The configurations in a record, each with its back end."""
-    if isinstance(record, PlanRecord):
-        return [(group.implementation, group.config) for group in record.groups if group.is_kernel]
-    if isinstance(record, TuningRecord | Trial):
-        return [(record.backend, record.config)]
-    return []
 
 
 def _name(table: Table, row: Mapping[str, Any]) -> str:

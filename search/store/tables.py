@@ -25,18 +25,8 @@ from fuseplan.search.errors import (
     brief,
     plain,
 )
-from fuseplan.search.store.location import (
-    APPLICATION_ID,
-    FileIdentity,
-    check_ours,
-    file_size,
-    identity,
-    location_name,
-    move_aside,
-    server_limits,
-    sqlite_file,
-    without_secrets,
-)
+from fuseplan.search.store import location
+from fuseplan.search.store.location import location_name, sqlite_file, without_secrets
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 METADATA = sa.MetaData()
@@ -103,10 +93,10 @@ def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
             raise ReadOnlyDatabaseError(
                 f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"
             ) from None
-        file_size(file)
+        location.file_size(file)
     engine = _engine(url)
     for _ in range(_ATTEMPTS):
-        found = None if file is None else identity(file)
+        found = None if file is None else location.identity(file)
         try:
             _create_or_check(engine)
             return engine
@@ -115,7 +105,7 @@ def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
                 raise
             engine.dispose()
             # None: another process has been quicker, and what lies there now is fresh.
-            if (moved := move_aside(file, found, str(error))) is not None:
+            if (moved := location.move_aside(file, found, str(error))) is not None:
                 warnings.warn(f"{error}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
     again = "is corrupt again each time that it is made afresh"
     raise CorruptDatabaseError(f"tuning database {location_name(url)} {again}")
@@ -126,14 +116,14 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
     something that cannot be used.
     """
     file = sqlite_file(url)
-    if file is not None and not file_size(file):
+    if file is not None and not location.file_size(file):
         return None
     engine = _engine(url, "" if file is None else "mode=ro")
     try:
         return engine if check_schema(engine) else None
     except CorruptDatabaseError as error:
         if file is not None:
-            check_ours(file, str(error))
+            location.check_ours(file, str(error))
         raise
     except DatabaseError as error:
         if file is None or isinstance(error, SchemaVersionError | ForeignDatabaseError):
@@ -147,7 +137,7 @@ def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
     file = sqlite_file(url)
     if file is None:
         try:
-            limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else server_limits(url)
+            limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else location.server_limits(url)
             engine = sa.create_engine(url, connect_args=limits)
         except (*DRIVER_ERRORS, ImportError) as error:
             message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
@@ -181,8 +171,8 @@ def close_with(owner: object, engine: sa.Engine) -> None:
 def _leave_what_is_not_ours(engine: sa.Engine, file: Path) -> None:
     """Open the database again in a forked process, and when another file has taken its place."""
 
-    def owner_and_file() -> tuple[int, FileIdentity | None]:
-        return os.getpid(), identity(file)
+    def owner_and_file() -> tuple[int, location.FileIdentity | None]:
+        return os.getpid(), location.identity(file)
 
     @sa.event.listens_for(engine, "connect")
     def _connect(_connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
@@ -232,10 +222,10 @@ def _create_or_check(engine: sa.Engine) -> None:
         return
     with transaction(engine) as connection:
         if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({location.APPLICATION_ID})")
         METADATA.create_all(connection)
         if engine.dialect.name == "sqlite":
-            connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
+            connection.exec_driver_sql(f"PRAGMA application_id={location.APPLICATION_ID}")
         for name, value in (("application", _APPLICATION), ("schema_version", str(SCHEMA_VERSION)), ("created", now())):
             upsert(connection, META, {"name": name, "value": value})
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,8 @@ from fuseplan.search.store.rows import device_spec, json_row, record_row
 _FORMAT = "fuseplan-records"
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """The content of an export file: device specs by identity, tuning records, plans."""
-
-    devices: dict[str, dict[str, Any]]
-    records: tuple[TuningRecord, ...]
-    plans: tuple[PlanRecord, ...]
+#: What a line that holds a record begins with.
+KINDS: Mapping[type, str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
 
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
@@ -33,13 +28,10 @@ def export(database: Database, path: Path, device: str | None = None) -> int:
     DatabaseError where a part of the database cannot be read; ``path`` is then as it was.
     """
     lines = [_line({"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()})]
-    for name, spec in sorted(database.devices().items()):
-        if device in (None, name):
-            lines.append(_line({"device": name, "spec": spec}))
-    for record in database.everything():
-        if device in (None, record.key.device):
-            kind = "tuning_record" if isinstance(record, TuningRecord) else "plan_record"
-            lines.append(_line({kind: json.loads(codec.dumps(record))}))
+    specs, records = database.devices(), database.everything()
+    lines += [_line({"device": name, "spec": specs[name]}) for name in sorted(specs) if device in (None, name)]
+    wanted = [record for record in records if device in (None, record.key.device)]
+    lines += [_line({KINDS[type(record)]: json.loads(codec.dumps(record))}) for record in wanted]
     if database.engine is None or database.broken:
         raise DatabaseError(f"there is no readable tuning database at {database.where}, so nothing was exported")
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -63,20 +55,17 @@ def _line(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n"
 
 
-def read_bundle(path: Path) -> Bundle:
-    """Read and check an export file; ImportRefusedError where it is missing, truncated, altered, or none, and
-    SchemaVersionError where it is of another schema version.
+def read_bundle(path: Path) -> tuple[dict[str, dict[str, Any]], list[TuningRecord | PlanRecord]]:
+    """Device specs by identity, and records, of an export file. ImportRefusedError where it is missing, truncated,
+    altered, or none, and SchemaVersionError where it is of another schema version.
     """
     devices: dict[str, dict[str, Any]] = {}
-    records: list[TuningRecord] = []
-    plans: list[PlanRecord] = []
+    records: list[TuningRecord | PlanRecord] = []
     for number, line in enumerate(checked_lines(path), 2):
         item = _object(line, path, number)
         try:
-            if "tuning_record" in item:
-                records.append(codec.from_data(TuningRecord, item["tuning_record"]))
-            elif "plan_record" in item:
-                plans.append(codec.from_data(PlanRecord, item["plan_record"]))
+            if found := [codec.from_data(cls, item[kind]) for cls, kind in KINDS.items() if kind in item]:
+                records += found
             elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
                 device_spec(item["spec"])
                 devices[item["device"]] = item["spec"]
@@ -84,7 +73,7 @@ def read_bundle(path: Path) -> Bundle:
                 raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
         except RecordError as error:
             raise ImportRefusedError(f"{path}, line {number}: {error}; nothing was imported") from None
-    return Bundle(devices, tuple(records), tuple(plans))
+    return devices, records
 
 
 def checked_lines(path: Path) -> list[str]:
@@ -130,18 +119,17 @@ def import_bundle(database: Database, path: Path) -> int:
     Returns how many records, plans and devices were taken over. Errors as :func:`read_bundle`, and then the database is
     unchanged.
     """
-    bundle = read_bundle(path)
+    devices, records = read_bundle(path)
     taken = 0
     known = database.devices()
     newest = {(type(record), record.key): record.evidence.created for record in database.everything()}
-    stored: list[TuningRecord | PlanRecord] = [*bundle.records, *bundle.plans]
     with database.writing() as connection:
-        for record in stored:
+        for record in records:
             if newest.get((type(record), record.key), "") <= record.evidence.created:
                 table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
                 tables.upsert(connection, table, record_row(record))
                 taken += 1
-        for device, spec in bundle.devices.items():
+        for device, spec in devices.items():
             if device not in known:
                 tables.upsert(connection, tables.DEVICES, json_row({"device": device}, spec))
                 taken += 1

@@ -72,7 +72,7 @@ class Space:
         exact = self.find(config)
         if exact is not None:
             return exact
-        return min(range(len(self.configs)), key=lambda number: (self._distance(self.configs[number], config), number))
+        return min(range(len(self)), key=lambda number: self._distance(self.configs[number], config))
 
     def _distance(self, mine: Config, other: Config) -> float:
         total = 0.0

@@ -104,18 +104,12 @@ class Strategy:
                 return None
             if self._kept_one:
                 return self._crossing()
-        around = self._descend()
-        if around is not None or outstanding:  # the centre of the descent may move once the outstanding times are in
-            return around
+        best = self.best if self.times else 0  # the best guess, where nothing is known yet
+        around = [] if best is None else self.space.neighbours(best)
+        found = next((position for position in around if position not in self._asked), None)
+        if found is not None or outstanding:  # the centre of the descent may move once the outstanding times are in
+            return found
         return self._sampler.ask(self._asked, self.times)
-
-    def _descend(self) -> int | None:
-        best = self.best
-        if best is None:
-            if self.times:  # everything failed so far
-                return None
-            best = 0  # nothing is known yet: the default is the best guess
-        return next((position for position in self.space.neighbours(best) if position not in self._asked), None)
 
     def _crossing(self) -> int | None:
         """The default with every step that was faster than it, each parameter's best; None when that is not promising.

@@ -80,13 +80,11 @@ class SubjectRun:
         self._event("done")
         return replace(record, evidence=replace(record.evidence, elapsed_s=round(time.monotonic() - start, 3)))
 
-    def first_batch(self) -> list[Compilation]:
-        """What :meth:`execute` would compile first."""
-        return self._compilations(self._next_batch(0.0))
-
-    def prospects(self) -> list[Compilation]:
-        """What it may want to compile after that."""
-        return self._compilations((one, position) for one in self._entries for position in one.strategy.prospects())
+    def ahead(self) -> tuple[list[Compilation], list[Compilation]]:
+        """What :meth:`execute` would compile first, and what it may want to compile after that."""
+        first = self._compilations(self._next_batch(0.0))
+        later = [(entry, position) for entry in self._entries for position in entry.strategy.prospects()]
+        return first, self._compilations(later)
 
     def screen_defaults(self) -> Trial:
         """The trial of the first default configuration that works, else of the last. The run is not ``whole``."""

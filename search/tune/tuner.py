@@ -95,7 +95,6 @@ class Tuner:
             self._executor.close()
 
     def key(self, subject: Subject) -> RecordKey:
-        """The record key of a subject here."""
         return RecordKey(subject.key, self.device, self.regime, self.numerics)
 
     def tune(
@@ -252,9 +251,9 @@ class Tuner:
         for subject in subjects:
             default = self._resources.default_of(subject)
             self._resources.compile_ahead(default)  # at once: to enumerate the others takes a while
-            run = SubjectRun(self._resources_for(minor), subject, self.key(subject), ())
-            self._resources.compile_ahead([one for one in run.first_batch() if one not in default])
-            self._resources.compile_ahead(run.prospects(), spare=True)
+            first, later = SubjectRun(self._resources_for(minor), subject, self.key(subject), ()).ahead()
+            self._resources.compile_ahead([one for one in first if one not in default])
+            self._resources.compile_ahead(later, spare=True)
 
     def prefetch_default(self, subjects: Iterable[Subject]) -> None:
         """Compile what :meth:`screen` will want of these subjects, as :meth:`prefetch` does."""

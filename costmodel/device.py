@@ -208,10 +208,10 @@ class DeviceSpec:
 
         Where overlapped launches were not measured (older devices, older specs) they cost what graph nodes do.
         """
-        if mode == "early" and "overlapped" in self.launch:
-            overlapped = self.launch["overlapped"]
+        overlapped = self.launch.get("overlapped")
+        if mode == "early" and overlapped is not None:
             return replace(overlapped, us=overlapped.best_us)
-        if mode in ("overlapped", "early") and mode not in self.launch:
+        if mode in ("overlapped", "early") and overlapped is None:
             mode = "graph"
         if mode not in self.launch:
             raise DeviceSpecError(

@@ -101,15 +101,12 @@ def probe(
     before = load()
     budget = budget or TimeBudget.of(_BUDGET_S[device_type][quick])
     report = progress or (lambda fraction, label: None)
+    if device_type == "cuda":
+        from fuseplan.costmodel.probe.cuda import measure_cuda as measure  # needs a GPU's libraries
+    else:
+        from fuseplan.costmodel.probe.cpu import measure_cpu as measure
     with torch.no_grad():
-        if device_type == "cuda":
-            from fuseplan.costmodel.probe.cuda import measure_cuda  # needs a GPU's libraries
-
-            measured = measure_cuda(identity, quick, report, kernel_call, budget)
-        else:
-            from fuseplan.costmodel.probe.cpu import measure_cpu
-
-            measured = measure_cpu(identity, quick, report, kernel_call, budget)
+        measured = measure(identity, quick, report, kernel_call, budget)
     report(1.0, "done")
     return assemble(identity, measured, before, budget.short)
 
@@ -123,8 +120,8 @@ def assemble(
     fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
     sizes = sorted(measured.eager)
     fits["eager"] = fit_linear(sizes, [measured.eager[size].typical_us for size in sizes])
-    timings = [stream.timing for stream in (*measured.streams, *measured.thread_streams)]
-    timings += [*measured.eager.values(), *(rate.timing for rate in measured.rates)]
+    timed = (*measured.streams, *measured.thread_streams, *measured.rates)
+    timings = [*(one.timing for one in timed), *measured.eager.values()]
     noise = statistics.median(timing.noise for timing in timings)  # of everything that was timed twice
     cut = [f"there was not enough time to measure everything often enough, or at all sizes: {'; '.join(short)}"]
     bandwidth = bandwidth_curve(measured.streams)
@@ -161,7 +158,7 @@ def _problems(cores: int, bandwidth: BandwidthCurve, thread_bandwidth: Bandwidth
 
 
 def _latencies(measured: Measurements, eager: LinearFit, stream_us: float) -> dict[Mode, Latency]:
-    """Latency of every mode. ``stream_us`` is the fitted launch latency of the quickest streaming kernel."""
+    """``stream_us`` is the fitted launch latency of the quickest streaming kernel."""
     quickest_us = min(timing.best_us for timing in measured.eager.values())
     launch: dict[Mode, Latency] = {
         "eager": Latency(eager.t0_us, min(quickest_us, eager.t0_us), "aten.add, allocating"),
@@ -170,12 +167,12 @@ def _latencies(measured: Measurements, eager: LinearFit, stream_us: float) -> di
     }
     if measured.kernel is not None:
         launch["kernel"] = Latency(measured.kernel.typical_us, measured.kernel.best_us, "our own launcher")
-    if measured.graph_node is not None:
-        # A kernel that moves data takes longer to start and drain than one that does nothing.
-        best_us = min(measured.graph_node.best_us, stream_us)
+    # A kernel that moves data takes longer to start and drain than one that does nothing.
+    if (node := measured.graph_node) is not None:
+        best_us = min(node.best_us, stream_us)
         launch["graph"] = Latency(stream_us, best_us, "aten elementwise kernel; best: empty kernel")
-    if measured.overlapped_node is not None and measured.overlapped_kernel is not None:
+    if (node := measured.overlapped_node) is not None and measured.overlapped_kernel is not None:
         typical_us = measured.overlapped_kernel.typical_us
-        best_us = min(measured.overlapped_node.best_us, typical_us)
+        best_us = min(node.best_us, typical_us)
         launch["overlapped"] = Latency(typical_us, best_us, "elementwise kernel that waits; best: empty kernel")
     return launch

@@ -203,7 +203,6 @@ class GraphTimer:
 
     sample_us: float
     repeats: int
-    max_calls: int = 1000
 
     def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
         """As :meth:`HostCallTimer.prepare`."""
@@ -215,7 +214,7 @@ class GraphTimer:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        calls = _count(self.sample_us, replay_us(record_calls([call] * 10), 10), self.max_calls)
+        calls = _count(self.sample_us, replay_us(record_calls([call] * 10), 10), 1000)
         graph = record_calls([call] * calls)
         replay_us(graph, calls)
         return lambda limit_us: self._batch(graph, calls, limit_us)

@@ -7,16 +7,15 @@ produced is *stale*: offered for re-validation, never served as a hit.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
-from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, and_, select
+from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, select
 
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
@@ -28,7 +27,6 @@ Mode = Literal["write", "inspect", "read"]
 #: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
 _SILENT: dict[URL, float] = {}
 _SILENT_S = 60.0
-_D = TypeVar("_D")
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Database:
 
     def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
         """The tuning record of exactly this key."""
-        return self._get_all(tables.TUNINGS, TuningRecord, [key])[key]
+        return self._get_all(tables.TUNINGS, [key])[key]
 
     def put_record(self, record: TuningRecord) -> None:
         """Store a tuning record and close the trials that led to it, in one transaction."""
@@ -129,7 +127,7 @@ class Database:
 
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, in one statement where they share a device, a regime and numerics."""
-        return self._get_all(tables.PLANS, PlanRecord, keys)
+        return self._get_all(tables.PLANS, keys)
 
     def put_plan(self, plan: PlanRecord) -> None:
         with self.writing() as connection:
@@ -137,11 +135,11 @@ class Database:
 
     def records(self) -> Iterator[TuningRecord]:
         """Every readable tuning record, in key order."""
-        yield from self._all(tables.TUNINGS, TuningRecord)
+        return self._read(tables.TUNINGS)
 
     def plans(self) -> Iterator[PlanRecord]:
         """Every readable plan, in key order."""
-        yield from self._all(tables.PLANS, PlanRecord)
+        return self._read(tables.PLANS)
 
     def everything(self) -> list[TuningRecord | PlanRecord]:
         """Every readable tuning record, then every plan."""
@@ -149,20 +147,19 @@ class Database:
 
     def get_device(self, device: str) -> dict[str, Any] | None:
         """A device spec, as the JSON object that it was stored from."""
-        found = self._select(tables.DEVICES, tables.DEVICES.c.device == device)
-        return dict(self._sound(rows.read_device, tables.DEVICES, found)).get(device)
+        return dict(self._read(tables.DEVICES, tables.DEVICES.c.device == device)).get(device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
         self._put_json(tables.DEVICES, {"device": device}, spec)
 
     def devices(self) -> dict[str, dict[str, Any]]:
-        return dict(self._sound(rows.read_device, tables.DEVICES, self._select(tables.DEVICES)))
+        return dict(self._read(tables.DEVICES))
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Readable captures whose names start with ``prefix``, oldest first."""
-        where = tables.CAPTURES.c.name.startswith(prefix, autoescape=True)
-        found = self._select(tables.CAPTURES, where, order=("created", "name"))
-        return dict(self._sound(rows.read_json, tables.CAPTURES, found))
+        columns = tables.CAPTURES.c
+        where = columns.name.startswith(prefix, autoescape=True)
+        return dict(self._read(tables.CAPTURES, where, order=(columns.created, columns.name)))
 
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
         self._put_json(tables.CAPTURES, {"name": name}, capture)
@@ -174,19 +171,11 @@ class Database:
 
     def trials(self, key: RecordKey, versions: Versions | None = None, only_open: bool = False) -> list[Trial]:
         """Finished trials of a key in the order they finished; of these versions only, when given."""
-        table = tables.TRIALS
-        where = rows.same_key(table, key)
-        if only_open:
-            where = and_(where, table.c.open == 1)
-        if versions is not None:
-            where = and_(where, table.c.versions == codec.dumps(versions))
-        found = self._select(table, where, order=("created", "config_hash"))
-        return list(self._sound(rows.read_trial, table, found))
-
-    def forget_trials(self, key: RecordKey) -> None:
-        """Close a key's trials, so that the next tune starts from nothing."""
-        with self.writing() as connection:
-            connection.execute(tables.TRIALS.update().where(rows.same_key(tables.TRIALS, key)).values(open=0))
+        columns = tables.TRIALS.c
+        where = [rows.same_key(tables.TRIALS, key)]
+        where += [columns.open == 1] if only_open else []
+        where += [columns.versions == codec.dumps(versions)] if versions is not None else []
+        return list(self._read(tables.TRIALS, *where, order=(columns.created, columns.config_hash)))
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
         """Count a look-up that found nothing. Never raises; False when it could not be stored."""
@@ -223,8 +212,7 @@ class Database:
 
     def misses(self) -> list[dict[str, Any]]:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
-        misses = self._sound(rows.read_miss, tables.MISSES, self._select(tables.MISSES))
-        return sorted(misses, key=lambda miss: (-miss["count"], miss["workload"]))
+        return sorted(self._read(tables.MISSES), key=lambda miss: (-miss["count"], miss["workload"]))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -234,14 +222,11 @@ class Database:
         with tables.transaction(self.engine) as connection:
             yield connection
 
-    def _select(
-        self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
-    ) -> list[dict[str, Any]]:
-        query = select(table)
-        if where is not None:
-            query = query.where(where)
-        columns = [table.c[name] for name in order] or list(table.primary_key)
-        return self._run(query.order_by(*columns))
+    def _read(
+        self, table: Table, *where: ColumnElement[bool], order: Iterable[ColumnElement[Any]] = ()
+    ) -> Iterator[Any]:
+        """What can be read of the rows of a table, in key order unless another is given."""
+        return self._sound(table, self._run(select(table).where(*where).order_by(*(order or table.primary_key))))
 
     def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         if self.engine is None:
@@ -256,25 +241,19 @@ class Database:
             self._warn(str(error))
             return []
 
-    def _get_all(self, table: Table, cls: type[R], keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[R]]:
-        found: dict[RecordKey, Lookup[R]] = dict.fromkeys(keys, Lookup())
+    def _get_all(self, table: Table, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[Any]]:
+        found: dict[RecordKey, Lookup[Any]] = dict.fromkeys(keys, Lookup())
         for asked in rows.batches(found):
-            for row in self._run(rows.records_of(table), asked):
-                for record in self._sound(functools.partial(rows.read_record, cls), table, [{**asked, **row}]):
-                    if record.key in found:
-                        found[record.key] = Lookup(record, reservations(record, self.versions))
+            for record in self._sound(table, [{**asked, **row} for row in self._run(rows.records_of(table), asked)]):
+                if record.key in found:
+                    found[record.key] = Lookup(record, reservations(record, self.versions))
         return found
 
-    def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
-        return self._sound(functools.partial(rows.read_record, cls), table, self._select(table))
-
-    def _sound(
-        self, read: Callable[[Mapping[str, Any]], _D], table: Table, found: Iterable[Mapping[str, Any]]
-    ) -> Iterator[_D]:
-        """What ``read`` makes of each row; a damaged one is reported and treated as absent."""
+    def _sound(self, table: Table, found: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+        """What each row holds; a damaged one is reported and treated as absent."""
         for row in found:
             try:
-                yield read(row)
+                yield rows.READERS[table](row)
             except RecordError as error:
                 name = plain(str(row.get("label", row[next(iter(table.primary_key)).name])))
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")

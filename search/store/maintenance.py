@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ def verify_database(database: Database) -> list[Problem]:
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
                 problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
-            for table in _READERS:
+            for table in rows.READERS:
                 stored = [row._asdict() for row in connection.execute(select(table))]
                 found_here = ((row, _row_problem(table, row)) for row in stored)
                 problems += [Problem(table.name, _name(table, row), what) for row, what in found_here if what]
@@ -83,20 +82,9 @@ def verify_database(database: Database) -> list[Problem]:
     return problems
 
 
-#: What reads a row of each table, and raises :class:`RecordError` where nobody can.
-_READERS: Mapping[Table, Callable[[Mapping[str, Any]], object]] = {
-    tables.TUNINGS: functools.partial(rows.read_record, TuningRecord),
-    tables.PLANS: functools.partial(rows.read_record, PlanRecord),
-    tables.DEVICES: rows.read_device,
-    tables.CAPTURES: rows.read_json,
-    tables.TRIALS: rows.read_trial,
-    tables.MISSES: rows.read_miss,
-}
-
-
 def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
     try:
-        found = _READERS[table](row)
+        found = rows.READERS[table](row)
     except RecordError as error:
         return str(error)
     configs = [(found.backend, found.config)] if isinstance(found, TuningRecord | Trial) else []
@@ -125,7 +113,7 @@ def prune_database(
     with database.writing() as connection:
         if connection.dialect.name == "sqlite":
             connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
-        for table in _READERS:
+        for table in rows.READERS:
             records = table in (tables.TUNINGS, tables.PLANS)
             removed[table.name] = 0
             # Not by its key: that may be what is damaged.

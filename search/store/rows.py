@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -14,15 +14,12 @@ from fuseplan.costmodel.device import SCHEMA_VERSION as SPEC_VERSION
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.errors import RecordError, brief
-from fuseplan.search.store import codec
+from fuseplan.search.store import codec, tables
 from fuseplan.search.store.limits import Count, Key, Label, Numerics, Regime, Time, form
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
-from fuseplan.search.store.tables import MISSES
 
 R = TypeVar("R", TuningRecord, PlanRecord)
 
-#: Keys in one statement; databases bound the number of parameters.
-_BATCH = 500
 
 
 def same_key(table: Table, key: RecordKey) -> ColumnElement[bool]:
@@ -49,9 +46,7 @@ def batches(keys: Iterable[RecordKey]) -> Iterator[dict[str, Any]]:
     for key in keys:
         contexts.setdefault((key.device, key.regime, key.numerics), []).append(key.workload)
     for (device, regime, numerics), workloads in contexts.items():
-        for start in range(0, len(workloads), _BATCH):
-            chunk = workloads[start : start + _BATCH]
-            yield {"workloads": chunk, "device": device, "regime": regime, "numerics": numerics}
+        yield {"workloads": workloads, "device": device, "regime": regime, "numerics": numerics}
 
 
 def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:
@@ -112,7 +107,7 @@ def read_trial(row: Mapping[str, Any]) -> Trial:
 
 def read_miss(row: Mapping[str, Any]) -> dict[str, Any]:
     """A miss's columns, its payload decoded; errors as :func:`read_record`."""
-    miss = {name: row[name] for name in MISSES.c.keys()}  # noqa: SIM118
+    miss = {name: row[name] for name in tables.MISSES.c.keys()}  # noqa: SIM118
     return asdict(codec.from_data(_Miss, miss | {"payload": codec.parse(row["payload"], "payload")}))
 
 
@@ -173,3 +168,14 @@ def _payload(row: Mapping[str, Any]) -> str:
 def _check_key(row: Mapping[str, Any], key: RecordKey) -> None:
     if any(row[name] != value for name, value in asdict(key).items()):
         raise RecordError("is stored under another key")
+
+
+#: What reads a row of each table, and raises :class:`RecordError` where nobody can.
+READERS: Mapping[Table, Callable[[Mapping[str, Any]], Any]] = {
+    tables.TUNINGS: functools.partial(read_record, TuningRecord),
+    tables.PLANS: functools.partial(read_record, PlanRecord),
+    tables.DEVICES: read_device,
+    tables.CAPTURES: read_json,
+    tables.TRIALS: read_trial,
+    tables.MISSES: read_miss,
+}

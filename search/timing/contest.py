@@ -41,13 +41,9 @@ _AGAIN = "again"
 
 @dataclass(frozen=True)
 class Contest:
-    """Samples of an interleaved run: ``samples[name][round]`` in microseconds.
+    """Paired samples of an interleaved run (``samples[name][round]`` in microseconds), and its relative A/A noise.
 
-    Attributes:
-        samples: Paired samples by contestant.
-        noise: Relative A/A noise.
-        regime: ``"eager"`` or ``"graph"``.
-        conditions: The runs that this one is the mean of; empty when it was timed itself.
+    ``conditions`` are the runs that this one is the mean of; empty when it was timed itself.
     """
 
     samples: Mapping[str, tuple[float, ...]]
@@ -156,14 +152,11 @@ def contest(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
     max_rounds: int = _MAX_ROUNDS,
 ) -> Contest:
-    """Time all contestants in interleaved rounds, each starting with another one.
+    """Time all contestants in interleaved rounds, each starting with another one, on the same operand set.
 
     A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
-    processor is never left alone.
-
-    Every contestant of a round meets the same operand set. At least a few rounds are run, however long they take, and
-    no more than ``max_rounds`` that are undisturbed. ``twice`` runs a second time for the A/A noise; by default the
-    first contestant.
+    processor is never left alone. At least a few rounds are run, however long they take, and no more than
+    ``max_rounds`` that are undisturbed. ``twice`` (the first contestant) runs a second time for the A/A noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
     runs = {**contestants, _AGAIN: contestants[twice]}

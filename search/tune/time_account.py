@@ -63,11 +63,9 @@ class TimeAccount:
     def line(self) -> str:
         """All of it in one line: ``where the time went: 12.3 s = starting 4.0 s, timing ops 2.1 s (40x), ...``."""
         spent = self.spent()
+        often = {name: f" ({one.times}x)" if one.times > 1 else "" for name, one in spent.items()}
+        parts = [f"{name} {one.seconds:.1f} s{often[name]}" for name, one in spent.items() if one.seconds >= 0.05]
         total_s = sum(one.seconds for one in spent.values())
-        parts = [
-            f"{name} {one.seconds:.1f} s" + (f" ({one.times}x)" if one.times > 1 else "")
-            for name, one in spent.items() if one.seconds >= 0.05
-        ]
         return f"where the time went: {total_s:.1f} s = {', '.join(parts) or f'{OTHER} 0.0 s'}"
 
     def _book(self) -> None:

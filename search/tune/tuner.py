@@ -97,20 +97,16 @@ class Tuner:
     def key(self, subject: Subject) -> RecordKey:
         return RecordKey(subject.key, self.device, self.regime, self.numerics)
 
-    def tune(
-        self, subject: Subject, neighbours: Iterable[TuningRecord] = (), force: bool = False, minor: bool = False
-    ) -> TuningRecord:
+    def tune(self, subject: Subject, neighbours: Iterable[TuningRecord] = (), minor: bool = False) -> TuningRecord:
         """The stored answer for ``subject`` if it is current, else a newly measured one, stored.
 
-        Configurations of ``neighbours``, records of similar groups, are tried early. With ``force`` it is measured
-        again from nothing. A ``minor`` one takes so little of a model's time that the preferred back end's default and
-        best guess are all that is tried. :class:`SubjectError` where the unfused chain or its reference fails.
+        Configurations of ``neighbours``, records of similar groups, are tried early. A ``minor`` one takes so little of
+        a model's time that the preferred back end's default and best guess are all that is tried. :class:`SubjectError`
+        where the unfused chain or its reference fails.
         """
         key = self.key(subject)
         stored = self.database.get_record(key).record
-        if force:
-            self.database.forget_trials(key)
-        elif (current := self._current(key)) is not None:
+        if (current := self._current(key)) is not None:
             reason = self._refuse_record(subject, current)
             # One that rests on fewer trials than its group gets if it counts is searched once more.
             was_minor = current.measured <= self.budget.minor().trials < min(self.budget.trials, current.enumerated)

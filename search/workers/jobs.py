@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -224,8 +225,7 @@ def _between_kernels(
 ) -> Contest | None:
     """Kernels against each other on the device alone, hot and cold; None where the regime's times are all there is.
 
-    A model leaves in the cache what was just made if it is small, and nothing that is large: a configuration has to
-    be good in both conditions.
+    A model leaves in the cache what was just made if it is small, and nothing that is large: both conditions count.
     """
     alone, cold = bench.timer.of_device(), bench.timer.from_memory(bench.target.l2_bytes)
     if len(runs) < 2 or (alone is None and cold is None):
@@ -266,12 +266,9 @@ def free_bytes(device: str) -> int:
 
 def clocks_mhz(device: str) -> dict[str, float]:
     """Clocks right now; {} where they cannot be read. Nothing is ever set."""
-    if device == "cuda":
-        with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):
+        if device == "cuda":
             return {"sm": float(torch.cuda.clock_rate())}
-        return {}
-    with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        values = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
-        return {"core": round(sum(values) / len(values), 1)} if values else {}
+        return {"core": round(fmean(float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), 1)}
     return {}

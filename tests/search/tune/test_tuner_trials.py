@@ -33,7 +33,7 @@ def test_a_second_tune_measures_nothing(db: Database, tmp_path: Path) -> None:
     size = journal.stat().st_size
     assert tuner(db, backend).tune(SUBJECT) == first
     assert journal.stat().st_size == size
-    again = tuner(db, backend).tune(SUBJECT, force=True)
+    again = tuner(db, backend, since="9999").tune(SUBJECT)
     assert journal.stat().st_size > size
     assert again.config == first.config
 
@@ -181,8 +181,8 @@ def test_a_kernels_space_is_enumerated_once_and_not_to_rank_it(db: Database) -> 
     shared.precompile([SUBJECT])
     shared.screen(SUBJECT)
     assert dict(CountingBackend.asked) == {"refuse": 1}
+    db.put_record(replace(shared.tune(SUBJECT), fuse=False, undecided=True))
     shared.tune(SUBJECT)
-    shared.tune(SUBJECT, force=True)
     assert dict(CountingBackend.asked) == {"refuse": 1, "infeasible": 20}
     shared.tune(FakeSubject(key="larger", cols=4097))
     assert dict(CountingBackend.asked) == {"refuse": 2, "infeasible": 40}

@@ -63,13 +63,12 @@ class BandwidthCurve:
 
     def at_least(self, other: BandwidthCurve) -> BandwidthCurve:
         """This curve, raised to ``other`` where that is faster."""
-
-        def raised(point: BandwidthPoint) -> BandwidthPoint:
+        raised = []
+        for point in self.points:
             gbps = max(point.gbps, other.gbps(point.footprint_bytes))
             best = max(point.best_gbps, gbps, math.exp(other._interpolate(other._logs[2], point.footprint_bytes)))
-            return BandwidthPoint(point.footprint_bytes, gbps, best)
-
-        return BandwidthCurve(tuple(raised(point) for point in self.points))
+            raised.append(BandwidthPoint(point.footprint_bytes, gbps, best))
+        return BandwidthCurve(tuple(raised))
 
     @property
     def memory_gbps(self) -> float:

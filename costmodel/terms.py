@@ -7,15 +7,13 @@ On CUDA a kernel waits for more: in a prediction, never in the bound, in terms o
 * the slowest of many ways to the cache: a kernel on every multiprocessor waits longer than one on a few;
 * what it asks the cache for, operands that rows share again and again, at the best bandwidth of any size and pattern;
 * results, which are written no faster than memory takes them, even where a cache has room for them;
-* where a kernel has parts whose blocks follow one another, these in each part by itself: one that waits for the cache
-  does not overlap with another that waits for memory;
-* a row, which one multiprocessor has to load alone, at its share of the best bandwidth, and to compute: nothing
-  overlaps with that where there are few rows;
+* both of these in each part by itself, where a kernel has parts whose blocks follow one another;
+* a row, which one multiprocessor has to load alone, at its share of the best bandwidth, and to compute;
 * instructions besides the arithmetic, at the measured fp32 rate. Special functions have a unit of their own, which
   works beside the others; issuing one takes an instruction's time.
 
-Rows gathered from a table are hot on CUDA too (popular ones come back), but not at the next call: those of another call
-take room in the cache meanwhile, and count in the footprint that the bandwidth is read at.
+Rows gathered from a table are hot on CUDA too, but not at the next call: those of another call take room in the cache
+meanwhile, and count in the footprint that the bandwidth is read at.
 """
 
 from __future__ import annotations
@@ -113,23 +111,20 @@ def with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode) -> Te
     row_us = spec.identity.cores * (transfer_us(work.row_loaded_bytes, cache_gbps) + work.row_instructions / rate * 1e6)
     parts = _parts(work, terms.memory_us, cache_gbps, spec.bandwidth.memory_gbps)
     moved_us = sum(memory_us for memory_us, _ in parts) if parts else terms.memory_us
+    # Special functions, or issuing everything, those included.
+    counted = work.flops.get("sfu", 0.0)
+    special = work.special or counted
+    special_us = 1e6 / spec.peak("sfu").per_s if special else 0.0
+    other_us = terms.compute_us - counted * special_us
     return replace(
         terms,
         memory_us=max(moved_us, transfer_us(work.requested_bytes, cache_gbps)),
-        compute_us=_issued_us(work, spec, terms.compute_us, rate),
+        compute_us=max(special * special_us, other_us + (work.instructions + special) / rate * 1e6),
         latency_us=step_us * steps,
         write_us=transfer_us(work.written_bytes, spec.bandwidth.memory_gbps),
         serial_us=step_us * work.serial_steps + row_us,
         parts=parts if any(write_us for _, write_us in parts) or not work.written_bytes else (),
     )
-
-
-def _issued_us(work: Work, spec: DeviceSpec, compute_us: float, rate: float) -> float:
-    """The longer of the special functions and of issuing everything, those included; ``rate`` is per second."""
-    counted = work.flops.get("sfu", 0.0)
-    special = work.special or counted
-    us = 1e6 / spec.peak("sfu").per_s if special else 0.0
-    return max(special * us, compute_us - counted * us + (work.instructions + special) / rate * 1e6)
 
 
 def _parts(work: Work, memory_us: float, cache_gbps: float, memory_gbps: float) -> tuple[tuple[float, float], ...]:

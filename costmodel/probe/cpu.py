@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -63,12 +62,16 @@ def measure_cpu(
     rates = _rates(identity, quick, *step(0.05, 0.25, 0.15, "arithmetic"), timer)
     thread_streams: list[StreamTiming] = []
     if identity.cores > 1:
-        with _one_thread():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
             single = _rates(identity, quick, *step(0.25, 0.4, 0.15, "arithmetic, one thread"), timer)
             thread_streams = time_streams(
                 stream_sizes(largest_bytes // 4, ratio * ratio), _PATTERNS, "cpu", timer,
                 *step(0.4, 0.5, 0.2, "memory bandwidth, one thread"),
             )
+        finally:
+            torch.set_num_threads(threads)
         rates += _from_one_thread(single, identity.cores)
     streams = time_streams(
         stream_sizes(largest_bytes, ratio), _PATTERNS, "cpu", timer, *step(0.5, 1.0, 1.0, "memory bandwidth")
@@ -87,16 +90,6 @@ def _largest_bytes(identity: DeviceIdentity) -> int:
         return wanted
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return min(wanted, max(_MIB, available // 4))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:

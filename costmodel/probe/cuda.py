@@ -17,6 +17,8 @@ _GIB = 2**30
 _DEVICE = "cuda"
 _PATTERNS = ("neg", "add", "read")
 _MATMUL_UNITS = {"fp32_matmul": torch.float32, "bf16_matmul": torch.bfloat16, "fp16_matmul": torch.float16}
+#: Of a full probe, and of a quick one.
+_MATMUL_SIZES = (8192, 4096)
 #: Elements of one thread block and dependent steps of the arithmetic kernels: enough independent elements in each
 #: thread to hide latency, enough steps that loading and storing vanish.
 _BLOCK, _STEPS = 1024, 2048
@@ -40,7 +42,7 @@ def measure_cuda(
     report, launches = step(0.5, 0.6, 0.5, "launch latency")
     eager, kernel, view = time_host_calls(_DEVICE, host_timer, kernel_call, report, launches)
     nodes = time_calls(_node_calls(), graph_timer, budget=launches)
-    calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
+    calls = {**_arithmetic_calls(identity), **_matmul_calls(_MATMUL_SIZES[quick])}
     alone = {unit: call for unit, (_, call) in calls.items()}
     timings = time_calls(alone, graph_timer, *step(0.6, 1.0, 1.0, "arithmetic"))
     rates = [RateTiming(unit, flops, timings[unit]) for unit, (flops, _) in calls.items()]
@@ -78,16 +80,7 @@ def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, Call]]
 
 def _chain(kernel: Any, blocks: int, dtype: torch.dtype) -> Call:
     x = torch.rand(blocks * _BLOCK, device=_DEVICE, dtype=dtype)
-    y = torch.empty_like(x)
-
-    def call() -> None:
-        kernel[(blocks,)](x, y, _STEPS, block=_BLOCK, num_warps=4)
-
-    return call
-
-
-def _matmul_size(quick: bool) -> int:
-    return 4096 if quick else 8192
+    return partial(kernel[(blocks,)], x, torch.empty_like(x), _STEPS, block=_BLOCK, num_warps=4)
 
 
 def _matmul_calls(size: int) -> dict[str, tuple[float, Call]]:

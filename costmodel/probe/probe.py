@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 
 import torch
 
-from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
 from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, memory_fit, peaks
@@ -120,12 +119,23 @@ def assemble(
     fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
     sizes = sorted(measured.eager)
     fits["eager"] = fit_linear(sizes, [measured.eager[size].typical_us for size in sizes])
-    timed = (*measured.streams, *measured.thread_streams, *measured.rates)
-    timings = [*(one.timing for one in timed), *measured.eager.values()]
+    timings = [stream.timing for stream in (*measured.streams, *measured.thread_streams)]
+    timings += [*measured.eager.values(), *(rate.timing for rate in measured.rates)]
     noise = statistics.median(timing.noise for timing in timings)  # of everything that was timed twice
-    cut = [f"there was not enough time to measure everything often enough, or at all sizes: {'; '.join(short)}"]
+    problems = list(doubts(noise, load))
+    if short:
+        cut = "there was not enough time to measure everything often enough, or at all sizes"
+        problems.insert(0, f"{cut}: {'; '.join(short)}")
     bandwidth = bandwidth_curve(measured.streams)
     thread_bandwidth = bandwidth_curve(measured.thread_streams) if measured.thread_streams else None
+    if thread_bandwidth is not None:
+        points = bandwidth.points[-_LARGEST:]
+        ratio = statistics.median(point.gbps / thread_bandwidth.gbps(point.footprint_bytes) for point in points)
+        if ratio < _BUSY_RATIO:
+            problems.append(
+                f"{identity.cores} threads streamed at {ratio:.2f} times the bandwidth of one: other processes are "
+                "using the processor, and every number of this probe may be too low; probe again when it is idle"
+            )
     return DeviceSpec(
         identity=identity,
         # A device is at least as fast as one of its threads, even where waking the others costs more than they save.
@@ -137,24 +147,10 @@ def assemble(
         versions=current_versions(identity.device_type),
         thread_bandwidth=thread_bandwidth,
         fits=fits,
-        problems=(
-            *(cut if short else ()), *doubts(noise, load), *_problems(identity.cores, bandwidth, thread_bandwidth)
-        ),
+        problems=tuple(problems),
         view_us=measured.view.typical_us if measured.view is not None else 0.0,
         calls=measured.calls,
     )
-
-
-def _problems(cores: int, bandwidth: BandwidthCurve, thread_bandwidth: BandwidthCurve | None) -> Iterator[str]:
-    """A processor whose threads together stream slower than one alone is busy with something else."""
-    if thread_bandwidth is None:
-        return
-    ratios = [point.gbps / thread_bandwidth.gbps(point.footprint_bytes) for point in bandwidth.points[-_LARGEST:]]
-    if statistics.median(ratios) < _BUSY_RATIO:
-        yield (
-            f"{cores} threads streamed at {statistics.median(ratios):.2f} times the bandwidth of one: other processes "
-            "are using the processor, and every number of this probe may be too low; probe again when it is idle"
-        )
 
 
 def _latencies(measured: Measurements, eager: LinearFit, stream_us: float) -> dict[Mode, Latency]:

@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -38,7 +39,8 @@ class Yardstick:
     """Repeats one job and compares; by default exponentials on all threads of torch's pool, out of the cache."""
 
     def __init__(self, job: Callable[[], object] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._job = job if job is not None else _exponentials()
+        numbers = torch.linspace(0.0, 1.0, _NUMBERS)
+        self._job = job if job is not None else partial(torch.exp, numbers, out=torch.empty_like(numbers))
         self._clock = clock
         self._readings: deque[float] = deque(maxlen=_WINDOW)
         self._reference_s = 0.0
@@ -74,12 +76,6 @@ class Yardstick:
             self._reference_s = sorted(self._readings)[int(len(self._readings) * _SHARE)]
         self._age = (self._age + 1) % _REFRESH
         return self._reference_s
-
-
-def _exponentials() -> Callable[[], object]:
-    numbers = torch.linspace(0.0, 1.0, _NUMBERS)
-    result = torch.empty_like(numbers)
-    return lambda: torch.exp(numbers, out=result)
 
 
 def processor_yardstick() -> Yardstick:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,8 +98,11 @@ class Database:
             if sqlite_file(self.url) is None:
                 _SILENT[self.url] = time.monotonic() + _SILENT_S
             self._warn(str(error))
-        if self.engine is not None:
-            tables.close_with(self, self.engine)
+        if (engine := self.engine) is not None:
+            # SQLite merges its log into the file when the last connection is closed, at exit at the latest: the file
+            # alone is then whole. A forked process leaves that to its parent.
+            process = os.getpid()
+            weakref.finalize(self, lambda: engine.dispose() if os.getpid() == process else None)
 
     @property
     def where(self) -> str:

@@ -179,7 +179,9 @@ def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:
             if identity(file) != found or (opened.st_dev, opened.st_ino) != found:
                 return None
             check_ours(file, why)
-            target = _free_name(file)
+            name = f"{file.name}.corrupt-" + now().replace(":", "").replace("+0000", "Z")
+            names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+            target = next(free for free in map(file.with_name, names) if not free.exists())
             for suffix in ("-wal", "-shm", ""):
                 with contextlib.suppress(FileNotFoundError):
                     file.with_name(file.name + suffix).rename(target.with_name(target.name + suffix))
@@ -192,9 +194,3 @@ def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:
 
 def _shown(file: Path) -> str:
     return plain(str(file))
-
-
-def _free_name(file: Path) -> Path:
-    name = f"{file.name}.corrupt-" + now().replace(":", "").replace("+0000", "Z")
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(target for target in map(file.with_name, names) if not target.exists())

@@ -6,6 +6,7 @@ False and the measured times say why.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -82,15 +83,12 @@ def _version(package: str) -> str:
 def _driver_version() -> str:
     """The GPU driver's version by NVIDIA's management library, which touches no device; "" where there is none."""
     text = ctypes.create_string_buffer(96)
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2() != 0:
-            return ""
-        found = library.nvmlSystemGetDriverVersion(text, len(text)) == 0
-        library.nvmlShutdown()
-    except (OSError, AttributeError):
-        return ""
-    return text.value.decode() if found else ""
+        if library.nvmlInit_v2() == 0:
+            library.nvmlSystemGetDriverVersion(text, len(text))
+            library.nvmlShutdown()
+    return text.value.decode()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, select
 
@@ -19,6 +19,8 @@ from fuseplan.search.store.limits import Count, Key, Label, Numerics, Regime, Ti
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 
 R = TypeVar("R", TuningRecord, PlanRecord)
+#: What a device or a capture is called: ``cpu-...``, ``summary/...``.
+_NAME = form(r"[A-Za-z0-9_.+/-]{1,255}", "a name")
 
 
 
@@ -117,7 +119,9 @@ def read_json(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     value = codec.parse(_payload(row), "payload")
     if not isinstance(value, dict):
         raise RecordError("payload: expected an object")
-    return codec.from_data(_Named, {"name": name}).name, value
+    if not isinstance(name, str) or _NAME(name):
+        raise RecordError(f"name: {brief(name)} is not a name")
+    return name, value
 
 
 def read_device(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -147,13 +151,6 @@ class _Miss:
     payload: Mapping[str, Any]
     first_seen: Time
     count: Count
-
-
-@dataclass(frozen=True)
-class _Named:
-    """What a device or a capture is called: ``cpu-...``, ``summary/...``."""
-
-    name: Annotated[str, form(r"[A-Za-z0-9_.+/-]{1,255}", "a name")]
 
 
 def _payload(row: Mapping[str, Any]) -> str:

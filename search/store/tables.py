@@ -6,7 +6,6 @@ import contextlib
 import os
 import sqlite3
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -157,15 +156,6 @@ def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
         _leave_what_is_not_ours(engine, file)
     _own_transactions(engine)
     return engine
-
-
-def close_with(owner: object, engine: sa.Engine) -> None:
-    """Close an engine's connections when ``owner`` is let go, at exit at the latest.
-
-    SQLite merges its log into the file when the last connection is closed: the file alone is then whole.
-    """
-    process = os.getpid()
-    weakref.finalize(owner, lambda: engine.dispose() if os.getpid() == process else None)
 
 
 def _leave_what_is_not_ours(engine: sa.Engine, file: Path) -> None:

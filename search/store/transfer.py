@@ -20,7 +20,7 @@ _FORMAT = "fuseplan-records"
 
 
 #: What a line that holds a record begins with.
-KINDS: Mapping[type, str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
+KINDS: Mapping[type[TuningRecord | PlanRecord], str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
 
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
@@ -64,8 +64,8 @@ def read_bundle(path: Path) -> tuple[dict[str, dict[str, Any]], list[TuningRecor
     for number, line in enumerate(checked_lines(path), 2):
         item = _object(line, path, number)
         try:
-            if found := [codec.from_data(cls, item[kind]) for cls, kind in KINDS.items() if kind in item]:
-                records += found
+            if kinds := [cls for cls, kind in KINDS.items() if kind in item]:
+                records.append(codec.from_data(kinds[0], item[KINDS[kinds[0]]]))
             elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
                 device_spec(item["spec"])
                 devices[item["device"]] = item["spec"]

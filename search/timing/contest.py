@@ -160,7 +160,7 @@ def contest(
     """
     twice = next(iter(contestants)) if twice is None else twice
     runs = {**contestants, _AGAIN: contestants[twice]}
-    samples = _rounds(timer, {name: (run, operands) for name, run in runs.items()}, seconds, max_rounds)
+    samples = _rounds(timer, runs, operands, seconds, max_rounds)
     noise = paired_noise(samples[twice], samples.pop(_AGAIN))
     return Contest(samples, noise, timer.regime)
 
@@ -191,13 +191,13 @@ def _averaged(values: Sequence[float], count: int) -> list[float]:
 
 
 def _rounds(
-    timer: Timer, runs: Mapping[str, tuple[Run, Operands]], seconds: float, max_rounds: int
+    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, max_rounds: int
 ) -> dict[str, tuple[float, ...]]:
     """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     with no_collection():
-        samplers = {name: timer.prepare(run, operands) for name, (run, operands) in runs.items()}
+        samplers = {name: timer.prepare(run, operands) for name, run in runs.items()}
         start = timer.clock()
         while len(clean) < max_rounds:
             number = len(clean) + len(disturbed)

@@ -95,7 +95,12 @@ def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[s
         [made[one] if isinstance(one, str) else f"s[{one}]" for one in operands.sources(part, made)] for part in parts
     ]
     maker = {name: number for number, part in enumerate(parts) for name in part.makes}
-    order = _order([{maker[name] for name in part.reads if name in maker} for part in parts])
+    graph = nx.DiGraph((maker[name], at) for at, part in enumerate(parts) for name in part.reads if name in maker)
+    graph.add_nodes_from(range(len(parts)))
+    try:
+        order = list(nx.lexicographical_topological_sort(graph))  # the smallest that can come next
+    except nx.NetworkXUnfeasible:
+        raise ValueError(f"parts of a sequence wait for each other: {nx.find_cycle(graph)}") from None
     lines = _lines(parts, order, given, [made[name] for name in made if name in kept])
     namespace: dict[str, Any] = {f"k{number}": part.call(target) for number, part in enumerate(parts)}
     exec("def run(*s):\n" + "".join(f"    {line}\n" for line in lines), namespace)
@@ -118,13 +123,3 @@ def _lines(
         if dead := [one for one in dict.fromkeys((*ended, *unused)) if one not in results]:
             yield f"del {', '.join(dead)}"
     yield f"return ({''.join(f'{one}, ' for one in results)})"
-
-
-def _order(needs: Sequence[set[int]]) -> list[int]:
-    """Numbers in a topological order, the smallest that can come next."""
-    graph = nx.DiGraph((before, number) for number, wanted in enumerate(needs) for before in wanted)
-    graph.add_nodes_from(range(len(needs)))
-    try:
-        return list(nx.lexicographical_topological_sort(graph))
-    except nx.NetworkXUnfeasible:
-        raise ValueError(f"parts of a sequence wait for each other: {nx.find_cycle(graph)}") from None

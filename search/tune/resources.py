@@ -56,10 +56,8 @@ class Budget:
         A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
         """
         usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.16)
-        return replace(
-            usual, trials=usual.trials if trials is None else trials,
-            seconds=usual.seconds if seconds is None else seconds,
-        )
+        seconds = usual.seconds if seconds is None else seconds
+        return replace(usual, trials=usual.trials if trials is None else trials, seconds=seconds)
 
     def minor(self) -> Budget:
         """For a subject that hardly counts: the preferred back end's default configuration and one more."""
@@ -77,36 +75,6 @@ class ProgressEvent:
     phase: Phase
 
 
-class SpaceBook:
-    """Spaces of configurations and refusals, worked out once a kernel. Safe from any thread.
-
-    To enumerate a GPU's space takes longer than to measure one of its configurations, and ranking, looking ahead and
-    tuning all ask for it.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._lock = threading.Lock()
-        self._spaces: dict[tuple[str, KernelIR], Space] = {}
-        self._refusals: dict[tuple[str, KernelIR], str | None] = {}
-
-    def space(self, backend: Backend, ir: KernelIR) -> Space:
-        """The feasible configurations."""
-        key = (backend.name, ir)
-        if key not in self._spaces:
-            with self._lock:  # two threads that enumerate at once would only take turns
-                if key not in self._spaces:
-                    self._spaces[key] = enumerate_space(backend, ir, self._target)
-        return self._spaces[key]
-
-    def refusal(self, backend: Backend, ir: KernelIR) -> str | None:
-        """Why a back end cannot make this kernel, or None."""
-        key = (backend.name, ir)
-        if key not in self._refusals:
-            self._refusals[key] = backend.refuse(ir, self._target)
-        return self._refusals[key]
-
-
 @dataclass(frozen=True)
 class TuningResources:
     """What every tune of a tuner works with.
@@ -121,11 +89,13 @@ class TuningResources:
     executor: WorkerPool
     budget: Budget
     versions: Versions
-    spaces: SpaceBook
     account: TimeAccount
     progress: Callable[[ProgressEvent], None] | None = None
     since: str = ""
     compiles: threading.Event = field(default_factory=threading.Event)
+    spaces: dict[tuple[str, KernelIR], Space] = field(default_factory=dict)
+    refusals: dict[tuple[str, KernelIR], str | None] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def target(self) -> Target:
@@ -135,7 +105,23 @@ class TuningResources:
         """Why a back end cannot take part, or None."""
         if backend.device_type != self.target.device_type:
             return f"is for {backend.device_type}, not {self.target.device_type}"
-        return backend.unavailable() or self.spaces.refusal(backend, subject.ir)
+        if (reason := backend.unavailable()) is not None:
+            return reason
+        key = (backend.name, subject.ir)
+        if key not in self.refusals:
+            self.refusals[key] = backend.refuse(subject.ir, self.target)
+        return self.refusals[key]
+
+    def space(self, backend: Backend, ir: KernelIR) -> Space:
+        """The feasible configurations, enumerated once: on a GPU that takes longer than to measure one of them, and
+        looking ahead and tuning both ask.
+        """
+        key = (backend.name, ir)
+        if key not in self.spaces:
+            with self.lock:  # two threads that enumerate at once would only take turns
+                if key not in self.spaces:
+                    self.spaces[key] = enumerate_space(backend, ir, self.target)
+        return self.spaces[key]
 
     def default_of(self, subject: Subject) -> list[Compilation]:
         """The default configuration of the first back end that takes part, if there is one."""

@@ -190,24 +190,18 @@ class _Sampler:
             finally:
                 optuna.logging.set_verbosity(level)
         for position, time in itertools.islice(times.items(), self._learnt, None):
-            params = self._params(position)
-            if params is not None and math.isfinite(time):
+            config = self._space.configs[position]
+            params = {
+                one.name: one.choices.index(config[one.name]) if is_ordered(one) else config[one.name]
+                for one in self._space.tunables if config.get(one.name) in one.choices
+            }
+            # A default may lie outside the tunables' choices.
+            if len(params) == len(self._space.tunables) and math.isfinite(time):
                 self._study.add_trial(optuna.trial.create_trial(
                     params=params, distributions=self._distributions(), value=math.log(time)
                 ))
         self._learnt = len(times)
         return self._study
-
-    def _params(self, position: int) -> dict[str, Any] | None:
-        """The sampler's parameters of a position; None for a default outside the tunables' choices."""
-        config = self._space.configs[position]
-        params: dict[str, Any] = {}
-        for tunable in self._space.tunables:
-            if config.get(tunable.name) not in tunable.choices:
-                return None
-            value = config[tunable.name]
-            params[tunable.name] = tunable.choices.index(value) if is_ordered(tunable) else value
-        return params
 
     def _distributions(self) -> dict[str, Any]:
         from optuna.distributions import CategoricalDistribution, IntDistribution

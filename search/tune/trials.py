@@ -122,11 +122,16 @@ class SubjectRun:
             return [_Entry(backend, space, make_strategy(space, 1, seed)) for backend, space in pairs]
         willing = willing[: resources.budget.backends]
         entries = []
-        for backend, share in zip(willing, _shares(resources.budget.trials, len(willing)), strict=True):
-            space = resources.spaces.space(backend, ir)
+        trials = resources.budget.trials  # a quarter for each but the preferred one, to show what it can do
+        others = [max(1, trials // 4)] * (len(willing) - 1)
+        for backend, share in zip(willing, [max(1, trials - sum(others)), *others], strict=False):
+            space = resources.space(backend, ir)
             suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]
             winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
-            first = _early(suggested, winners, max(1, share // 3))
+            # Where neighbours won most often, the earlier neighbour among equals; with all of them there would be no
+            # trials left to search with.
+            often = [position for position, _ in Counter(winners).most_common()]
+            first = list(dict.fromkeys([*suggested, *often]))[: max(1, share // 3)]
             entries.append(_Entry(backend, space, make_strategy(space, share, seed, first)))
         return entries
 
@@ -218,18 +223,3 @@ def screened(blank: Trial, outcome: Outcome) -> Trial:
         return replace(blank, reason=f"wrong result: {found.verdict.reason}", error=error)
     device_us = found.device.median_us if found.device is not None else None
     return replace(blank, median_us=found.time.median_us, error=error, device_us=device_us)
-
-
-def _shares(trials: int, backends: int) -> list[int]:
-    """Trials of each back end: the preferred one searches, the others get a quarter each to show what they can do."""
-    others = [max(1, trials // 4)] * max(0, backends - 1)
-    return [max(1, trials - sum(others)), *others][:backends]
-
-
-def _early(suggested: Iterable[int], winners: Sequence[int], most: int) -> list[int]:
-    """Positions to try first: suggestions, then where neighbours won most often (the earlier neighbour among equals).
-
-    Only so many: with many neighbours there would be no trials left to search with.
-    """
-    often = [position for position, _ in Counter(winners).most_common()]
-    return list(dict.fromkeys([*suggested, *often]))[:most]

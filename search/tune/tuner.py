@@ -26,7 +26,6 @@ from fuseplan.search.tune.resources import (
     TIMING_OPS,
     Budget,
     ProgressEvent,
-    SpaceBook,
     TuningResources,
 )
 from fuseplan.search.tune.time_account import TimeAccount
@@ -80,7 +79,7 @@ class Tuner:
         timer = timer or timer_for(target.device_type, regime)
         self._resources = TuningResources(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
-            self._executor, budget, self.versions, SpaceBook(target), self.account, progress, since,
+            self._executor, budget, self.versions, self.account, progress, since,
         )
 
     def __enter__(self) -> Tuner:

@@ -123,9 +123,7 @@ def prepare(backend: Backend, ir: KernelIR, config: Config, target: Target) -> d
 
 def resource_facts(resources: Resources) -> dict[str, int]:
     """The numbers that are known."""
-    facts = {
-        "registers": resources.registers, "spill_bytes": resources.spill_bytes, "shared_bytes": resources.shared_bytes
-    }
+    facts = {name: getattr(resources, name) for name in ("registers", "spill_bytes", "shared_bytes")}
     return {name: value for name, value in facts.items() if value is not None}
 
 

@@ -28,10 +28,9 @@ from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, MEASURING, O
 
 #: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
 _BOOT = (
-    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "[os.environ.setdefault(name, value) for name, value in json.loads(sys.argv[4]).items()]; "
-    "from fuseplan.search.workers.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5]), "
-    "json.loads(sys.argv[6]))"
+    "import json, os, sys; sys.path[:], binding, options = json.loads(sys.argv[1]); "
+    "[os.environ.setdefault(name, value) for name, value in binding.items()]; "
+    "from fuseplan.search.workers.supervisor import main; main(*options)"
 )
 _CLOSE_S = 5.0
 _LOST = "the worker's supervisor ended"
@@ -189,13 +188,11 @@ class WorkerPool:
         """Start the supervisor: not before there is work, for a pool that ends unused would wait for its imports."""
         ours, theirs = socket.socketpair()
         with theirs:
-            paths = json.dumps([os.fspath(path) for path in sys.path])
+            paths = [os.fspath(path) for path in sys.path]
+            options = [theirs.fileno(), self._threads, max(1, self.compilers - _SPARED), self._preload]
             binding = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"} if self._bind else {}
             self._process = subprocess.Popen(
-                [
-                    sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self._threads), json.dumps(binding),
-                    str(max(1, self.compilers - _SPARED)), json.dumps(self._preload),
-                ],
+                [sys.executable, "-c", _BOOT, json.dumps([paths, binding, options])],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

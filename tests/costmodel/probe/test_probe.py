@@ -170,7 +170,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeKernel]:
     monkeypatch.setattr(cuda, "GraphTimer", ScriptedTimer)
     monkeypatch.setattr(cuda, "HostCallTimer", ScriptedTimer)
     monkeypatch.setattr(cuda, "_DEVICE", "cpu")
-    monkeypatch.setattr(cuda, "_matmul_size", lambda quick: 16)
+    monkeypatch.setattr(cuda, "_MATMUL_SIZES", (16, 16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     return kernels
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import pandas as pd
 
 
@@ -63,7 +62,5 @@ def accuracy_summary(frame: pd.DataFrame) -> pd.DataFrame:
 
 def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Spearman's rank correlation, ties sharing their mean rank; NaN where either side is constant or empty."""
-    ranks = pd.DataFrame({"predicted": predicted, "measured": measured}, dtype=float).rank()
-    if len(ranks) < 2 or ranks["predicted"].nunique() < 2 or ranks["measured"].nunique() < 2:
-        return math.nan
-    return float(np.corrcoef(ranks["predicted"], ranks["measured"])[0, 1])
+    times = pd.DataFrame({"predicted": predicted, "measured": measured}, dtype=float)
+    return float(times.corr("spearman").loc["predicted", "measured"])

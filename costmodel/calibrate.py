@@ -53,10 +53,9 @@ class Sample:
 def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
     """The factors by robust regression on ``log(predicted / measured)``.
 
-    ``held_out_error``, ``held_out_p90`` and ``held_out_spearman`` come from cross-validation: families are dealt to
-    five folds (samples, where all are of one family; one at a time below ten), and each fold is predicted by a fit to
-    the others. So they tell what to expect on a kernel that was not measured; ``error`` does not. ValueError where a
-    sample's time is not positive.
+    The held-out figures come from cross-validation: families are dealt to five folds (samples, where all are of one
+    family; one at a time below ten), and each fold is predicted by a fit to the others. So they tell what to expect of
+    a kernel that was not measured; ``error`` does not. ValueError where a sample's time is not positive.
     """
     from fuseplan.costmodel.accuracy import spearman  # imports pandas
 

@@ -25,8 +25,8 @@ class DeviceIdentity:
         name: Marketing name; CPUs add family and model, because virtual machines hide them behind a generic name.
         cores: Streaming multiprocessors, or the threads PyTorch uses on a CPU.
         l2_bytes: Last-level cache (0 where the system does not tell).
-        memory_bytes: Total device memory, rounded to GiB because drivers reserve slightly different amounts; 0 on
-            CPUs, where a virtual machine may grow its memory while it runs and no kernel depends on it.
+        memory_bytes: Rounded to GiB because drivers reserve slightly different amounts; 0 on CPUs, where a virtual
+            machine may grow its memory while it runs.
     """
 
     device_type: str

@@ -131,8 +131,7 @@ class Trial:
     """One finished attempt at one configuration; what a killed tune resumes from.
 
     Attributes:
-        median_us: Screening time in the regime; None when it failed.
-        reason: Why it failed (compile error, wrong result, crash, time limit); empty when it was measured.
+        median_us: Screening time in the regime; None when it failed, and then ``reason`` says why.
         error: Normwise relative error against float64; None when it failed before it could be checked.
         duplicate_of: Always empty; part of what is stored.
         device_us: Screening time of the device alone, where the regime's includes the host and configurations are
@@ -182,7 +181,7 @@ class TuningRecord:
     """The answer for one fusion group.
 
     Attributes:
-        fuse: True when the best kernel beats the unfused chain by more than the threshold.
+        fuse: Whether the best kernel beats the unfused chain by more than the threshold.
         backend: Of the best kernel; empty when no kernel works.
         unfused: The unfused chain's time in the same interleaved run.
         gain: Median paired gain of the best kernel over the unfused chain (0 when there is no kernel).

@@ -75,8 +75,8 @@ class Contest:
     def both_ways(self) -> Contest:
         """The run with every two neighbouring rounds as one: they go through the contestants in opposite order.
 
-        What a call finds depends on who ran before it (which blocks of memory are free, what the caches hold), and a
-        contestant's samples then lie in two clusters, one for each of its neighbours: their median may be in either.
+        What a call finds depends on who ran before it (free memory, caches), and a contestant's samples then lie in two
+        clusters, one for each of its neighbours: their median may be in either.
         """
         samples = {
             name: tuple((a + b) / 2 for a, b in zip(own[::2], own[1::2], strict=False)) or own
@@ -110,10 +110,8 @@ class Contest:
     def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
         """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them.
 
-        Under single conditions challengers are held against the incumbent alone: among themselves the mean decides.
-        Otherwise the first of several that beat it would win, however little it gains, by a small loss of the best.
-        But where somebody beats the best by much under one condition, and others are hardly worse in the mean, the one
-        of them wins that loses least under any.
+        Among challengers the mean decides. But where somebody beats the best by much under one condition, and others
+        are hardly worse in the mean, the one of them wins that loses least under any.
         """
         better = [name for name in challengers if self.accepts(name, incumbent)]
         if not better:

@@ -43,9 +43,8 @@ class Part:
 class SharedOperands:
     """What sequences read from outside: all of one play-off are called with the same operands.
 
-    An operand is what the first part that asks for it would be given alone; nothing is said of the numbers in what
-    parts make of it, which take as long whatever they are. ``hot`` says of each of the ``tensors`` whether an earlier
-    kernel of the model has just produced it.
+    An operand is what the first part that asks for it would be given alone. ``hot`` says of each of the ``tensors``
+    whether an earlier kernel of the model has just produced it.
     """
 
     def __init__(self, make_inputs: Callable[[Subject], Sequence[torch.Tensor]]) -> None:

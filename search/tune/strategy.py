@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 EXHAUSTIVE_LIMIT = 200
 #: Asks of the sampler that may hit known or infeasible points before the enumerated list fills in.
 _SAMPLER_TRIES = 20
-#: Part of the trials left over after the seeds that the sampler gets; coordinate descent has the rest.
-_SAMPLER_SHARE = 0.5
-#: Fewer trials left over than this are all for descent: a sampler knows nothing before it has seen a few points.
-_SAMPLER_MIN = 10
+#: Share of the trials left over after the seeds that the sampler gets, and of how many at least: it knows nothing
+#: before it has seen a few points. Coordinate descent has the rest.
+_SAMPLER_SHARE, _SAMPLER_MIN = 0.5, 10
 #: A combination that should be faster by less than this is not worth a compilation.
 _WORTHWHILE = 0.97
 #: Combinations at most that are worth compiling before it is known which one will be wanted.

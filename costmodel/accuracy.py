@@ -63,4 +63,4 @@ def accuracy_summary(frame: pd.DataFrame) -> pd.DataFrame:
 def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Spearman's rank correlation, ties sharing their mean rank; NaN where either side is constant or empty."""
     times = pd.DataFrame({"predicted": predicted, "measured": measured}, dtype=float)
-    return float(times.corr("spearman").loc["predicted", "measured"])
+    return float(times.corr("spearman").to_numpy()[0, 1])

@@ -248,7 +248,11 @@ class Database:
 
     def _get_all(self, table: Table, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[Any]]:
         found: dict[RecordKey, Lookup[Any]] = dict.fromkeys(keys, Lookup())
-        for asked in rows.batches(found):
+        contexts: dict[tuple[str, str, str], list[str]] = {}
+        for key in found:
+            contexts.setdefault((key.device, key.regime, key.numerics), []).append(key.workload)
+        for (device, regime, numerics), workloads in contexts.items():
+            asked = {"workloads": workloads, "device": device, "regime": regime, "numerics": numerics}
             for record in self._sound(table, [{**asked, **row} for row in self._run(rows.records_of(table), asked)]):
                 if record.key in found:
                     found[record.key] = Lookup(record, reservations(record, self.versions))

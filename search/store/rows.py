@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -40,15 +40,6 @@ def records_of(table: Table) -> Select[Any]:
         columns.workload.in_(bindparam("workloads", expanding=True)),
         *(columns[name] == bindparam(name) for name in ("device", "regime", "numerics")),
     )
-
-
-def batches(keys: Iterable[RecordKey]) -> Iterator[dict[str, Any]]:
-    """Parameters of :func:`records_of` that ask for all of ``keys`` in as few statements as may be."""
-    contexts: dict[tuple[str, str, str], list[str]] = {}
-    for key in keys:
-        contexts.setdefault((key.device, key.regime, key.numerics), []).append(key.workload)
-    for (device, regime, numerics), workloads in contexts.items():
-        yield {"workloads": workloads, "device": device, "regime": regime, "numerics": numerics}
 
 
 def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:

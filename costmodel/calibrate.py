@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from fuseplan.costmodel.device import Calibration, DeviceSpec, FamilyScale, Mode, beginnings
+from fuseplan.costmodel.device import Calibration, DeviceSpec, FamilyScale, Mode, beginnings, longest_known
 from fuseplan.costmodel.roofline import lower_bound, roofline_terms
 from fuseplan.costmodel.work import Work
 
@@ -24,15 +25,14 @@ _LIMIT = float(np.log(20.0))
 _OUTLIER = 0.1
 #: Factors, in the order in which the solver sees them: launch, memory, compute, latency, write.
 _FACTORS = 5
-#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs the
-#: bandwidth was measured and does not depend on who moves the bytes, and the other terms too are in units of what was
-#: measured: many short kernels, which hardly tell the factors apart, must not trade one for another.
+#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs all
+#: terms are in units of what was measured: many short kernels, which hardly tell the factors apart, must not trade one
+#: for another.
 _PRIOR, _GPU_PRIORS = (0.03,) * _FACTORS, (0.2, 1.0, 0.2, 0.2, 0.2)
-#: Weight of both factors of a name staying at 1, against that of one sample of it: so many samples that say what all
-#: others say. One sample moves them half of the way, and a name without any has the factors of all.
+#: The same for a name: one sample moves its factors half of the way from those of all.
 _NAME_PRIOR = 1.0
-#: On GPUs the measured bandwidth weighs as much as one of so many samples: kernels of a few kinds, which wait for
-#: something else too, are many where there are many shapes, and no more than a few voices all the same.
+#: On GPUs the measured bandwidth weighs as much as one of so many samples: where there are many shapes there are many
+#: kernels of a few kinds, which wait for something else too.
 _SAMPLES_A_VOICE, _BANDWIDTH = 20, 1
 
 
@@ -53,12 +53,9 @@ class Sample:
 def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
     """The factors by robust regression on ``log(predicted / measured)``.
 
-    ``held_out_error``, ``held_out_p90`` and ``held_out_spearman`` come from cross-validation: families are dealt to
-    five folds (samples, where all are of one family; one at a time below ten), and each fold is predicted by a fit to
-    the others. So they tell what to expect on a kernel that was not measured; ``error`` does not.
-
-    Raises:
-        ValueError: A sample's time is not positive.
+    The held-out figures come from cross-validation: families are dealt to five folds (samples, where all are of one
+    family; one at a time below ten), and each fold is predicted by a fit to the others. So they tell what to expect of
+    a kernel that was not measured; ``error`` does not. ValueError where a sample's time is not positive.
     """
     from fuseplan.costmodel.accuracy import spearman  # imports pandas
 
@@ -67,13 +64,13 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
     table = _Table.of(samples, spec)
     everything = np.arange(len(samples))
     if len(samples) < MIN_SAMPLES:
-        return Calibration(samples=len(samples), error=_median(table.errors(everything, np.ones(_FACTORS))))
-    factors = table.fit(everything)
+        return Calibration(samples=len(samples), error=_median(table.errors(table.predict(np.ones(_FACTORS), {}))))
+    factors = table.fit()
+    families = table.families(factors, table.calls)
     held_out = np.empty(len(samples))
     for fold in _folds(samples):
-        held_out[fold] = table.predict_from(fold, np.setdiff1d(everything, fold))
-    families = table.families(everything, factors, table.beginnings(everything))
-    errors = np.abs(held_out / table.measured_us - 1.0)
+        held_out[fold] = table.rows(fold).predict_from(table.rows(np.setdiff1d(everything, fold)))
+    errors = table.errors(held_out)
     correlation = spearman(list(held_out), list(table.measured_us))
     launch, memory, compute, latency, write = (float(factor) for factor in factors)
     return Calibration(
@@ -81,7 +78,7 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
         latency_scale=latency,
         write_scale=write,
         samples=len(samples),
-        error=_median(table.errors(everything, table.own_factors(everything, factors, families))),
+        error=_median(table.errors(table.predict(factors, families))),
         held_out_error=_median(errors),
         held_out_p90=float(np.quantile(errors, 0.9)),
         held_out_spearman=None if np.isnan(correlation) else correlation,
@@ -100,18 +97,16 @@ def predict_left_out(samples: Sequence[Sample], spec: DeviceSpec, parts: Sequenc
     for part in dict.fromkeys(parts):
         others = np.flatnonzero(owner != part)
         if len(others) >= MIN_SAMPLES:
-            out = np.flatnonzero(owner == part)
-            found[out] = table.predict_from(out, others)
+            found[owner == part] = table.rows(np.flatnonzero(owner == part)).predict_from(table.rows(others))
     return [float(time_us) for time_us in found]
 
 
 def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
     """Positions of the samples of each fold; families stay together, the largest are dealt first."""
     families = [sample.family or f"#{number}" for number, sample in enumerate(samples)]
-    sizes = Counter(families)
-    if len(sizes) == 1:
+    if len(set(families)) == 1:
         families = [str(number) for number in range(len(samples))]
-        sizes = Counter(families)
+    sizes = Counter(families)
     count = _FOLDS if len(sizes) >= 2 * _FOLDS else len(sizes)
     filled = [0] * count
     fold_of: dict[str, int] = {}
@@ -124,7 +119,7 @@ def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
 
 @dataclass(frozen=True)
 class _Table:
-    """The terms of all samples, bounds and times.
+    """The terms of samples, bounds and times.
 
     ``terms`` has a row for each sample (launch, host, compute, latency, serial, overlap), ``moves`` one for each of its
     parts (:attr:`~fuseplan.costmodel.roofline.Terms.moves`, filled up with zeros).
@@ -134,8 +129,8 @@ class _Table:
     moves: _Array
     floor_us: _Array
     measured_us: _Array
+    calls: npt.NDArray[np.str_]
     on_gpu: bool
-    calls: tuple[str, ...]
 
     @staticmethod
     def of(samples: Sequence[Sample], spec: DeviceSpec) -> _Table:
@@ -145,84 +140,75 @@ class _Table:
         ]
         most = max((len(one.moves) for one in terms), default=1)
         moves = [(*one.moves, *[(0.0, 0.0)] * (most - len(one.moves))) for one in terms]
-        floors = [lower_bound(one.work, spec, one.mode) for one in samples]
-        times = [sample.measured_us for sample in samples]
         return _Table(
-            np.array(rows, dtype=np.float64).reshape(-1, 6), np.array(moves).reshape(-1, most, 2), np.array(floors),
-            np.array(times, dtype=np.float64), spec.identity.device_type == "cuda",
-            tuple(one.work.call for one in samples),
+            np.array(rows, dtype=np.float64).reshape(-1, 6), np.array(moves).reshape(-1, most, 2),
+            np.array([lower_bound(one.work, spec, one.mode) for one in samples]),
+            np.array([one.measured_us for one in samples], dtype=np.float64),
+            np.array([one.work.call for one in samples], dtype=np.str_), spec.identity.device_type == "cuda",
         )
 
-    def fit(self, chosen: npt.NDArray[np.intp]) -> _Array:
-        """The factors that suit the chosen samples best."""
+    def rows(self, chosen: npt.NDArray[np.intp]) -> _Table:
+        """The chosen samples alone."""
+        terms, moves, floor_us, measured_us = self.terms, self.moves, self.floor_us, self.measured_us
+        return _Table(
+            terms[chosen], moves[chosen], floor_us[chosen], measured_us[chosen], self.calls[chosen], self.on_gpu
+        )
+
+    def fit(self) -> _Array:
+        """The factors that suit the samples best."""
         priors: _Array = np.array(_GPU_PRIORS if self.on_gpu else _PRIOR)
         if self.on_gpu:
-            priors[_BANDWIDTH] = max(priors[_BANDWIDTH], len(chosen) / _SAMPLES_A_VOICE)
-        return self._solve(chosen, lambda factors: factors, np.zeros(_FACTORS), priors)
+            priors[_BANDWIDTH] = max(priors[_BANDWIDTH], len(self.calls) / _SAMPLES_A_VOICE)
+        return self._solve(lambda factors: factors, np.zeros(_FACTORS), priors)
 
-    def _solve(
-        self, chosen: npt.NDArray[np.intp], factors_of: Callable[[_Array], _Array], start: _Array,
-        priors: _Array | float,
-    ) -> _Array:
-        """The numbers whose factors suit the chosen samples best; ``priors`` pull their logarithms to ``start``."""
+    def _solve(self, factors_of: Callable[[_Array], _Array], start: _Array, priors: _Array | float) -> _Array:
+        """The numbers whose factors suit the samples best; ``priors`` pull their logarithms to ``start``."""
         from scipy.optimize import least_squares  # slow to import, and only a tune calibrates
 
-        terms, moves, log_measured = self.terms[chosen], self.moves[chosen], np.log(self.measured_us[chosen])
+        log_measured = np.log(self.measured_us)
 
         def residuals(logs: _Array) -> _Array:
-            times = np.maximum(_times(terms, moves, factors_of(np.exp(logs))), 1e-9)
+            times = np.maximum(_times(self.terms, self.moves, factors_of(np.exp(logs))[:, None]), 1e-9)
             return np.concatenate([np.log(times) - log_measured, priors * (logs - start)])
 
         bounds = (start - _LIMIT, start + _LIMIT)
         solution = least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=_OUTLIER)
         return np.asarray(np.exp(solution.x), dtype=np.float64)
 
-    def beginnings(self, chosen: npt.NDArray[np.intp]) -> list[str]:
-        """What the names of the chosen samples begin with, short before long."""
-        names = {name for at in chosen for name in beginnings(self.calls[at])}
-        return sorted(names, key=lambda name: (len(name), name))
-
-    def families(self, chosen: npt.NDArray[np.intp], factors: _Array, wanted: Sequence[str]) -> dict[str, FamilyScale]:
-        """How the chosen samples of each wanted name differ from those of the name that it continues.
+    def families(self, factors: _Array, calls: Iterable[str]) -> dict[str, FamilyScale]:
+        """How the samples of each beginning of ``calls`` differ from those of the name that it continues, short names
+        before long ones.
 
         A name that no other continues differently says nothing beside the one that it continues, and is left out.
         """
         found: dict[str, FamilyScale] = {}
-        sizes = {"": len(chosen)}
-        for name in wanted:
-            own = np.array([at for at in chosen if name in beginnings(self.calls[at])], dtype=np.intp)
+        sizes = {"": len(self.calls)}
+        for name in sorted({name for call in calls for name in beginnings(call)}, key=lambda one: (len(one), one)):
+            own = np.array([at for at, call in enumerate(self.calls) if name in beginnings(call)], dtype=np.intp)
             parent = next(iter(beginnings(name)[1:]), "")
             sizes[name] = len(own)
             if 0 < len(own) < sizes.get(parent, 0):
-                known = next((found[one] for one in beginnings(parent) if one in found), FamilyScale())
-                found[name] = self._family(own, factors, known)
+                # Both factors are pulled to those of the shorter name.
+                known = longest_known(found, parent) or FamilyScale()
+                start = np.log([known.launch_scale, known.busy_scale])
+                launch, busy = self.rows(own)._solve(partial(_with_family, factors), start, _NAME_PRIOR)
+                found[name] = FamilyScale(float(launch), float(busy), len(own))
         return found
 
-    def _family(self, own: npt.NDArray[np.intp], factors: _Array, known: FamilyScale) -> FamilyScale:
-        """The two factors of one name's samples, beside ``factors``; pulled to those ``known`` of a shorter name."""
-        start = np.log([known.launch_scale, known.busy_scale])
-        launch, busy = self._solve(own, lambda family: _with_family(factors, family), start, _NAME_PRIOR)
-        return FamilyScale(float(launch), float(busy), len(own))
+    def predict_from(self, others: _Table) -> _Array:
+        """Predicted times by a fit to other samples."""
+        factors = others.fit()
+        return self.predict(factors, others.families(factors, self.calls))
 
-    def own_factors(self, chosen: npt.NDArray[np.intp], factors: _Array, families: Mapping[str, FamilyScale]) -> _Array:
-        """The factors of each of the chosen samples, one column for each."""
-        known = [next((families[one] for one in beginnings(self.calls[at]) if one in families), None) for at in chosen]
-        pairs = [(1.0, 1.0) if one is None else (one.launch_scale, one.busy_scale) for one in known]
-        return _with_family(factors[:, None], np.array(pairs).reshape(-1, 2).T)
+    def predict(self, factors: _Array, families: Mapping[str, FamilyScale]) -> _Array:
+        """Predicted times."""
+        known = [longest_known(families, call) or FamilyScale() for call in self.calls]
+        pairs = np.array([(one.launch_scale, one.busy_scale) for one in known]).reshape(-1, 2)
+        return np.maximum(_times(self.terms, self.moves, _with_family(factors[:, None], pairs.T)), self.floor_us)
 
-    def predict_from(self, chosen: npt.NDArray[np.intp], others: npt.NDArray[np.intp]) -> _Array:
-        """Predicted times of the chosen samples by a fit to others."""
-        factors = self.fit(others)
-        families = self.families(others, factors, self.beginnings(chosen))
-        return self.predict(chosen, self.own_factors(chosen, factors, families))
-
-    def predict(self, chosen: npt.NDArray[np.intp], factors: _Array) -> _Array:
-        """Predicted times of the chosen samples; factors alike for all, or a column for each."""
-        return np.maximum(_times(self.terms[chosen], self.moves[chosen], factors), self.floor_us[chosen])
-
-    def errors(self, chosen: npt.NDArray[np.intp], factors: _Array) -> _Array:
-        """Relative errors of those."""
-        return np.abs(self.predict(chosen, factors) / self.measured_us[chosen] - 1.0)
+    def errors(self, predicted_us: _Array) -> _Array:
+        """Relative errors of predicted times."""
+        return np.abs(predicted_us / self.measured_us - 1.0)
 
 
 def _with_family(factors: _Array, family: _Array) -> _Array:
@@ -232,10 +218,10 @@ def _with_family(factors: _Array, family: _Array) -> _Array:
 
 
 def _times(terms: _Array, moves: _Array, factors: _Array) -> _Array:
-    """``calibrated(terms, factors).time_us`` of many kernels at once."""
+    """``calibrated(terms, factors).time_us`` of many kernels at once; ``factors`` have a column for each, or one."""
     launch_us, host_us, compute_us, latency_us, serial_us, overlap = terms.T
     memory_us, write_us = np.moveaxis(moves, -1, 0)
-    launch, memory, compute, latency, write = factors[:, None] if factors.ndim == 1 else factors
+    launch, memory, compute, latency, write = factors
     moving_us = np.maximum(memory[:, None] * memory_us, write[:, None] * write_us).sum(axis=1)
     busy_us = np.maximum.reduce([moving_us, compute * compute_us, latency * serial_us])
     busy_us = np.where(overlap > 0, busy_us, moving_us + compute * compute_us)

@@ -7,17 +7,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
 class BandwidthPoint:
-    """Measured bandwidth at one footprint.
-
-    Attributes:
-        footprint_bytes: Distinct bytes read plus written by one kernel, run repeatedly (so caches are warm).
-        gbps: Typical bandwidth, launch latency removed, in 1e9 bytes per second.
-        best_gbps: Fastest repetition of the fastest access pattern; at least ``gbps``.
+    """Measured bandwidth, launch latency removed, at one footprint: distinct bytes read plus written by one kernel, run
+    repeatedly (so caches are warm). ``best_gbps`` is that of the fastest repetition of the fastest access pattern.
     """
 
     footprint_bytes: float
@@ -33,9 +29,8 @@ class BandwidthPoint:
 class BandwidthCurve:
     """Bandwidth points in order of footprint; the steps are the cache levels.
 
-    Between points the logarithm of bandwidth is linear in the logarithm of the footprint, so a value never leaves
-    the interval of its two neighbours. Outside the measured range the nearest point's value holds: below it a
-    kernel is launch-bound anyway, above it the memory is the last level there is.
+    Between points the logarithm of bandwidth is linear in that of the footprint. Outside the measured range the nearest
+    point's value holds: below it a kernel is launch-bound anyway, above it the memory is the last level.
     """
 
     points: tuple[BandwidthPoint, ...]
@@ -46,28 +41,15 @@ class BandwidthCurve:
             raise ValueError("a bandwidth curve needs at least one point, with footprint_bytes strictly increasing")
 
     @cached_property
-    def _log_sizes(self) -> list[float]:
-        return [math.log(point.footprint_bytes) for point in self.points]
-
-    @cached_property
-    def _log_gbps(self) -> list[float]:
-        return [math.log(point.gbps) for point in self.points]
-
-    @cached_property
-    def _log_best(self) -> list[float]:
-        return [math.log(point.best_gbps) for point in self.points]
-
-    @cached_property
-    def _best_from(self) -> list[float]:
-        """Best log bandwidth of each point and every larger one."""
-        suffix = [-math.inf]
-        for value in reversed(self._log_best):
-            suffix.append(max(value, suffix[-1]))
-        return suffix[::-1]
+    def _logs(self) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Logarithms of sizes, of typical and best bandwidths, and of the best of each point and every larger one."""
+        rows = [(point.footprint_bytes, point.gbps, point.best_gbps) for point in self.points]
+        sizes, gbps, best = ([math.log(value) for value in column] for column in zip(*rows, strict=True))
+        return sizes, gbps, best, [*accumulate([-math.inf, *reversed(best)], max)][::-1]
 
     def gbps(self, footprint_bytes: float) -> float:
         """Typical bandwidth for a kernel that touches ``footprint_bytes``."""
-        return math.exp(self._interpolate(self._log_gbps, footprint_bytes))
+        return math.exp(self._interpolate(self._logs[1], footprint_bytes))
 
     def ideal_gbps(self, footprint_bytes: float) -> float:
         """The best bandwidth seen at this footprint or at any larger one.
@@ -75,19 +57,18 @@ class BandwidthCurve:
         Data this small can sit in any cache level that serves a larger footprint, so a kernel with no inefficiency
         gets at least this; a smaller footprint's faster cache may be out of its reach.
         """
-        here = self._interpolate(self._log_best, footprint_bytes)
-        larger = bisect_right(self._log_sizes, _log(footprint_bytes))
-        return math.exp(max(here, self._best_from[larger]))
+        sizes, _, best, best_from = self._logs
+        here = self._interpolate(best, footprint_bytes)
+        return math.exp(max(here, best_from[bisect_right(sizes, _log(footprint_bytes))]))
 
     def at_least(self, other: BandwidthCurve) -> BandwidthCurve:
         """This curve, raised to ``other`` where that is faster."""
-
-        def raised(point: BandwidthPoint) -> BandwidthPoint:
+        raised = []
+        for point in self.points:
             gbps = max(point.gbps, other.gbps(point.footprint_bytes))
-            best = max(point.best_gbps, gbps, math.exp(other._interpolate(other._log_best, point.footprint_bytes)))
-            return BandwidthPoint(point.footprint_bytes, gbps, best)
-
-        return BandwidthCurve(tuple(raised(point) for point in self.points))
+            best = max(point.best_gbps, gbps, math.exp(other._interpolate(other._logs[2], point.footprint_bytes)))
+            raised.append(BandwidthPoint(point.footprint_bytes, gbps, best))
+        return BandwidthCurve(tuple(raised))
 
     @property
     def memory_gbps(self) -> float:
@@ -95,7 +76,7 @@ class BandwidthCurve:
         return self.points[-1].gbps
 
     def _interpolate(self, values: Sequence[float], footprint_bytes: float) -> float:
-        x, sizes = _log(footprint_bytes), self._log_sizes
+        x, sizes = _log(footprint_bytes), self._logs[0]
         right = bisect_right(sizes, x)
         if right == 0:
             return values[0]

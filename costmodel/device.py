@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.work import FLOP_UNITS
 
+_T = TypeVar("_T")
 SCHEMA_VERSION = 1
 #: Units of matmuls that every device has in some form.
 _MATMULS = ("fp32_matmul", "bf16_matmul", "fp16_matmul")
@@ -60,10 +61,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class LinearFit:
-    """``time = t0 + bytes / bandwidth`` fitted over ``points`` sizes.
-
-    ``gbps`` is None where the times do not grow with the size; ``residual`` is the median of
-    ``|fitted / measured - 1|``.
+    """``time = t0 + bytes / bandwidth``, fitted over ``points`` sizes; ``residual`` is the median of
+    ``|fitted / measured - 1|``, and ``gbps`` is None where times do not grow with the size.
     """
 
     t0_us: float
@@ -94,9 +93,9 @@ class CallTimes:
 
     def us(self, elements: float) -> float:
         """Linear between points, and as between the last two beyond them."""
-        if elements <= self.points[0][0] or len(self.points) == 1:
-            return self.call_us
         pairs = list(pairwise(self.points))
+        if elements <= self.points[0][0] or not pairs:
+            return self.call_us
         (a, a_us), (b, b_us) = next((pair for pair in pairs if elements <= pair[1][0]), pairs[-1])
         return a_us + max(0.0, b_us - a_us) * (elements - a) / (b - a)
 
@@ -118,15 +117,12 @@ class Calibration:
     """Factors that turn the roofline's terms into measured times, for one kernel back end on one device.
 
     Attributes:
-        launch_scale: Multiplies the launch latency, hence adds a constant to every kernel.
         samples: Measured kernels behind the fit.
         error: Median ``|predicted / measured - 1|`` on those kernels.
-        held_out_error: The same on kernels left out of the fit (cross-validation); the number to quote. None
-            where there are too few samples to leave any out.
-        latency_scale: Multiplies the time that a kernel's dependent instructions wait (CUDA only).
-        write_scale: Multiplies the time to write the results at memory bandwidth (CUDA only).
-        held_out_p90: 90th percentile of the errors behind ``held_out_error``.
-        held_out_spearman: Rank correlation of predicted and measured times of the kernels left out.
+        held_out_error: The same on kernels left out of the fit (cross-validation); the number to quote, with its 90th
+            percentile and rank correlation. None where there are too few samples to leave any out.
+        latency_scale: Of the time that a kernel's dependent instructions wait (CUDA only).
+        write_scale: Of the time to write the results at memory bandwidth (CUDA only).
         families: What calls differ in, by name (:attr:`~fuseplan.costmodel.work.Work.call`) or the beginning of names.
     """
 
@@ -144,7 +140,7 @@ class Calibration:
 
     def of_call(self, call: str) -> Calibration:
         """The factors of one name: those of the longest beginning of it that is known, else of all calls."""
-        family = next((self.families[name] for name in beginnings(call) if name in self.families), None)
+        family = longest_known(self.families, call)
         if family is None:
             return self
         busy = family.busy_scale
@@ -165,19 +161,23 @@ def beginnings(call: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
+def longest_known(found: Mapping[str, _T], call: str, end: str = "") -> _T | None:
+    """What is found under the longest beginning of a dotted name, with an ``end``, if any is."""
+    return next((found[name + end] for name in beginnings(call) if name + end in found), None)
+
+
 @dataclass(frozen=True)
 class DeviceSpec:
     """Measured numbers of one device.
 
     Attributes:
-        bandwidth: Bandwidth over footprints, using the whole device.
         launch: Latency by mode; CPUs have no ``"graph"``, and ``"overlapped"`` is there where it was measured.
-        peaks: Measured peak by flop unit; a unit this device cannot run is absent.
-        noise: A/A noise: the median relative change between two measurements of the same thing.
-        measured_at: ISO 8601 time of the measurement, UTC.
-        thread_bandwidth: Bandwidth of a single thread (CPUs with more than one).
+        peaks: By flop unit; one that this device cannot run is absent.
+        noise: The median relative change between two measurements of the same thing.
+        measured_at: ISO 8601, UTC.
+        thread_bandwidth: Of a single thread (CPUs with more than one).
         fits: Linear fits behind the latencies (``launch:<pattern>``, ``eager``) and the last level (``memory``).
-        problems: What made the measurement doubtful, in words; empty when nothing did.
+        problems: What made the measurement doubtful, in words.
         view_us: Host time of an ATen call that makes a view; 0 where it was not measured (older specs).
         calls: Times of common ATen ops on a CPU, by name and type (``aten.mul.Tensor.float32``); empty where they were
             not measured (CUDA, older specs).
@@ -208,10 +208,10 @@ class DeviceSpec:
 
         Where overlapped launches were not measured (older devices, older specs) they cost what graph nodes do.
         """
-        if mode == "early" and "overlapped" in self.launch:
-            overlapped = self.launch["overlapped"]
+        overlapped = self.launch.get("overlapped")
+        if mode == "early" and overlapped is not None:
             return replace(overlapped, us=overlapped.best_us)
-        if mode in ("overlapped", "early") and mode not in self.launch:
+        if mode in ("overlapped", "early") and overlapped is None:
             mode = "graph"
         if mode not in self.launch:
             raise DeviceSpecError(
@@ -220,10 +220,8 @@ class DeviceSpec:
         return self.launch[mode]
 
     def peak(self, unit: str) -> Peak:
-        """Measured peak of a flop unit, or that of fp32 where matmuls were not measured (older specs).
-
-        Raises:
-            DeviceSpecError: There is neither.
+        """Measured peak of a flop unit, or that of fp32 where matmuls were not measured (older specs);
+        :class:`DeviceSpecError` where there is neither.
         """
         if unit in _MATMULS and unit not in self.peaks:
             unit = "fp32"
@@ -236,9 +234,7 @@ class DeviceSpec:
 
     def call_times(self, call: str) -> CallTimes | None:
         """Measured times of the ATen op of a name, in float32 where there are none of its type; else None."""
-        names = beginnings(call)
-        names += [f"{name}.float32" for name in names]
-        return next((self.calls[name] for name in names if name in self.calls), None)
+        return longest_known(self.calls, call) or longest_known(self.calls, call, ".float32")
 
     def with_calibration(self, backend: str, calibration: Calibration) -> DeviceSpec:
         return replace(self, calibrations={**self.calibrations, backend: calibration})

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from fuseplan.costmodel.curve import BandwidthCurve
 from fuseplan.costmodel.device import DeviceSpec
 
 if TYPE_CHECKING:
@@ -40,16 +39,18 @@ def spec_table(spec: DeviceSpec) -> pd.DataFrame:
     if spec.calls:
         times_us = [times.call_us for times in spec.calls.values()]
         rows.append(("ATen op, few elements", float(np.median(times_us)), min(times_us), "us", f"{len(times_us)} ops"))
-    rows += _curve_rows("bandwidth", spec.bandwidth)
-    if spec.thread_bandwidth is not None:
-        rows += _curve_rows("bandwidth of one thread", spec.thread_bandwidth)
+    curves = {"bandwidth": spec.bandwidth, "bandwidth of one thread": spec.thread_bandwidth}
+    rows += [
+        (f"{name} at {format_bytes(point.footprint_bytes)}", point.gbps, point.best_gbps, "GB/s", "")
+        for name, curve in curves.items() if curve is not None for point in curve.points
+    ]
     rows += [
         (f"peak {unit}", peak.per_s * 1e-9, peak.best_per_s * 1e-9, "Gop/s", "") for unit, peak in spec.peaks.items()
     ]
-    rows += [
-        (f"fit {name}", fit.t0_us, np.nan, "us", f"{_rate(fit.gbps)}, residual {fit.residual:.1%}, {fit.points} sizes")
-        for name, fit in spec.fits.items()
-    ]
+    for name, fit in spec.fits.items():
+        rate = "flat" if fit.gbps is None else f"{fit.gbps:.4g} GB/s"
+        detail = f"{rate}, residual {fit.residual:.1%}, {fit.points} sizes"
+        rows.append((f"fit {name}", fit.t0_us, np.nan, "us", detail))
     rows.append(("A/A noise", spec.noise * 100, np.nan, "%", f"measured {spec.measured_at}"))
     return pd.DataFrame(rows, columns=["quantity", "typical", "best", "unit", "detail"])
 
@@ -78,14 +79,3 @@ def bandwidth_figure(spec: DeviceSpec) -> Figure:
     axes.set_title(f"{spec.identity.name}, {spec.measured_at[:10]}")
     axes.legend()
     return figure
-
-
-def _curve_rows(name: str, curve: BandwidthCurve) -> list[tuple[str, float, float, str, str]]:
-    return [
-        (f"{name} at {format_bytes(point.footprint_bytes)}", point.gbps, point.best_gbps, "GB/s", "")
-        for point in curve.points
-    ]
-
-
-def _rate(gbps: float | None) -> str:
-    return "flat" if gbps is None else f"{gbps:.4g} GB/s"

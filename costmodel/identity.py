@@ -22,12 +22,11 @@ class DeviceIdentity:
     """What makes two devices interchangeable for tuned records; architecture alone does not (H100 and H200 share it).
 
     Attributes:
-        device_type: ``"cpu"`` or ``"cuda"``.
         name: Marketing name; CPUs add family and model, because virtual machines hide them behind a generic name.
         cores: Streaming multiprocessors, or the threads PyTorch uses on a CPU.
         l2_bytes: Last-level cache (0 where the system does not tell).
-        memory_bytes: Total device memory, rounded to GiB because drivers reserve slightly different amounts; 0 on
-            CPUs, where a virtual machine may grow its memory while it runs and no kernel depends on it.
+        memory_bytes: Rounded to GiB because drivers reserve slightly different amounts; 0 on CPUs, where a virtual
+            machine may grow its memory while it runs.
     """
 
     device_type: str
@@ -36,10 +35,6 @@ class DeviceIdentity:
     l2_bytes: int
     memory_bytes: int
 
-    def canonical(self) -> str:
-        """One line of JSON with every field; equal text means equal identity."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-
     def key(self) -> str:
         """Exact, readable database key: a slug of the name plus a hash of every field.
 
@@ -47,19 +42,17 @@ class DeviceIdentity:
         'cuda-nvidia-h200-4702ed953224'
         """
         slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
-        digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
-        return f"{self.device_type}-{slug}-{digest}"
+        fields = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return f"{self.device_type}-{slug}-{hashlib.sha256(fields.encode()).hexdigest()[:12]}"
 
 
 def current_identity(device_type: str) -> DeviceIdentity:
-    """Identity of this machine's processor, or of the current CUDA device. Measures nothing.
-
-    Raises:
-        ValueError: ``device_type`` is unknown, or ``"cuda"`` is asked for and there is no CUDA device.
-    """
+    """Identity of this machine's processor, or of the current CUDA device; ValueError where there is none."""
     if device_type == "cpu":
         cache_bytes = max((parse_cache_bytes(path.read_text()) for path in _CACHES.glob("index*/size")), default=0)
-        return DeviceIdentity("cpu", _cpu_name(), torch.get_num_threads(), cache_bytes, 0)
+        name = parse_cpu_name(_CPUINFO.read_text(errors="replace")) if _CPUINFO.exists() else None
+        name = name or platform.processor() or platform.machine()
+        return DeviceIdentity("cpu", name, torch.get_num_threads(), cache_bytes, 0)
     if device_type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device_type 'cuda': PyTorch finds no CUDA device here; use 'cpu'")
@@ -82,23 +75,14 @@ def current_versions(device_type: str) -> dict[str, str]:
 def parse_cpu_name(cpuinfo: str) -> str | None:
     """Model name, family and model number from the text of ``/proc/cpuinfo``; None where it names no model."""
     fields: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            fields.setdefault(name.strip(), value.strip())
-    if "model name" not in fields:
-        return None
-    if "cpu family" in fields and "model" in fields:
+    for name, value in re.findall(r"^([^:\n]*):(.*)$", cpuinfo, re.MULTILINE):
+        fields.setdefault(name.strip(), value.strip())
+    if "cpu family" in fields and "model" in fields and "model name" in fields:
         return f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"
-    return fields["model name"]
+    return fields.get("model name")
 
 
 def parse_cache_bytes(size: str) -> int:
     """Bytes of a sysfs cache size such as ``32768K``; 0 for anything else."""
     match = re.fullmatch(r"(\d+)([KMG]?)", size.strip())
     return int(match[1]) * _CACHE_UNITS[match[2]] if match else 0
-
-
-def _cpu_name() -> str:
-    name = parse_cpu_name(_CPUINFO.read_text(errors="replace")) if _CPUINFO.exists() else None
-    return name or platform.processor() or platform.machine()

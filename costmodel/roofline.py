@@ -12,16 +12,16 @@ An eager CUDA launch is queued by the host while the device still works, so ther
 
     time = max(launches * t0_host, launches * t0_graph + max(bytes / BW(bytes), flops / peak))
 
-What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.cuda_terms`.
+What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.terms`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fuseplan.costmodel.cuda_terms import with_gpu_terms
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
-from fuseplan.costmodel.roofline_terms import Terms, calibrated, transfer_us
+from fuseplan.costmodel.terms import Terms, calibrated, transfer_us, with_gpu_terms
 from fuseplan.costmodel.work import Work
 
 _IDENTITY = Calibration()
@@ -44,18 +44,13 @@ class Prediction:
 def predict(
     work: Work, spec: DeviceSpec, mode: Mode, *, backend: str | None = None, beside_bytes: float = 0.0
 ) -> Prediction:
-    """Predicted time of a kernel (or of a chain whose ``Work`` was summed) on the device ``spec`` describes.
+    """Predicted time of a kernel (or of a chain whose ``Work`` was summed), by the calibration of ``backend``, if any.
 
-    Args:
-        backend: Apply the calibration stored for this kernel back end, if any, and in it that of ``work.call``.
-        beside_bytes: What else is used before the kernel's data are used again, and takes room in a CUDA device's
-            cache: the bandwidth is that of a footprint so much larger.
-
-    Raises:
-        DeviceSpecError: The device has no such mode, or no measured peak for a unit the work needs.
+    ``beside_bytes`` are used before the kernel's data are used again, and take room in a CUDA device's cache: the
+    bandwidth is that of a footprint so much larger. DeviceSpecError where the device has no such mode, or no measured
+    peak for a unit the work needs.
     """
-    calibration = spec.calibrations.get(backend, _IDENTITY) if backend is not None else _IDENTITY
-    calibration = calibration.of_call(work.call)
+    calibration = spec.calibrations.get(backend or "", _IDENTITY).of_call(work.call)
     terms = calibrated(roofline_terms(work, spec, mode, beside_bytes=beside_bytes), calibration)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
     floor_us = lower_bound(work, spec, mode)
@@ -66,8 +61,7 @@ def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:
     """Microseconds that no kernel doing ``work`` can beat, as far as measurements tell.
 
     Every term takes its ideal value: the shortest launch seen, the best bandwidth of any pattern at this footprint
-    or a larger one, the highest rate of every unit with all units busy at once, and no byte read twice
-    (``l2_bytes`` is left out: a better kernel would have kept it in registers).
+    or a larger one, the highest rate of every unit with all units busy at once, and no byte read twice.
     """
     launch_us, host_us = _launch_us(work, spec, mode, best=True)
     memory_us = transfer_us(work.dram_bytes, spec.bandwidth.ideal_gbps(work.dram_bytes))
@@ -128,3 +122,29 @@ def _gbps(spec: DeviceSpec, footprint_bytes: float, threads: int) -> float:
         return gbps
     # Threads share the footprint evenly.
     return min(gbps, threads * spec.thread_bandwidth.gbps(footprint_bytes / threads))
+
+
+#: Round numbers of the right magnitude: microseconds of a launch, fused and not, GB/s from memory and read again, 1e9
+#: operations a second by unit.
+_NOMINAL: Mapping[str, tuple[float, float, float, float, Mapping[str, float]]] = {
+    "cpu": (0.5, 2.0, 32.0, 64.0, {
+        "fp32": 32.0, "sfu": 2.0, "fp64": 8.0, "fp32_matmul": 256.0, "fp16_matmul": 256.0, "bf16_matmul": 512.0,
+    }),
+    "cuda": (2.0, 4.0, 4e3, 8e3, {
+        "fp32": 3.2e4, "sfu": 4e3, "fp64": 1.6e4, "fp32_matmul": 3.2e4, "fp16_matmul": 5e5, "bf16_matmul": 5e5,
+        "fp8_matmul": 1e6,
+    }),
+}
+
+
+def nominal_us(work: Work, device_type: str, fused: bool = True) -> float:
+    """Microseconds on an imaginary device: launches, which cost more for a single ATen op (``fused`` False), then the
+    longer of bytes and arithmetic.
+
+    It prices no plan. It puts partitions in an order that owes nothing to a measurement, so that of partitions which
+    measurement cannot tell apart, two tunes of the same model choose the same one.
+    """
+    fused_us, unfused_us, gbps, reread_gbps, gops = _NOMINAL[device_type]
+    memory_us = (work.dram_bytes / gbps + work.l2_bytes / reread_gbps) * 1e-3
+    compute_us = sum(count / gops.get(unit, gops["fp32"]) for unit, count in work.flops.items()) * 1e-3
+    return work.launches * (fused_us if fused else unfused_us) + max(memory_us, compute_us)

@@ -19,10 +19,8 @@ FLOP_UNITS = ("fp32", "fp64", "sfu", "bf16_matmul", "fp16_matmul", "fp32_matmul"
 class Traffic:
     """What one part of a kernel moves, where parts follow one another.
 
-    Attributes:
-        moved_bytes: Distinct bytes of this part, of ``Work.dram_bytes``; what two parts read counts in both.
-        requested_bytes: What it asks the last-level cache for, as in :class:`Work`.
-        written_bytes: How many of ``moved_bytes`` are written.
+    ``moved_bytes`` are distinct; what two parts read counts in both. ``written_bytes`` are among them.
+    ``requested_bytes`` are those of :class:`Work`.
     """
 
     moved_bytes: float
@@ -39,7 +37,6 @@ class Work:
         dram_bytes: Distinct bytes read plus bytes written, assuming nothing is in a cache.
         l2_bytes: Bytes re-read after a first pass over the same data (second pass of a reduction, a
             broadcast operand); served by the last-level cache when they fit.
-        launches: Kernel launches.
         written_bytes: How many of ``dram_bytes`` are written.
         cold_bytes: How many of ``dram_bytes`` nothing has touched recently (weights).
         requested_bytes: Bytes that the kernel asks the last-level cache for: operands that rows share again for each
@@ -86,8 +83,7 @@ class Work:
     more_results: int = 0
 
     def __post_init__(self) -> None:
-        unknown = set(self.flops) - set(FLOP_UNITS)
-        if unknown:
+        if unknown := set(self.flops) - set(FLOP_UNITS):
             raise ValueError(f"Work.flops has unknown units {sorted(unknown)}; known: {FLOP_UNITS}")
 
     def __add__(self, other: Work) -> Work:

@@ -1,25 +1,35 @@
-"""Measures a CPU with ATen calls and the wall clock."""
+"""Measures a CPU with ATen calls and the wall clock.
+
+The roofline knows bytes and arithmetic. How long a call takes before it begins, and which of its loops are vectorised
+for which type, differs from op to op and follows from nothing but a measurement: common ops are timed one by one.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from fuseplan.costmodel.device import CallTimes
 from fuseplan.costmodel.identity import DeviceIdentity
-from fuseplan.costmodel.probe.aten_calls import time_aten_calls
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress, time_host_calls
-from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
-from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call, HostCallTimer, Timing, time_calls
+from fuseplan.costmodel.probe.measurements import Measurements, Progress, stream_sizes, time_host_calls, time_streams
+from fuseplan.costmodel.probe.timing import Call, CallTimer, HostCallTimer, TimeBudget, Timing, time_calls
 from fuseplan.costmodel.probe.yardstick import processor_yardstick
 
+_aten = torch.ops.aten
+_COLS, _HEAD = 2048, 64
+_TYPES = (torch.float32, torch.bfloat16)
+#: Elements that ATen gives to one thread, and the fewest that it shares out (``at::internal::GRAIN_SIZE``).
+_GRAIN = 2**15
+#: Threads that the largest of the calls keeps busy, with several grains each, at most.
+_MOST_THREADS = 16
+_UNARY = ("neg", "silu", "gelu", "sigmoid", "tanh", "relu", "exp", "cos", "sin", "rsqrt", "clone")
+_BINARY = ("add", "sub", "mul", "div")
 _MIB = 2**20
 _LARGEST_BYTES = 256 * _MIB
 _PATTERNS = ("neg", "add", "copy", "read")
@@ -44,31 +54,27 @@ def measure_cpu(
     """
     timer = _timer(sample_us=500.0 if quick else 2000.0, repeats=9 if quick else 25)
     largest_bytes = _largest_bytes(identity)
-    step = 2.0 if quick else 2.0**0.5
-    eager, kernel, view = time_host_calls(
-        "cpu", timer, kernel_call, _step(progress, 0.0, 0.05, "launch latency"), budget.part(0.05, "launch latency")
-    )
-    calls = time_aten_calls(
-        _timer(sample_us=100.0 if quick else 500.0, repeats=5 if quick else 15), identity.cores,
-        budget.part(0.15, "ATen calls"),
-    )
-    rates = _rates(identity, quick, _step(progress, 0.05, 0.25, "arithmetic"), budget.part(0.15, "arithmetic"), timer)
+    ratio = 2.0 if quick else 2.0**0.5
+    step = partial(budget.step, progress)
+    eager, kernel, view = time_host_calls("cpu", timer, kernel_call, *step(0.0, 0.05, 0.05, "launch latency"))
+    calls_timer = _timer(sample_us=100.0 if quick else 500.0, repeats=5 if quick else 15)
+    calls = time_aten_calls(calls_timer, identity.cores, budget.part(0.15, "ATen calls"))
+    rates = _rates(identity, quick, *step(0.05, 0.25, 0.15, "arithmetic"), timer)
     thread_streams: list[StreamTiming] = []
     if identity.cores > 1:
-        with _one_thread():
-            single = _rates(
-                identity, quick, _step(progress, 0.25, 0.4, "arithmetic, one thread"),
-                budget.part(0.15, "arithmetic, one thread"), timer,
-            )
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            single = _rates(identity, quick, *step(0.25, 0.4, 0.15, "arithmetic, one thread"), timer)
             thread_streams = time_streams(
-                stream_sizes(largest_bytes // 4, step * step), _PATTERNS, "cpu", timer,
-                _step(progress, 0.4, 0.5, "memory bandwidth, one thread"),
-                budget.part(0.2, "memory bandwidth, one thread"),
+                stream_sizes(largest_bytes // 4, ratio * ratio), _PATTERNS, "cpu", timer,
+                *step(0.4, 0.5, 0.2, "memory bandwidth, one thread"),
             )
+        finally:
+            torch.set_num_threads(threads)
         rates += _from_one_thread(single, identity.cores)
     streams = time_streams(
-        stream_sizes(largest_bytes, step), _PATTERNS, "cpu", timer, _step(progress, 0.5, 1.0, "memory bandwidth"),
-        budget.part(1.0, "memory bandwidth"),
+        stream_sizes(largest_bytes, ratio), _PATTERNS, "cpu", timer, *step(0.5, 1.0, 1.0, "memory bandwidth")
     )
     return Measurements(streams, eager, rates, thread_streams, kernel, view=view, calls=calls)
 
@@ -84,16 +90,6 @@ def _largest_bytes(identity: DeviceIdentity) -> int:
         return wanted
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return min(wanted, max(_MIB, available // 4))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:
@@ -154,18 +150,69 @@ def _matmul(dtype: torch.dtype, enough_us: float, repeats: int, budget: TimeBudg
 
 def _quickest_us(call: Call, budget: TimeBudget) -> float:
     """The shortest of three calls, or of as many as there is time for."""
-    times = [_elapsed_us(call)]
-    while len(times) < 3 and budget.left_us() > 0:
-        times.append(_elapsed_us(call))
+    times: list[float] = []
+    while not times or (len(times) < 3 and budget.left_us() > 0):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
     return min(times)
 
 
-def _elapsed_us(call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e6
+def time_aten_calls(timer: CallTimer, cores: int, budget: TimeBudget) -> dict[str, CallTimes]:
+    """By name and type (``aten.mul.Tensor.float32``): few elements, one share, one for each thread, and many.
+
+    Where the budget is short large sizes are left out.
+    """
+    shares = _GRAIN * min(cores, _MOST_THREADS)
+    sizes = sorted({_HEAD, _GRAIN, shares, 4 * shares})
+    calls = {(name, size): call for size in sizes for dtype in _TYPES for name, call in _calls(size, dtype).items()}
+    timings = time_calls(calls, timer, budget=budget, least=0)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for (name, size), timing in timings.items():
+        points.setdefault(name, []).append((float(size), timing.typical_us))
+    return {name: CallTimes(tuple(own)) for name, own in points.items()}
 
 
-def _step(progress: Progress, begin: float, end: float, label: str) -> Callable[[float], None]:
-    """Maps a step's own fraction into the whole probe's."""
-    return lambda fraction: progress(begin + fraction * (end - begin), label)
+def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
+    cols = min(elements, _COLS)
+    rows = elements // cols
+    x = (torch.rand(rows, cols) + 0.5).to(dtype)
+    y, indices, numbers = torch.rand_like(x), torch.arange(rows), torch.arange(elements)
+    mask = (torch.arange(cols) < cols // 2).expand(rows, cols).contiguous()
+    heads = x.view(rows, cols // _HEAD, _HEAD).transpose(0, 1)
+    cache = heads.contiguous()
+    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    own = [partial(getattr(_aten, name).default, x) for name in _UNARY]
+    own += [partial(getattr(_aten, name).Tensor, x, y) for name in _BINARY]
+    own += [
+        partial(_aten.add.Tensor, x, 1.5),
+        partial(_aten.mul.Tensor, x, 1.5),
+        partial(_aten.pow.Tensor_Scalar, x, 2),
+        partial(_aten.le.Tensor, x, y),
+        partial(_aten.where.self, mask, x, y),
+        partial(_aten.to.dtype, x, other),
+        partial(_aten.mean.dim, x, [-1], True),
+        partial(_aten.sum.dim_IntList, x, [-1], True),
+        partial(_aten.amax.default, x, [-1], True),
+        partial(_aten.softmax.int, x, -1),
+        partial(_aten.layer_norm.default, x, [cols]),
+        partial(_aten.cat.default, [x[:, cols // 2:], x[:, :cols // 2]], -1),
+        partial(_aten.embedding.default, x, indices),
+        partial(_aten.index_select.default, x, 0, indices),
+        partial(_aten.index_copy_.default, torch.zeros_like(cache), -2, indices, cache),
+        partial(_aten.reshape.default, heads, [-1]),
+        partial(_aten.zeros.default, [rows, cols], dtype=dtype),
+    ]
+    type_name = str(dtype).removeprefix("torch.")
+    typed: dict[str, Call] = {
+        f"{call.func}.{type_name}{'.number' if isinstance(call.args[-1], float) else ''}": call for call in own
+    }
+    typed[f"aten.contiguous.default.{type_name}"] = partial(_aten.clone.default, x)
+    if rows > 1:
+        typed[f"aten.contiguous.default.{type_name}"] = partial(_aten.contiguous.default, heads)
+    if dtype is torch.float32:
+        typed["aten.arange.default.int64"] = partial(_aten.arange.default, elements)
+        typed["aten.__and__.Tensor.bool"] = partial(_aten.__and__.Tensor, mask, mask)
+        typed["aten.add.Tensor.int64.number"] = partial(_aten.add.Tensor, numbers, 1)
+        typed["aten.le.Tensor.int64"] = partial(_aten.le.Tensor, numbers, numbers)
+    return typed

@@ -10,15 +10,15 @@ import torch
 
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress, time_host_calls
-from fuseplan.costmodel.probe.streams import stream_sizes, time_streams
-from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, time_calls
+from fuseplan.costmodel.probe.measurements import Measurements, Progress, stream_sizes, time_host_calls, time_streams
+from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, TimeBudget, time_calls
 
 _GIB = 2**30
 _DEVICE = "cuda"
 _PATTERNS = ("neg", "add", "read")
 _MATMUL_UNITS = {"fp32_matmul": torch.float32, "bf16_matmul": torch.bfloat16, "fp16_matmul": torch.float16}
+#: Of a full probe, and of a quick one.
+_MATMUL_SIZES = (8192, 4096)
 #: Elements of one thread block and dependent steps of the arithmetic kernels: enough independent elements in each
 #: thread to hide latency, enough steps that loading and storing vanish.
 _BLOCK, _STEPS = 1024, 2048
@@ -34,22 +34,17 @@ def measure_cuda(
     """Time everything a CUDA spec needs. Allocates up to 1 GiB (or an eighth of the memory)."""
     graph_timer = GraphTimer(sample_us=1000.0 if quick else 4000.0, repeats=7 if quick else 25)
     largest_bytes = min(_GIB, identity.memory_bytes // 8)
-    streams = time_streams(
-        stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5, identity.l2_bytes), _PATTERNS, _DEVICE, graph_timer,
-        lambda fraction: progress(0.5 * fraction, "memory bandwidth"), budget.part(0.5, "memory bandwidth"),
-    )
+    step = partial(budget.step, progress)
+    sizes = stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5, identity.l2_bytes)
+    streams = time_streams(sizes, _PATTERNS, _DEVICE, graph_timer, *step(0.0, 0.5, 0.5, "memory bandwidth"))
     # A few hundred calls stay inside the launch queue, so the host never waits for the device.
     host_timer = HostCallTimer(2000.0, 7 if quick else 25, finish=torch.cuda.synchronize, max_calls=500)
-    launches = budget.part(0.5, "launch latency")
-    eager, kernel, view = time_host_calls(
-        _DEVICE, host_timer, kernel_call, lambda fraction: progress(0.5 + 0.1 * fraction, "launch latency"), launches
-    )
+    report, launches = step(0.5, 0.6, 0.5, "launch latency")
+    eager, kernel, view = time_host_calls(_DEVICE, host_timer, kernel_call, report, launches)
     nodes = time_calls(_node_calls(), graph_timer, budget=launches)
-    calls = {**_arithmetic_calls(identity), **_matmul_calls(_matmul_size(quick))}
-    timings = time_calls(
-        {unit: call for unit, (_, call) in calls.items()}, graph_timer,
-        lambda fraction: progress(0.6 + 0.4 * fraction, "arithmetic"), budget.part(1.0, "arithmetic"),
-    )
+    calls = {**_arithmetic_calls(identity), **_matmul_calls(_MATMUL_SIZES[quick])}
+    alone = {unit: call for unit, (_, call) in calls.items()}
+    timings = time_calls(alone, graph_timer, *step(0.6, 1.0, 1.0, "arithmetic"))
     rates = [RateTiming(unit, flops, timings[unit]) for unit, (flops, _) in calls.items()]
     return Measurements(
         streams, eager, rates, kernel=kernel, graph_node=nodes["empty"], overlapped_node=nodes.get("waiting"),
@@ -85,16 +80,7 @@ def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, Call]]
 
 def _chain(kernel: Any, blocks: int, dtype: torch.dtype) -> Call:
     x = torch.rand(blocks * _BLOCK, device=_DEVICE, dtype=dtype)
-    y = torch.empty_like(x)
-
-    def call() -> None:
-        kernel[(blocks,)](x, y, _STEPS, block=_BLOCK, num_warps=4)
-
-    return call
-
-
-def _matmul_size(quick: bool) -> int:
-    return 4096 if quick else 8192
+    return partial(kernel[(blocks,)], x, torch.empty_like(x), _STEPS, block=_BLOCK, num_warps=4)
 
 
 def _matmul_calls(size: int) -> dict[str, tuple[float, Call]]:

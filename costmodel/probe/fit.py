@@ -26,10 +26,10 @@ _MEMORY_RATIO = 2.0
 
 @dataclass(frozen=True)
 class StreamTiming:
-    """One streaming kernel: access pattern, distinct bytes read plus written, time.
+    """One streaming kernel; ``footprint_bytes`` are distinct bytes read plus written.
 
-    ``typical`` is False for a pattern unlike a fused kernel (it only reads, or bypasses the cache): it shows what
-    the memory can do, and counts for the ideal bandwidth only.
+    ``typical`` is False for a pattern unlike a fused kernel (it only reads, or bypasses the cache): it counts for the
+    ideal bandwidth only.
     """
 
     pattern: str
@@ -42,8 +42,7 @@ class StreamTiming:
 class RateTiming:
     """One compute-bound call: the unit it keeps busy, its operations, time.
 
-    ``typical`` is False where the call does cheaper operations than most of its unit: it shows what the unit can
-    do, and counts for the ideal rate only.
+    ``typical`` is False where the operations are cheaper than most of the unit: it counts for the ideal rate only.
     """
 
     unit: str
@@ -54,9 +53,7 @@ class RateTiming:
 
 def fit_linear(nbytes: Sequence[float], times_us: Sequence[float]) -> LinearFit:
     """``t0`` and bandwidth of ``time = t0 + bytes / bandwidth``, both non-negative, robust, in relative error.
-
-    Raises:
-        ValueError: No sizes, or a time that is not positive.
+    ValueError where there are no sizes, or a time is not positive.
     """
     from scipy.optimize import least_squares  # slow to import, and only a probe fits
 
@@ -86,8 +83,7 @@ def fit_linear(nbytes: Sequence[float], times_us: Sequence[float]) -> LinearFit:
 
 def fit_launches(streams: Sequence[StreamTiming]) -> tuple[dict[str, LinearFit], dict[str, LinearFit]]:
     """Launch latency of each pattern from its small sizes: fits of the typical and of the best times."""
-    typical: dict[str, LinearFit] = {}
-    best: dict[str, LinearFit] = {}
+    typical, best = {}, {}
     for pattern in dict.fromkeys(stream.pattern for stream in streams):
         own = sorted((s for s in streams if s.pattern == pattern), key=lambda stream: stream.footprint_bytes)
         small = [stream for stream in own if stream.footprint_bytes <= _LAUNCH_BYTES] or own[:2]
@@ -98,10 +94,8 @@ def fit_launches(streams: Sequence[StreamTiming]) -> tuple[dict[str, LinearFit],
 
 
 def bandwidth_curve(streams: Sequence[StreamTiming]) -> BandwidthCurve:
-    """Bandwidth by footprint, launch latency removed: the median over typical patterns, and the best of all.
-
-    Raises:
-        ValueError: Every size was launch-bound.
+    """Bandwidth by footprint, launch latency removed: the median over typical patterns, and the best of all. ValueError
+    where every size was launch-bound.
     """
     typical, best = fit_launches(streams)
     points: list[BandwidthPoint] = []
@@ -130,8 +124,8 @@ def memory_fit(streams: Sequence[StreamTiming], l2_bytes: int) -> LinearFit:
     """``t0`` and bandwidth of the last level, over footprints well past the last-level cache (at least three)."""
     ordinary = sorted((s for s in streams if s.typical), key=lambda stream: stream.footprint_bytes)
     sizes = sorted({stream.footprint_bytes for stream in ordinary})
-    first = min((size for size in sizes if size >= _MEMORY_RATIO * l2_bytes), default=sizes[-1]) if l2_bytes else 0
-    first = min(first, sizes[max(0, len(sizes) - 3)]) if l2_bytes else sizes[max(0, len(sizes) - 3)]
+    past = [size for size in sizes if size >= _MEMORY_RATIO * l2_bytes] if l2_bytes else []
+    first = min([*past, *sizes[-3:]])
     large = [stream for stream in ordinary if stream.footprint_bytes >= first]
     return fit_linear([s.footprint_bytes for s in large], [s.timing.typical_us for s in large])
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 import torch
-
-from fuseplan.costmodel.probe.time_budget import UNLIMITED, TimeBudget
 
 #: Something to time: launches work and returns nothing of interest.
 Call = Callable[[], object]
 #: Gives one batch of samples, in microseconds per call: at least one, and no more once so many microseconds are over.
 Sampler = Callable[[float], list[float]]
 _Key = TypeVar("_Key")
+#: How many times its even share of what is left one of several jobs may take: what short ones leave, long ones use.
+_GENEROUS = 3.0
 #: Relative disagreement up to which a machine counts as quiet.
 _QUIET = 0.1
 _EXTRA_PASSES = 3
@@ -29,14 +30,57 @@ _WARM_UP = 0.4
 
 
 @dataclass(frozen=True)
+class TimeBudget:
+    """Time that may be spent until a fixed moment by ``clock``.
+
+    ``short`` says in words what the time was too short for; a budget and its parts share it.
+    """
+
+    end_s: float
+    clock: Callable[[], float] = time.monotonic
+    purpose: str = ""
+    short: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(seconds: float, clock: Callable[[], float] = time.monotonic) -> TimeBudget:
+        return TimeBudget(clock() + seconds, clock)
+
+    def left_us(self) -> float:
+        return max(0.0, (self.end_s - self.clock()) * 1e6)
+
+    def share_us(self, jobs: int) -> float:
+        """Microseconds that the next of so many jobs may take."""
+        return self.left_us() * min(1.0, _GENEROUS / jobs)
+
+    def part(self, share: float, purpose: str = "") -> TimeBudget:
+        """That share of what is left, from now on."""
+        end_s = self.clock() + share * self.left_us() * 1e-6
+        return TimeBudget(end_s, self.clock, purpose or self.purpose, self.short)
+
+    def step(
+        self, progress: Callable[[float, str], None], begin: float, end: float, share: float, purpose: str
+    ) -> tuple[Callable[[float], None], TimeBudget]:
+        """What reports a step's own fraction, from ``begin`` to ``end`` of a probe, and the time the step may take."""
+        return lambda fraction: progress(begin + fraction * (end - begin), purpose), self.part(share, purpose)
+
+    def note(self) -> None:
+        """Remember that the time was too short for :attr:`purpose`."""
+        if self.purpose not in self.short:
+            self.short.append(self.purpose)
+
+
+UNLIMITED = TimeBudget(math.inf)
+
+
+@dataclass(frozen=True)
 class Timing:
     """What repeated samples of one call say.
 
     Attributes:
         typical_us: Median of the faster half: other processes only ever add time, and on a shared machine they
             disturb more samples than not.
-        noise: A/A noise: how far the typical times of two interleaved halves of the batches disagree, relative; 1
-            where there is one sample, which nothing confirms.
+        noise: How far the typical times of two interleaved halves of the batches disagree, relative; 1 where there is
+            one sample, which nothing confirms.
     """
 
     typical_us: float
@@ -48,13 +92,10 @@ class Timing:
         """From batches of samples of the same call, taken at different moments; a single batch is halved itself."""
         if len(batches) == 1:
             batches = [[sample] for sample in batches[0]]
-        typical_us = _typical([sample for batch in batches for sample in batch])
-        best_us = min(sample for batch in batches for sample in batch)
+        typical_us, best_us = _typical(batches), min(map(min, batches))
         if len(batches) == 1:
             return Timing(typical_us, best_us, 1.0)
-        first = _typical([sample for batch in batches[::2] for sample in batch])
-        second = _typical([sample for batch in batches[1::2] for sample in batch])
-        return Timing(typical_us, best_us, abs(first - second) / typical_us)
+        return Timing(typical_us, best_us, abs(_typical(batches[::2]) - _typical(batches[1::2])) / typical_us)
 
     @property
     def disturbed(self) -> bool:
@@ -67,11 +108,9 @@ class HostCallTimer:
     """Wall-clock time per call, averaged over enough calls that the clock's own cost vanishes.
 
     Attributes:
-        sample_us: How long one sample should take.
-        repeats: Samples in a batch.
+        repeats: Samples in a batch, each of about ``sample_us`` and at most ``max_calls`` (a launch queue is finite).
         finish: Waits for the device. With one that waits (CUDA), calls are only queued during a sample, so a call
             whose kernel is short costs what the host pays to launch it.
-        max_calls: Most calls in one sample (a device's launch queue is finite).
         steady: Whether the processor runs at full speed at this moment; samples beside which it did not are left out.
             Told how many microseconds it has to find out.
     """
@@ -92,10 +131,8 @@ class HostCallTimer:
         return lambda limit_us: self._batch(call, calls, limit_us)
 
     def _batch(self, call: Call, calls: int, limit_us: float) -> list[float]:
-        """``repeats`` steady samples; fewer, but at least three, where they take much longer than planned.
-
-        What it takes to ask whether the processor is steady counts: on a busy machine that is most of it. Once
-        ``limit_us`` are over, one sample is enough.
+        """``repeats`` steady samples; fewer, but at least three, where they take much longer than planned. Once
+        ``limit_us`` are over, one is enough: on a busy machine asking whether it is steady takes most of the time.
         """
         samples: list[float] = []
         steady_samples: list[float] = []
@@ -133,6 +170,30 @@ def cuda_graph(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.C
         yield graph
 
 
+def record_calls(calls: Iterable[Call], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of some calls, replayed once."""
+    with cuda_graph(stream) as graph:
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    """Microseconds of each of the ``calls`` that a graph makes, on the device."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    # The first replay keeps the device busy while the host starts the second, so that the events enclose device time
+    # alone: starting a replay takes the host longer than ten short kernels run.
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / calls
+
+
 @dataclass(frozen=True)
 class GraphTimer:
     """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
@@ -142,7 +203,6 @@ class GraphTimer:
 
     sample_us: float
     repeats: int
-    max_calls: int = 1000
 
     def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
         """As :meth:`HostCallTimer.prepare`."""
@@ -154,39 +214,17 @@ class GraphTimer:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        estimate_us = self._replay(self._capture(call, 10), 10)
-        calls = _count(self.sample_us, estimate_us, self.max_calls)
-        graph = self._capture(call, calls)
-        self._replay(graph, calls)
+        calls = _count(self.sample_us, replay_us(record_calls([call] * 10), 10), 1000)
+        graph = record_calls([call] * calls)
+        replay_us(graph, calls)
         return lambda limit_us: self._batch(graph, calls, limit_us)
 
     def _batch(self, graph: torch.cuda.CUDAGraph, calls: int, limit_us: float) -> list[float]:
         began_ns = time.perf_counter_ns()
-        samples = [self._replay(graph, calls)]
-        while len(samples) < self.repeats and _since_us(began_ns) < limit_us:
-            samples.append(self._replay(graph, calls))
+        samples: list[float] = []
+        while not samples or (len(samples) < self.repeats and _since_us(began_ns) < limit_us):
+            samples.append(replay_us(graph, calls))
         return samples
-
-    @staticmethod
-    def _capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
-        with cuda_graph() as graph:
-            for _ in range(calls):
-                call()
-        graph.replay()
-        torch.cuda.synchronize()
-        return graph
-
-    @staticmethod
-    def _replay(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # The first replay keeps the device busy while the host queues the second, so that the events
-        # enclose device time only.
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / calls
 
 
 CallTimer: TypeAlias = HostCallTimer | GraphTimer
@@ -198,15 +236,16 @@ def time_calls(
 ) -> dict[_Key, Timing]:
     """Time every call in two passes over all of them, and the disturbed ones in up to three passes more.
 
-    A disturbance that lasts less than a pass spoils only some of a call's batches.
-
-    Args:
-        progress: Receives the fraction of the first two passes that is done.
-        budget: Where it runs short, batches get smaller, and passes after the first are left out; it is noted then.
-        least: Calls that are timed, with one sample at least, whatever is left; those after them may be left out. All
-            by default.
+    A disturbance that lasts less than a pass spoils only some of a call's batches. Where the budget runs short, batches
+    get smaller, passes after the first are left out, and so are the calls after the first ``least`` ones (None: all
+    are timed, with one sample each); it is noted then. ``progress`` receives what is done of the first two passes.
     """
-    samplers = _warmed_up(calls, timer, budget.part(_WARM_UP), len(calls) if least is None else least)
+    warm_up = budget.part(_WARM_UP)
+    samplers: dict[_Key, Sampler] = {}
+    for number, (key, call) in enumerate(calls.items()):
+        if least is not None and number >= least and warm_up.left_us() <= 0:
+            break
+        samplers[key] = timer.prepare(call, warm_up.share_us(len(calls) - number))
     batches: dict[_Key, list[list[float]]] = {key: [] for key in samplers}
     for number in range(2):
         for position, (key, sampler) in enumerate(samplers.items(), start=1):
@@ -223,18 +262,9 @@ def time_calls(
     return {key: Timing.of(batches[key]) for key in samplers}
 
 
-def _warmed_up(calls: Mapping[_Key, Call], timer: CallTimer, budget: TimeBudget, least: int) -> dict[_Key, Sampler]:
-    """The samplers of all calls, or of as many as the time is enough for, and the first ``least`` ones in any case."""
-    samplers: dict[_Key, Sampler] = {}
-    for number, (key, call) in enumerate(calls.items()):
-        if number >= least and budget.left_us() <= 0:
-            break
-        samplers[key] = timer.prepare(call, budget.share_us(len(calls) - number))
-    return samplers
-
-
-def _typical(samples: Sequence[float]) -> float:
-    return statistics.median(sorted(samples)[: (len(samples) + 1) // 2])
+def _typical(batches: Sequence[Sequence[float]]) -> float:
+    samples = sorted(chain.from_iterable(batches))
+    return statistics.median(samples[: (len(samples) + 1) // 2])
 
 
 def _count(sample_us: float, call_us: float, max_calls: int) -> int:

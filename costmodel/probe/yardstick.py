@@ -7,11 +7,11 @@ does.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -31,13 +31,16 @@ _REFRESH = 256
 _TRIES = 3
 #: Numbers in the job's array: some ten microseconds on two cores, enough to involve every thread of the pool.
 _NUMBERS = 65_536
+#: By the number of threads.
+_YARDSTICKS: dict[int, Yardstick] = {}
 
 
 class Yardstick:
     """Repeats one job and compares; by default exponentials on all threads of torch's pool, out of the cache."""
 
     def __init__(self, job: Callable[[], object] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._job = job if job is not None else _exponentials()
+        numbers = torch.linspace(0.0, 1.0, _NUMBERS)
+        self._job = job if job is not None else partial(torch.exp, numbers, out=torch.empty_like(numbers))
         self._clock = clock
         self._readings: deque[float] = deque(maxlen=_WINDOW)
         self._reference_s = 0.0
@@ -75,17 +78,7 @@ class Yardstick:
         return self._reference_s
 
 
-def _exponentials() -> Callable[[], object]:
-    numbers = torch.linspace(0.0, 1.0, _NUMBERS)
-    result = torch.empty_like(numbers)
-    return lambda: torch.exp(numbers, out=result)
-
-
 def processor_yardstick() -> Yardstick:
     """This process's yardstick for the number of threads that torch uses now."""
-    return _yardstick(torch.get_num_threads())
-
-
-@functools.cache
-def _yardstick(threads: int) -> Yardstick:
-    return Yardstick()
+    threads = torch.get_num_threads()
+    return _YARDSTICKS.get(threads) or _YARDSTICKS.setdefault(threads, Yardstick())

@@ -78,11 +78,7 @@ def checked(config: Config, parameters: Iterable[Tunable]) -> Config:
 
 @dataclass(frozen=True)
 class Resources:
-    """Facts read back from a compiled kernel. None where the back end cannot know.
-
-    ``extra["run_key"]``, where given, is equal for configurations that run the same machine code in the same way
-    (grid and run-time arguments included): only one of them is measured.
-    """
+    """Facts read back from a compiled kernel. None where the back end cannot know."""
 
     registers: int | None = None
     spill_bytes: int | None = None

@@ -15,7 +15,7 @@ from fuseplan.planner.cli import bench_patterns, common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.common import decimal, whole
 from fuseplan.planner.cli.tune import ready
-from fuseplan.search.store.plain import plain
+from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fuseplan.planner.patterns.cells import Cell
     from fuseplan.planner.tuning.session import Session
     from fuseplan.search.tune.tuner import Budget
-    from fuseplan.search.workers.worker import Executor
+    from fuseplan.search.workers.worker import WorkerPool
 
 #: What the headline patterns are said to gain over eager.
 _HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
@@ -175,7 +175,7 @@ def _fill(session: Session, wanted: Wanted, cells: Sequence[Cell], log: RowLog, 
 
 
 def tune_cells(
-    session: Session, cells: Sequence[Cell], budget: Budget | None, pool: Executor, said: list[str]
+    session: Session, cells: Sequence[Cell], budget: Budget | None, pool: WorkerPool, said: list[str]
 ) -> Session:
     """Tune what is not stored of some cells; what cannot be is said, and measured as the cost model plans it.
 

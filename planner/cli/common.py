@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from fuseplan.search.store.plain import plain
+from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -29,7 +29,7 @@ def probe(
     meanwhile. A stored probe is not replaced by one that is clearly worse. No device setting is changed.
     """
     from fuseplan.costmodel.device_report import bandwidth_figure, spec_table
-    from fuseplan.costmodel.probe.load import losses
+    from fuseplan.costmodel.probe.probe import losses
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.tuning.session import open_session
 

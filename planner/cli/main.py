@@ -15,8 +15,7 @@ from typing import Annotated, TextIO
 import typer
 
 from fuseplan.planner.cli import bench, database, device, report, tune
-from fuseplan.search.errors import MachineFailureError, NothingCompilesError
-from fuseplan.search.store.plain import plain
+from fuseplan.search.errors import MachineFailureError, NothingCompilesError, plain
 
 #: Exit statuses after Ctrl-C and after SIGTERM, as shells have them.
 _INTERRUPTED, _TERMINATED = 130, 143

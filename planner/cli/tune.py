@@ -13,17 +13,17 @@ import typer
 from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.device import warn_of_problems
-from fuseplan.search.store.plain import plain
+from fuseplan.search.errors import plain
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
-    from fuseplan.costmodel.probe.load import MachineLoad
+    from fuseplan.costmodel.probe.probe import MachineLoad
     from fuseplan.planner.graph.dataflow import DataflowGraph
     from fuseplan.planner.tuning.session import Session
     from fuseplan.planner.tuning.tune import TuneResult
     from fuseplan.search.store.record import PlanRecord
     from fuseplan.search.tune.tuner import Budget
-    from fuseplan.search.workers.worker import Executor
+    from fuseplan.search.workers.worker import WorkerPool
 
 
 def tune(
@@ -78,7 +78,7 @@ def tune(
     """
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
-        from fuseplan.costmodel.probe.load import machine_load
+        from fuseplan.costmodel.probe.probe import machine_load
         from fuseplan.planner.tuning.planner import PlanSettings
         from fuseplan.planner.tuning.session import open_session
         from fuseplan.search.store.location import left_behind
@@ -131,7 +131,7 @@ def ready(session: Session, account: TimeAccount | None = None) -> Session:
 
 def run(
     session: Session, name: str, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
-    account: TimeAccount | None = None, executor: Executor | None = None,
+    account: TimeAccount | None = None, executor: WorkerPool | None = None,
 ) -> TuneResult:
     """Tune with a progress bar, and keep a summary of each workload for the reports."""
     from fuseplan.planner.cli.progress import TuneProgress

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.costmodel.nominal import nominal_us
-from fuseplan.costmodel.roofline import lower_bound, predict
+from fuseplan.costmodel.roofline import lower_bound, nominal_us, predict
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import ChoiceSample
 from fuseplan.planner.cost.shared_cache import SharedCache

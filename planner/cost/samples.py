@@ -19,7 +19,6 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.search.store import codec, limits
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.documents import CaptureStore, stored
 from fuseplan.search.store.record import RecordKey
 
 _PREFIX = "samples"
@@ -101,8 +100,8 @@ def store_samples(database: Database, samples: RegionSamples) -> None:
     database.put_capture(f"{_PREFIX}/{codec.checksum(' '.join(parts))}", asdict(samples))
 
 
-def load_samples(database: CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
+def load_samples(database: codec.CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
     """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
-    found = stored(database, RegionSamples, _PREFIX)
+    found = codec.stored(database, RegionSamples, _PREFIX)
     wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]
     return tuple(sorted(wanted, key=lambda one: (one.label, one.key.regime, one.key.workload)))

@@ -16,7 +16,7 @@ from fuseplan.planner.cost.samples import load_samples as stored_samples
 from fuseplan.planner.errors import PlanError, nearest
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
-from fuseplan.search.store.plain import plain
+from fuseplan.search.errors import plain
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, TuningRecord
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
-from fuseplan.search.workers.processes import die_with_parent
+from fuseplan.search.workers.supervisor import die_with_parent
 from fuseplan.search.workers.worker import usable_cores
 
 #: Cores for each capturing process: a second one is busy with what it imports.

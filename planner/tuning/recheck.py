@@ -15,7 +15,6 @@ from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store import codec
-from fuseplan.search.store.documents import stored
 from fuseplan.search.store.record import RecordKey, TuningRecord
 from fuseplan.search.tune.tuner import Tuner
 
@@ -52,7 +51,7 @@ def recheck(
 ) -> tuple[Rechecked, ...]:
     """Measure the longest shipped kernels of some plans again; what was measured before is not repeated."""
     wanted = _longest(session, planned)
-    known = {one.key: one for one in stored(session.database, Rechecked, _PREFIX)}
+    known = {one.key: one for one in codec.stored(session.database, Rechecked, _PREFIX)}
     new = [(subject, record) for subject, record in wanted if record.key not in known]
     for (_, record), trial in zip(new, tuner.time_again(new), strict=True):
         known[record.key] = Rechecked(

@@ -28,7 +28,7 @@ from fuseplan.search.store.record import TuningRecord, Versions
 from fuseplan.search.store.rows import device_spec
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent, Tuner
-from fuseplan.search.workers.worker import Executor
+from fuseplan.search.workers.worker import WorkerPool
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ class Session:
 
     def tuner(
         self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None,
-        account: TimeAccount | None = None, executor: Executor | None = None,
+        account: TimeAccount | None = None, executor: WorkerPool | None = None,
     ) -> Tuner:
         """A tuner for this device; close it when done.
 

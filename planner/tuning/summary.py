@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from fuseplan.search.store import codec
-from fuseplan.search.store.documents import CaptureStore, stored
 from fuseplan.search.store.limits import Count
 from fuseplan.search.store.record import PlanRecord, RecordKey
 
@@ -172,10 +171,10 @@ def _name(summary: WorkloadSummary) -> str:
 
 
 def load_summaries(
-    database: CaptureStore, device: str | None = None, model: str | None = None
+    database: codec.CaptureStore, device: str | None = None, model: str | None = None
 ) -> tuple[WorkloadSummary, ...]:
     """Stored summaries of a device and a model (None for any) in natural order; unreadable ones are left out."""
-    found = stored(database, WorkloadSummary, _PREFIX)
+    found = codec.stored(database, WorkloadSummary, _PREFIX)
     wanted = [one for one in found if device in (None, one.device) and _matches(one.model, model)]
     return tuple(sorted(wanted, key=lambda one: (one.model, _natural(one.workload), one.regime, one.numerics)))
 

@@ -20,7 +20,7 @@ from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent
-from fuseplan.search.workers.worker import Executor
+from fuseplan.search.workers.worker import WorkerPool
 
 #: Told about each distinct region: workload, region label, number, how many.
 OnRegion = Callable[[str, str, int, int], None]
@@ -93,7 +93,7 @@ class TuneResult:
 def tune(
     session: Session, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget | None = None, seed: int = 0,
     on_region: OnRegion | None = None, on_trial: Callable[[ProgressEvent], None] | None = None,
-    account: TimeAccount | None = None, executor: Executor | None = None, on_graph: OnGraph | None = None
+    account: TimeAccount | None = None, executor: WorkerPool | None = None, on_graph: OnGraph | None = None
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each region and each group is stored as soon as it is done.
 

@@ -7,23 +7,39 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import re
+import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fuseplan.search.errors import RecordError
+from fuseplan.search.errors import RecordError, brief, plain
 from fuseplan.search.store.limits import Limit
-from fuseplan.search.store.plain import brief, plain
 
 T = TypeVar("T")
-#: Reads a value from what JSON holds.
-Decoder: TypeAlias = Callable[[Any], Any]
+#: Reads a value from what JSON holds; ValueError where it does not fit.
+_Decoder: TypeAlias = Callable[[Any], Any]
 #: Half of a surrogate pair, as JSON writes it.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 #: Characters of a stored name in a message.
 _LONGEST = 60
+
+
+class CaptureStore(Protocol):
+    """Where the planner keeps dataclasses beside records and plans: a database, or a layered one."""
+
+    def captures(self, prefix: str) -> Mapping[str, Mapping[str, Any]]: ...
+
+
+def stored(database: CaptureStore, kind: type[T], prefix: str) -> list[T]:
+    """Every capture of one kind under ``prefix``; what cannot be read is left out."""
+    found = []
+    for data in database.captures(f"{prefix}/").values():
+        try:
+            found.append(from_data(kind, data))
+        except RecordError:
+            continue
+    return found
 
 
 def dumps(record: Any) -> str:
@@ -46,8 +62,8 @@ def from_data(cls: type[T], data: Any) -> T:
     kind: Any = cls
     try:
         value: T = _decoder(kind)(data)
-    except _Misfit as misfit:
-        reasons = "; ".join(f"{cls.__name__}{where}: {reason}" for where, reason in misfit.reasons)
+    except ValueError as error:
+        reasons = "; ".join(f"{cls.__name__}{where}: {reason}" for where, reason in _reasons(error))
         raise RecordError(plain(reasons)) from None
     return value
 
@@ -86,177 +102,136 @@ def checksum(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
-class _Misfit(Exception):
+class _Misfit(ValueError):
     """Data that does not fit its type: where below the record, and why; several where a union offers a choice."""
 
-    def __init__(self, *reasons: tuple[str, str]) -> None:
+    def __init__(self, reasons: list[tuple[str, str]]) -> None:
         super().__init__()
         self.reasons = reasons
 
-    def inside(self, where: str) -> _Misfit:
-        return _Misfit(*((where[:_LONGEST] + path, reason) for path, reason in self.reasons))
+
+def _reasons(error: ValueError) -> list[tuple[str, str]]:
+    return error.reasons if isinstance(error, _Misfit) else [("", str(error))]
 
 
-def _misfit(reason: str) -> _Misfit:
-    return _Misfit(("", reason))
+def _inside(where: str, error: ValueError) -> _Misfit:
+    return _Misfit([(where + path, reason) for path, reason in _reasons(error)])
 
 
 @functools.cache
-def _decoder(kind: Any) -> Decoder:
+def _decoder(kind: Any) -> _Decoder:
     """What reads a value of a type; made once per type, because a look-up reads hundreds of values."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _limited_decoder(*args)
+        return functools.partial(_limited, _decoder(args[0]), *args)
     if dataclasses.is_dataclass(kind):
         return _dataclass_decoder(kind)
     if origin in (Union, types.UnionType):
-        return _union_decoder(args)
+        return functools.partial(_one_of_kinds, [_decoder(one) for one in args if one is not type(None)], args)
     if origin is tuple:
-        return _tuple_decoder(args)
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return _mapping_decoder(*args)
+        repeated = args[1:] == (Ellipsis,)
+        return functools.partial(_items, [_decoder(one) for one in (args[:1] if repeated else args)], repeated)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return functools.partial(_mapping, *map(_decoder, args))
     if origin is Literal:
-        return _literal_decoder(args)
+        return functools.partial(_one_of, args)
     if kind is Any:
         return lambda data: data
-    if kind is float:
-        return _float
-    return _scalar_decoder(kind)
+    return _float if kind is float else functools.partial(_scalar, kind)
 
 
-def _limited_decoder(kind: Any, limit: Limit) -> Decoder:
-    decode_any = _decoder(kind)
-
-    def decode(data: Any) -> Any:
-        value = data if type(data) is kind else decode_any(data)
-        if reason := limit(value):
-            raise _misfit(reason)
-        return value
-
-    return decode
-
-
-def _dataclass_decoder(kind: Any) -> Decoder:
+def _dataclass_decoder(kind: Any) -> _Decoder:
     hints = get_type_hints(kind, include_extras=True)
     fields = dataclasses.fields(kind)
     decoders = {field.name: _decoder(hints[field.name]) for field in fields}
-    find_flaw: Callable[[Any], str] | None = getattr(kind, "flaw", None)
-    required = {
-        field.name for field in fields
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    missing = dataclasses.MISSING
+    required = {field.name for field in fields if field.default is missing and field.default_factory is missing}
+    find_flaw: Callable[[Any], str] = getattr(kind, "flaw", lambda value: "")
 
     def decode(data: Any) -> Any:
-        if not isinstance(data, dict):
-            raise _misfit(f"expected an object, found {type(data).__name__}")
+        _expect(data, dict, "an object")
         if not required <= data.keys() <= decoders.keys():
-            unknown, missing = sorted(data.keys() - decoders.keys()), sorted(required - data.keys())
-            raise _misfit(f"unknown fields {brief(unknown)}, missing fields {missing}")
-        try:
-            value = kind(**_decode_values(decoders, data))
-        except ValueError as error:  # the class itself refuses them
-            raise _misfit(str(error)) from None
-        if find_flaw is not None and (reason := find_flaw(value)):
-            raise _misfit(reason)
+            unknown, left_out = sorted(data.keys() - decoders.keys()), sorted(required - data.keys())
+            raise ValueError(f"unknown fields {brief(unknown)}, missing fields {left_out}")
+        value = kind(**_values(decoders, data))
+        if reason := find_flaw(value):
+            raise ValueError(reason)
         return value
 
     return decode
 
 
-def _decode_values(decoders: Mapping[str, Decoder], data: dict[str, Any]) -> dict[str, Any]:
-    values = {}
+def _expect(data: Any, kind: type, what: str) -> None:
+    if not isinstance(data, kind):
+        raise ValueError(f"expected {what}, found {type(data).__name__}")
+
+
+def _values(decoders: Mapping[str, _Decoder], data: dict[str, Any]) -> dict[str, Any]:
+    found = {}
     name = ""
     try:
         for name, value in data.items():
-            values[name] = decoders[name](value)
-    except _Misfit as misfit:
-        raise misfit.inside(f".{name}") from None
-    return values
+            found[name] = decoders[name](value)
+    except ValueError as error:
+        raise _inside(f".{name}"[:_LONGEST], error) from None
+    return found
 
 
-def _mapping_decoder(name_kind: Any, kind: Any) -> Decoder:
-    decode_name, decode_value = _decoder(name_kind), _decoder(kind)
-
-    def decode(data: Any) -> dict[str, Any]:
-        if not isinstance(data, dict):
-            raise _misfit(f"expected an object, found {type(data).__name__}")
-        for name in data:
-            decode_name(name)
-        return _decode_values(dict.fromkeys(data, decode_value), data)
-
-    return decode
+def _mapping(decode_name: _Decoder, decode_value: _Decoder, data: Any) -> dict[str, Any]:
+    _expect(data, dict, "an object")
+    for name in data:
+        decode_name(name)
+    return _values(dict.fromkeys(data, decode_value), data)
 
 
-def _union_decoder(choices: tuple[Any, ...]) -> Decoder:
-    optional = type(None) in choices
-    decoders = [_decoder(choice) for choice in choices if choice is not type(None)]
-
-    def decode(data: Any) -> Any:
-        if data is None and optional:
-            return None
-        reasons: list[tuple[str, str]] = []
-        for decode_choice in decoders:
-            try:
-                return decode_choice(data)
-            except _Misfit as misfit:
-                reasons += misfit.reasons
-        raise _Misfit(*reasons)
-
-    return decode
-
-
-def _tuple_decoder(kinds: tuple[Any, ...]) -> Decoder:
-    """Reads a list, of one kind where the second is an ellipsis, else of one item of each kind."""
-    repeated = len(kinds) == 2 and kinds[1] is Ellipsis
-    decoders = [_decoder(kind) for kind in kinds[: 1 if repeated else None]]
-
-    def decode(data: Any) -> tuple[Any, ...]:
-        if not isinstance(data, list):
-            raise _misfit(f"expected a list, found {type(data).__name__}")
-        if not repeated and len(data) != len(decoders):
-            raise _misfit(f"expected {len(decoders)} items, found {len(data)}")
-        return _decode_items(itertools.repeat(decoders[0]) if repeated else decoders, data)
-
-    return decode
-
-
-def _decode_items(decoders: Iterable[Decoder], data: list[Any]) -> tuple[Any, ...]:
-    values: list[Any] = []
+def _items(decoders: list[_Decoder], repeated: bool, data: Any) -> tuple[Any, ...]:
+    """A list, all of one kind or one item of each kind."""
+    _expect(data, list, "a list")
+    if not repeated and len(data) != len(decoders):
+        raise ValueError(f"expected {len(decoders)} items, found {len(data)}")
+    found: list[Any] = []
     try:
-        for decode_item, item in zip(decoders, data, strict=False):
-            values.append(decode_item(item))
-    except _Misfit as misfit:
-        raise misfit.inside(f"[{len(values)}]") from None
-    return tuple(values)
+        for decode, item in zip(itertools.cycle(decoders), data, strict=False):
+            found.append(decode(item))
+    except ValueError as error:
+        raise _inside(f"[{len(found)}]", error) from None
+    return tuple(found)
 
 
-def _literal_decoder(allowed: tuple[Any, ...]) -> Decoder:
-    def decode(data: Any) -> Any:
-        if data not in allowed:
-            raise _misfit(f"{brief(data)} is not one of {allowed}")
-        return data
+def _one_of_kinds(decoders: list[_Decoder], kinds: tuple[Any, ...], data: Any) -> Any:
+    if data is None and type(None) in kinds:
+        return None
+    reasons: list[tuple[str, str]] = []
+    for decode in decoders:
+        try:
+            return decode(data)
+        except ValueError as error:
+            reasons += _reasons(error)
+    raise _Misfit(reasons)
 
-    return decode
+
+def _limited(decode: _Decoder, kind: Any, limit: Limit, data: Any) -> Any:
+    value = data if type(data) is kind else decode(data)
+    if reason := limit(value):
+        raise ValueError(reason)
+    return value
+
+
+def _one_of(allowed: tuple[Any, ...], data: Any) -> Any:
+    if data not in allowed:
+        raise ValueError(f"{brief(data)} is not one of {allowed}")
+    return data
 
 
 def _float(data: Any) -> float:
     if type(data) is not float and type(data) is not int:
-        raise _misfit(f"expected float, found {brief(data)}")
-    try:
-        value = float(data)
-    except OverflowError:
-        value = math.inf
-    if not math.isfinite(value):
-        raise _misfit(f"{brief(data)} is not finite")
-    return value
+        raise ValueError(f"expected float, found {brief(data)}")
+    if not abs(data) <= sys.float_info.max:
+        raise ValueError(f"{brief(data)} is not finite")
+    return float(data)
 
 
-def _scalar_decoder(kind: Any) -> Decoder:
-    readable = kind in (int, str, bool)
-
-    def decode(data: Any) -> Any:
-        if readable and type(data) is kind:
-            return data
-        raise _misfit(f"expected {getattr(kind, '__name__', kind)}, found {brief(data)}")
-
-    return decode
+def _scalar(kind: type, data: Any) -> Any:
+    if type(data) is not kind:
+        raise ValueError(f"expected {kind.__name__}, found {brief(data)}")
+    return data

@@ -1,28 +1,27 @@
 """The tuning database: device specs, tuning records, plans, trials, misses and captures. Data only, never code.
 
-SQLite in the user's data folder by default, any SQLAlchemy URL otherwise. Transactions are short, so several
-processes may tune and dispatch from one file. A record that other software versions produced is *stale*: offered for
-re-validation, never served as a hit.
+Transactions are short, so several processes may tune and dispatch from one file. A record that other software versions
+produced is *stale*: offered for re-validation, never served as a hit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
+import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
-from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, and_, select
+from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, select
 
-from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError
+from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.location import NOWHERE, location_name, resolve_url, sqlite_file
-from fuseplan.search.store.plain import plain
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.rows import R
 
@@ -30,16 +29,14 @@ Mode = Literal["write", "inspect", "read"]
 #: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
 _SILENT: dict[URL, float] = {}
 _SILENT_S = 60.0
-_D = TypeVar("_D")
 
 
 @dataclass(frozen=True)
 class Lookup(Generic[R]):
     """What a look-up found.
 
-    Attributes:
-        mismatch: Why it is no hit: version fields that differ from the caller's, "undecided"; empty for a hit.
-        shipped: It comes with the package, not from the user's database.
+    ``mismatch`` says why it is no hit: version fields that differ from the caller's, "undecided". A ``shipped`` record
+    comes with the package, not from the user's database.
     """
 
     record: R | None = None
@@ -69,13 +66,11 @@ def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, s
 
 
 class Database:
-    """One tuning database.
+    """One tuning database, in a file or behind a SQLAlchemy URL; None stands for the user's default file.
 
-    Args:
-        location: File path or SQLAlchemy URL; None for the user's default file.
-        mode: ``"write"`` creates what is missing and sets a corrupt database of ours aside. ``"inspect"`` changes
-            nothing. ``"read"`` never raises and never writes records: what cannot be read is empty, with one warning.
-        versions: Software versions that look-ups compare with; None accepts any.
+    Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside; ``"inspect"`` changes nothing;
+    ``"read"`` never raises and never writes records: what cannot be read is empty, with one warning. Look-ups compare
+    records with ``versions``; None accepts any.
 
     Raises:
         DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.
@@ -87,10 +82,8 @@ class Database:
         self.mode = mode
         self.versions = versions
         self._warned = False
-        #: Whether something that is there could not be read, and was taken for empty.
-        self.broken = False
-        #: None when opened for reading and there is nothing to read.
-        self.engine: Engine | None = None
+        self.broken = False  # something that is there could not be read, and was taken for empty
+        self.engine: Engine | None = None  # None when opened for reading and there is nothing to read
         self.url = NOWHERE
         try:
             self.url = resolve_url(location)
@@ -105,8 +98,11 @@ class Database:
             if sqlite_file(self.url) is None:
                 _SILENT[self.url] = time.monotonic() + _SILENT_S
             self._warn(str(error))
-        if self.engine is not None:
-            tables.close_with(self, self.engine)
+        if (engine := self.engine) is not None:
+            # SQLite merges its log into the file when the last connection is closed, at exit at the latest: the file
+            # alone is then whole. A forked process leaves that to its parent.
+            process = os.getpid()
+            weakref.finalize(self, lambda: engine.dispose() if os.getpid() == process else None)
 
     @property
     def where(self) -> str:
@@ -124,11 +120,9 @@ class Database:
         if self.engine is not None:
             self.engine.dispose()
 
-    # -- records ------------------------------------------------------------------------------------------
-
     def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
         """The tuning record of exactly this key."""
-        return self._get_all(tables.TUNINGS, TuningRecord, [key])[key]
+        return self._get_all(tables.TUNINGS, [key])[key]
 
     def put_record(self, record: TuningRecord) -> None:
         """Store a tuning record and close the trials that led to it, in one transaction."""
@@ -138,51 +132,42 @@ class Database:
 
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, in one statement where they share a device, a regime and numerics."""
-        return self._get_all(tables.PLANS, PlanRecord, keys)
+        return self._get_all(tables.PLANS, keys)
 
     def put_plan(self, plan: PlanRecord) -> None:
-        """Store a plan."""
         with self.writing() as connection:
             tables.upsert(connection, tables.PLANS, rows.record_row(plan))
 
     def records(self) -> Iterator[TuningRecord]:
         """Every readable tuning record, in key order."""
-        yield from self._all(tables.TUNINGS, TuningRecord)
+        return self._read(tables.TUNINGS)
 
     def plans(self) -> Iterator[PlanRecord]:
         """Every readable plan, in key order."""
-        yield from self._all(tables.PLANS, PlanRecord)
+        return self._read(tables.PLANS)
 
     def everything(self) -> list[TuningRecord | PlanRecord]:
         """Every readable tuning record, then every plan."""
         return [*self.records(), *self.plans()]
 
-    # -- devices and captures -----------------------------------------------------------------------------
-
     def get_device(self, device: str) -> dict[str, Any] | None:
-        """The stored device spec, as the JSON object it was stored from."""
-        found = self._select(tables.DEVICES, tables.DEVICES.c.device == device)
-        return dict(self._sound(rows.read_device, tables.DEVICES, found)).get(device)
+        """A device spec, as the JSON object that it was stored from."""
+        return dict(self._read(tables.DEVICES, tables.DEVICES.c.device == device)).get(device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
-        """Store a device spec (as JSON) under the device's identity."""
         self._put_json(tables.DEVICES, {"device": device}, spec)
 
     def devices(self) -> dict[str, dict[str, Any]]:
-        """Every readable device spec by identity, as the JSON object it was stored from."""
-        return dict(self._sound(rows.read_device, tables.DEVICES, self._select(tables.DEVICES)))
+        return dict(self._read(tables.DEVICES))
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Readable captures whose names start with ``prefix``, oldest first."""
-        where = tables.CAPTURES.c.name.startswith(prefix, autoescape=True)
-        found = self._select(tables.CAPTURES, where, order=("created", "name"))
-        return dict(self._sound(rows.read_json, tables.CAPTURES, found))
+        columns = tables.CAPTURES.c
+        where = columns.name.startswith(prefix, autoescape=True)
+        return dict(self._read(tables.CAPTURES, where, order=(columns.created, columns.name)))
 
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
-        """Cache a capture (any JSON object)."""
         self._put_json(tables.CAPTURES, {"name": name}, capture)
-
-    # -- trials -------------------------------------------------------------------------------------------
 
     def log_trial(self, trial: Trial, versions: Versions) -> None:
         """Store one finished trial at once, so that a killed tune never repeats it."""
@@ -191,26 +176,16 @@ class Database:
 
     def trials(self, key: RecordKey, versions: Versions | None = None, only_open: bool = False) -> list[Trial]:
         """Finished trials of a key in the order they finished; of these versions only, when given."""
-        table = tables.TRIALS
-        where = rows.same_key(table, key)
-        if only_open:
-            where = and_(where, table.c.open == 1)
-        if versions is not None:
-            where = and_(where, table.c.versions == codec.dumps(versions))
-        found = self._select(table, where, order=("created", "config_hash"))
-        return list(self._sound(rows.read_trial, table, found))
-
-    def forget_trials(self, key: RecordKey) -> None:
-        """Close a key's trials, so that the next tune starts from nothing."""
-        with self.writing() as connection:
-            connection.execute(tables.TRIALS.update().where(rows.same_key(tables.TRIALS, key)).values(open=0))
-
-    # -- misses -------------------------------------------------------------------------------------------
+        columns = tables.TRIALS.c
+        where = [rows.same_key(tables.TRIALS, key)]
+        where += [columns.open == 1] if only_open else []
+        where += [columns.versions == codec.dumps(versions)] if versions is not None else []
+        return list(self._read(tables.TRIALS, *where, order=(columns.created, columns.config_hash)))
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
         """Count a look-up that found nothing. Never raises; False when it could not be stored."""
         table = tables.MISSES
-        row = rows.key_columns(key) | {
+        row = asdict(key) | {
             "label": label, "payload": json.dumps(dict(payload or {})), "first_seen": now(), "count": 1,
         }
         try:
@@ -218,7 +193,7 @@ class Database:
                 where = rows.same_key(table, key)
                 if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
                     tables.upsert(connection, table, row)
-        except (DatabaseError, *tables.DRIVER_ERRORS, TypeError, ValueError):
+        except (DatabaseError, *tables.DRIVER_ERRORS, TypeError):
             self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             return False
         return True
@@ -242,64 +217,52 @@ class Database:
 
     def misses(self) -> list[dict[str, Any]]:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
-        misses = self._sound(rows.read_miss, tables.MISSES, self._select(tables.MISSES))
-        return sorted(misses, key=lambda miss: (-miss["count"], miss["workload"]))
-
-    # -- plumbing shared with maintenance and transfer ----------------------------------------------------
+        return sorted(self._read(tables.MISSES), key=lambda miss: (-miss["count"], miss["workload"]))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that holds the write lock; driver errors come out as :class:`DatabaseError`."""
+        """A transaction that holds the write lock; drivers' errors come out as :class:`DatabaseError`."""
         if self.mode != "write" or self.engine is None:
             raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
-        try:
-            with tables.transaction(self.engine) as connection:
-                yield connection
-        except tables.DRIVER_ERRORS as error:
-            raise tables.database_error(error, self.engine) from None
+        with tables.transaction(self.engine) as connection:
+            yield connection
 
-    def _select(
-        self, table: Table, where: ColumnElement[bool] | None = None, order: Iterable[str] = ()
-    ) -> list[dict[str, Any]]:
-        query = select(table)
-        if where is not None:
-            query = query.where(where)
-        columns = [table.c[name] for name in order] or list(table.primary_key)
-        return self._run(query.order_by(*columns))
+    def _read(
+        self, table: Table, *where: ColumnElement[bool], order: Iterable[ColumnElement[Any]] = ()
+    ) -> Iterator[Any]:
+        """What can be read of the rows of a table, in key order unless another is given."""
+        return self._sound(table, self._run(select(table).where(*where).order_by(*(order or table.primary_key))))
 
     def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         if self.engine is None:
             return []
         try:
-            with self.engine.connect() as connection:
+            with tables.connected(self.engine) as connection:
                 return [row._asdict() for row in connection.execute(query, parameters)]
-        except tables.DRIVER_ERRORS as error:
-            explained = tables.database_error(error, self.engine)
+        except DatabaseError as error:
             if self.mode != "read":
-                raise explained from None
+                raise
             self.broken = True
-            self._warn(str(explained))
+            self._warn(str(error))
             return []
 
-    def _get_all(self, table: Table, cls: type[R], keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[R]]:
-        found: dict[RecordKey, Lookup[R]] = dict.fromkeys(keys, Lookup())
-        for asked in rows.batches(found):
-            for row in self._run(rows.records_of(table), asked):
-                for record in self._sound(functools.partial(rows.read_record, cls), table, [{**asked, **row}]):
-                    if record.key in found:
-                        found[record.key] = Lookup(record, reservations(record, self.versions))
+    def _get_all(self, table: Table, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[Any]]:
+        found: dict[RecordKey, Lookup[Any]] = dict.fromkeys(keys, Lookup())
+        contexts: dict[tuple[str, str, str], list[str]] = {}
+        for key in found:
+            contexts.setdefault((key.device, key.regime, key.numerics), []).append(key.workload)
+        for (device, regime, numerics), workloads in contexts.items():
+            asked = {"workloads": workloads, "device": device, "regime": regime, "numerics": numerics}
+            for record in self._sound(table, [{**asked, **row} for row in self._run(rows.records_of(table), asked)]):
+                if record.key in found:
+                    found[record.key] = Lookup(record, reservations(record, self.versions))
         return found
 
-    def _all(self, table: Table, cls: type[R]) -> Iterator[R]:
-        return self._sound(functools.partial(rows.read_record, cls), table, self._select(table))
-
-    def _sound(
-        self, read: Callable[[Mapping[str, Any]], _D], table: Table, found: Iterable[Mapping[str, Any]]
-    ) -> Iterator[_D]:
-        """What ``read`` makes of each row; a damaged one is reported and treated as absent."""
+    def _sound(self, table: Table, found: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+        """What each row holds; a damaged one is reported and treated as absent."""
         for row in found:
             try:
-                yield read(row)
+                yield rows.READERS[table](row)
             except RecordError as error:
                 name = plain(str(row.get("label", row[next(iter(table.primary_key)).name])))
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
@@ -16,9 +15,8 @@ from fuseplan.search.store import codec
 from fuseplan.search.store.database import Database, Lookup, reservations
 from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord
 from fuseplan.search.store.rows import R
-from fuseplan.search.store.transfer import checked_lines
+from fuseplan.search.store.transfer import KINDS, checked_lines
 
-_KINDS: Mapping[type, str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
 #: Where they are. Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
 FOLDER = Path(__file__).parent / "records"
 
@@ -34,10 +32,9 @@ def shipped_files(device: str = "") -> tuple[Path, ...]:
 class LayeredDatabase:
     """Look-ups and lists that ask the user's database first, then the shipped records. Never raises.
 
-    A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last.
-
-    ``shipped`` are export files. They are read when a look-up first needs them, once per process; an unreadable one is
-    skipped with a warning. What was stored before ``since`` (ISO 8601) is stale; "" for nothing.
+    A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last. ``shipped`` export
+    files are read once per process, when needed; an unreadable one is skipped with a warning. What was stored before
+    ``since`` (ISO 8601) is stale; "" for nothing.
     """
 
     def __init__(self, user: Database, shipped: Iterable[Path], since: str = "") -> None:
@@ -62,11 +59,9 @@ class LayeredDatabase:
         return self._all(TuningRecord, self.user.records())
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
-        """Those of the user's layer."""
         return self.user.captures(prefix)
 
     def misses(self) -> list[dict[str, Any]]:
-        """Those of the user's layer."""
         return self.user.misses()
 
     def get_device(self, device: str) -> dict[str, Any] | None:
@@ -74,7 +69,6 @@ class LayeredDatabase:
         return self.user.get_device(device) or next(self._devices(device), None)
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
-        """Count a miss in the user's layer."""
         return self.user.log_miss(key, label, payload)
 
     def _look_up(self, cls: type[R], key: RecordKey, users: R | None) -> Lookup[R]:
@@ -107,16 +101,14 @@ class LayeredDatabase:
 
     def _decoded(self, cls: type[R], text: str = "") -> Iterator[R]:
         """The shipped records of one kind; those whose line holds ``text``."""
-        kind = _KINDS[cls]
-        for line in itertools.chain.from_iterable(self._lines):
+        kind = KINDS[cls]
+        for line in self._lines:
             # A text search first: to decode whole files would cost a compilation tens of milliseconds.
-            if line.startswith(f'{{"{kind}"') and text in line:
-                record = _decode(cls, kind, line)
-                if record is not None:
-                    yield record
+            if line.startswith(f'{{"{kind}"') and text in line and (record := _decode(cls, kind, line)) is not None:
+                yield record
 
     def _devices(self, device: str) -> Iterator[dict[str, Any]]:
-        for line in itertools.chain.from_iterable(self._lines):
+        for line in self._lines:
             if line.startswith('{"device"'):
                 with contextlib.suppress(RecordError):
                     stored = codec.parse(line, "shipped device")
@@ -124,14 +116,14 @@ class LayeredDatabase:
                         yield stored["spec"]
 
     @functools.cached_property
-    def _lines(self) -> tuple[tuple[str, ...], ...]:
-        found = []
+    def _lines(self) -> list[str]:
+        found: list[str] = []
         for path in self._files:
             try:
-                found.append(_data_lines(path))
+                found += _data_lines(path)
             except DatabaseError as error:
                 warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
-        return tuple(found)
+        return found
 
 
 @functools.lru_cache(maxsize=16)

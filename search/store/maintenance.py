@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ColumnElement, Table, literal_column, select
 
-from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.registry import malformed_config
-from fuseplan.search.errors import DatabaseError, RecordError
+from fuseplan.search.errors import DatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.plain import plain
 from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions
 
 if TYPE_CHECKING:
@@ -72,50 +69,31 @@ def verify_database(database: Database) -> list[Problem]:
     try:
         tables.check_schema(engine)
         tables.check_columns(engine)
-        with engine.connect() as connection:
+        with tables.connected(engine) as connection:
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
                 problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
-            for table in _READERS:
+            for table in rows.READERS:
                 stored = [row._asdict() for row in connection.execute(select(table))]
                 found_here = ((row, _row_problem(table, row)) for row in stored)
                 problems += [Problem(table.name, _name(table, row), what) for row, what in found_here if what]
     except DatabaseError as error:
         problems.append(Problem("file", "", str(error)))
-    except tables.DRIVER_ERRORS as error:
-        problems.append(Problem("file", "", str(tables.database_error(error, engine))))
     return problems
-
-
-#: What reads a row of each table, and raises :class:`RecordError` where nobody can.
-_READERS: Mapping[Table, Callable[[Mapping[str, Any]], object]] = {
-    tables.TUNINGS: functools.partial(rows.read_record, TuningRecord),
-    tables.PLANS: functools.partial(rows.read_record, PlanRecord),
-    tables.DEVICES: rows.read_device,
-    tables.CAPTURES: rows.read_json,
-    tables.TRIALS: rows.read_trial,
-    tables.MISSES: rows.read_miss,
-}
 
 
 def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
     try:
-        found = _READERS[table](row)
+        found = rows.READERS[table](row)
     except RecordError as error:
         return str(error)
-    for backend, config in _configs(found):
+    configs = [(found.backend, found.config)] if isinstance(found, TuningRecord | Trial) else []
+    if isinstance(found, PlanRecord):
+        configs = [(group.implementation, group.config) for group in found.groups if group.is_kernel]
+    for backend, config in configs:
         if reason := malformed_config(backend, config):
             return f"no kernel of {backend} has a configuration of it: {reason}"
     return ""
-
-
-def _configs(record: object) -> list[tuple[str, Config]]:
-    """The configurations in a record, each with its back end."""
-    if isinstance(record, PlanRecord):
-        return [(group.implementation, group.config) for group in record.groups if group.is_kernel]
-    if isinstance(record, TuningRecord | Trial):
-        return [(record.backend, record.config)]
-    return []
 
 
 def _name(table: Table, row: Mapping[str, Any]) -> str:
@@ -135,7 +113,7 @@ def prune_database(
     with database.writing() as connection:
         if connection.dialect.name == "sqlite":
             connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
-        for table in _READERS:
+        for table in rows.READERS:
             records = table in (tables.TUNINGS, tables.PLANS)
             removed[table.name] = 0
             # Not by its key: that may be what is damaged.

@@ -1,11 +1,12 @@
 """What is stored: the answers of a tune (one group) and of a plan (one region), with their evidence.
 
-Every record is a frozen dataclass of plain data; :mod:`fuseplan.search.store.codec` writes it as JSON by field name.
-"Do not fuse" is an answer like any other: ``TuningRecord.fuse`` is False and the measured times say why.
+Every record is a frozen dataclass of plain data. "Do not fuse" is an answer like any other: ``TuningRecord.fuse`` is
+False and the measured times say why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -15,9 +16,9 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal, TypeAlias
 
 from fuseplan.costmodel.work import Work
+from fuseplan.search.errors import brief
 from fuseplan.search.store import limits
 from fuseplan.search.store.limits import Amount, Count, Label, Measured, OptionalKey, Parameter, Positions, Signed, Word
-from fuseplan.search.store.plain import brief
 
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
 SCHEMA_VERSION = 2
@@ -41,9 +42,8 @@ def now() -> str:
 class RecordKey:
     """Identity of a record; exact, nothing is ever matched approximately.
 
-    Attributes:
-        workload: Canonical hash of the group or region with shapes, dtypes and strides.
-        device: Identity of the device (name, SM or core count, cache and memory sizes).
+    ``workload`` is the canonical hash of the group or region with shapes, dtypes and strides; ``device`` names the
+    device with its SM or core count, cache and memory sizes.
     """
 
     workload: limits.Key
@@ -64,9 +64,8 @@ class Versions:
     @staticmethod
     def current(device_type: str) -> Versions:
         """The versions in this process. A CPU's records do not depend on Triton or a GPU driver."""
-        if device_type != "cuda":
-            return Versions(_version("fuseplan"), _version("torch"))
-        return Versions(_version("fuseplan"), _version("torch"), _version("triton"), _driver_version())
+        of_gpu = (_version("triton"), _driver_version()) if device_type == "cuda" else ()
+        return Versions(_version("fuseplan"), _version("torch"), *of_gpu)
 
     def mismatch(self, other: Versions) -> tuple[str, ...]:
         """Names of the fields that differ, for messages."""
@@ -84,15 +83,12 @@ def _version(package: str) -> str:
 def _driver_version() -> str:
     """The GPU driver's version by NVIDIA's management library, which touches no device; "" where there is none."""
     text = ctypes.create_string_buffer(96)
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2() != 0:
-            return ""
-        found = library.nvmlSystemGetDriverVersion(text, len(text)) == 0
-        library.nvmlShutdown()
-    except (OSError, AttributeError):
-        return ""
-    return text.value.decode() if found else ""
+        if library.nvmlInit_v2() == 0:
+            library.nvmlSystemGetDriverVersion(text, len(text))
+            library.nvmlShutdown()
+    return text.value.decode()
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,10 @@ class Measurement:
     """A time, as found.
 
     Attributes:
-        spread_us: Interquartile range in microseconds.
+        spread_us: Interquartile range.
         samples: Timed samples (each the mean of one or more calls).
-        rounds: Interleaved rounds the samples come from; 0 for a screening that was not interleaved.
-        noise: Relative A/A noise of the run the samples come from; 0 where it was not measured.
+        rounds: Interleaved rounds they come from; 0 for a screening that was not interleaved.
+        noise: Relative A/A noise of their run; 0 where it was not measured.
     """
 
     median_us: Measured
@@ -118,11 +114,8 @@ class Measurement:
 class Evidence:
     """How a record came about.
 
-    Attributes:
-        created: ISO 8601 UTC time.
-        seed: Seed of the search and of the inputs.
-        clocks_mhz: Clocks seen after measuring, by name; empty where they cannot be read.
-        reason: Why the answer is what it is, in words.
+    ``seed`` is that of the search and of the inputs. ``clocks_mhz`` were seen after measuring; empty where they cannot
+    be read. ``reason`` says in words why the answer is what it is.
     """
 
     created: limits.Time
@@ -138,12 +131,11 @@ class Trial:
     """One finished attempt at one configuration; what a killed tune resumes from.
 
     Attributes:
-        median_us: Screening time in microseconds, in the regime; None when it failed.
-        reason: Why it failed (compile error, wrong result, crash, time limit); empty when it was measured.
+        median_us: Screening time in the regime; None when it failed, and then ``reason`` says why.
         error: Normwise relative error against float64; None when it failed before it could be checked.
-        duplicate_of: Canonical text of the config that runs the same code in the same way; empty when none does.
+        duplicate_of: Always empty; part of what is stored.
         device_us: Screening time of the device alone, where the regime's includes the host and configurations are
-            compared; None elsewhere.
+            compared.
     """
 
     key: RecordKey
@@ -164,13 +156,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Finalist:
-    """A contestant of the decisive, interleaved run.
-
-    Attributes:
-        name: ``"unfused"``, ``"default"`` or ``"challenger"``.
-        backend: Kernel back end; empty for the unfused chain.
-        config: Configuration; empty for the unfused chain.
-        gain: Median paired gain over the unfused chain, relative to it (0.5 = half its time); 0 for itself.
+    """A contestant of the decisive, interleaved run: ``"unfused"``, which has neither back end nor configuration,
+    ``"default"`` or ``"challenger 1"``. ``gain`` is the median paired one over the unfused chain (0.5: half its time).
     """
 
     name: Label
@@ -194,21 +181,18 @@ class TuningRecord:
     """The answer for one fusion group.
 
     Attributes:
-        fuse: True when the best kernel beats the unfused chain by more than the threshold.
-        backend: Back end of the best kernel; empty when no kernel works.
-        fused: Its time; None when no kernel works.
+        fuse: Whether the best kernel beats the unfused chain by more than the threshold.
+        backend: Of the best kernel; empty when no kernel works.
         unfused: The unfused chain's time in the same interleaved run.
         gain: Median paired gain of the best kernel over the unfused chain (0 when there is no kernel).
-        default_gain: Median paired gain of the best kernel over the default configuration.
+        default_gain: The same over the default configuration.
         threshold: What a gain had to exceed: max(1 %, A/A noise), and less where noise is large.
-        error: Normwise relative error of the best kernel against float64.
-        eager_error: The same for the unfused chain.
+        error: Normwise relative error of the best kernel against float64; ``eager_error``: of the unfused chain.
         refusals: Back ends that could not take part, with reasons.
-        enumerated: Feasible configurations, over all back ends.
-        compiled: Configurations compiled in this tune and the runs it resumes.
-        measured: Configurations timed in this tune and the runs it resumes.
+        enumerated: Feasible configurations, over all back ends; ``compiled`` and ``measured`` count those of the runs
+            that this tune resumes, too.
         resources: Compiled facts of the best kernel (registers, spill and shared bytes); absent where unknown.
-        work: Bytes and flops of the fused kernel, for rooflines; empty where unknown.
+        work: Of the fused kernel; empty where unknown.
         undecided: Noise hid the answer: it is measured again by the next tune, and no look-up serves it.
     """
 
@@ -237,9 +221,9 @@ class TuningRecord:
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
-        if self.fuse and self.undecided:
-            return "fuses undecided"
-        return "fuses without a kernel" if self.fuse and (self.fused is None or not self.backend) else ""
+        if not self.fuse:
+            return ""
+        return "fuses undecided" if self.undecided else "" if self.fused and self.backend else "fuses without a kernel"
 
     @property
     def best_us(self) -> float:
@@ -254,8 +238,7 @@ class GroupChoice:
     Attributes:
         ops: Canonical positions in the region.
         implementation: What runs the group: ``"aten"``, a kernel back end, or a library call.
-        workload: Workload key of the group's tuning record; empty where there is nothing to search.
-        config: Kernel configuration; empty where there is nothing to search.
+        workload: Key of the group's tuning record; empty, as ``config``, where there is nothing to search.
         lower_bound_us: What no kernel can beat.
         measured_us: What was measured, by itself; None when the choice rests on the model.
         delay_us: How much longer it was held to take in its region, whose data share the cache.
@@ -290,14 +273,7 @@ class GroupChoice:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A candidate group that the partition does not use, and why.
-
-    Attributes:
-        ops: Canonical positions in the region.
-        implementation: What would have run it: ``"aten"``, a kernel back end or a library call.
-        workload: Workload key of its tuning record; empty without one.
-        delay_us: How much longer it was held to take in its region than by itself.
-    """
+    """A candidate group that the partition does not use, and why; fields as those of :class:`GroupChoice`."""
 
     ops: Positions
     label: Label
@@ -314,14 +290,12 @@ class PlanRecord:
     """The chosen partition of one region: the fusion decision itself.
 
     Attributes:
-        key: Identity; ``workload`` is the region's canonical hash.
-        groups: The cover, every op exactly once unless a recompute was chosen.
-        planned_us: Time of the plan: measured end to end, or the sum of its groups' times.
-        unfused_us: Time of the unfused alternative, measured in the same run.
-        margin: Relative gain over the unfused alternative, ``1 - planned_us / unfused_us``.
+        groups: The cover, every op exactly once.
+        planned_us: Measured end to end, or the sum of its groups' times.
+        unfused_us: Of the unfused alternative, measured in the same run.
+        margin: ``1 - planned_us / unfused_us``.
         gap: Relative optimality gap over the candidate set; 0 is proven optimal.
-        peak_bytes: Largest live intermediate memory of the plan.
-        unfused_peak_bytes: The same for the unfused alternative.
+        peak_bytes: Largest live intermediate memory.
         undecided: Noise hid an answer it rests on: the next tune measures it again, and no look-up serves it.
     """
 

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import functools
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, select
 
 from fuseplan.costmodel.device import SCHEMA_VERSION as SPEC_VERSION
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import config_key
-from fuseplan.search.errors import RecordError
-from fuseplan.search.store import codec
-from fuseplan.search.store.limits import Count, Form, Key, Label, Numerics, Regime, Time
-from fuseplan.search.store.plain import brief
+from fuseplan.search.errors import RecordError, brief
+from fuseplan.search.store import codec, tables
+from fuseplan.search.store.limits import Count, Key, Label, Numerics, Regime, Time, form
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
-from fuseplan.search.store.tables import MISSES
 
 R = TypeVar("R", TuningRecord, PlanRecord)
+#: What a device or a capture is called: ``cpu-...``, ``summary/...``.
+_NAME = form(r"[A-Za-z0-9_.+/-]{1,255}", "a name")
 
-#: Keys in one statement; databases bound the number of parameters.
-_BATCH = 500
-
-
-def key_columns(key: RecordKey) -> dict[str, Any]:
-    """The identity columns."""
-    return {"workload": key.workload, "device": key.device, "regime": key.regime, "numerics": key.numerics}
 
 
 def same_key(table: Table, key: RecordKey) -> ColumnElement[bool]:
     """The condition that a row of ``table`` has exactly this key."""
-    return and_(*(table.c[name] == value for name, value in key_columns(key).items()))
+    return and_(*(table.c[name] == value for name, value in asdict(key).items()))
 
 
 @functools.cache
@@ -50,21 +42,10 @@ def records_of(table: Table) -> Select[Any]:
     )
 
 
-def batches(keys: Iterable[RecordKey]) -> Iterator[dict[str, Any]]:
-    """Parameters of :func:`records_of` that ask for all of ``keys`` in as few statements as may be."""
-    contexts: dict[tuple[str, str, str], list[str]] = {}
-    for key in keys:
-        contexts.setdefault((key.device, key.regime, key.numerics), []).append(key.workload)
-    for (device, regime, numerics), workloads in contexts.items():
-        for start in range(0, len(workloads), _BATCH):
-            chunk = workloads[start : start + _BATCH]
-            yield {"workloads": chunk, "device": device, "regime": regime, "numerics": numerics}
-
-
 def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:
     """The row that stores a record."""
     payload = codec.dumps(record)
-    return key_columns(record.key) | {
+    return asdict(record.key) | {
         "label": record.label,
         "versions": codec.dumps(record.evidence.versions),
         "payload": payload,
@@ -75,7 +56,7 @@ def record_row(record: TuningRecord | PlanRecord) -> dict[str, Any]:
 
 def trial_row(trial: Trial, versions: Versions) -> dict[str, Any]:
     """The row that stores a trial."""
-    return key_columns(trial.key) | {
+    return asdict(trial.key) | {
         "backend": trial.backend,
         "config_hash": codec.checksum(config_key(trial.config)),
         "versions": codec.dumps(versions),
@@ -119,7 +100,7 @@ def read_trial(row: Mapping[str, Any]) -> Trial:
 
 def read_miss(row: Mapping[str, Any]) -> dict[str, Any]:
     """A miss's columns, its payload decoded; errors as :func:`read_record`."""
-    miss = {name: row[name] for name in MISSES.c.keys()}  # noqa: SIM118
+    miss = {name: row[name] for name in tables.MISSES.c.keys()}  # noqa: SIM118
     return asdict(codec.from_data(_Miss, miss | {"payload": codec.parse(row["payload"], "payload")}))
 
 
@@ -129,7 +110,9 @@ def read_json(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     value = codec.parse(_payload(row), "payload")
     if not isinstance(value, dict):
         raise RecordError("payload: expected an object")
-    return codec.from_data(_Named, {"name": name}).name, value
+    if not isinstance(name, str) or _NAME(name):
+        raise RecordError(f"name: {brief(name)} is not a name")
+    return name, value
 
 
 def read_device(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -161,13 +144,6 @@ class _Miss:
     count: Count
 
 
-@dataclass(frozen=True)
-class _Named:
-    """What a device or a capture is called: ``cpu-...``, ``summary/...``."""
-
-    name: Annotated[str, Form(re.compile(r"[A-Za-z0-9_.+/-]{1,255}"), "a name")]
-
-
 def _payload(row: Mapping[str, Any]) -> str:
     payload = row["payload"]
     if not isinstance(payload, str):
@@ -178,5 +154,16 @@ def _payload(row: Mapping[str, Any]) -> str:
 
 
 def _check_key(row: Mapping[str, Any], key: RecordKey) -> None:
-    if any(row[name] != value for name, value in key_columns(key).items()):
+    if any(row[name] != value for name, value in asdict(key).items()):
         raise RecordError("is stored under another key")
+
+
+#: What reads a row of each table, and raises :class:`RecordError` where nobody can.
+READERS: Mapping[Table, Callable[[Mapping[str, Any]], Any]] = {
+    tables.TUNINGS: functools.partial(read_record, TuningRecord),
+    tables.PLANS: functools.partial(read_record, PlanRecord),
+    tables.DEVICES: read_device,
+    tables.CAPTURES: read_json,
+    tables.TRIALS: read_trial,
+    tables.MISSES: read_miss,
+}

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sqlite3
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ from fuseplan.search.errors import (
     ForeignDatabaseError,
     ReadOnlyDatabaseError,
     SchemaVersionError,
+    brief,
+    plain,
 )
-from fuseplan.search.store.files import APPLICATION_ID, FileIdentity, check_ours, file_size, identity, move_aside
-from fuseplan.search.store.location import location_name, server_limits, sqlite_file, without_secrets
-from fuseplan.search.store.plain import brief, plain
+from fuseplan.search.store import location
+from fuseplan.search.store.location import location_name, sqlite_file, without_secrets
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 METADATA = sa.MetaData()
@@ -79,15 +79,10 @@ CAPTURES = sa.Table("captures", METADATA, _key("name"), _text("payload"), _text(
 
 
 def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
-    """An engine whose tables exist.
+    """An engine whose tables exist; :class:`DatabaseError` where that cannot be.
 
-    With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files.
-
-    Raises:
-        ReadOnlyDatabaseError: The location cannot be written.
-        CorruptDatabaseError: It is damaged, and is a server's or not to be set aside.
-        SchemaVersionError, ForeignDatabaseError: The database is not ours to change; it was not modified.
-        DatabaseError: Anything else, named.
+    With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files. What
+    is not ours to change is left as it is.
     """
     file = sqlite_file(url)
     if file is not None:
@@ -97,10 +92,10 @@ def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
             raise ReadOnlyDatabaseError(
                 f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"
             ) from None
-        file_size(file)
+        location.file_size(file)
     engine = _engine(url)
     for _ in range(_ATTEMPTS):
-        found = None if file is None else identity(file)
+        found = None if file is None else location.identity(file)
         try:
             _create_or_check(engine)
             return engine
@@ -109,12 +104,10 @@ def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
                 raise
             engine.dispose()
             # None: another process has been quicker, and what lies there now is fresh.
-            moved = move_aside(file, found, str(error))
-            if moved is not None:
+            if (moved := location.move_aside(file, found, str(error))) is not None:
                 warnings.warn(f"{error}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
-    raise CorruptDatabaseError(
-        f"tuning database {location_name(url)} is corrupt again each time that it is made afresh"
-    )
+    again = "is corrupt again each time that it is made afresh"
+    raise CorruptDatabaseError(f"tuning database {location_name(url)} {again}")
 
 
 def open_for_reading(url: sa.URL) -> sa.Engine | None:
@@ -122,31 +115,28 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
     something that cannot be used.
     """
     file = sqlite_file(url)
-    if file is None:
-        engine = _engine(url)
-        return engine if check_schema(engine) else None
-    if not file_size(file):
+    if file is not None and not location.file_size(file):
         return None
-    engine = _engine(url, "mode=ro")
+    engine = _engine(url, "" if file is None else "mode=ro")
     try:
-        usable = check_schema(engine)
+        return engine if check_schema(engine) else None
     except CorruptDatabaseError as error:
-        check_ours(file, str(error))
+        if file is not None:
+            location.check_ours(file, str(error))
         raise
     except DatabaseError as error:
-        if isinstance(error, SchemaVersionError | ForeignDatabaseError):
+        if file is None or isinstance(error, SchemaVersionError | ForeignDatabaseError):
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
         engine = _engine(url, _FIXED)
-        usable = check_schema(engine)
-    return engine if usable else None
+        return engine if check_schema(engine) else None
 
 
 def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
     file = sqlite_file(url)
     if file is None:
         try:
-            limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else server_limits(url)
+            limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else location.server_limits(url)
             engine = sa.create_engine(url, connect_args=limits)
         except (*DRIVER_ERRORS, ImportError) as error:
             message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
@@ -168,24 +158,11 @@ def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
     return engine
 
 
-def close_with(owner: object, engine: sa.Engine) -> None:
-    """Close an engine's connections when ``owner`` is let go, at exit at the latest.
-
-    SQLite merges its log into the file when the last connection is closed: the file alone is then whole.
-    """
-    weakref.finalize(owner, _close, engine, os.getpid())
-
-
-def _close(engine: sa.Engine, process: int) -> None:
-    if os.getpid() == process:
-        engine.dispose()
-
-
 def _leave_what_is_not_ours(engine: sa.Engine, file: Path) -> None:
     """Open the database again in a forked process, and when another file has taken its place."""
 
-    def owner_and_file() -> tuple[int, FileIdentity | None]:
-        return os.getpid(), identity(file)
+    def owner_and_file() -> tuple[int, location.FileIdentity | None]:
+        return os.getpid(), location.identity(file)
 
     @sa.event.listens_for(engine, "connect")
     def _connect(_connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
@@ -208,7 +185,7 @@ def _own_transactions(engine: sa.Engine) -> None:
     def _connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None
         # One value that is no Unicode would cost the whole result; this way it fails its own checksum.
-        connection.text_factory = _lenient_text
+        connection.text_factory = lambda data: data.decode(errors="replace")
         # What a file's schema says is not run: it may be anybody's.
         connection.execute("PRAGMA trusted_schema=OFF")
 
@@ -224,59 +201,41 @@ def _own_transactions(engine: sa.Engine) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _lenient_text(data: bytes) -> str:
-    return data.decode(errors="replace")
-
-
 def _create_or_check(engine: sa.Engine) -> None:
     if check_schema(engine):
         if engine.dialect.name == "sqlite":
-            _quick_check(engine)
+            with connected(engine) as connection:
+                found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
+            if found != ["ok"]:
+                raise _corrupt(engine, "; ".join(found))
         check_columns(engine)
         return
-    try:
-        with engine.execution_options(fuseplan_write=True).begin() as connection:
-            if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
-                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({APPLICATION_ID})")
-            METADATA.create_all(connection)
-            if engine.dialect.name == "sqlite":
-                connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
-            upsert(connection, META, {"name": "application", "value": _APPLICATION})
-            upsert(connection, META, {"name": "schema_version", "value": str(SCHEMA_VERSION)})
-            upsert(connection, META, {"name": "created", "value": now()})
-    except DRIVER_ERRORS as error:
-        raise database_error(error, engine) from None
-
-
-def _quick_check(engine: sa.Engine) -> None:
-    try:
-        with engine.connect() as connection:
-            found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
-    except DRIVER_ERRORS as error:
-        raise database_error(error, engine) from None
-    if found != ["ok"]:
-        raise _corrupt(engine, "; ".join(found))
+    with transaction(engine) as connection:
+        if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({location.APPLICATION_ID})")
+        METADATA.create_all(connection)
+        if engine.dialect.name == "sqlite":
+            connection.exec_driver_sql(f"PRAGMA application_id={location.APPLICATION_ID}")
+        for name, value in (("application", _APPLICATION), ("schema_version", str(SCHEMA_VERSION)), ("created", now())):
+            upsert(connection, META, {"name": name, "value": value})
 
 
 def check_schema(engine: sa.Engine) -> bool:
     """True when the tables exist and are ours; False for an empty database. :class:`DatabaseError` where it cannot be
     read, is another application's, or has another schema version.
     """
-    try:
-        with engine.connect() as connection:
-            names = set(sa.inspect(connection).get_table_names())
-            if META.name not in names:
-                if names and engine.dialect.name == "sqlite":
-                    listed = plain(", ".join(sorted(names)[:3]))
-                    raise ForeignDatabaseError(
-                        f"{location_name(engine.url)} holds tables of another application ({listed}); "
-                        "pass another file with --db"
-                    )
-                return False
-            rows = connection.execute(sa.select(META.c.name, META.c.value)).all()
-            meta = {str(name): str(value) for name, value in rows}
-    except DRIVER_ERRORS as error:
-        raise database_error(error, engine) from None
+    with connected(engine) as connection:
+        names = set(sa.inspect(connection).get_table_names())
+        if META.name not in names:
+            if names and engine.dialect.name == "sqlite":
+                listed = plain(", ".join(sorted(names)[:3]))
+                raise ForeignDatabaseError(
+                    f"{location_name(engine.url)} holds tables of another application ({listed}); "
+                    "pass another file with --db"
+                )
+            return False
+        rows = connection.execute(sa.select(META.c.name, META.c.value)).all()
+        meta = {str(name): str(value) for name, value in rows}
     if meta.get("schema_version") != str(SCHEMA_VERSION):
         raise SchemaVersionError(
             f"{location_name(engine.url)} has schema version {brief(meta.get('schema_version'))}, this fuseplan reads "
@@ -287,11 +246,8 @@ def check_schema(engine: sa.Engine) -> bool:
 
 def check_columns(engine: sa.Engine) -> None:
     """Raise :class:`ForeignDatabaseError` unless every table is there with the columns that this version writes."""
-    try:
-        with engine.connect() as connection:
-            found = sa.inspect(connection).get_multi_columns()
-    except DRIVER_ERRORS as error:
-        raise database_error(error, engine) from None
+    with connected(engine) as connection:
+        found = sa.inspect(connection).get_multi_columns()
     there = {table: {column["name"] for column in columns} for (_schema, table), columns in found.items()}
     for table in METADATA.sorted_tables:
         if missing := {column.name for column in table.columns} - there.get(table.name, set()):
@@ -302,9 +258,19 @@ def check_columns(engine: sa.Engine) -> None:
 
 
 @contextlib.contextmanager
+def connected(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A connection; drivers' errors come out as :class:`DatabaseError`."""
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except DRIVER_ERRORS as error:
+        raise database_error(error, engine) from None
+
+
+@contextlib.contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """A transaction that takes the write lock when it begins."""
-    with engine.connect().execution_options(fuseplan_write=True) as connection, connection.begin():
+    """A transaction that takes the write lock when it begins; errors as :func:`connected`."""
+    with connected(engine.execution_options(fuseplan_write=True)) as connection, connection.begin():
         yield connection
 
 
@@ -312,8 +278,7 @@ def upsert(connection: sa.Connection, table: sa.Table, row: Mapping[str, Any]) -
     """Insert ``row``, or replace the row of the same primary key."""
     keys = [column.name for column in table.primary_key]
     changed = {name: value for name, value in row.items() if name not in keys}
-    dialect = {"sqlite": sqlite, "postgresql": postgresql}.get(connection.dialect.name)
-    if dialect is not None:
+    if dialect := {"sqlite": sqlite, "postgresql": postgresql}.get(connection.dialect.name):
         insert = dialect.insert(table).values(**row)
         connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=changed))
         return

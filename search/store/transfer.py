@@ -6,38 +6,32 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError
+from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError, brief
 from fuseplan.search.store import codec, tables
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.plain import brief
 from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
 from fuseplan.search.store.rows import device_spec, json_row, record_row
 
 _FORMAT = "fuseplan-records"
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """The content of an export file: device specs by identity, tuning records, plans."""
-
-    devices: dict[str, dict[str, Any]]
-    records: tuple[TuningRecord, ...]
-    plans: tuple[PlanRecord, ...]
+#: What a line that holds a record begins with.
+KINDS: Mapping[type[TuningRecord | PlanRecord], str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
 
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
     """Write every record (of one device, when given) to ``path``, and return how many lines of data that were.
-
-    Raises:
-        DatabaseError: The database, or a part of it, cannot be read; ``path`` is as it was.
+    DatabaseError where a part of the database cannot be read; ``path`` is then as it was.
     """
-    header = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()}
-    lines = [_line(header), *_data_lines(database, device)]
+    lines = [_line({"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()})]
+    specs, records = database.devices(), database.everything()
+    lines += [_line({"device": name, "spec": specs[name]}) for name in sorted(specs) if device in (None, name)]
+    wanted = [record for record in records if device in (None, record.key.device)]
+    lines += [_line({KINDS[type(record)]: json.loads(codec.dumps(record))}) for record in wanted]
     if database.engine is None or database.broken:
         raise DatabaseError(f"there is no readable tuning database at {database.where}, so nothing was exported")
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -61,33 +55,17 @@ def _line(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n"
 
 
-def _data_lines(database: Database, device: str | None) -> Iterator[str]:
-    for name, spec in sorted(database.devices().items()):
-        if device in (None, name):
-            yield _line({"device": name, "spec": spec})
-    for record in database.everything():
-        if device in (None, record.key.device):
-            kind = "tuning_record" if isinstance(record, TuningRecord) else "plan_record"
-            yield _line({kind: json.loads(codec.dumps(record))})
-
-
-def read_bundle(path: Path) -> Bundle:
-    """Read and check an export file.
-
-    Raises:
-        ImportRefusedError: It is missing, truncated, altered, or not an export.
-        SchemaVersionError: It is of another schema version.
+def read_bundle(path: Path) -> tuple[dict[str, dict[str, Any]], list[TuningRecord | PlanRecord]]:
+    """Device specs by identity, and records, of an export file. ImportRefusedError where it is missing, truncated,
+    altered, or none, and SchemaVersionError where it is of another schema version.
     """
     devices: dict[str, dict[str, Any]] = {}
-    records: list[TuningRecord] = []
-    plans: list[PlanRecord] = []
+    records: list[TuningRecord | PlanRecord] = []
     for number, line in enumerate(checked_lines(path), 2):
         item = _object(line, path, number)
         try:
-            if "tuning_record" in item:
-                records.append(codec.from_data(TuningRecord, item["tuning_record"]))
-            elif "plan_record" in item:
-                plans.append(codec.from_data(PlanRecord, item["plan_record"]))
+            if kinds := [cls for cls, kind in KINDS.items() if kind in item]:
+                records.append(codec.from_data(kinds[0], item[KINDS[kinds[0]]]))
             elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
                 device_spec(item["spec"])
                 devices[item["device"]] = item["spec"]
@@ -95,7 +73,7 @@ def read_bundle(path: Path) -> Bundle:
                 raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
         except RecordError as error:
             raise ImportRefusedError(f"{path}, line {number}: {error}; nothing was imported") from None
-    return Bundle(devices, tuple(records), tuple(plans))
+    return devices, records
 
 
 def checked_lines(path: Path) -> list[str]:
@@ -112,11 +90,6 @@ def checked_lines(path: Path) -> list[str]:
             f"{path} has schema version {brief(header.get('schema_version'))}, this fuseplan reads {SCHEMA_VERSION}; "
             "export it again with a matching fuseplan"
         )
-    _check_trailer(lines, path)
-    return lines[1:-1]
-
-
-def _check_trailer(lines: list[str], path: Path) -> None:
     again = "nothing was imported; copy or export the file again"
     trailer = _object(lines[-1], path, len(lines)).get("trailer")
     if not isinstance(trailer, dict):
@@ -127,6 +100,7 @@ def _check_trailer(lines: list[str], path: Path) -> None:
         )
     if hashlib.sha256("".join(lines[:-1]).encode()).hexdigest() != trailer.get("sha256"):
         raise ImportRefusedError(f"{path} was altered: its checksum does not match; {again}")
+    return lines[1:-1]
 
 
 def _object(line: str, path: Path, number: int) -> dict[str, Any]:
@@ -145,18 +119,17 @@ def import_bundle(database: Database, path: Path) -> int:
     Returns how many records, plans and devices were taken over. Errors as :func:`read_bundle`, and then the database is
     unchanged.
     """
-    bundle = read_bundle(path)
+    devices, records = read_bundle(path)
     taken = 0
     known = database.devices()
     newest = {(type(record), record.key): record.evidence.created for record in database.everything()}
-    stored: list[TuningRecord | PlanRecord] = [*bundle.records, *bundle.plans]
     with database.writing() as connection:
-        for record in stored:
+        for record in records:
             if newest.get((type(record), record.key), "") <= record.evidence.created:
                 table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
                 tables.upsert(connection, table, record_row(record))
                 taken += 1
-        for device, spec in bundle.devices.items():
+        for device, spec in devices.items():
             if device not in known:
                 tables.upsert(connection, tables.DEVICES, json_row({"device": device}, spec))
                 taken += 1

@@ -41,13 +41,9 @@ _AGAIN = "again"
 
 @dataclass(frozen=True)
 class Contest:
-    """Samples of an interleaved run: ``samples[name][round]`` in microseconds.
+    """Paired samples of an interleaved run (``samples[name][round]`` in microseconds), and its relative A/A noise.
 
-    Attributes:
-        samples: Paired samples by contestant.
-        noise: Relative A/A noise.
-        regime: ``"eager"`` or ``"graph"``.
-        conditions: The runs that this one is the mean of; empty when it was timed itself.
+    ``conditions`` are the runs that this one is the mean of; empty when it was timed itself.
     """
 
     samples: Mapping[str, tuple[float, ...]]
@@ -79,8 +75,8 @@ class Contest:
     def both_ways(self) -> Contest:
         """The run with every two neighbouring rounds as one: they go through the contestants in opposite order.
 
-        What a call finds depends on who ran before it (which blocks of memory are free, what the caches hold), and a
-        contestant's samples then lie in two clusters, one for each of its neighbours: their median may be in either.
+        What a call finds depends on who ran before it (free memory, caches), and a contestant's samples then lie in two
+        clusters, one for each of its neighbours: their median may be in either.
         """
         samples = {
             name: tuple((a + b) / 2 for a, b in zip(own[::2], own[1::2], strict=False)) or own
@@ -114,10 +110,8 @@ class Contest:
     def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
         """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them.
 
-        Under single conditions challengers are held against the incumbent alone: among themselves the mean decides.
-        Otherwise the first of several that beat it would win, however little it gains, by a small loss of the best.
-        But where somebody beats the best by much under one condition, and others are hardly worse in the mean, the one
-        of them wins that loses least under any.
+        Among challengers the mean decides. But where somebody beats the best by much under one condition, and others
+        are hardly worse in the mean, the one of them wins that loses least under any.
         """
         better = [name for name in challengers if self.accepts(name, incumbent)]
         if not better:
@@ -156,18 +150,15 @@ def contest(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
     max_rounds: int = _MAX_ROUNDS,
 ) -> Contest:
-    """Time all contestants in interleaved rounds, each starting with another one.
+    """Time all contestants in interleaved rounds, each starting with another one, on the same operand set.
 
     A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
-    processor is never left alone.
-
-    Every contestant of a round meets the same operand set. At least a few rounds are run, however long they take, and
-    no more than ``max_rounds`` that are undisturbed. ``twice`` runs a second time for the A/A noise; by default the
-    first contestant.
+    processor is never left alone. At least a few rounds are run, however long they take, and no more than
+    ``max_rounds`` that are undisturbed. ``twice`` (the first contestant) runs a second time for the A/A noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
     runs = {**contestants, _AGAIN: contestants[twice]}
-    samples = _rounds(timer, {name: (run, operands) for name, run in runs.items()}, seconds, max_rounds)
+    samples = _rounds(timer, runs, operands, seconds, max_rounds)
     noise = paired_noise(samples[twice], samples.pop(_AGAIN))
     return Contest(samples, noise, timer.regime)
 
@@ -198,13 +189,13 @@ def _averaged(values: Sequence[float], count: int) -> list[float]:
 
 
 def _rounds(
-    timer: Timer, runs: Mapping[str, tuple[Run, Operands]], seconds: float, max_rounds: int
+    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, max_rounds: int
 ) -> dict[str, tuple[float, ...]]:
     """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
     with no_collection():
-        samplers = {name: timer.prepare(run, operands) for name, (run, operands) in runs.items()}
+        samplers = {name: timer.prepare(run, operands) for name, run in runs.items()}
         start = timer.clock()
         while len(clean) < max_rounds:
             number = len(clean) + len(disturbed)
@@ -253,5 +244,3 @@ def _standard_error(values: Sequence[float]) -> float:
     """Standard error of the median, from the median absolute deviation."""
     centre = statistics.median(values)
     return _MEDIAN_SE * statistics.median(abs(value - centre) for value in values) / math.sqrt(len(values))
-
-

@@ -1,8 +1,4 @@
-"""Timing that ranks: rotating operands and short screenings. What decides is :mod:`fuseplan.search.timing.contest`.
-
-A :class:`~fuseplan.search.timing.timers.Timer` knows how to time one call on one kind of device and launch mode;
-everything here is the same for all of them, and runs on a virtual clock in the tests.
-"""
+"""Timing that ranks: rotating operands and short screenings. What decides is :mod:`fuseplan.search.timing.contest`."""
 
 from __future__ import annotations
 
@@ -115,5 +111,3 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import networkx as nx
 import torch
@@ -18,20 +18,13 @@ from fuseplan.kernels.ir.gathers import computes_indices
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Run
 
-#: Makes a subject's operands.
-MakeInputs: TypeAlias = Callable[[Subject], Sequence[torch.Tensor]]
-
 
 @dataclass(frozen=True)
 class Part:
     """One kernel of a sequence: a subject's fused kernel or, without a back end, its unfused chain.
 
-    Attributes:
-        subject: The fusion group.
-        backend: Who compiles its kernel.
-        config: With which configuration.
-        reads: Names of its inputs; a name stands for the same value in all parts. Empty: it shares nothing.
-        makes: Names of its outputs.
+    ``reads`` and ``makes`` name its inputs and outputs; a name stands for the same value in all parts. Empty: it shares
+    nothing.
     """
 
     subject: Subject
@@ -40,17 +33,8 @@ class Part:
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
 
-    @property
-    def outputs(self) -> int:
-        return len(self.subject.ir.outputs)
-
-    @property
-    def returns_tensor(self) -> bool:
-        """Whether a call returns the only output itself; else it returns all of them in a list or tuple."""
-        return self.backend is not None and self.outputs == 1
-
     def call(self, target: Target) -> Callable[..., Any]:
-        """Called with the inputs."""
+        """Called with the inputs; a kernel returns its only output itself, everything else a list or tuple."""
         if self.backend is None:
             return self.subject.eager
         return self.backend.fused_callable(self.subject.ir, self.config, target)
@@ -59,15 +43,11 @@ class Part:
 class SharedOperands:
     """What sequences read from outside: all of one play-off are called with the same operands.
 
-    An operand is what the first part that asks for it would be given alone; nothing is said of the numbers in what
-    parts make of it, which take as long whatever they are.
-
-    Attributes:
-        tensors: The operands.
-        hot: For each, whether an earlier kernel of the model has just produced it.
+    An operand is what the first part that asks for it would be given alone. ``hot`` says of each of the ``tensors``
+    whether an earlier kernel of the model has just produced it.
     """
 
-    def __init__(self, make_inputs: MakeInputs) -> None:
+    def __init__(self, make_inputs: Callable[[Subject], Sequence[torch.Tensor]]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.hot: list[bool] = []
         self._make_inputs = make_inputs
@@ -86,38 +66,40 @@ class SharedOperands:
         for position, tensor in enumerate(self._make_inputs(part.subject)):
             valid_anywhere = not indexed and (tensor.is_floating_point() or tensor.dtype == torch.bool)
             name = part.reads[position] if part.reads and valid_anywhere else ""
-            found.append(name if name in made else self._slot(part, position, name, tensor))
+            if name in made:
+                found.append(name)
+                continue
+            # A table that is only looked up is shorter for some parts than for others.
+            key = (name, tensor.shape, tensor.stride()) if name else (id(part), position)
+            if key not in self._slots:
+                self._slots[key] = len(self.tensors)
+                self.tensors.append(tensor)
+                self.hot.append(part.subject.hot_inputs[position])
+            found.append(self._slots[key])
         return tuple(found)
-
-    def _slot(self, part: Part, position: int, name: str, tensor: torch.Tensor) -> int:
-        # A table that is only looked up is shorter for some parts than for others.
-        key = (name, tensor.shape, tensor.stride()) if name else (id(part), position)
-        if key not in self._slots:
-            self._slots[key] = len(self.tensors)
-            self.tensors.append(tensor)
-            self.hot.append(part.subject.hot_inputs[position])
-        return self._slots[key]
 
 
 def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[str], target: Target) -> Run:
-    """One function that runs parts as near to their order as what they need of each other allows.
+    """One function that runs parts as near to their order as what they need of each other allows; ValueError where they
+    wait for each other, or nothing makes what is to be kept.
 
-    It is straight-line code: a loop over the parts would cost the host as much as some launches.
-
-    ``operands`` is given what they read from outside; the function takes all operands that there are by then. Values
-    that are not ``kept`` are released after their last use, as in a model; those that are, are returned.
-
-    Raises:
-        ValueError: Parts wait for each other, or nothing makes what is to be kept.
+    It is straight-line code: a loop over the parts would cost the host as much as some launches. It takes all
+    ``operands`` that there are by then. Values are released after their last use, as in a model, and those that are
+    ``kept`` are returned.
     """
-    made = {name: _variable(number, at) for number, part in enumerate(parts) for at, name in enumerate(part.makes)}
+    made = {name: f"v{number}_{at}" for number, part in enumerate(parts) for at, name in enumerate(part.makes)}
     if unknown := sorted(set(kept) - made.keys()):
         raise ValueError(f"no part of the sequence makes {', '.join(unknown)}")
     given = [
         [made[one] if isinstance(one, str) else f"s[{one}]" for one in operands.sources(part, made)] for part in parts
     ]
     maker = {name: number for number, part in enumerate(parts) for name in part.makes}
-    order = _order([{maker[name] for name in part.reads if name in maker} for part in parts])
+    graph = nx.DiGraph((maker[name], at) for at, part in enumerate(parts) for name in part.reads if name in maker)
+    graph.add_nodes_from(range(len(parts)))
+    try:
+        order = list(nx.lexicographical_topological_sort(graph))  # the smallest that can come next
+    except nx.NetworkXUnfeasible:
+        raise ValueError(f"parts of a sequence wait for each other: {nx.find_cycle(graph)}") from None
     lines = _lines(parts, order, given, [made[name] for name in made if name in kept])
     namespace: dict[str, Any] = {f"k{number}": part.call(target) for number, part in enumerate(parts)}
     exec("def run(*s):\n" + "".join(f"    {line}\n" for line in lines), namespace)
@@ -131,25 +113,12 @@ def _lines(
     """Statements that call the parts (``k0``, ``k1``, ...) in order with what each is given, and return the results."""
     last_use = {variable: number for number in order for variable in given[number]}
     for number in order:
-        own = [_variable(number, at) for at in range(parts[number].outputs)]
-        targets = own[0] if parts[number].returns_tensor else "".join(f"{one}, " for one in own)
+        own = [f"v{number}_{at}" for at in range(len(parts[number].subject.ir.outputs))]
+        alone = parts[number].backend is not None and len(own) == 1
+        targets = own[0] if alone else "".join(f"{one}, " for one in own)
         yield f"{targets} = k{number}({', '.join(given[number])})"
         ended = [one for one in given[number] if one.startswith("v") and last_use[one] == number]
         unused = [one for one in own if one not in last_use]
         if dead := [one for one in dict.fromkeys((*ended, *unused)) if one not in results]:
             yield f"del {', '.join(dead)}"
     yield f"return ({''.join(f'{one}, ' for one in results)})"
-
-
-def _order(needs: Sequence[set[int]]) -> list[int]:
-    """Numbers in a topological order, the smallest that can come next."""
-    graph = nx.DiGraph((before, number) for number, wanted in enumerate(needs) for before in wanted)
-    graph.add_nodes_from(range(len(needs)))
-    try:
-        return list(nx.lexicographical_topological_sort(graph))
-    except nx.NetworkXUnfeasible:
-        raise ValueError(f"parts of a sequence wait for each other: {nx.find_cycle(graph)}") from None
-
-
-def _variable(part: int, output: int) -> str:
-    return f"v{part}_{output}"

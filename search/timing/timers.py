@@ -13,12 +13,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from fuseplan.costmodel.probe.timing import cuda_graph
+from fuseplan.costmodel.probe.timing import record_calls, replay_us
 from fuseplan.costmodel.probe.yardstick import processor_yardstick
 
 #: A contestant: called with the inputs, allocates and returns its outputs.
@@ -54,7 +54,7 @@ class Timer(ABC):
     def of_device(self) -> Timer | None:
         """What times a kernel without the host that launches it; None where this timer does, or cannot be told apart.
 
-        Where launching takes the host longer than a kernel takes the device, all configurations of the kernel tie.
+        Where launching takes longer than the kernel, all its configurations tie.
         """
         return None
 
@@ -84,6 +84,11 @@ class Timer(ABC):
         """Warm ``run`` up, calibrate its batch, and return its sampler."""
 
 
+def _calls(run: Run, operands: Operands, count: int) -> list[Callable[[], object]]:
+    """So many calls, with operand sets in turn."""
+    return [partial(run, *operands[number % len(operands)]) for number in range(count)]
+
+
 class HostTimer(Timer):
     """Wall time of a batch of calls from the host."""
 
@@ -99,24 +104,27 @@ class HostTimer(Timer):
         return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
     def prepare(self, run: Run, operands: Operands) -> Sampler:
-        count = len(operands)
         for number in range(2):
-            run(*operands[number % count])
+            run(*operands[number % len(operands)])
         repetitions = self._calibrate(run, operands)
 
         def sample(number: int) -> float:
             first = number * repetitions
             if repetitions > 1:
                 # Whoever ran before has left its own code and data in the caches.
-                run(*operands[(first - 1) % count])
-            self.synchronise()
-            start = self.clock()
-            for call in range(first, first + repetitions):
-                run(*operands[call % count])
-            self.synchronise()
-            return (self.clock() - start) * 1e6 / repetitions
+                run(*operands[(first - 1) % len(operands)])
+            return self._spent_us(run, operands, range(first, first + repetitions)) / repetitions
 
         return sample
+
+    def _spent_us(self, run: Run, operands: Operands, calls: range) -> float:
+        count = len(operands)
+        self.synchronise()
+        start = self.clock()
+        for call in calls:
+            run(*operands[call % count])
+        self.synchronise()
+        return (self.clock() - start) * 1e6
 
     def _calibrate(self, run: Run, operands: Operands) -> int:
         """Calls that make a batch."""
@@ -133,12 +141,7 @@ class HostTimer(Timer):
         fastest = math.inf
         for _ in range(_CALIBRATION_TRIES):
             before = self.disturbances()
-            self.synchronise()
-            start = self.clock()
-            for call in range(repetitions):
-                run(*operands[call % len(operands)])
-            self.synchronise()
-            fastest = min(fastest, (self.clock() - start) * 1e6)
+            fastest = min(fastest, self._spent_us(run, operands, range(repetitions)))
             if self.disturbances() == before:
                 break
         return fastest
@@ -175,36 +178,13 @@ class CudaGraphTimer(Timer):
     def prepare(self, run: Run, operands: Operands) -> Sampler:
         stream = torch.cuda.Stream()
         launches = self._calibrate(run, operands, stream)
-        graph = self._record(run, operands, launches, stream)
+        graph = record_calls(_calls(run, operands, launches), stream)
         # The host took part in the calibration: it launches short kernels more slowly than they run.
-        wanted = min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / max(self._replay(graph, launches), 1e-3)))
+        wanted = min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / max(replay_us(graph, launches), 1e-3)))
         if wanted > 2 * launches:
             launches = wanted
-            graph = self._record(run, operands, launches, stream)
-        return lambda number: self._replay(graph, launches)
-
-    @staticmethod
-    def _record(run: Run, operands: Operands, launches: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        with cuda_graph(stream) as graph:
-            for call in range(launches):
-                run(*operands[call % len(operands)])
-        graph.replay()
-        torch.cuda.synchronize()
-        return graph
-
-    @staticmethod
-    def _replay(graph: torch.cuda.CUDAGraph, launches: int) -> float:
-        """Microseconds of one launch."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        # The first replay keeps the device busy while the host starts the second, so that the events enclose device
-        # time alone: starting a replay takes the host longer than ten short kernels run.
-        graph.replay()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / launches
+            graph = record_calls(_calls(run, operands, launches), stream)
+        return lambda number: replay_us(graph, launches)
 
     @staticmethod
     def _calibrate(run: Run, operands: Operands, stream: torch.cuda.Stream) -> int:
@@ -212,12 +192,8 @@ class CudaGraphTimer(Timer):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for number in range(3):
-                run(*operands[number % len(operands)])
-            begin.record()
-            for number in range(3):
-                run(*operands[number % len(operands)])
-            end.record()
+            for call in (*_calls(run, operands, 3), begin.record, *_calls(run, operands, 3), end.record):
+                call()
         end.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
         per_call_us = max(float(begin.elapsed_time(end)) * 1e3 / 3, 0.5)
@@ -225,18 +201,9 @@ class CudaGraphTimer(Timer):
 
 
 def _result_bytes(result: object) -> int:
-    """Bytes of the tensors that a call returned."""
     if isinstance(result, torch.Tensor):
         return result.nbytes
     return sum(map(_result_bytes, result)) if isinstance(result, tuple | list) else 0
-
-
-def _mean_within(times_us: Sequence[float]) -> float:
-    """Mean of at least three times without the least and the largest.
-
-    Cold calls of one kernel often fall into two clusters. The median of a few jumps between them; their mean does not.
-    """
-    return statistics.fmean(sorted(times_us)[1:-1])
 
 
 class ColdTimer(Timer):
@@ -246,11 +213,8 @@ class ColdTimer(Timer):
     different blocks. So the results of a sample are held until it ends: everybody's calls then write to much the same
     blocks. Once there is no memory for that, none are held any more.
 
-    The time lies between two events around the call; what the events add is the same for every contestant. Writing the
-    buffer takes the device longer than launching takes the host, so no host time is in it.
-
-    The buffer lies on ``device``; ``event`` makes an event with ``record``, ``synchronize`` and ``elapsed_time`` in
-    milliseconds.
+    The time lies between two events around the call, made by ``event``; what they add is the same for every contestant.
+    Writing the buffer takes the device longer than launching takes the host, so no host time is in it.
     """
 
     regime = "cold"
@@ -264,14 +228,12 @@ class ColdTimer(Timer):
     def prepare(self, run: Run, operands: Operands) -> Sampler:
         for number in range(2):
             run(*operands[number % len(operands)])
-        calls = self._calls(self._times_us(run, operands, 2))
+        quickest_us = max(min(self._times_us(run, operands, 2)), 1.0)
+        calls = max(_MIN_COLD_CALLS, min(_MAX_COLD_CALLS, math.ceil(_COLD_SAMPLE_US / quickest_us)))
         self._times_us(run, operands, calls)  # so that the blocks of a sample's results are there
-        return lambda number: _mean_within(self._times_us(run, operands, calls))
-
-    @staticmethod
-    def _calls(times_us: list[float]) -> int:
-        """Calls of one sample."""
-        return max(_MIN_COLD_CALLS, min(_MAX_COLD_CALLS, math.ceil(_COLD_SAMPLE_US / max(min(times_us), 1.0))))
+        # Cold calls of one kernel often fall into two clusters. The median of a few jumps between them; their mean does
+        # not. It leaves out the least and the largest.
+        return lambda number: statistics.fmean(sorted(self._times_us(run, operands, calls))[1:-1])
 
     def _times_us(self, run: Run, operands: Operands, calls: int) -> list[float]:
         pairs = [(self._event(), self._event()) for _ in range(calls)]

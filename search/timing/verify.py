@@ -30,13 +30,9 @@ _TIE_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of a check.
+    """Whether a kernel may be used, and why not.
 
-    Attributes:
-        ok: True when the kernel may be used.
-        reason: Why not; empty when ok.
-        error: Largest normwise relative error over the outputs, against float64.
-        eager_error: The same for the unfused chain.
+    ``error`` is the largest normwise relative one of its outputs, against float64, ``eager_error`` the unfused chain's.
     """
 
     ok: bool
@@ -58,7 +54,7 @@ class _Expected:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Fresh inputs of a subject with their float64 results; made once, used for every config."""
+    """Fresh inputs of a subject, and their float64 results; one serves every configuration."""
 
     inputs: tuple[torch.Tensor, ...]
     expected: tuple[_Expected, ...]
@@ -130,8 +126,8 @@ def errors(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
 def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, device: str) -> Verdict:
     """Run ``kernel`` once on the oracle's inputs and judge everything it wrote.
 
-    A kernel passes when, for every output, its normwise error and its largest error exceed those of the unfused chain
-    by no more than rounding (:func:`rounding`). Exceptions of the kernel are passed on.
+    It passes when, for every output, its normwise error and its largest error exceed those of the unfused chain by no
+    more than :func:`rounding`. Exceptions of the kernel are passed on.
     """
     inputs = [_Guarded(tensor) for tensor in oracle.inputs]
     for guarded, source in zip(inputs, oracle.inputs, strict=True):
@@ -139,83 +135,62 @@ def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, devic
     before = [guarded.buffer.clone() for guarded in inputs]
     outputs = [_Guarded(tensor) for tensor in subject.allocate_outputs(device)]
     for guarded, buffer in zip(outputs, subject.ir.outputs, strict=True):
-        if buffer.over is None:
-            guarded.poison()
-        else:
+        if buffer.over is not None:
             guarded.view.copy_(oracle.inputs[buffer.over])
+        elif guarded.view.is_floating_point():  # other types start as the guard's bytes
+            guarded.view.fill_(math.nan)
     kernel(*(guarded.view for guarded in inputs), *(guarded.view for guarded in outputs))
     if device.startswith("cuda"):
         torch.cuda.synchronize()
-    reason = _stray_access(inputs, before, outputs)
-    worst = 0.0
-    for number, (guarded, expected) in enumerate(zip(outputs, oracle.expected, strict=True)):
-        error, complaint = _judge(guarded, expected)
-        worst = max(worst, error)
-        if complaint and not reason:
-            reason = f"output {number}: {complaint}"
-    return Verdict(not reason, reason, worst, oracle.eager_error)
-
-
-def _stray_access(inputs: Sequence[_Guarded], before: Sequence[torch.Tensor], outputs: Sequence[_Guarded]) -> str:
-    for number, (guarded, old) in enumerate(zip(inputs, before, strict=True)):
-        if not torch.equal(guarded.buffer, old):
-            return f"input {number} was changed, or memory around it"
-    for number, guarded in enumerate(outputs):
-        if guarded.touched_outside():
-            return f"output {number}: written outside its elements"
-    return ""
+    kept = [torch.equal(guarded.buffer, old) for guarded, old in zip(inputs, before, strict=True)]
+    strays = [f"input {number} was changed, or memory around it" for number, same in enumerate(kept) if not same]
+    outside = (number for number, guarded in enumerate(outputs) if guarded.touched_outside())
+    strays += [f"output {number}: written outside its elements" for number in outside]
+    return _verdict([(guarded.view, guarded.unwritten()) for guarded in outputs], oracle, strays)
 
 
 def check_call(run: Callable[..., Sequence[torch.Tensor]], oracle: Oracle) -> Verdict:
     """Judge what a library's call returns, as :func:`check_result` judges a kernel; its memory is its own business."""
-    worst, reason = 0.0, ""
-    for number, (value, expected) in enumerate(zip(run(*oracle.inputs), oracle.expected, strict=True)):
-        error, complaint = _judge(_Result(value), expected)
+    return _verdict([(value, 0) for value in run(*oracle.inputs)], oracle, [])
+
+
+def _verdict(results: Sequence[tuple[torch.Tensor, int]], oracle: Oracle, reasons: list[str]) -> Verdict:
+    """Of results, each with how many of its elements are known to be unwritten; the first of the ``reasons`` counts."""
+    worst = 0.0
+    for number, ((value, unwritten), expected) in enumerate(zip(results, oracle.expected, strict=True)):
+        error, complaint = _judge(value, unwritten, expected)
         worst = max(worst, error)
-        if complaint and not reason:
-            reason = f"output {number}: {complaint}"
-    return Verdict(not reason, reason, worst, oracle.eager_error)
+        reasons += [f"output {number}: {complaint}"] if complaint else []
+    return Verdict(not reasons, next(iter(reasons), ""), worst, oracle.eager_error)
 
 
-@dataclass(frozen=True)
-class _Result:
-    """A tensor that a call allocated."""
-
-    view: torch.Tensor
-
-    def unwritten(self, reference: torch.Tensor) -> int:
-        if not self.view.is_floating_point():
-            return 0
-        return int((torch.isnan(self.view.to(torch.float64)) & ~torch.isnan(reference)).sum())
-
-
-def _judge(guarded: _Guarded | _Result, expected: _Expected) -> tuple[float, str]:
+def _judge(value: torch.Tensor, unwritten: int, expected: _Expected) -> tuple[float, str]:
     """Normwise error of one output, and what is wrong with it."""
-    value, reference = guarded.view, expected.reference
+    reference = expected.reference
     if value.shape != reference.shape:
         return math.inf, f"has shape {tuple(value.shape)}, the reference {tuple(reference.shape)}"
-    missing = guarded.unwritten(reference)
-    if missing:
-        return math.inf, f"{missing} of {value.numel()} elements are NaN or were never written"
+    if value.is_floating_point():  # what still holds the poison, or is NaN and should not be
+        unwritten = int((torch.isnan(value.to(torch.float64)) & ~torch.isnan(reference)).sum())
+    if unwritten:
+        return math.inf, f"{unwritten} of {value.numel()} elements are NaN or were never written"
     norm, worst = errors(value, reference)
     if not value.is_floating_point():
-        allowed = expected.eager_norm + (_ties(value, reference) if expected.quantised else 0.0)
+        allowed = expected.eager_norm
+        if expected.quantised:  # numbers halfway between two steps fall to either
+            one_off = int(((value.to(torch.int64) - reference.to(torch.int64)).abs() == 1).sum())
+            allowed += min(one_off, max(_FEW_TIES, _TIE_SHARE * value.numel())) / max(value.numel(), 1)
         return norm, f"{norm:.2%} of the elements differ" if norm > allowed else ""
     if math.isinf(norm):
         return norm, "is infinite or NaN where the reference is not, or the other way round"
-    allowed_norm = _finite(expected.eager_norm) + max(rounding(value.dtype) / 8, _COMPUTE_ROUNDING)
+    # An eager chain that overflows gives a kernel no licence to be wrong.
+    errors_of_eager = (expected.eager_norm, expected.eager_worst)
+    eager_norm, eager_worst = (error if math.isfinite(error) else 0.0 for error in errors_of_eager)
+    allowed_norm = eager_norm + max(rounding(value.dtype) / 8, _COMPUTE_ROUNDING)
     if norm > allowed_norm:
         return norm, f"normwise error {norm:.2e}, eager has {expected.eager_norm:.2e} (allowed {allowed_norm:.2e})"
-    excess = _largest_excess(value, reference, _finite(expected.eager_worst))
-    if excess > 0:
+    if _largest_excess(value, reference, eager_worst) > 0:
         return norm, f"largest error {worst:.2e}, eager has {expected.eager_worst:.2e}"
     return norm, ""
-
-
-def _ties(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """The part of a quantised tensor that may be one step off: numbers halfway between two steps fall to either."""
-    one_off = int(((value.to(torch.int64) - reference.to(torch.int64)).abs() == 1).sum())
-    return min(one_off, max(_FEW_TIES, _TIE_SHARE * value.numel())) / max(value.numel(), 1)
 
 
 def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: float) -> float:
@@ -230,11 +205,6 @@ def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: f
     miss = (value.to(torch.float64) - exact).abs() - bound
     # Infinities and NaN agree here: those that do not were refused before.
     return float(torch.where(torch.isfinite(value.to(torch.float64)), miss, 0.0).max())
-
-
-def _finite(error: float) -> float:
-    """An eager chain that overflows gives a kernel no licence to be wrong."""
-    return error if math.isfinite(error) else 0.0
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -261,45 +231,26 @@ class _Guarded:
             self._covered = torch.zeros(self.span, dtype=torch.bool, device=like.device)
             self._covered.as_strided(like.shape, like.stride()).fill_(True)
 
-    @property
-    def _middle(self) -> torch.Tensor:
-        return self.flat[self.guard : self.guard + self.span]
-
     def fill_from(self, source: torch.Tensor) -> None:
         """The source's elements, with NaN in every gap and around (floats; other types keep the guard's bytes)."""
         if self.span == 0:
             return
         if self.flat.is_floating_point():
             self.flat.fill_(math.nan)
-        whole = source.as_strided((self.span,), (1,))
-        if self._covered is None:
-            self._middle.copy_(whole)
-        else:
-            self._middle.copy_(torch.where(self._covered, whole, self._middle))
+        whole, middle = source.as_strided((self.span,), (1,)), self.flat[self.guard : self.guard + self.span]
+        middle.copy_(whole if self._covered is None else torch.where(self._covered, whole, middle))
 
-    def poison(self) -> None:
-        """Make every float NaN; other types start as the guard's bytes, which no bool and hardly any integer has."""
-        if self.flat.is_floating_point():
-            self.view.fill_(math.nan)
-
-    def unwritten(self, reference: torch.Tensor) -> int:
-        """How many elements still hold the poison (for floats: are NaN, whoever wrote it, and should not be)."""
-        if self.flat.is_floating_point():
-            return int((torch.isnan(self.view.to(torch.float64)) & ~torch.isnan(reference)).sum())
-        if self.flat.dtype == torch.bool:
-            raw = self.buffer.as_strided(self.view.shape, self.view.stride(), self.guard)
-            return int((raw > 1).sum())
-        # An integer kernel may compute the sentinel: a wrong value is found by comparing.
-        return 0
+    def unwritten(self) -> int:
+        """How many elements of a bool tensor still hold the guard's bytes. An integer kernel may compute those: a wrong
+        value is found by comparing.
+        """
+        if self.flat.dtype != torch.bool:
+            return 0
+        return int((self.buffer.as_strided(self.view.shape, self.view.stride(), self.guard) > 1).sum())
 
     def touched_outside(self) -> bool:
         """True when a guard byte or a byte in a gap has changed."""
-        size = self.flat.element_size()
-        rows = self.buffer.view(-1, size)
+        rows = self.buffer.view(-1, self.flat.element_size())
         around = torch.cat([rows[: self.guard], rows[self.guard + self.span :]])
-        if bool((around != _GUARD_VALUE).any()):
-            return True
-        if self._covered is None:
-            return False
-        gaps = rows[self.guard : self.guard + self.span][~self._covered]
-        return bool((gaps != _GUARD_VALUE).any())
+        gaps = [] if self._covered is None else [rows[self.guard : self.guard + self.span][~self._covered]]
+        return any(bool((watched != _GUARD_VALUE).any()) for watched in (around, *gaps))

@@ -11,7 +11,7 @@ from fuseplan.search.store.record import Evidence, Finalist, RecordKey, Rejectio
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.workers import jobs
-from fuseplan.search.workers.worker import Executor
+from fuseplan.search.workers.worker import WorkerPool
 
 #: What a kernel of another back end than the preferred one has to gain on that one's best. Two runs of one pair of
 #: kernels differ by almost as much, with where their results lie in memory.
@@ -30,7 +30,7 @@ class Verdicts:
 
 
 def decide_group(
-    executor: Executor, bench: jobs.Bench, subject: Subject, key: RecordKey, choices: Sequence[jobs.Entrant],
+    executor: WorkerPool, bench: jobs.Bench, subject: Subject, key: RecordKey, choices: Sequence[jobs.Entrant],
     verdicts: Verdicts, evidence: Evidence, limit_s: float
 ) -> TuningRecord:
     """Run the finalists (``choices``, the incumbent first) against the unfused chain and write down the answer.
@@ -88,7 +88,7 @@ def _record(
         refusals=dict(verdicts.refusals),
         enumerated=verdicts.enumerated,
         compiled=sum(not trial.uncompiled for trial in verdicts.trials),
-        measured=sum(trial.median_us is not None and not trial.duplicate_of for trial in verdicts.trials),
+        measured=sum(trial.median_us is not None for trial in verdicts.trials),
         work=subject.work,
         resources=dict(decision.resources[best.name]) if best is not None else {},
         evidence=replace(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target
 from fuseplan.kernels.ir.ir import KernelIR
@@ -17,8 +16,9 @@ from fuseplan.search.timing.subject import Subject
 from fuseplan.search.tune.space import Space, enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.workers import jobs
-from fuseplan.search.workers.worker import Executor, Outcome
+from fuseplan.search.workers.worker import Outcome, WorkerPool
 
+_T = TypeVar("_T")
 Phase = Literal["open", "compile", "screen", "decide", "done"]
 #: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
 Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
@@ -35,9 +35,8 @@ class Budget:
     Attributes:
         trials: Configurations, over all back ends.
         backends: How many of the back ends take part at most, the preferred ones; None for all that can.
-        seconds: Wall time of proposing, compiling and screening.
-        screen_s: Seconds of samples for one screening.
-        decide_s: Seconds of interleaved rounds for the decision.
+        seconds: Of proposing, compiling and screening.
+        screen_s: Of samples for one screening; ``decide_s``: of interleaved rounds for the decision.
         finalists: Challengers in the decision, beside the default and the unfused chain.
         job_limit_s: After how long a job in a worker counts as hanging.
     """
@@ -57,10 +56,8 @@ class Budget:
         A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
         """
         usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.16)
-        return replace(
-            usual, trials=usual.trials if trials is None else trials,
-            seconds=usual.seconds if seconds is None else seconds,
-        )
+        seconds = usual.seconds if seconds is None else seconds
+        return replace(usual, trials=usual.trials if trials is None else trials, seconds=seconds)
 
     def minor(self) -> Budget:
         """For a subject that hardly counts: the preferred back end's default configuration and one more."""
@@ -78,39 +75,6 @@ class ProgressEvent:
     phase: Phase
 
 
-class SpaceBook:
-    """Spaces of configurations and refusals, worked out once a kernel. Safe from any thread.
-
-    To enumerate a GPU's space takes longer than to measure one of its configurations, and ranking, looking ahead and
-    tuning all ask for it.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._lock = threading.Lock()
-        self._spaces: dict[tuple[str, KernelIR], Future[Space]] = {}
-        self._refusals: dict[tuple[str, KernelIR], str | None] = {}
-
-    def space(self, backend: Backend, ir: KernelIR) -> Space:
-        """The feasible configurations; waits where another thread is enumerating them."""
-        with self._lock:
-            known = self._spaces.get((backend.name, ir))
-            found = known if known is not None else self._spaces.setdefault((backend.name, ir), Future())
-        if known is None:
-            try:
-                found.set_result(enumerate_space(backend, ir, self._target))
-            except BaseException as error:
-                found.set_exception(error)
-        return found.result()
-
-    def refusal(self, backend: Backend, ir: KernelIR) -> str | None:
-        """Why a back end cannot make this kernel, or None."""
-        key = (backend.name, ir)
-        if key not in self._refusals:
-            self._refusals[key] = backend.refuse(ir, self._target)
-        return self._refusals[key]
-
-
 @dataclass(frozen=True)
 class TuningResources:
     """What every tune of a tuner works with.
@@ -122,14 +86,16 @@ class TuningResources:
     database: Database
     backends: tuple[Backend, ...]
     bench: jobs.Bench
-    executor: Executor
+    executor: WorkerPool
     budget: Budget
     versions: Versions
-    spaces: SpaceBook
     account: TimeAccount
     progress: Callable[[ProgressEvent], None] | None = None
     since: str = ""
     compiles: threading.Event = field(default_factory=threading.Event)
+    spaces: dict[tuple[str, KernelIR], Space] = field(default_factory=dict)
+    refusals: dict[tuple[str, KernelIR], str | None] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def target(self) -> Target:
@@ -139,16 +105,51 @@ class TuningResources:
         """Why a back end cannot take part, or None."""
         if backend.device_type != self.target.device_type:
             return f"is for {backend.device_type}, not {self.target.device_type}"
-        return backend.unavailable() or self.spaces.refusal(backend, subject.ir)
+        if (reason := backend.unavailable()) is not None:
+            return reason
+        key = (backend.name, subject.ir)
+        if key not in self.refusals:
+            self.refusals[key] = backend.refuse(subject.ir, self.target)
+        return self.refusals[key]
 
-    def preferred(self, subject: Subject) -> Backend | None:
-        """The first back end that takes part."""
-        return next((backend for backend in self.backends if self.refusal(backend, subject) is None), None)
+    def space(self, backend: Backend, ir: KernelIR) -> Space:
+        """The feasible configurations, enumerated once: on a GPU that takes longer than to measure one of them, and
+        looking ahead and tuning both ask.
+        """
+        key = (backend.name, ir)
+        if key not in self.spaces:
+            with self.lock:  # two threads that enumerate at once would only take turns
+                if key not in self.spaces:
+                    self.spaces[key] = enumerate_space(backend, ir, self.target)
+        return self.spaces[key]
+
+    def default_of(self, subject: Subject) -> list[Compilation]:
+        """The default configuration of the first back end that takes part, if there is one."""
+        backend = next((one for one in self.backends if self.refusal(one, subject) is None), None)
+        if backend is None:
+            return []
+        return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
 
     def call(self, what: str, function: Callable[..., object], *args: object) -> Outcome:
-        """Run a job in the measuring process; its time is booked as ``what``. Raises :class:`MachineFailureError`."""
+        """Run a job at the bench, in the measuring process; its time is booked as ``what``. Raises
+        :class:`MachineFailureError`.
+        """
         with self.account.spend(what):
-            return self.executor.call(function, *args, limit_s=self.budget.job_limit_s).checked()
+            return self.executor.call(function, self.bench, *args, limit_s=self.budget.job_limit_s).checked()
+
+    def released(self, run: Callable[[], _T]) -> _T:
+        """Run, then let the measuring process forget the subject."""
+        try:
+            result = run()
+        except Exception:  # an interrupt has ended the workers already
+            self._release()
+            raise
+        self._release()
+        return result
+
+    def _release(self) -> None:
+        with self.account.spend(OPENING):
+            self.executor.call(jobs.release, limit_s=self.budget.job_limit_s).checked()
 
     def later(self, what: str, function: Callable[..., object], *args: object) -> Callable[[], Outcome]:
         """A job for the measuring process when that has nothing else to do, and what waits for it as :meth:`call` does.
@@ -157,7 +158,7 @@ class TuningResources:
         """
         if self.target.device_type == "cpu":
             return partial(self.call, what, function, *args)
-        wait = self.executor.submit(function, *args, limit_s=self.budget.job_limit_s)
+        wait = self.executor.submit(function, self.bench, *args, limit_s=self.budget.job_limit_s)
 
         def outcome() -> Outcome:
             with self.account.spend(what):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
+from functools import cached_property
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target, Tunable, config_key, same_config
 from fuseplan.kernels.ir.ir import KernelIR
@@ -17,26 +18,19 @@ MAX_COMBINATIONS = 50_000
 class Space:
     """Feasible configurations, the default first, then in the order of the tunables' choices.
 
-    Attributes:
-        tunables: The dimensions.
-        configs: Feasible configurations without duplicates; never empty.
-        infeasible: How many combinations were refused, by reason.
-        combinations: Size of the unfiltered product.
+    ``tunables`` are its dimensions; ``configs`` has no duplicates and is never empty.
     """
 
     tunables: tuple[Tunable, ...]
     configs: tuple[Config, ...]
-    infeasible: dict[str, int] = field(default_factory=dict)
-    combinations: int = 0
 
-    def __post_init__(self) -> None:
-        index = {config_key(config): number for number, config in enumerate(self.configs)}
-        object.__setattr__(self, "_index", index)
-        places = {tunable.name: {c: i for i, c in enumerate(tunable.choices)} for tunable in self.tunables}
-        object.__setattr__(self, "_places", places)
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {config_key(config): number for number, config in enumerate(self.configs)}
 
-    _index: dict[str, int] = field(init=False, repr=False, compare=False)
-    _places: dict[str, dict[int | str, int]] = field(init=False, repr=False, compare=False)
+    @cached_property
+    def _places(self) -> dict[str, dict[int | str, int]]:
+        return {tunable.name: {c: i for i, c in enumerate(tunable.choices)} for tunable in self.tunables}
 
     def __len__(self) -> int:
         return len(self.configs)
@@ -78,7 +72,7 @@ class Space:
         exact = self.find(config)
         if exact is not None:
             return exact
-        return min(range(len(self.configs)), key=lambda number: (self._distance(self.configs[number], config), number))
+        return min(range(len(self)), key=lambda number: self._distance(self.configs[number], config))
 
     def _distance(self, mine: Config, other: Config) -> float:
         total = 0.0
@@ -105,29 +99,14 @@ def enumerate_space(backend: Backend, ir: KernelIR, target: Target) -> Space:
     The default is kept even where its parameters are not among the tunables' choices: it is always a finalist.
     """
     tunables = backend.tunables(ir, target)
-    default = dict(backend.default_config(ir, target))
-    configs: dict[str, Config] = {config_key(default): default}
-    infeasible: dict[str, int] = {}
-    combinations = 1
-    for tunable in tunables:
-        combinations *= len(tunable.choices)
-    for config in _thinned(_product(tunables), combinations):
-        reason = backend.infeasible(ir, config, target)
-        if reason is None:
-            configs.setdefault(config_key(config), config)
-        else:
-            infeasible[reason] = infeasible.get(reason, 0) + 1
-    return Space(tunables, tuple(configs.values()), infeasible, combinations)
-
-
-def _product(tunables: Iterable[Tunable]) -> Iterator[Config]:
-    listed = tuple(tunables)
-    names = [tunable.name for tunable in listed]
-    for values in itertools.product(*(tunable.choices for tunable in listed)):
-        yield dict(zip(names, values, strict=True))
-
-
-def _thinned(configs: Iterator[Config], total: int) -> Iterator[Config]:
+    names = [tunable.name for tunable in tunables]
+    total = math.prod(len(tunable.choices) for tunable in tunables)
     # A stride that shares no factor with the choices' counts would be better still; an odd one is close enough.
     step = 1 if total <= MAX_COMBINATIONS else (total // MAX_COMBINATIONS) | 1
-    return itertools.islice(configs, 0, None, step)
+    default = dict(backend.default_config(ir, target))
+    configs: dict[str, Config] = {config_key(default): default}
+    for values in itertools.islice(itertools.product(*(tunable.choices for tunable in tunables)), 0, None, step):
+        config = dict(zip(names, values, strict=True))
+        if backend.infeasible(ir, config, target) is None:
+            configs.setdefault(config_key(config), config)
+    return Space(tunables, tuple(configs.values()))

@@ -16,7 +16,7 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Spent:
-    """Time in one category: seconds without those of categories entered meanwhile, and how often it was entered."""
+    """Seconds in one category, without those of others entered meanwhile, and how often it was entered."""
 
     seconds: float
     times: int
@@ -56,18 +56,16 @@ class TimeAccount:
         """What was booked until now by category, in the order of first use; :data:`OTHER` comes last."""
         if threading.get_ident() == self._owner:
             self._book()
-        seconds = dict(self._seconds)
-        seconds[OTHER] = seconds.pop(OTHER, 0.0)
+        seconds = {name: value for name, value in self._seconds.items() if name != OTHER}
+        seconds[OTHER] = self._seconds.get(OTHER, 0.0)
         return {name: Spent(value, self._times.get(name, 0)) for name, value in seconds.items()}
 
     def line(self) -> str:
         """All of it in one line: ``where the time went: 12.3 s = starting 4.0 s, timing ops 2.1 s (40x), ...``."""
         spent = self.spent()
+        often = {name: f" ({one.times}x)" if one.times > 1 else "" for name, one in spent.items()}
+        parts = [f"{name} {one.seconds:.1f} s{often[name]}" for name, one in spent.items() if one.seconds >= 0.05]
         total_s = sum(one.seconds for one in spent.values())
-        parts = [
-            f"{name} {one.seconds:.1f} s" + (f" ({one.times}x)" if one.times > 1 else "")
-            for name, one in spent.items() if one.seconds >= 0.05
-        ]
         return f"where the time went: {total_s:.1f} s = {', '.join(parts) or f'{OTHER} 0.0 s'}"
 
     def _book(self) -> None:

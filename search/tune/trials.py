@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.kernels.ir.backend import Backend, Config, config_key
+from fuseplan.kernels.ir.backend import Backend, config_key
 from fuseplan.search.errors import NothingCompilesError, SubjectError
 from fuseplan.search.store.record import DOES_NOT_COMPILE, Evidence, RecordKey, Trial, TuningRecord, now
 from fuseplan.search.timing.subject import Subject
@@ -31,7 +32,6 @@ from fuseplan.search.workers.worker import Outcome
 class _Entry:
     """A back end that takes part: its space and the strategy over it."""
 
-    order: int
     backend: Backend
     space: Space
     strategy: Strategy
@@ -51,115 +51,93 @@ class SubjectRun:
         self._resources = resources
         self._subject = subject
         self._key = key
-        self._refusals: dict[str, str] = {}
         self._trials: dict[tuple[str, str], Trial] = {}
-        self._runs: dict[tuple[str, str], Trial] = {}
         self._default_spills: dict[str, int] = {}
-        self._entries = self._take_part(neighbours) if whole else self._defaults()
-        self._best_us = float("inf")
+        self._entries = self._take_part(neighbours, whole)
+        self._best_us = math.inf
         #: Configurations are compared by what they take on the device, where that is not the regime's time.
-        self._has_device_timer = resources.bench.timer.of_device() is not None
-        self._on_device = False
+        self._on_device = whole and resources.bench.timer.of_device() is not None
 
     def execute(self) -> TuningRecord:
         """Try configurations within the budget, decide, and return the answer."""
         self._open()
         start = time.monotonic()
-        self._on_device = self._has_device_timer
         self._resume()
         while batch := self._next_batch(time.monotonic() - start):
             self._try(batch)
         self._require_a_compiler()
-        verdicts = Verdicts(
-            tuple(self._trials.values()), self._refusals, sum(len(entry.space) for entry in self._entries)
-        )
+        enumerated = sum(len(entry.space) for entry in self._entries)
+        verdicts = Verdicts(tuple(self._trials.values()), self._refusals, enumerated)
         self._event("decide")
-        evidence = Evidence(now(), self._resources.versions, self._resources.bench.seed, 0.0)
-        with self._resources.account.spend(DECIDING):
+        resources = self._resources
+        evidence = Evidence(now(), resources.versions, resources.bench.seed, 0.0)
+        with resources.account.spend(DECIDING):
             record = decide_group(
-                self._resources.executor, self._resources.bench, self._subject, self._key, self._choices(), verdicts,
-                evidence, self._resources.budget.job_limit_s,
+                resources.executor, resources.bench, self._subject, self._key, self._choices(), verdicts, evidence,
+                resources.budget.job_limit_s,
             )
         self._best_us = record.best_us
         self._event("done")
-        elapsed_s = round(time.monotonic() - start, 3)
-        return replace(record, evidence=replace(record.evidence, elapsed_s=elapsed_s))
+        return replace(record, evidence=replace(record.evidence, elapsed_s=round(time.monotonic() - start, 3)))
 
-    def first_batch(self) -> list[Compilation]:
-        """What :meth:`execute` would compile first."""
-        return self._compilations(self._next_batch(0.0))
-
-    def prospects(self) -> list[Compilation]:
-        """What it may want to compile after that."""
-        return self._compilations(
-            (entry, position) for entry in self._entries for position in entry.strategy.prospects()
-        )
+    def ahead(self) -> tuple[list[Compilation], list[Compilation]]:
+        """What :meth:`execute` would compile first, and what it may want to compile after that."""
+        first = self._compilations(self._next_batch(0.0))
+        later = [(entry, position) for entry in self._entries for position in entry.strategy.prospects()]
+        return first, self._compilations(later)
 
     def screen_defaults(self) -> Trial:
-        """The trials of the default configurations, one back end after the other until one works.
-
-        For a run that is not ``whole``.
-        """
+        """The trial of the first default configuration that works, else of the last. The run is not ``whole``."""
         self._resume(only_open=False)
-        found: Trial | None = None
+        if not self._entries:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
+            raise SubjectError(f"{self._subject.label}: no back end takes part ({reasons})")
         for entry in self._entries:
             key = (entry.backend.name, config_key(entry.space.configs[0]))
             if key not in self._trials:
-                if found is None:
+                if not self._trials:
                     self._open()
                 self._try([(entry, 0)])
-            found = self._trials[key]
-            if found.median_us is not None:
-                return found
-        if found is None:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._refusals.items())
-            raise SubjectError(f"{self._subject.label}: no back end takes part ({reasons})")
+            if self._trials[key].median_us is not None:
+                return self._trials[key]
         self._require_a_compiler()
-        return found
+        return self._trials[key]
 
     def _require_a_compiler(self) -> None:
-        """Raise :class:`NothingCompilesError` where nothing has compiled yet: the compiler may be at fault, and not
-        these kernels.
-        """
+        """Where nothing has compiled yet, the compiler may be at fault, and not these kernels."""
         failed = [trial.reason for trial in self._trials.values() if trial.uncompiled]
         if failed and not self._resources.compiles.is_set():
             raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")
 
-    # -- who takes part -----------------------------------------------------------------------------------
-
-    def _take_part(self, neighbours: Sequence[TuningRecord]) -> list[_Entry]:
+    def _take_part(self, neighbours: Sequence[TuningRecord], whole: bool) -> list[_Entry]:
+        """The back ends that take part, in order of preference; the others' reasons are kept."""
         resources, ir = self._resources, self._subject.ir
-        willing = [
-            (order, backend, resources.spaces.space(backend, ir))
-            for order, backend in self._willing()[: resources.budget.backends]
-        ]
-        shares = _shares(resources.budget.trials, len(willing))
+        refusals = {backend.name: resources.refusal(backend, self._subject) for backend in resources.backends}
+        self._refusals = {name: reason for name, reason in refusals.items() if reason is not None}
+        willing = [backend for backend in resources.backends if backend.name not in self._refusals]
+        seed = resources.bench.seed
+        if not whole:
+            alone = [Space((), (dict(backend.default_config(ir, resources.target)),)) for backend in willing]
+            pairs = zip(willing, alone, strict=True)
+            return [_Entry(backend, space, make_strategy(space, 1, seed)) for backend, space in pairs]
+        willing = willing[: resources.budget.backends]
         entries = []
-        for (order, backend, space), share in zip(willing, shares, strict=True):
+        trials = resources.budget.trials  # a quarter for each but the preferred one, to show what it can do
+        others = [max(1, trials // 4)] * (len(willing) - 1)
+        for backend, share in zip(willing, [max(1, trials - sum(others)), *others], strict=False):
+            space = resources.space(backend, ir)
             suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]
             winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
-            first = _early(suggested, winners, max(1, share // 3))
-            entries.append(_Entry(order, backend, space, make_strategy(space, share, resources.bench.seed, first)))
+            # Where neighbours won most often, the earlier neighbour among equals; with all of them there would be no
+            # trials left to search with.
+            often = [position for position, _ in Counter(winners).most_common()]
+            first = list(dict.fromkeys([*suggested, *often]))[: max(1, share // 3)]
+            entries.append(_Entry(backend, space, make_strategy(space, share, seed, first)))
         return entries
-
-    def _defaults(self) -> list[_Entry]:
-        entries = []
-        for order, backend in self._willing():
-            default = dict(backend.default_config(self._subject.ir, self._resources.target))
-            space = Space((), (default,), {}, 1)
-            entries.append(_Entry(order, backend, space, make_strategy(space, 1, self._resources.bench.seed)))
-        return entries
-
-    def _willing(self) -> list[tuple[int, Backend]]:
-        """The back ends that take part, with their order of preference; the others' reasons are kept."""
-        reasons = [self._resources.refusal(backend, self._subject) for backend in self._resources.backends]
-        pairs = list(zip(self._resources.backends, reasons, strict=True))
-        self._refusals |= {backend.name: reason for backend, reason in pairs if reason is not None}
-        return [(order, backend) for order, (backend, reason) in enumerate(pairs) if reason is None]
 
     def _open(self) -> None:
         self._event("open")
-        outcome = self._resources.call(OPENING, jobs.open_subject, self._resources.bench, self._subject)
+        outcome = self._resources.call(OPENING, jobs.open_subject, self._subject)
         if not outcome.ok:
             raise SubjectError(f"{self._subject.label}: cannot be tuned: {outcome.failure}")
 
@@ -173,8 +151,6 @@ class SubjectRun:
             position = entry.space.find(trial.config) if entry is not None else None
             if entry is not None and position is not None:
                 self._note(entry, position, trial)
-
-    # -- trials -------------------------------------------------------------------------------------------
 
     def _next_batch(self, elapsed_s: float) -> list[tuple[_Entry, int]]:
         """Positions to try next; all back ends in turn, so that a compile batch fills the cores."""
@@ -201,29 +177,15 @@ class SubjectRun:
         blank = Trial(self._key, entry.backend.name, dict(config), created=now())
         if not compiled.ok:
             return replace(blank, reason=f"{DOES_NOT_COMPILE}: {compiled.failure}")
-        prepared: jobs.Prepared = compiled.value
-        spilled = prepared.resources.get("spill_bytes", 0)
+        spilled = compiled.value.get("spill_bytes", 0)
         if position == 0:
             self._default_spills[entry.backend.name] = spilled
         # Some maths spills whatever the configuration; only what spills more than the default is not worth measuring.
         if spilled > self._default_spills.get(entry.backend.name, spilled):
             return replace(blank, reason=f"spills {spilled} bytes of registers")
-        twin = self._runs.get((entry.backend.name, prepared.run_key)) if prepared.run_key else None
-        if twin is not None:
-            return replace(
-                blank, median_us=twin.median_us, reason=twin.reason, error=twin.error,
-                duplicate_of=config_key(twin.config), device_us=twin.device_us,
-            )
-        trial = self._measure(entry, config, blank)
-        if prepared.run_key:
-            self._runs[entry.backend.name, prepared.run_key] = trial
-        return trial
-
-    def _measure(self, entry: _Entry, config: Config, blank: Trial) -> Trial:
-        outcome = self._resources.call(
-            SCREENING, jobs.screen_config, self._resources.bench, self._subject, entry.backend, config, self._on_device
-        )
-        return screened(blank, outcome)
+        return screened(blank, self._resources.call(
+            SCREENING, jobs.screen_config, self._subject, entry.backend, config, self._on_device
+        ))
 
     def _note(self, entry: _Entry, position: int, trial: Trial) -> None:
         self._trials[trial.backend, config_key(trial.config)] = trial
@@ -234,23 +196,16 @@ class SubjectRun:
     def _choices(self) -> list[jobs.Entrant]:
         """The default of the first back end that has one which works, then the fastest others, in space order."""
         timed = [
-            (entry, position, entry.strategy.times[position])
-            for entry in self._entries
-            for position in entry.strategy.times
-            if entry.strategy.times[position] < float("inf") and not self._is_copy(entry, position)
+            (number, position, time_us) for number, entry in enumerate(self._entries)
+            for position, time_us in sorted(entry.strategy.times.items()) if time_us < math.inf
         ]
-        default = next(((e, p) for e, p, _ in sorted(timed, key=lambda item: item[0].order) if p == 0), None)
-        ranked = sorted(timed, key=lambda item: (item[2], item[0].order, item[1]))
-        others = [(e, p) for e, p, _ in ranked if (e, p) != default][: self._resources.budget.finalists]
-        others.sort(key=lambda item: (item[0].order, item[1]))
-        listed = [("default", *default)] if default is not None else []
-        listed += [(f"challenger {number}", e, p) for number, (e, p) in enumerate(others, 1)]
-        return [jobs.Entrant(name, entry.backend, entry.space.configs[position]) for name, entry, position in listed]
-
-    def _is_copy(self, entry: _Entry, position: int) -> bool:
-        return bool(self._trials[entry.backend.name, config_key(entry.space.configs[position])].duplicate_of)
-
-    # -- small things -------------------------------------------------------------------------------------
+        default = next((one for one in timed if one[1] == 0), None)
+        fastest = sorted((one for one in timed if one != default), key=lambda one: one[2])
+        challengers = sorted(fastest[: self._resources.budget.finalists])
+        listed = [("default", default)] if default is not None else []
+        listed += [(f"challenger {count}", one) for count, one in enumerate(challengers, 1)]
+        entries = [(name, self._entries[number], position) for name, (number, position, _) in listed]
+        return [jobs.Entrant(name, entry.backend, entry.space.configs[position]) for name, entry, position in entries]
 
     def _event(self, phase: Phase) -> None:
         of = sum(entry.strategy.limit for entry in self._entries)
@@ -268,18 +223,3 @@ def screened(blank: Trial, outcome: Outcome) -> Trial:
         return replace(blank, reason=f"wrong result: {found.verdict.reason}", error=error)
     device_us = found.device.median_us if found.device is not None else None
     return replace(blank, median_us=found.time.median_us, error=error, device_us=device_us)
-
-
-def _shares(trials: int, backends: int) -> list[int]:
-    """Trials of each back end: the preferred one searches, the others get a quarter each to show what they can do."""
-    others = [max(1, trials // 4)] * max(0, backends - 1)
-    return [max(1, trials - sum(others)), *others][:backends]
-
-
-def _early(suggested: Iterable[int], winners: Sequence[int], most: int) -> list[int]:
-    """Positions to try first: suggestions, then where neighbours won most often (the earlier neighbour among equals).
-
-    Only so many: with many neighbours there would be no trials left to search with.
-    """
-    often = [position for position, _ in Counter(winners).most_common()]
-    return list(dict.fromkeys([*suggested, *often]))[:most]

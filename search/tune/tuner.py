@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.search.errors import SubjectError
@@ -21,25 +20,20 @@ from fuseplan.search.timing.sequence import Part
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Timer, timer_for
 from fuseplan.search.tune.resources import (
-    OPENING,
     PLAYING_OFF,
     SCREENING,
     STORING,
     TIMING_OPS,
     Budget,
-    Compilation,
     ProgressEvent,
-    SpaceBook,
     TuningResources,
 )
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.trials import SubjectRun, screened
 from fuseplan.search.workers import jobs
-from fuseplan.search.workers.worker import Executor, Outcome, WorkerPool
+from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 __all__ = ["Budget", "ProgressEvent", "Tuner"]
-
-T = TypeVar("T")
 
 logger = logging.getLogger("fuseplan")
 
@@ -58,35 +52,34 @@ class Tuner:
 
     ``database`` is open for writing; ``backends`` are in order of preference. ``device``, ``regime`` (``"eager"`` or
     ``"graph"``) and ``numerics`` (``"fp32"`` or ``"eager"``) are part of every key; ``seed`` is that of the search and
-    of the inputs. Jobs run in ``executor``, by default a :class:`WorkerPool` of its own; calls are timed by ``timer``,
-    by default the one for the target and regime. What was stored before ``since`` (ISO 8601) is measured anew; "" for
-    nothing.
+    of the inputs. By default jobs run in a pool of its own. What was stored before ``since`` (ISO 8601) is measured
+    anew; "" for nothing.
     """
 
     def __init__(
         self, database: Database, target: Target, backends: Sequence[Backend], device: str,
         budget: Budget | None = None, seed: int = 0, regime: str = "eager", numerics: str = "fp32",
-        executor: Executor | None = None, timer: Timer | None = None,
+        executor: WorkerPool | None = None, timer: Timer | None = None,
         progress: Callable[[ProgressEvent], None] | None = None, account: TimeAccount | None = None, since: str = ""
     ) -> None:
         self.database = database
         self.target = target
         self.backends = tuple(backends)
         self.device = device
-        self.budget = budget = budget if budget is not None else Budget()
+        self.budget = budget = budget or Budget()
         self.seed = seed
         self.regime = regime
         self.numerics = numerics
         self.versions = Versions.current(target.device_type)
-        timer = timer if timer is not None else timer_for(target.device_type, regime)
         self.account = account if account is not None else TimeAccount()
-        self._executor: Executor = executor if executor is not None else make_pool(target.device_type)
+        self._executor = executor if executor is not None else make_pool(target.device_type)
         self._owns_executor = executor is None
         #: Subjects that were not minor: whatever came of it, they are searched once.
         self._searched: set[RecordKey] = set()
+        timer = timer or timer_for(target.device_type, regime)
         self._resources = TuningResources(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
-            self._executor, budget, self.versions, SpaceBook(target), self.account, progress, since,
+            self._executor, budget, self.versions, self.account, progress, since,
         )
 
     def __enter__(self) -> Tuner:
@@ -101,43 +94,32 @@ class Tuner:
             self._executor.close()
 
     def key(self, subject: Subject) -> RecordKey:
-        """The record key of a subject here."""
         return RecordKey(subject.key, self.device, self.regime, self.numerics)
 
-    def tune(
-        self, subject: Subject, neighbours: Iterable[TuningRecord] = (), force: bool = False, minor: bool = False
-    ) -> TuningRecord:
+    def tune(self, subject: Subject, neighbours: Iterable[TuningRecord] = (), minor: bool = False) -> TuningRecord:
         """The stored answer for ``subject`` if it is current, else a newly measured one, stored.
 
-        Configurations of ``neighbours``, records of similar groups, are tried early. With ``force`` it is measured
-        again even where there is a current record, from nothing. A ``minor`` one takes so little of a model's time that
-        the preferred back end's default and best guess are all that is tried.
-
-        Raises:
-            SubjectError: The unfused chain or its reference fails.
+        Configurations of ``neighbours``, records of similar groups, are tried early. A ``minor`` one takes so little of
+        a model's time that the preferred back end's default and best guess are all that is tried. :class:`SubjectError`
+        where the unfused chain or its reference fails.
         """
         key = self.key(subject)
-        found = self.database.get_record(key)
-        stored = found.record
-        if force:
-            self.database.forget_trials(key)
-        elif (current := self._current(key)) is not None:
+        stored = self.database.get_record(key).record
+        if (current := self._current(key)) is not None:
             reason = self._refuse_record(subject, current)
-            if reason is None and (minor or key in self._searched or not self._was_minor(current)):
+            # One that rests on fewer trials than its group gets if it counts is searched once more.
+            was_minor = current.measured <= self.budget.minor().trials < min(self.budget.trials, current.enumerated)
+            if reason is None and (minor or key in self._searched or not was_minor):
                 return current
             if reason is not None:
                 logger.warning("the stored record of %s is not used: %s", subject.label, reason)
         hints = [*([stored] if stored is not None else []), *neighbours]
         if not minor:
             self._searched.add(key)
-        record = self._released(SubjectRun(self._resources_for(minor), subject, key, hints).execute)
+        record = self._resources.released(SubjectRun(self._resources_for(minor), subject, key, hints).execute)
         with self.account.spend(STORING):
             self.database.put_record(record)
         return record
-
-    def _was_minor(self, record: TuningRecord) -> bool:
-        """Whether a record rests on fewer trials than this tuner would give its group if it counted."""
-        return record.measured <= self.budget.minor().trials < min(self.budget.trials, record.enumerated)
 
     def _refuse_record(self, subject: Subject, record: TuningRecord) -> str | None:
         """Why a stored answer can be none for ``subject`` here, or None; its numbers are taken as they are."""
@@ -155,9 +137,7 @@ class Tuner:
         return None if stored is None or reservations(stored, self.versions, self._resources.since) else stored
 
     def time_unfused(self, subject: Subject) -> Measurement:
-        """Time of the unfused chain alone; kept as a trial without a back end, so it is measured once.
-        :class:`SubjectError` where the chain fails.
-        """
+        """Time of the unfused chain alone, kept as a trial without a back end; :class:`SubjectError` where it fails."""
         key = self.key(subject)
         stored = self._current(key)
         if stored is not None:
@@ -165,7 +145,7 @@ class Tuner:
         for trial in self._resources.trials(key):
             if not trial.backend and trial.median_us is not None:
                 return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
-        outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, self._resources.bench, subject)
+        outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject)
         if not outcome.ok:
             raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
         time_us: Measurement = outcome.value
@@ -182,7 +162,7 @@ class Tuner:
         for trial in self._resources.trials(key):
             if trial.backend == name:
                 return trial
-        outcome = self._resources.call(SCREENING, jobs.screen_call, self._resources.bench, plain, subject)
+        outcome = self._resources.call(SCREENING, jobs.screen_call, plain, subject)
         trial = screened(Trial(key, name, {}, created=now()), outcome)
         self._resources.log(trial)
         return trial
@@ -191,19 +171,18 @@ class Tuner:
         """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run, made when the
         measuring process has nothing else to do; None when that run fails. Nothing is stored.
         """
-        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, self._resources.bench, plain, dict(calls))
+        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls))
         return lambda: run().value
 
     def screen(self, subject: Subject) -> Trial:
         """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.
 
         The trial is that of the first back end whose default works, else the last failed one. A stored trial is not
-        repeated; a later :meth:`tune` starts from it.
-
-        Raises:
-            SubjectError: The unfused chain or its reference fails, or no back end takes part.
+        repeated; a later :meth:`tune` starts from it. :class:`SubjectError` where the unfused chain or its reference
+        fails, or no back end takes part.
         """
-        return self._released(SubjectRun(self._resources, subject, self.key(subject), (), whole=False).screen_defaults)
+        run = SubjectRun(self._resources, subject, self.key(subject), (), whole=False)
+        return self._resources.released(run.screen_defaults)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
         """The kernels of records, compiled beside each other, checked and timed shortly: a trial each, with the reason
@@ -219,8 +198,8 @@ class Tuner:
         for (subject, record), refusal in zip(kernels, refusals, strict=True):
             outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
             if outcome.ok:
-                screen = partial(self._resources.call, SCREENING, jobs.screen_config, self._resources.bench)
-                outcome = self._released(partial(screen, subject, backends[record.backend], record.config))
+                screen = partial(self._resources.call, SCREENING, jobs.screen_config)
+                outcome = self._resources.released(partial(screen, subject, backends[record.backend], record.config))
             found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
         return found
 
@@ -229,11 +208,10 @@ class Tuner:
     ) -> Contest | None:
         """Whole sequences of tuned kernels against each other in one interleaved run; None when that run fails.
 
-        ``sides`` name the parts that each side runs, the incumbent first; ``kept`` are the values needed after the
-        sequence.
+        ``sides`` name the parts that each runs, the incumbent first; ``kept`` are the values needed afterwards.
         """
         found: Contest | None = self._resources.call(
-            PLAYING_OFF, jobs.decide_sides, self._resources.bench, dict(parts), dict(sides), frozenset(kept)
+            PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
         ).value
         return found
 
@@ -241,9 +219,7 @@ class Tuner:
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
     ) -> Callable[[], Contest | None]:
         """As :meth:`play_off`, when the measuring process has nothing else to do."""
-        run = self._resources.later(
-            PLAYING_OFF, jobs.decide_sides, self._resources.bench, dict(parts), dict(sides), frozenset(kept)
-        )
+        run = self._resources.later(PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept))
         return lambda: run().value
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
@@ -251,19 +227,13 @@ class Tuner:
 
         What does not compile is left to the screening to report; subjects with a stored trial or record are skipped.
         """
-        pending = []
-        for subject in subjects:
-            key = self.key(subject)
-            if self._current(key) is not None or self._resources.trials(key):
-                continue
-            pending += self._default_of(subject)
-        self._resources.compile(pending)
+        keys = ((subject, self.key(subject)) for subject in subjects)
+        new = [subject for subject, key in keys if self._current(key) is None and not self._resources.trials(key)]
+        self._resources.compile([one for subject in new for one in self._resources.default_of(subject)])
 
     def _resources_for(self, minor: bool) -> TuningResources:
-        if not minor:
-            return self._resources
-        bench, budget = self._resources.bench, self.budget.minor()
-        return replace(self._resources, budget=budget, bench=replace(bench, decide_s=budget.decide_s))
+        budget = self.budget.minor() if minor else self.budget
+        return replace(self._resources, budget=budget, bench=replace(self._resources.bench, decide_s=budget.decide_s))
 
     def prefetch(self, subjects: Iterable[Subject], minor: bool = False) -> None:
         """Compile what tunes of these subjects will try first, beside whatever else goes on. Safe from any thread.
@@ -274,31 +244,13 @@ class Tuner:
         if self.target.device_type == "cpu":
             return
         for subject in subjects:
-            default = self._default_of(subject)
+            default = self._resources.default_of(subject)
             self._resources.compile_ahead(default)  # at once: to enumerate the others takes a while
-            run = SubjectRun(self._resources_for(minor), subject, self.key(subject), ())
-            self._resources.compile_ahead([one for one in run.first_batch() if one not in default])
-            self._resources.compile_ahead(run.prospects(), spare=True)
+            first, later = SubjectRun(self._resources_for(minor), subject, self.key(subject), ()).ahead()
+            self._resources.compile_ahead([one for one in first if one not in default])
+            self._resources.compile_ahead(later, spare=True)
 
     def prefetch_default(self, subjects: Iterable[Subject]) -> None:
         """Compile what :meth:`screen` will want of these subjects, as :meth:`prefetch` does."""
         for subject in subjects:
-            self._resources.compile_ahead(self._default_of(subject))
-
-    def _default_of(self, subject: Subject) -> list[Compilation]:
-        """The default configuration of the first back end that takes part, if there is one."""
-        backend = self._resources.preferred(subject)
-        if backend is None:
-            return []
-        return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
-
-    def _released(self, run: Callable[[], T]) -> T:
-        """Run, then let the measuring process forget the subject."""
-        try:
-            result = run()
-        except Exception:
-            self._resources.call(OPENING, jobs.release)
-            raise
-        # An interrupt is not caught: it has ended the workers already.
-        self._resources.call(OPENING, jobs.release)
-        return result
+            self._resources.compile_ahead(self._resources.default_of(subject))

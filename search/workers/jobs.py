@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -33,26 +34,13 @@ _COLD_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Bench:
-    """How subjects are checked and timed.
-
-    Attributes:
-        screen_s: Seconds of samples for one screening.
-        decide_s: Seconds of interleaved rounds for the decision.
-    """
+    """How subjects are checked and timed: ``screen_s`` for one screening, ``decide_s`` for the decision."""
 
     target: Target
     timer: Timer
     seed: int = 0
     screen_s: float = 0.1
     decide_s: float = 0.6
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Facts of a compiled kernel; ``run_key`` is "" where the back end does not give one."""
-
-    resources: Mapping[str, int]
-    run_key: str
 
 
 @dataclass(frozen=True)
@@ -128,17 +116,14 @@ def _desk(bench: Bench, subject: Subject) -> _Desk:
     return _desks[key]
 
 
-def prepare(backend: Backend, ir: KernelIR, config: Config, target: Target) -> Prepared:
-    """Compile into the cache; runs in a compile lane."""
-    resources = backend.prepare(ir, config, target)
-    return Prepared(resource_facts(resources), str(resources.extra.get("run_key", "")))
+def prepare(backend: Backend, ir: KernelIR, config: Config, target: Target) -> dict[str, int]:
+    """Compile into the cache, and say what is known of the kernel; runs in a compile lane."""
+    return resource_facts(backend.prepare(ir, config, target))
 
 
 def resource_facts(resources: Resources) -> dict[str, int]:
     """The numbers that are known."""
-    facts = {
-        "registers": resources.registers, "spill_bytes": resources.spill_bytes, "shared_bytes": resources.shared_bytes
-    }
+    facts = {name: getattr(resources, name) for name in ("registers", "spill_bytes", "shared_bytes")}
     return {name: value for name, value in facts.items() if value is not None}
 
 
@@ -238,8 +223,7 @@ def _between_kernels(
 ) -> Contest | None:
     """Kernels against each other on the device alone, hot and cold; None where the regime's times are all there is.
 
-    A model leaves in the cache what was just made if it is small, and nothing that is large: a configuration has to
-    be good in both conditions.
+    A model leaves in the cache what was just made if it is small, and nothing that is large: both conditions count.
     """
     alone, cold = bench.timer.of_device(), bench.timer.from_memory(bench.target.l2_bytes)
     if len(runs) < 2 or (alone is None and cold is None):
@@ -280,12 +264,9 @@ def free_bytes(device: str) -> int:
 
 def clocks_mhz(device: str) -> dict[str, float]:
     """Clocks right now; {} where they cannot be read. Nothing is ever set."""
-    if device == "cuda":
-        with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):
+        if device == "cuda":
             return {"sm": float(torch.cuda.clock_rate())}
-        return {}
-    with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        values = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
-        return {"core": round(sum(values) / len(values), 1)} if values else {}
+        return {"core": round(fmean(float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), 1)}
     return {}

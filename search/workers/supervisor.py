@@ -7,6 +7,7 @@ never touches a device, runs no job and starts no thread, which is what makes th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import pickle
@@ -19,19 +20,17 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from fuseplan.kernels.native.allowance import kill_tree
-from fuseplan.search.workers.processes import die_with_parent, reap
 
 #: Reply states. The payload of ``OK`` is a pickled result, of the others a text.
 OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
 #: As ``RAISED``, by the machine's fault (:func:`of_machine`).
 STARVED = "starved"
 
-#: Background workers yield to whatever somebody waits for.
 _NICE = 10
 #: Errors after which a CUDA context cannot be used again.
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
-
-
+#: Option of prctl: the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 #: The measuring lane, and that of jobs that some idle background worker does in its own time; nobody is told what came
 #: of the latter.
 MEASURING, BACKGROUND = 0, -1
@@ -71,11 +70,9 @@ class _Lane:
 class Supervisor:
     """Runs requests of its parent in one worker process per lane, until the parent is gone.
 
-    Args:
-        parent: Requests in, ``(job, state, payload)`` out.
-        threads: torch threads of lane 0, the measuring lane; the compiling lanes have one each.
-        cores: What the compiling lanes may run on; the OpenMP runtime may have bound this process to one core.
-        background: Workers for :data:`BACKGROUND` jobs; they have the lanes -1, -2, ...
+    ``parent`` sends requests and gets ``(job, state, payload)``. The measuring lane has so many torch ``threads``, the
+    compiling lanes have one each and run on ``cores``: the OpenMP runtime may have bound this process to one core. The
+    ``background`` workers have the lanes -1, -2, ...
     """
 
     def __init__(
@@ -199,7 +196,7 @@ class Supervisor:
         lane = self._lanes.pop(number)
         lane.pipe.close()
         # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
-        status = reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
+        status = _reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
         if status is None:
             kill_tree(lane.pid)  # a compiler with a session of its own too
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -226,12 +223,31 @@ class Supervisor:
             if number and self._cores:
                 os.sched_setaffinity(0, self._cores)
             if number in self._background:
-                os.nice(_NICE)
+                os.nice(_NICE)  # yields to whatever somebody waits for
             _work(far, self._threads if number == 0 else 1)
         far.close()
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         return _Lane(pid, near)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent is gone, even in the middle of a job that hangs (Linux)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _reap(pid: int, patience_s: float) -> int | None:
+    """Wait status of a child that ends by itself within ``patience_s``; None when it does not."""
+    end = time.monotonic() + patience_s
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        if time.monotonic() >= end:
+            return None
+        time.sleep(0.005)
 
 
 def _work(pipe: Connection, threads: int) -> None:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,10 +28,9 @@ from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, MEASURING, O
 
 #: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
 _BOOT = (
-    "import json, os, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "[os.environ.setdefault(name, value) for name, value in json.loads(sys.argv[4]).items()]; "
-    "from fuseplan.search.workers.supervisor import main; main(int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[5]), "
-    "json.loads(sys.argv[6]))"
+    "import json, os, sys; sys.path[:], binding, options = json.loads(sys.argv[1]); "
+    "[os.environ.setdefault(name, value) for name, value in binding.items()]; "
+    "from fuseplan.search.workers.supervisor import main; main(*options)"
 )
 _CLOSE_S = 5.0
 _LOST = "the worker's supervisor ended"
@@ -41,7 +40,7 @@ _SPARED = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: its value, or the reason why there is none; ``of_machine`` when any job might fail so."""
+    """A job's value (None without), or why there is none; ``of_machine`` when any job might fail so."""
 
     value: Any = None
     failure: str = ""
@@ -59,35 +58,6 @@ class Outcome:
             again = "nothing was decided by that; mend it, and the same command goes on"
             raise MachineFailureError(f"{self.failure}; {again}")
         return self
-
-
-class Executor(Protocol):
-    """Somewhere to run jobs: a module-level function and picklable arguments each."""
-
-    def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
-        """Run one job in the measuring process, alone."""
-        ...
-
-    def submit(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Callable[[], Outcome]:
-        """Run one job in the measuring process when it has nothing else to do; at once returns what waits for it."""
-        ...
-
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
-        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
-        ...
-
-    def prefetch(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
-    ) -> None:
-        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns.
-
-        ``spare`` jobs wait until no others of this kind do.
-        """
-        ...
-
-    def close(self) -> None:
-        """End the processes."""
-        ...
 
 
 def usable_cores() -> int:
@@ -111,8 +81,7 @@ class WorkerPool:
         compilers: Parallel compile lanes; the usable cores by default.
         bind: Keep each thread of the measuring worker on a core of its own. Otherwise, beside one other busy process,
             the scheduler may leave two threads that wait for each other on one core, for time slices on end.
-        preload: Modules that every worker will need, imported once, before the first worker is forked; with
-            ``module:function`` the function is called too.
+        preload: What every worker imports (``module``) or calls too (``module:function``), once, before the first fork.
     """
 
     def __init__(self, compilers: int | None = None, bind: bool = False, preload: Sequence[str] = ()) -> None:
@@ -136,9 +105,11 @@ class WorkerPool:
         self.close()
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
+        """Run one job in the measuring process, alone: a module-level function and picklable arguments."""
         return self._run(function, [args], limit_s, lanes=[MEASURING])[0]
 
     def submit(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Callable[[], Outcome]:
+        """Run one job in the measuring process when it has nothing else to do; at once returns what waits for it."""
         payload = pickle.dumps((function, args))
         with self._sending:
             pipe = self._running()
@@ -167,18 +138,22 @@ class WorkerPool:
         promise.outcome = self._outcome(state, payload, promise.limit_s, promise.log_start)
 
     def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
         return self._run(function, arguments, limit_s, lanes=list(range(1, self.compilers + 1)))
 
     def prefetch(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
     ) -> None:
+        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns.
+
+        ``spare`` jobs wait until no others of this kind do.
+        """
         if not arguments:
             return
         with self._sending:
-            pipe = self._pipe if self._pipe is not None else self._start()
-            # A pool that has just lost its supervisor has lost nothing that matters here.
+            pipe = self._pipe or self._start()
             self._used = True
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a pool that has just lost its supervisor has lost nothing that matters
                 for args in arguments:
                     pipe.send(Request(BACKGROUND, -1, limit_s, pickle.dumps((function, args)), spare))
 
@@ -202,24 +177,22 @@ class WorkerPool:
             pipe.close()
         if process is None:
             return
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
     def _start(self) -> Connection:
         """Start the supervisor: not before there is work, for a pool that ends unused would wait for its imports."""
         ours, theirs = socket.socketpair()
         with theirs:
-            paths = json.dumps([os.fspath(path) for path in sys.path])
+            paths = [os.fspath(path) for path in sys.path]
+            options = [theirs.fileno(), self._threads, max(1, self.compilers - _SPARED), self._preload]
             binding = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"} if self._bind else {}
             self._process = subprocess.Popen(
-                [
-                    sys.executable, "-c", _BOOT, paths, str(theirs.fileno()), str(self._threads), json.dumps(binding),
-                    str(max(1, self.compilers - _SPARED)), json.dumps(self._preload),
-                ],
+                [sys.executable, "-c", _BOOT, json.dumps([paths, binding, options])],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -235,7 +208,7 @@ class WorkerPool:
         if self._process is None or self._process.poll() is not None:
             self.close()
         self._used = True
-        return self._pipe if self._pipe is not None else self._start()
+        return self._pipe or self._start()
 
     def _run(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, lanes: list[int]
@@ -279,9 +252,8 @@ class WorkerPool:
             return Outcome(pickle.loads(payload))
         if state == TIMED_OUT:
             return Outcome(failure=f"no result within {limit_s:g} s")
-        if state == CRASHED:
-            return Outcome(failure=f"crashed: {payload}{self._last_words(log_start)}")
-        return Outcome(failure=str(payload), of_machine=state == STARVED)
+        failure = f"crashed: {payload}{self._last_words(log_start)}" if state == CRASHED else str(payload)
+        return Outcome(failure=failure, of_machine=state == STARVED)
 
     def _last_words(self, start: int) -> str:
         """The last line that the workers wrote since ``start``."""

@@ -202,7 +202,6 @@ def test_key_distinguishes_every_field() -> None:
     assert len({variant.key() for variant in variants}) == len(variants)
     assert H200.key() == dataclasses.replace(H200).key()
     assert H200.key().startswith("cuda-nvidia-h200-")
-    assert json.loads(H200.canonical()) == dataclasses.asdict(H200)
 
 
 def test_cpu_identity_is_stable_and_counts_torch_threads() -> None:

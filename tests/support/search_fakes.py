@@ -184,7 +184,6 @@ class FakeBackend(AllocatingBackend):
         slope_us: Added for each step away from it.
         faults: What goes wrong, by config key.
         journal: File to which every compile and every load appends a line.
-        same_runs: Unrolls of one tile run the same code.
     """
 
     best: tuple[int, int] = (3, 2)
@@ -197,7 +196,6 @@ class FakeBackend(AllocatingBackend):
     unrolls: tuple[int, ...] = (1, 2, 4, 8)
     refusal: str = ""
     absent: str = ""
-    same_runs: bool = False
 
     name = "fake"
     device_type = "cpu"
@@ -229,8 +227,7 @@ class FakeBackend(AllocatingBackend):
         fault = self.faults.get(config_key(config), "")
         if fault == "build":
             raise BuildError("fake: syntax error")
-        extra = {"run_key": f"tile{config['tile']}"} if self.same_runs else {}
-        return Resources(registers=32, spill_bytes=64 if fault == "spill" else 0, extra=extra)
+        return Resources(registers=32, spill_bytes=64 if fault == "spill" else 0)
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         self._log("load", config)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuseplan.costmodel.probe.aten_calls import _calls, time_aten_calls
-from fuseplan.costmodel.probe.time_budget import UNLIMITED, TimeBudget
-from fuseplan.costmodel.probe.timing import Call
+from fuseplan.costmodel.probe.cpu import _calls, time_aten_calls
+from fuseplan.costmodel.probe.timing import UNLIMITED, Call, TimeBudget
 
 
 class SizeTimer:

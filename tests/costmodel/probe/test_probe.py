@@ -14,14 +14,11 @@ import torch
 
 from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity
-from fuseplan.costmodel.probe import cpu, cuda, streams
+from fuseplan.costmodel.probe import cpu, cuda, measurements
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming, peaks
-from fuseplan.costmodel.probe.load import MachineLoad, doubts, losses
-from fuseplan.costmodel.probe.measurements import Measurements
-from fuseplan.costmodel.probe.probe import probe
-from fuseplan.costmodel.probe.streams import _call, stream_sizes
-from fuseplan.costmodel.probe.time_budget import UNLIMITED, TimeBudget
-from fuseplan.costmodel.probe.timing import Timing
+from fuseplan.costmodel.probe.measurements import Measurements, _stream_call, stream_sizes
+from fuseplan.costmodel.probe.probe import MachineLoad, doubts, losses, probe
+from fuseplan.costmodel.probe.timing import UNLIMITED, TimeBudget, Timing
 from fuseplan.costmodel.probe.yardstick import Yardstick
 from fuseplan.costmodel.roofline import lower_bound, predict
 from fuseplan.costmodel.work import Work
@@ -114,7 +111,7 @@ def test_sizes_are_denser_where_a_cache_ends() -> None:
 def test_a_stream_touches_its_footprint_and_nothing_else(pattern: str, size: int) -> None:
     buffer, total = torch.rand(size // 4 + 3 * 256), torch.empty(())
     before = buffer.clone()
-    _call(pattern, size, buffer, total)()
+    _stream_call(pattern, size, buffer, total)()
     parts = {"copy": 2, "neg": 2, "add": 3, "read": 1}[pattern]
     length = size // 4 // parts
     pitch = (length + 255) // 256 * 256
@@ -173,7 +170,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeKernel]:
     monkeypatch.setattr(cuda, "GraphTimer", ScriptedTimer)
     monkeypatch.setattr(cuda, "HostCallTimer", ScriptedTimer)
     monkeypatch.setattr(cuda, "_DEVICE", "cpu")
-    monkeypatch.setattr(cuda, "_matmul_size", lambda quick: 16)
+    monkeypatch.setattr(cuda, "_MATMUL_SIZES", (16, 16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     return kernels
 
@@ -332,7 +329,7 @@ def test_a_cpu_probe_ends_in_time_however_slow_the_machine_is(monkeypatch: pytes
     clock = SlowClock(tick_s)
     monkeypatch.setattr(time, "perf_counter", clock.seconds)
     monkeypatch.setattr(time, "perf_counter_ns", clock.nanoseconds)
-    monkeypatch.setattr(streams, "_call", clock.stream)
+    monkeypatch.setattr(measurements, "_stream_call", clock.stream)
     monkeypatch.setattr(cpu, "processor_yardstick", lambda: Yardstick(lambda: None, clock.seconds))
     monkeypatch.setattr(cpu, "_largest_bytes", lambda identity: 128 * MIB)
     monkeypatch.setattr(cpu, "_MATMUL_SIZES", (16, 32))

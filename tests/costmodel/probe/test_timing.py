@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fuseplan.costmodel.probe import timing
-from fuseplan.costmodel.probe.time_budget import TimeBudget
-from fuseplan.costmodel.probe.timing import GraphTimer, HostCallTimer, Timing, time_calls
+from fuseplan.costmodel.probe.timing import GraphTimer, HostCallTimer, TimeBudget, Timing, time_calls
 
 
 class Clock:
@@ -188,13 +187,13 @@ def test_graph_timer_divides_a_replay_by_its_calls(monkeypatch: pytest.MonkeyPat
             FakeGraph.current.nodes += 1
 
     graphs: list[int] = []
-    real = GraphTimer._capture
+    real = timing.record_calls
 
-    def counting(call, calls):
-        graphs.append(calls)
-        return real(call, calls)
+    def counting(calls):
+        graphs.append(len(calls))
+        return real(calls)
 
-    monkeypatch.setattr(GraphTimer, "_capture", staticmethod(counting))
+    monkeypatch.setattr(timing, "record_calls", counting)
     sampler = GraphTimer(sample_us=300.0, repeats=4).prepare(call)
     assert sampler(math.inf) == pytest.approx([3.0] * 4)
     assert sampler(0.0) == pytest.approx([3.0])

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from fuseplan.costmodel.nominal import nominal_us
 from fuseplan.costmodel.probe.timing import HostCallTimer
 from fuseplan.costmodel.probe.yardstick import Yardstick, processor_yardstick
+from fuseplan.costmodel.roofline import nominal_us
 from fuseplan.costmodel.work import Work
 
 

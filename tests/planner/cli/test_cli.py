@@ -18,7 +18,7 @@ from inline_executor import InlineExecutor
 
 from fuseplan.costmodel.device import Peak
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.costmodel.probe import load
+from fuseplan.costmodel.probe import probe
 from fuseplan.planner.bench import synthetic
 from fuseplan.planner.cli import main
 from fuseplan.planner.tuning import session
@@ -253,7 +253,7 @@ def test_a_tune_on_a_busy_machine_says_so_and_shows_its_noise(
     plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tune = ("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db, "--trials", "1")
-    monkeypatch.setattr(load, "machine_load", lambda: load.MachineLoad(62.0, 2))
+    monkeypatch.setattr(probe, "machine_load", lambda: probe.MachineLoad(62.0, 2))
     monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
     status, out, err = plan(*tune)
     assert status == 0

@@ -15,9 +15,8 @@ from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
 from fuseplan.planner.tuning import session
 from fuseplan.planner.tuning.recheck import Rechecked, recheck_verdict
-from fuseplan.search.store import layered, transfer
+from fuseplan.search.store import codec, layered, transfer
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.documents import stored
 from fuseplan.search.store.record import RecordKey
 from fuseplan.search.tune import tuner
 
@@ -89,7 +88,7 @@ def test_tune_report_and_explain_work_in_this_order(
     with Database(db) as database:
         assert database.get_device(current_identity("cpu").key()) is not None
         assert not list(database.plans()) and not list(database.records())
-        assert len(stored(database, Rechecked, "recheck")) == 1
+        assert len(codec.stored(database, Rechecked, "recheck")) == 1
     assert "measured again 1 of the kernels that come with fuseplan" in out
     for command in (("report", "--model", "toy_models:gated", "--device", "cpu"), ("explain", *TOY)):
         status, out, err = plan(*command, "--db", db)

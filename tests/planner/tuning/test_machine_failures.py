@@ -15,7 +15,7 @@ from inline_executor import InlineExecutor
 from search_fakes import FakeBackend
 
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.costmodel.probe import load
+from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.ir.backend import BuildError, Config, MachineError, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native import build
@@ -126,7 +126,7 @@ def test_a_compiler_that_is_gone_is_the_machines_failure(tmp_path: Path) -> None
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No warning of a busy machine among those that are looked at."""
-    monkeypatch.setattr(load, "machine_load", lambda: load.IDLE)
+    monkeypatch.setattr(probe, "machine_load", lambda: probe.IDLE)
 
 
 @pytest.fixture

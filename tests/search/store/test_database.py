@@ -140,5 +140,3 @@ def test_a_repeated_trial_replaces_the_first(db: Database) -> None:
     db.log_trial(Trial(key, "cpp", {"a": 1, "b": 2}, 9.0), HERE)
     db.log_trial(Trial(key, "cpp", {"b": 2, "a": 1}, 8.0), HERE)
     assert [trial.median_us for trial in db.trials(key)] == [8.0]
-    db.forget_trials(key)
-    assert db.trials(key, only_open=True) == []

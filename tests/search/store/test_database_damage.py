@@ -15,7 +15,7 @@ from sqlalchemy import Engine, event
 
 from fuseplan.planner.cli import main
 from fuseplan.search.errors import DatabaseError, ForeignDatabaseError, SchemaVersionError
-from fuseplan.search.store import files, maintenance
+from fuseplan.search.store import location, maintenance
 from fuseplan.search.store.database import Database
 
 
@@ -60,9 +60,9 @@ def test_two_set_aside_in_one_second_are_both_kept(path: Path) -> None:
     ours = ruined(path)
     for content in (ours + b"one", ours + b"two"):
         path.write_bytes(content)
-        found = files.identity(path)
+        found = location.identity(path)
         assert found is not None
-        assert files.move_aside(path, found, "") is not None
+        assert location.move_aside(path, found, "") is not None
     assert {file.read_bytes()[-3:] for file in path.parent.iterdir()} == {b"one", b"two"}
 
 
@@ -103,12 +103,12 @@ def test_a_reader_that_logs_a_miss_sets_nothing_aside(db: Database, path: Path) 
 def test_who_finds_a_fresh_database_in_a_corrupt_ones_place_leaves_it(path: Path) -> None:
     """Two processes find the same file corrupt; the second comes to set it aside when the first has done all."""
     ruined(path)
-    found = files.identity(path)
+    found = location.identity(path)
     assert found is not None
     with pytest.warns(UserWarning, match="kept as"):
         first = Database(path)
     first.put_record(tuning("acknowledged"))
-    assert files.move_aside(path, found, "") is None
+    assert location.move_aside(path, found, "") is None
     assert Database(path).get_record(tuning("acknowledged").key).hit
     assert len(set_aside(path)) == 1
 

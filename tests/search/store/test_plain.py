@@ -16,9 +16,9 @@ from report_samples import DEVICE
 from search_records import evidence, plan, tuning
 
 from fuseplan.planner.cli import main
+from fuseplan.search.errors import plain
 from fuseplan.search.store import codec
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.plain import plain
 from fuseplan.search.store.record import Alternative, GroupChoice
 
 MARKUP = "[/red] [bold]<script>alert(1)</script> | `x` {y} $z$"

@@ -10,6 +10,7 @@ import pytest
 
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.search.store.layered import shipped_files
+from fuseplan.search.store.record import PlanRecord, TuningRecord
 from fuseplan.search.store.transfer import read_bundle
 
 
@@ -17,13 +18,15 @@ from fuseplan.search.store.transfer import read_bundle
 def test_shipped_records_are_whole_and_of_their_device(path: Path) -> None:
     found = re.fullmatch(r"(cuda-.+-[0-9a-f]{12})-(eager|graph)", path.stem)
     assert found is not None
-    bundle = read_bundle(path)
-    assert bundle.plans and bundle.records
-    for one in (*bundle.plans, *bundle.records):
+    _, stored = read_bundle(path)
+    plans = [one for one in stored if isinstance(one, PlanRecord)]
+    records = [one for one in stored if isinstance(one, TuningRecord)]
+    assert plans and records
+    for one in stored:
         assert (one.key.device, one.key.regime) == found.groups()
         assert one.evidence.versions.torch and one.evidence.versions.triton
-    known = {record.key.workload for record in bundle.records}
-    used = {group.workload for plan in bundle.plans for group in plan.groups if group.is_kernel}
+    known = {record.key.workload for record in records}
+    used = {group.workload for plan in plans for group in plan.groups if group.is_kernel}
     assert used <= known
 
 
@@ -31,7 +34,7 @@ def test_a_session_finds_the_records_of_its_device_and_no_others(tmp_path: Path)
     session = open_session("cpu", tmp_path / "t.db")
     assert not shipped_files(session.device)
     path = next(path for path in shipped_files() if path.stem.endswith("eager"))
-    plan = read_bundle(path).plans[0]
+    plan = next(one for one in read_bundle(path)[1] if isinstance(one, PlanRecord))
     there = replace(session, device=plan.key.device)
     there.database.versions = plan.evidence.versions
     assert there.planner().look_up(plan.key.workload) == plan

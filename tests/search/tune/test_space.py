@@ -12,7 +12,7 @@ from search_fakes import CPU, FakeBackend, muladd_ir
 
 from fuseplan.kernels.ir.backend import Config, Tunable, config_key
 from fuseplan.search.tune.space import Space, enumerate_space
-from fuseplan.search.tune.strategy import ExhaustiveStrategy, GuidedStrategy, Strategy, make_strategy
+from fuseplan.search.tune.strategy import Strategy, make_strategy
 
 
 def space_of(sizes: tuple[int, ...], keep: set[tuple[int, ...]] | None = None) -> Space:
@@ -44,8 +44,6 @@ def test_enumeration_is_the_filtered_product_with_the_default_first() -> None:
     ]
     assert [dict(config) for config in space.configs] == expected
     assert space.default == {"tile": 16, "unroll": 1}
-    assert space.infeasible == {"tile x unroll too large": 1}
-    assert space.combinations == 20
 
 
 def test_a_default_in_the_middle_leads_and_appears_once() -> None:
@@ -74,7 +72,6 @@ def test_a_default_outside_the_choices_is_kept() -> None:
 def test_a_huge_space_is_thinned() -> None:
     huge = FakeBackend(tiles=tuple(range(1, 1001)), unrolls=tuple(range(1, 501)))
     space = enumerate_space(huge, muladd_ir(1, 1), CPU)
-    assert space.combinations == 500_000
     assert 1 < len(space) <= 50_001
 
 
@@ -112,7 +109,6 @@ def test_strategies_never_repeat_and_exhaustive_finds_the_minimum(data: st.DataO
     raw = data.draw(st.lists(st.one_of(st.none(), st.integers(1, 99)), min_size=len(space), max_size=len(space)))
     times = {n: None if t is None else float(t) for n, t in enumerate(raw)}
     strategy = make_strategy(space, trials=len(space), seed=0, first=[len(space) - 1])
-    assert isinstance(strategy, ExhaustiveStrategy)
     asked = run(strategy, times, batch=data.draw(st.integers(1, 4)))
     assert sorted(asked) == list(range(len(space)))
     assert asked[0] == 0
@@ -126,7 +122,6 @@ def test_guided_spends_its_trials_without_repeating(trials: int, batch: int) -> 
     space = space_of((5, 5, 5))
     times = {n: 10.0 + n % 7 for n in range(len(space))}
     strategy = make_strategy(space, trials, seed=3, first=[7, 0, 7])
-    assert isinstance(strategy, GuidedStrategy)
     asked = run(strategy, times, batch)
     assert len(asked) == len(set(asked)) == trials
     assert asked[:2] == [0, 7][:trials]
@@ -139,7 +134,7 @@ def test_coordinate_descent_ends_where_no_step_is_faster() -> None:
         x, y = math.log2(int(config["p0"])), math.log2(int(config["p1"]))
         times[n] = 5 + (x - 4) ** 2 + (y - 3) ** 2
     # Too few trials for the sampler: the walk 0,0 -> 4,3 must come from descent alone.
-    strategy = GuidedStrategy(space, 20, [0], seed=0)
+    strategy = Strategy(space, 20, [0], seed=0)
     strategy._sampled_until = 0
     run(strategy, times)
     best = strategy.best

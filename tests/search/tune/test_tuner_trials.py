@@ -33,7 +33,7 @@ def test_a_second_tune_measures_nothing(db: Database, tmp_path: Path) -> None:
     size = journal.stat().st_size
     assert tuner(db, backend).tune(SUBJECT) == first
     assert journal.stat().st_size == size
-    again = tuner(db, backend).tune(SUBJECT, force=True)
+    again = tuner(db, backend, since="9999").tune(SUBJECT)
     assert journal.stat().st_size > size
     assert again.config == first.config
 
@@ -112,16 +112,6 @@ def test_a_gpu_gets_fewer_trials_unless_told_otherwise() -> None:
     assert Budget.on("cpu") == Budget()
 
 
-def test_configs_that_run_the_same_are_measured_once(db: Database, tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    record = tuner(db, FakeBackend(same_runs=True, journal=str(journal))).tune(SUBJECT)
-    loads = Counter(line for line in journal.read_text().splitlines() if line.startswith("load"))
-    # One screening per tile; finalists are loaded once more.
-    assert len(loads) == 5
-    assert record.measured == 5
-    assert record.compiled == 19
-
-
 def test_nothing_is_compiled_or_screened_twice(db: Database, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     tuner(db, FakeBackend(journal=str(journal)), budget=replace(BUDGET, finalists=0)).tune(SUBJECT)
@@ -191,8 +181,8 @@ def test_a_kernels_space_is_enumerated_once_and_not_to_rank_it(db: Database) -> 
     shared.precompile([SUBJECT])
     shared.screen(SUBJECT)
     assert dict(CountingBackend.asked) == {"refuse": 1}
+    db.put_record(replace(shared.tune(SUBJECT), fuse=False, undecided=True))
     shared.tune(SUBJECT)
-    shared.tune(SUBJECT, force=True)
     assert dict(CountingBackend.asked) == {"refuse": 1, "infeasible": 20}
     shared.tune(FakeSubject(key="larger", cols=4097))
     assert dict(CountingBackend.asked) == {"refuse": 2, "infeasible": 40}

@@ -17,8 +17,8 @@ from fuseplan.planner.dispatch_stats import CompileStats, Tally
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions, region_parts
+from fuseplan.planner.implementations.aten_op import UNFUSED
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementations import UNFUSED
 from fuseplan.planner.implementations.subject import reference_results
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.lowering.recipes import kind_of

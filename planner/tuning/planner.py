@@ -28,13 +28,14 @@ from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
-from fuseplan.planner.tuning.plans import GraphPlan, PlanStore, RegionPlan
+from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
-from fuseplan.search.store.database import Lookup
+from fuseplan.search.store.database import Database, Lookup
+from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.record import PlanRecord, RecordKey
 from fuseplan.search.tune.tuner import Tuner
 
-__all__ = ["GraphPlan", "PlanSettings", "PlanStore", "Planner", "RegionPlan"]
+__all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
 
 logger = logging.getLogger("fuseplan")
 
@@ -56,7 +57,7 @@ class Planner:
 
     def __init__(
         self,
-        store: PlanStore,
+        store: Database | LayeredDatabase,
         spec: DeviceSpec | None,
         device: str,
         target: Target,

@@ -1,24 +1,14 @@
-"""The plan of a graph: a record for each occurrence of its regions; and where plans are looked up."""
+"""The plan of a graph: a record for each occurrence of its regions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.search.store.database import Lookup
-from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey
+from fuseplan.search.store.record import GroupChoice, PlanRecord
 
 Source = Literal["database", "tuned", "model"]
-
-
-class PlanStore(Protocol):
-    """Where plans are looked up: a database, or a layered one."""
-
-    def get_plans(self, keys: Iterable[RecordKey]) -> Mapping[RecordKey, Lookup[PlanRecord]]: ...
-
-    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -152,21 +152,6 @@ class Tuner:
         self._resources.log(Trial(key, "", {}, time_us.median_us, created=now()))
         return time_us
 
-    def screen_call(self, plain: Subject, subject: Subject, name: str) -> Trial:
-        """A library's call, checked against the ops that it stands for and timed shortly; a stored trial serves.
-
-        ``plain`` is the ops as ATen runs them, ``subject`` the same run by the library, ``name`` is kept as the trial's
-        back end.
-        """
-        key = self.key(plain)
-        for trial in self._resources.trials(key):
-            if trial.backend == name:
-                return trial
-        outcome = self._resources.call(SCREENING, jobs.screen_call, plain, subject)
-        trial = screened(Trial(key, name, {}, created=now()), outcome)
-        self._resources.log(trial)
-        return trial
-
     def contest_calls(self, plain: Subject, calls: Mapping[str, Subject]) -> Callable[[], jobs.Calls | None]:
         """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run, made when the
         measuring process has nothing else to do; None when that run fails. Nothing is stored.

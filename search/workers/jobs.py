@@ -140,15 +140,6 @@ def time_unfused(bench: Bench, subject: Subject) -> Measurement:
         return screen(bench.timer, desk.subject.eager, desk.operands, bench.screen_s)
 
 
-def screen_call(bench: Bench, plain: Subject, subject: Subject) -> Screened:
-    """Check a library's call (``subject``) against the ops that it stands for (``plain``), and time it shortly."""
-    with torch.no_grad():
-        desk = _desk(bench, plain)
-        verdict = check_call(subject.eager, desk.oracle)
-        time_us = screen(bench.timer, subject.eager, desk.operands, bench.screen_s) if verdict.ok else None
-        return Screened(verdict, time_us)
-
-
 @dataclass(frozen=True)
 class Calls:
     """ATen's op (:data:`UNFUSED`) and right calls of libraries in one run; and what is wrong with the others."""

@@ -61,10 +61,6 @@ class ScriptedTuner:
         self.screened.append(subject.label)
         return Trial(RecordKey(subject.key, "dev"), "cpp", {"unroll": 1}, self.fused_us(subject) * self.noisy())
 
-    def screen_call(self, plain: GroupSubject, subject: GroupSubject, name: str) -> Trial:
-        time_us = self.library_us.get(name)
-        return Trial(RecordKey(plain.key, "dev"), name, {}, time_us, "" if time_us else "wrong result: it is a fake")
-
     def contest_calls(self, plain: GroupSubject, calls: Mapping[str, GroupSubject]) -> Callable[[], Calls | None]:
         """Every call of a library that is right, beside ATen's op."""
         times = {UNFUSED: self.unfused_us} | {name: self.library_us[name] for name in calls if name in self.library_us}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from fuseplan.planner.implementations.implementations import AtenOp, GeneratedKernel, Implementations
+from fuseplan.planner.implementations.aten_op import AtenOp
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
+from fuseplan.planner.implementations.implementations import Implementations
 
 WAYS = Implementations(AtenOp(), GeneratedKernel())

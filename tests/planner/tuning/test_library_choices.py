@@ -108,12 +108,22 @@ def test_a_call_that_hardly_gains_leaves_the_matmul_to_aten(
     assert kept is (name == "aten")
 
 
+@pytest.mark.parametrize(("fails", "name"), [((0,), "fake.linear"), ((0, 1), "aten")])
 def test_where_the_run_of_all_calls_fails_they_are_timed_one_by_one(
-    tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch, fails: tuple[int, ...], name: str
 ) -> None:
-    monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *args: lambda: None)
+    runs: list[bool] = []
+    contest = ScriptedTuner.contest_calls
+
+    def failing(self: ScriptedTuner, *args: Any) -> Any:
+        runs.append(len(runs) in fails)
+        return (lambda: None) if runs[-1] else contest(self, *args)
+
+    monkeypatch.setattr(ScriptedTuner, "contest_calls", failing)
     plan, _, _ = planned(tmp_path, library_us={library.name: 6.0})
-    assert {group.implementation for group in plan.record.groups} == {"cpp", library.name}
+    assert {group.implementation for group in plan.record.groups} == {"cpp", name}
+    lost = [one.reason for one in plan.record.rejected if one.implementation == library.name]
+    assert ("does not work: its run failed" in lost) is (name == "aten")
 
 
 def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> None:

@@ -4,9 +4,6 @@ A kernel that is timed, or priced, by itself finds in the cache whatever fits th
 rest of its region runs before the same memory is used again, so two kernels of 25 MB each are no better off in a cache
 of 40 MB than one of 50: priced one by one they would always look better. What is missing is what the cost model says of
 moving the same bytes at the bandwidth of the region's footprint instead of the kernel's own.
-
-On an H200 it is within 0.4 us of what rope of q, then of k, take longer together than by themselves, for 17 to 136 MB:
-0 to 7.4 us, most where each fits the cache and both do not. With QK-norm before rope it is within 0.9 us.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The dataflow graph of a model: a networkx DiGraph of ``OpNode`` with tensor specs, and bytes on the edges."""
+"""The dataflow graph of a model: a networkx DiGraph of ``OpNode`` with tensor specs; edges name the values that they carry."""
 
 from __future__ import annotations
 
@@ -94,13 +94,12 @@ class DataflowGraph:
         self.symbols = dict(symbols or {})
         self.derived = dict(derived or {})
         self._producer: dict[str, str] = {}
-        self._consumers: dict[str, list[str]] = {}
         self._position: dict[str, int] = {}
         for node in nodes:
             self._add(node)
         for before, after in order:
             if not self.graph.has_edge(before, after):
-                self.graph.add_edge(before, after, values=(), nbytes=0)
+                self.graph.add_edge(before, after, values=())
 
     def _add(self, node: OpNode) -> None:
         name = node.name
@@ -111,15 +110,13 @@ class DataflowGraph:
         for value in node.outputs:
             self._producer[value] = name
         for value in dict.fromkeys(node.inputs):
-            self._consumers.setdefault(value, []).append(name)
             producer = self._producer.get(value)
             if producer is None:
                 if value not in self.specs:
                     raise ValueError(f"op {name} ({node.op}) reads {value}, which nothing produces")
                 continue
             carried = (*self.graph.get_edge_data(producer, name, {"values": ()})["values"], value)
-            nbytes = sum(self.specs[one].nbytes(self.symbols) for one in carried)
-            self.graph.add_edge(producer, name, values=carried, nbytes=nbytes)
+            self.graph.add_edge(producer, name, values=carried)
 
     def __len__(self) -> int:
         return self.graph.number_of_nodes()
@@ -158,10 +155,6 @@ class DataflowGraph:
         """The op that produces ``value``; None for a graph input."""
         producer = self._producer.get(value)
         return None if producer is None else self.op(producer)
-
-    def consumers(self, value: str) -> tuple[str, ...]:
-        """In capture order."""
-        return tuple(self._consumers.get(value, ()))
 
 
 @dataclass(frozen=True)

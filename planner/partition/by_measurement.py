@@ -45,12 +45,7 @@ class Decided:
 class MeasuredRegion:
     """Decides the partition of one region.
 
-    Args:
-        problem: The region.
-        prices: Its measured prices.
-        tolerance: Stop when the measured partition is within this of the lower bound.
-        margin: What the loop's partition has to gain on an incumbent.
-        max_measured: Choices to measure at most.
+    The loop's partition has to gain ``margin`` on an incumbent; ``tolerance`` and ``max_measured`` are the loop's.
     """
 
     def __init__(

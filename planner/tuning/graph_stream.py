@@ -28,16 +28,9 @@ class GraphStream:
     them. A process that fails leaves its workload to this one, which then says why. A user's own module is captured
     here, when its turn comes. A context manager: leaving it ends the processes.
 
-    Calls that were not asked for, but follow from those that were, are left out where a model does not take them.
-
-    Args:
-        source: The model.
-        workloads: Its workloads.
-        device_type: Kind of device.
-        pack_weights: As with the option of this name. The names say so: reports then have both.
-        note: Told what is left out, and why.
-        cores: How many there are to use; None for all that this process may use.
-        folder: Where captures are kept; None for the user's cache.
+    Calls that were not asked for, but follow from those that were, are left out where a model does not take them;
+    ``note`` is told. With ``pack_weights`` the names say so: reports then have both. ``cores`` are those to use, None
+    for all that this process may; captures are kept in ``folder``, None for the user's cache.
     """
 
     def __init__(

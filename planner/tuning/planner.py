@@ -43,13 +43,10 @@ logger = logging.getLogger("fuseplan")
 class Planner:
     """Plans graphs for one device.
 
+    Plans are looked up in ``store``; ``device`` is part of every key, and ``backends`` are in order of preference.
+
     Args:
-        store: Where plans are looked up.
         spec: The probed device; None plans by the number of launches alone.
-        device: Identity of the device, part of every key.
-        target: What kernels are compiled for.
-        backends: Kernel back ends, in order of preference.
-        settings: What to plan for.
         tuner: Measures what is not stored; None leaves it to the cost model.
         on_region: Told about each distinct region before it is planned: label, number, how many. It may be set later.
         learner: The calibration that the measurements go on improving; of ``spec`` by default.
@@ -201,11 +198,6 @@ class Planner:
 
     def key(self, region_key: str) -> RecordKey:
         return RecordKey(region_key, self.device, self.settings.regime, self.settings.numerics)
-
-    def look_up(self, region_key: str) -> PlanRecord | None:
-        """What is stored for exactly this region, if it is current; not checked, so nothing of it may be run."""
-        key = self.key(region_key)
-        return self.store.get_plans([key])[key].hit
 
     def look_up_all(self, graph: DataflowGraph, regions: Iterable[Region]) -> dict[str, PlanRecord]:
         """The stored plans of regions of a static graph that are current and checked, by region key."""

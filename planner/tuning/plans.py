@@ -13,14 +13,9 @@ Source = Literal["database", "tuned", "model"]
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """The plan of one occurrence of a region.
+    """The plan of one occurrence of a region, and whether it comes with the package.
 
-    Attributes:
-        region: The occurrence.
-        record: The plan.
-        source: Where it comes from.
-        shipped: Whether the record comes with the package.
-        decided: Plans of the parts that were measured for it; other parts had plans already.
+    ``decided`` are plans of the parts that were measured for it; other parts had plans already.
     """
 
     region: Region

@@ -29,9 +29,9 @@ def small() -> DataflowGraph:
 def test_edges_carry_values_and_bytes() -> None:
     graph = small()
     edges = graph.graph.edges
-    assert edges["a", "c"] == {"values": ("a", "b"), "nbytes": 2 * 3 * 4 * 4}
-    assert edges["c", "d"] == {"values": ("c",), "nbytes": 3 * 4 * 4}
-    assert edges["a", "e"] == {"values": (), "nbytes": 0}
+    assert edges["a", "c"] == {"values": ("a", "b")}
+    assert edges["c", "d"] == {"values": ("c",)}
+    assert edges["a", "e"] == {"values": ()}
     assert nx.is_directed_acyclic_graph(graph.graph)
 
 
@@ -40,8 +40,8 @@ def test_lookups() -> None:
     assert [node.name for node in graph] == ["a", "c", "d", "e"]
     assert len(graph) == 4
     assert (graph.producer("b"), graph.producer("x")) == ("a", None)
-    assert graph.consumers("c") == ("d",), "a value read twice has one consumer"
-    assert graph.consumers("d") == ()
+    assert list(graph.graph.successors("c")) == ["d"], "a value read twice has one reader"
+    assert list(graph.graph.successors("d")) == []
     assert [graph.position(name) for name in "acde"] == [0, 1, 2, 3]
     assert graph.op("a").outputs == ("a", "b")
 
@@ -54,13 +54,6 @@ def test_specs() -> None:
     assert dynamic.strides == (4, 1)
     assert not dynamic.is_static
     assert dynamic.nbytes({"s0": 5}) == 5 * 4 * 4
-
-
-def test_bytes_use_the_hint_of_a_dynamic_size() -> None:
-    spec = TensorSpec.contiguous((symbol("s0"), 2), "float32")
-    nodes = [OpNode("aten.exp.default", ("x",), ("a",)), OpNode("aten.neg.default", ("a",), ("b",))]
-    graph = DataflowGraph(nodes, dict.fromkeys("xab", spec), "x", "b", {"s0": 7})
-    assert graph.graph.edges["a", "b"]["nbytes"] == 7 * 2 * 4
 
 
 def test_malformed_graphs_are_refused() -> None:
@@ -81,7 +74,7 @@ def test_capture_order_is_topological(seed: int, size: int) -> None:
         assert graph.position(before) < graph.position(after)
     for node in graph:
         for value in node.inputs:
-            assert node.name in graph.consumers(value)
+            assert graph.producer(value) is None or node.name in graph.graph.successors(graph.producer(value))
 
 
 @pytest.mark.parametrize("size", [1, 3, 127, 1000])

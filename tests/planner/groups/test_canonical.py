@@ -57,7 +57,7 @@ def structure(graph: DataflowGraph, form: Region) -> list[Any]:
 def form_of(graph: DataflowGraph, ops: list[str]) -> Region:
     """The form of some ops, whose outputs are what others read or the graph returns."""
     values = [value for name in ops for value in graph.op(name).outputs]
-    read = [value for value in values if any(reader not in ops for reader in graph.consumers(value))]
+    read = [value for value in values if any(value in node.inputs for node in graph if node.name not in ops)]
     return canonical_form(graph, ops, [*read, *set(values).intersection(graph.outputs)])
 
 

@@ -37,5 +37,5 @@ def test_a_session_finds_the_records_of_its_device_and_no_others(tmp_path: Path)
     plan = next(one for one in read_bundle(path)[1] if isinstance(one, PlanRecord))
     there = replace(session, device=plan.key.device)
     there.database.versions = plan.evidence.versions
-    assert there.planner().look_up(plan.key.workload) == plan
-    assert replace(there, shipped=False).planner().look_up(plan.key.workload) is None
+    assert there.store.get_plans([plan.key])[plan.key].hit == plan
+    assert replace(there, shipped=False).store.get_plans([plan.key])[plan.key].hit is None

@@ -1,4 +1,4 @@
-"""The dataflow graph of a model: a networkx DiGraph of ``OpNode`` with tensor specs; edges name the values that they carry."""
+"""The dataflow graph of a model: a networkx DiGraph of ``OpNode`` with tensor specs; edges name what they carry."""
 
 from __future__ import annotations
 

@@ -145,7 +145,9 @@ def _make_kernels(
         try:
             if in_place and isinstance(backend, WritesInPlace) and (options := backend.reuse_options(ir, config)):
                 call = partial(backend.call, backend.load(ir, config, target), ir, target)
-                return cache(lambda reuse: call(dict(reuse))), options
+                calling = cache(lambda reuse: call(dict(reuse)))
+                calling(())  # what fails here costs this group alone
+                return calling, options
             return partial(_always, backend.fused_callable(ir, config, target)), {}
         except Exception as error:
             return error

@@ -179,9 +179,9 @@ def _registers_and_spills(compiled: Any) -> tuple[int | None, int | None]:
     """Registers, and bytes spilled, of one thread; None where the tool that tells is missing."""
     usage = _cubin_usage(compiled.asm["cubin"], compiled.metadata.name)
     stack = usage.get("STACK")
-    # The stack also holds local arrays (the slow path of a float64's sin has one).
+    # The stack also holds local arrays (the slow path of a sine has one), and is a multiple of 8 bytes.
     arrays = sum(map(int, re.findall(r"\.local\s.*\[(\d+)\];", compiled.asm["ptx"]))) if stack else 0
-    return usage.get("REG"), None if stack is None else max(0, stack - arrays)
+    return usage.get("REG"), None if stack is None else max(0, stack - -(-arrays // 8) * 8)
 
 
 def compute_capability(target: Target) -> int:

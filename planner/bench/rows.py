@@ -137,13 +137,20 @@ def bench_frame(rows: Sequence[Any], kind: type = BenchRow) -> pd.DataFrame:
     return frame.astype({one.name: "float64" for one in fields(kind) if one.type == "float | None"})
 
 
+def median_table(frame: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
+    """Medians by ``cells``, with a column per contestant, both in order of first appearance."""
+    table = frame.set_index([*cells, "contestant"])["median_us"].unstack()
+    order = pd.MultiIndex.from_frame(frame[cells].drop_duplicates())
+    return table.reindex(index=order, columns=frame["contestant"].unique())
+
+
 def comparison(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per subject and mode, a column per contestant (median us), and how ours compares with each peer.
 
     ``vs_<peer>`` is the peer's time over ours: above 1, ours is faster.
     """
     cells = ["workload", "subject", "mode", "key"]
-    table = frame.set_index([*cells, "contestant"])["median_us"].unstack(sort=False)
+    table = median_table(frame, cells)
     ratios = table.drop(columns=OURS).div(table[OURS], axis=0).add_prefix("vs_")
     return table.add_suffix("_us").join(ratios).reset_index().drop(columns="key")
 

@@ -9,6 +9,7 @@ import pandas as pd
 
 from fuseplan.costmodel.accuracy import spearman
 from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
+from fuseplan.planner.bench.rows import median_table
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.report.frames import geometric_mean
 
@@ -148,7 +149,7 @@ def headline_table(frame: pd.DataFrame, claims: Mapping[str, str]) -> pd.DataFra
     """One line per cell and mode: gains of ours and of TorchInductor over eager; ``claims`` are by cell key."""
     rivals = [name for name in (INDUCTOR, MAX_AUTOTUNE) if name in set(frame["contestant"])]
     cells = ["subject", "workload", "mode", "key"]
-    times = frame.set_index([*cells, "contestant"])["median_us"].unstack(sort=False).reset_index()
+    times = median_table(frame, cells).reset_index()
     table = times[cells].rename(columns={"subject": "pattern", "workload": "shape"})
     table["said"] = table.pop("key").map(claims).fillna("")
     for name in (OURS, *rivals):

@@ -79,6 +79,8 @@ def cells_of(
         known = {cell(*one): words for one, words in _HEADLINES.items() if one[0] in PATTERNS}
         missing = [f"there is no pattern {name}" for name, *_ in _HEADLINES if name not in PATTERNS]
         return topic, list(known), missing, {one.key: words for one, words in known.items()}
+    if topic == "launch" and (rows or cols):
+        raise ConfigError("plan bench launch takes --shape; --rows and --cols are of plan bench patterns")
     if topic == "launch":
         single = [(name, PATTERNS[name].example) for name in patterns] or _LAUNCHES
         return topic, found if shapes else [cell(name, shape, dtype) for name, shape in single], [], None

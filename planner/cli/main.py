@@ -93,8 +93,8 @@ def _report(error: BaseException) -> int:
 
 def describe(error: BaseException) -> tuple[str, int]:
     """One line for people, and the exit status: 2 for what the user can mend, 1 for a defect of ours or the machine."""
-    families = {base.__name__ for base in type(error).__mro__}
-    if "ClickException" in families:
+    families = {base.__name__ for base in type(error).__mro__ if base.__module__.startswith("fuseplan")}
+    if any(base.__name__ == "ClickException" for base in type(error).__mro__):
         message: str = getattr(error, "format_message", error.__str__)()
         return _one_line(message), 2
     if families & _FAMILIES:

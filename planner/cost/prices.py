@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.costmodel.calibrate import Sample
@@ -15,8 +16,10 @@ from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import Implementation
 from fuseplan.search.store.record import ATEN, TuningRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
@@ -211,3 +214,18 @@ def kernel_s(record: TuningRecord) -> float:
     if record.fused is None or not (record.fuse or record.undecided):
         return math.inf
     return record.fused.median_us * 1e-6
+
+
+def part_shares(book: GroupBook, spec: DeviceSpec | None, aten: Implementation) -> Mapping[str, float]:
+    """By the key of each part of a region: its share of the graph's predicted time, all occurrences together.
+
+    Times are those of ATen's ops on the device ``spec``; without one all ops take the same.
+    """
+    prices, seconds = ModelPrices(book, spec), defaultdict[str, float](float)
+    for occurrences in unique_regions(find_regions(book.graph)).values():
+        for part in region_parts(book.graph, occurrences[0]):
+            singles = single_candidates(book.graph, part)
+            once_s = math.fsum(prices.predict_s(Choice(one, aten)) for one in singles)
+            seconds[part.key] += len(occurrences) * once_s
+    total_s = math.fsum(seconds.values())
+    return {key: part_s / total_s for key, part_s in seconds.items()} if total_s > 0 else {}

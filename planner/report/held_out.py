@@ -20,8 +20,7 @@ from fuseplan.costmodel.calibrate import predict_left_out
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.roofline import predict, roofline_terms
 from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
-from fuseplan.planner.partition.best_covers import best_covers
-from fuseplan.planner.partition.cover import CoverProblem, Option
+from fuseplan.planner.partition.cover import CoverProblem, Option, best_covers
 from fuseplan.planner.report.frames import geometric_mean
 
 #: What the model has to reach, on every device.

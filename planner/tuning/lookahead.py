@@ -16,7 +16,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.partition.guided_loop import GuidedResult, Prices, predicted_partition
+from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
 from fuseplan.search.tune.tuner import Tuner
 
 _log = logging.getLogger("fuseplan")
@@ -75,12 +75,9 @@ class Lookahead:
                 self._pool.submit(self._prepare, graph, part, self._problems[part])
 
     def problem(self, region: Region) -> RegionProblem | None:
-        """The prepared problem of exactly this part; waits for one under way. None where none was sent.
+        """The prepared problem of exactly this part, or what its enumeration raised; waits for one under way.
 
-        Its kernels may still be on their way to the compilers: the tune times the region's ops first.
-
-        Raises:
-            Exception: What the enumeration raised.
+        None where none was sent. Its kernels may still be on their way to the compilers.
         """
         future = self._problems.get(region)
         return future.result() if future is not None else None
@@ -108,7 +105,8 @@ class Lookahead:
             rehearsal = _Rehearsal(prices)
             self._search(problem, rehearsal)
             asked = rehearsal.asked
-        self._tuner.prefetch((book.subject(choice.group) for choice in _kernels(cover)), minor)
+        kernels = (one.choice.group for one in cover.chosen if one.choice.implementation.searches)
+        self._tuner.prefetch(map(book.subject, kernels), minor)
         self._tuner.prefetch_default(book.subject(choice.group) for choice in asked)
 
 
@@ -125,7 +123,3 @@ class _Rehearsal:
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
         self.asked += [choice for choice in choices if choice.implementation.searches]
         return [self._prices.predict_s(choice) for choice in choices]
-
-
-def _kernels(result: GuidedResult) -> list[Choice]:
-    return [priced.choice for priced in result.chosen if priced.choice.implementation.searches]

@@ -11,8 +11,7 @@ from weakref import WeakKeyDictionary
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Backend, Target
-from fuseplan.planner.cost.part_shares import part_shares
-from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
+from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices, part_shares
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -97,7 +96,8 @@ class Planner:
         """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
         if self.tuner is None or self.target.device_type == "cpu":
             return None
-        return Lookahead(self._problem, self._model_prices, self._book, self._rehearse, self.tuner, self._is_minor)
+        return Lookahead(self._problem, lambda book, part: ModelPrices(book, self.spec, part), self._book,
+                         self._rehearse, self.tuner, self._is_minor)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
         guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
@@ -258,7 +258,7 @@ class Planner:
         return self._by_measurement(region, parts, book, self.tuner, lookahead)
 
     def _predicted(self, book: GroupBook, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
-        prices = self._model_prices(book, part)
+        prices = ModelPrices(book, self.spec, part)
         result = predicted_partition(problem, prices.predict_s, self._margin)
         return self._writer(book, part).record(prices, result, 0.0, reason)
 
@@ -277,7 +277,8 @@ class Planner:
         began = time.monotonic()
         stored = self._find_all(book, parts)
         known = {part.key: self._decided.get(part.key) or stored[part.key].hit for part in parts}
-        fresh = {part.key: part for part in parts if known[part.key] is None}
+        fresh = {part.key: part for part in reversed(parts) if known[part.key] is None}
+        fresh = dict(reversed(fresh.items()))  # the first of equal parts, as the look-ahead has it
         anchors = {key: self._opened(book, part, tuner) for key, part in fresh.items() if is_anchor(book.graph, part)}
         for opened in anchors.values():
             opened.begin()
@@ -300,7 +301,7 @@ class Planner:
         reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
         if not verdict.keeps:
             aten = self.implementations.aten
-            plans = [(part, self._writer(book, part).plain(record, self._model_prices(book, part), aten))
+            plans = [(part, self._writer(book, part).plain(record, ModelPrices(book, self.spec, part), aten))
                      for part, record in plans]
         record = self._joined(book, region, plans, time.monotonic() - began, reason)
         with tuner.account.spend("storing"):
@@ -339,9 +340,6 @@ class Planner:
 
     def _book(self, graph: DataflowGraph) -> GroupBook:
         return GroupBook(graph, self.settings.numerics, self.target.device_type)
-
-    def _model_prices(self, book: GroupBook, part: Region) -> ModelPrices:
-        return ModelPrices(book, self.spec, part)
 
     def _problem(self, book: GroupBook, part: Region, ways: Implementations | None = None) -> RegionProblem:
         return self._choices(book, part, book.enumerated(part, self.settings.limits), ways)

@@ -27,15 +27,9 @@ _PREFIX = "recheck"
 
 @dataclass(frozen=True)
 class Rechecked:
-    """One shipped kernel, measured here.
+    """One shipped kernel, measured here: ``measured_us`` is None where it failed, ``failure`` says why.
 
-    Attributes:
-        key: Of its tuning record.
-        label: For people.
-        stored_us: The shipped time.
-        measured_us: The time here; None when the kernel failed.
-        failure: Why it failed; empty when it did not.
-        created: ISO 8601 UTC time.
+    ``created`` is an ISO 8601 UTC time.
     """
 
     key: RecordKey
@@ -76,11 +70,10 @@ def _longest(
             if there is not None and there.shipped and there.hit is not None and there.hit.fused is not None:
                 found[group.workload] = there.hit, graph, region.group_ops(group)
     longest = sorted(found.values(), key=lambda one: -one[0].best_us)[:KERNELS]
-    return [(_subject(session, graph, ops, record.key.workload), record) for record, graph, ops in longest]
-
-
-def _subject(session: Session, graph: DataflowGraph, ops: tuple[str, ...], key: str) -> GroupSubject:
-    return group_subject(graph, ops, key, session.settings.numerics, session.target.device_type)
+    return [
+        (group_subject(graph, ops, record.key.workload, settings.numerics, session.target.device_type), record)
+        for record, graph, ops in longest
+    ]
 
 
 def recheck_verdict(rechecked: Iterable[Rechecked]) -> str:

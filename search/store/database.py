@@ -29,6 +29,8 @@ Mode = Literal["write", "inspect", "read"]
 #: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
 _SILENT: dict[URL, float] = {}
 _SILENT_S = 60.0
+#: Keys of one statement: old releases of SQLite take 999 parameters.
+_BATCH = 500
 
 
 @dataclass(frozen=True)
@@ -252,10 +254,13 @@ class Database:
         for key in found:
             contexts.setdefault((key.device, key.regime, key.numerics), []).append(key.workload)
         for (device, regime, numerics), workloads in contexts.items():
-            asked = {"workloads": workloads, "device": device, "regime": regime, "numerics": numerics}
-            for record in self._sound(table, [{**asked, **row} for row in self._run(rows.records_of(table), asked)]):
-                if record.key in found:
-                    found[record.key] = Lookup(record, reservations(record, self.versions))
+            for start in range(0, len(workloads), _BATCH):
+                some = workloads[start : start + _BATCH]
+                asked = {"workloads": some, "device": device, "regime": regime, "numerics": numerics}
+                there = ({**asked, **row} for row in self._run(rows.records_of(table), asked))
+                for record in self._sound(table, there):
+                    if record.key in found:
+                        found[record.key] = Lookup(record, reservations(record, self.versions))
         return found
 
     def _sound(self, table: Table, found: Iterable[Mapping[str, Any]]) -> Iterator[Any]:

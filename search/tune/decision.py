@@ -13,8 +13,8 @@ from fuseplan.search.timing.subject import Subject
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import WorkerPool
 
-#: What a kernel of another back end than the preferred one has to gain on that one's best. Two runs of one pair of
-#: kernels differ by almost as much, with where their results lie in memory.
+#: What a kernel of another back end than the preferred one has to gain on that one's best, hot and cold. Two runs of
+#: one pair of kernels differ by almost as much, with where their results lie in memory.
 _OTHER_BACKEND = 0.1
 #: Reasons kept in a record; the trial log has all of them.
 _MAX_REJECTIONS = 16
@@ -107,7 +107,8 @@ def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> str:
     if best in kin:
         return best
     own = contest.winner(first.name, [one.name for one in standing[1:] if one.name in kin])
-    return best if contest.gain(best, own) > _OTHER_BACKEND else own
+    runs = contest.conditions or (contest,)
+    return best if all(one.gain(best, own) > _OTHER_BACKEND for one in runs) else own
 
 
 def _finalists(standing: Sequence[jobs.Entrant], contest: Contest) -> list[Finalist]:

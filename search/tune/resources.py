@@ -154,9 +154,9 @@ class TuningResources:
     def later(self, what: str, function: Callable[..., object], *args: object) -> Callable[[], Outcome]:
         """A job for the measuring process when that has nothing else to do, and what waits for it as :meth:`call` does.
 
-        On a CPU it is run when it is waited for: whatever else this process does would disturb it.
+        What is timed by the host's clock is run when it is waited for: all else that this process does disturbs it.
         """
-        if self.target.device_type == "cpu":
+        if self.target.device_type == "cpu" or self.bench.timer.regime == "eager":
             return partial(self.call, what, function, *args)
         wait = self.executor.submit(function, self.bench, *args, limit_s=self.budget.job_limit_s)
 

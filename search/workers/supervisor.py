@@ -104,7 +104,7 @@ class Supervisor:
 
     def _step(self) -> None:
         deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
-        if self._unmeasured and not self._is_busy(MEASURING):
+        if self._unmeasured and not any(lane.busy for number, lane in self._lanes.items() if number >= MEASURING):
             deadlines.append(self._idle_since + _PAUSE_S)
         patience = max(0.0, min(deadlines) - self._clock()) if deadlines else None
         ready = wait([self._parent, *(lane.pipe for lane in self._lanes.values())], patience)
@@ -142,7 +142,8 @@ class Supervisor:
         """Hand waiting jobs to the measuring lane and to background workers that are idle."""
         if self._unmeasured and not self._is_busy(MEASURING):
             waiting = min(self._unmeasured, key=lambda request: request.spare)  # of equals the first
-            if not waiting.spare or self._clock() >= self._idle_since + _PAUSE_S:
+            idle = not any(lane.busy for number, lane in self._lanes.items() if number > MEASURING)
+            if not waiting.spare or (idle and self._clock() >= self._idle_since + _PAUSE_S):
                 self._unmeasured.remove(waiting)
                 self._start(waiting)
         for number in self._background:

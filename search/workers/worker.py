@@ -33,6 +33,8 @@ _BOOT = (
     "from fuseplan.search.workers.supervisor import main; main(*options)"
 )
 _CLOSE_S = 5.0
+#: Submitted jobs at once: their results wait in the pipe, and while that is full nothing else is supervised.
+_PROMISES = 8
 _LOST = "the worker's supervisor ended"
 #: Cores that background jobs leave to this process and to what is measured.
 _SPARED = 2
@@ -111,6 +113,8 @@ class WorkerPool:
     def submit(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Callable[[], Outcome]:
         """Run one job in the measuring process when it has nothing else to do; at once returns what waits for it."""
         payload = pickle.dumps((function, args))
+        while len(self._promised) >= _PROMISES:
+            self._receive()
         with self._sending:
             pipe = self._running()
             job = self._jobs
@@ -121,16 +125,21 @@ class WorkerPool:
 
         def wait() -> Outcome:
             while promise.outcome is None:
-                try:
-                    self._keep(*pipe.recv())
-                except (EOFError, ConnectionError):
-                    self.close()
-                except BaseException:
-                    self.close()
-                    raise
+                self._receive()
             return promise.outcome
 
         return wait
+
+    def _receive(self) -> None:
+        """Wait for one of the jobs that were submitted; all are lost with the supervisor."""
+        try:
+            assert self._pipe is not None
+            self._keep(*self._pipe.recv())
+        except (EOFError, ConnectionError):
+            self.close()
+        except BaseException:
+            self.close()
+            raise
 
     def _keep(self, job: int, state: str, payload: Any) -> None:
         """Note what came of a job that nobody waited for."""

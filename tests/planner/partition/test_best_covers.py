@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from fuseplan.planner.partition.best_covers import best_covers
-from fuseplan.planner.partition.cover import CoverProblem, Option
+from fuseplan.planner.partition.cover import CoverProblem, Option, best_covers
 
 
 def acyclic(problem: CoverProblem, chosen: tuple[int, ...]) -> bool:

@@ -149,7 +149,8 @@ def test_what_a_neighbouring_size_serves_is_not_tuned(db: Path, kernels: Referen
     def decide(planner: Planner, graph: Any, region: Any, book: Any, lookahead: Any) -> Any:
         tuned.append([graph.op(name).op for name in region.ops])
         monkeypatch.setattr(planner, "tuner", None)
-        return replace(by_measurement(planner, graph, region, book, lookahead), source="tuned")
+        plan = by_measurement(planner, graph, region, book, lookahead)()
+        return lambda: replace(plan, source="tuned")
 
     monkeypatch.setattr("fuseplan.planner.tuning.session.Session.tuner", lambda self, budget: nullcontext())
     monkeypatch.setattr(Planner, "_decide", decide)

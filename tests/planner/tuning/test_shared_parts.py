@@ -15,7 +15,7 @@ from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, compute_nodes
 
-from fuseplan.planner.cost.part_shares import part_shares
+from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook

@@ -14,6 +14,7 @@ from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
 from fuseplan.kernels.ir.backend import Target
+from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.tuning.lookahead import Lookahead
@@ -135,7 +136,8 @@ def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) 
         raise RuntimeError("no candidates today")
 
     with Lookahead(
-        broken, ahead._model_prices, ahead._book, ahead._rehearse, tuner, ahead._is_minor,  # type: ignore[arg-type]
+        broken, lambda book, part: ModelPrices(book, ahead.spec, part), ahead._book,  # type: ignore[arg-type]
+        ahead._rehearse, tuner, ahead._is_minor,
     ) as lookahead:
         lookahead.send(graph, regions)
         with pytest.raises(RuntimeError, match="no candidates today"):

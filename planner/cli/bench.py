@@ -115,7 +115,7 @@ def bench(
 
     Tune a model first: what is not stored is planned by the cost model, and said so. Patterns are tuned here. On CUDA
     everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
-    interrupted bench keeps what it has measured.
+    interrupted bench keeps the cells, groups and models that it has finished.
     """
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE

@@ -95,7 +95,8 @@ def tune(
     on_region: OnRegion | None = None, on_trial: Callable[[ProgressEvent], None] | None = None,
     account: TimeAccount | None = None, executor: WorkerPool | None = None, on_graph: OnGraph | None = None
 ) -> TuneResult:
-    """Plan every graph, measuring what is not stored. Each region and each group is stored as soon as it is done.
+    """Plan every graph, measuring what is not stored. Each group and each part is stored as soon as it is done,
+    a region after the run beside plain ATen that the next region does not wait for.
 
     A region that cannot be planned costs only itself, unless the fault is the machine's or the database's.
 

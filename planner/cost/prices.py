@@ -216,16 +216,16 @@ def kernel_s(record: TuningRecord) -> float:
     return record.fused.median_us * 1e-6
 
 
-def part_shares(book: GroupBook, spec: DeviceSpec | None, aten: Implementation) -> Mapping[str, float]:
-    """By the key of each part of a region: its share of the graph's predicted time, all occurrences together.
+def part_shares(book: GroupBook, aten: Implementation) -> Mapping[str, float]:
+    """By the key of each part of a region: its share of the graph's time, all occurrences together.
 
-    Times are those of ATen's ops on the device ``spec``; without one all ops take the same.
+    Times are those of ATen's ops on the nominal device, so that two tunes of a model search the same parts.
     """
-    prices, seconds = ModelPrices(book, spec), defaultdict[str, float](float)
+    prices, seconds = ModelPrices(book, None), defaultdict[str, float](float)
     for occurrences in unique_regions(find_regions(book.graph)).values():
         for part in region_parts(book.graph, occurrences[0]):
             singles = single_candidates(book.graph, part)
-            once_s = math.fsum(prices.predict_s(Choice(one, aten)) for one in singles)
+            once_s = math.fsum(prices.nominal_s(Choice(one, aten)) for one in singles)
             seconds[part.key] += len(occurrences) * once_s
     total_s = math.fsum(seconds.values())
     return {key: part_s / total_s for key, part_s in seconds.items()} if total_s > 0 else {}

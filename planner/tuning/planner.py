@@ -335,7 +335,7 @@ class Planner:
     def _is_minor(self, book: GroupBook, part: Region) -> bool:
         """Whether all occurrences of a part together take too little of the graph's time for an elaborate search."""
         if book not in self._shares:
-            self._shares[book] = part_shares(book, self.spec, self.implementations.aten)
+            self._shares[book] = part_shares(book, self.implementations.aten)
         return self._shares[book].get(part.key, 1.0) < self.settings.minor
 
     def _book(self, graph: DataflowGraph) -> GroupBook:

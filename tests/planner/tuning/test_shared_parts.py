@@ -93,13 +93,13 @@ def test_a_shared_part_is_measured_for_the_first_region_alone(database: Database
 
 
 def test_a_part_that_hardly_counts_is_tuned_with_little_effort(database: Database) -> None:
-    """Shares by brute force: without a probed device every op takes as long as any other."""
+    """Shares by brute force: at these sizes an op takes its launch and little else."""
     graph = graph_of((BEFORE, AFTER), (BEFORE, OTHER), (AFTER,), (BEFORE, AFTER))
     parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
     ops = Counter(part.key for part in parts for _ in part.ops)
     aten = planner_of(database, None).implementations.aten
-    shares = part_shares(GroupBook(graph, "fp32", "cpu"), None, aten)
-    assert shares == pytest.approx({key: count / sum(ops.values()) for key, count in ops.items()})
+    shares = part_shares(GroupBook(graph, "fp32", "cpu"), aten)
+    assert shares == pytest.approx({key: count / sum(ops.values()) for key, count in ops.items()}, rel=0.02)
 
     threshold = (min(shares.values()) + max(shares.values())) / 2
     tuner = tuner_of(database)

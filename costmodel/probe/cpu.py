@@ -213,6 +213,7 @@ def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
     if dtype is torch.float32:
         typed["aten.arange.default.int64"] = partial(_aten.arange.default, elements)
         typed["aten.__and__.Tensor.bool"] = partial(_aten.__and__.Tensor, mask, mask)
+        typed["aten.__and__.Tensor.bool.one"] = partial(_aten.__and__.Tensor, mask, mask[:1, :1])
         typed["aten.add.Tensor.int64.number"] = partial(_aten.add.Tensor, numbers, 1)
         typed["aten.le.Tensor.int64"] = partial(_aten.le.Tensor, numbers, numbers)
     return typed

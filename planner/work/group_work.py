@@ -186,10 +186,13 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
 
 
 def call_name(graph: DataflowGraph, node: OpNode) -> str:
-    """``Work.call`` of an ATen op: its name and the type that it reads; ``.number`` where an operand is one."""
-    values = node.inputs or node.outputs
-    number = len(node.inputs) == 1 and isinstance(node.attrs.get("other"), int | float)
-    return f"{node.op}.{graph.specs[values[0]].dtype}{'.number' if number else ''}"
+    """``Work.call`` of an ATen op: its name and the type that it reads; then ``.number`` where an operand is one, and
+    ``.one`` where it is a tensor of one element.
+    """
+    first, *others = (graph.specs[value] for value in node.inputs or node.outputs)
+    number = not others and isinstance(node.attrs.get("other"), int | float)
+    one = others and others[-1].numel == 1
+    return f"{node.op}.{first.dtype}{'.number' if number else '.one' if one else ''}"
 
 
 def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:

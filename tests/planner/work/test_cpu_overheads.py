@@ -77,9 +77,11 @@ def test_threads_are_worth_waking_for_enough_bytes(rows: int, expected: int) -> 
 
 
 def test_an_aten_op_is_known_by_its_name_and_type_and_has_no_lanes() -> None:
-    specs = {"x": TensorSpec.contiguous((5, 7), "bfloat16"), "y": TensorSpec.contiguous((5, 7), "bfloat16")}
+    sizes = {"x": (5, 7), "y": (5, 7), "one": (1, 1)}
+    specs = {name: TensorSpec.contiguous(shape, "bfloat16") for name, shape in sizes.items()}
     nodes = [OpNode("aten.mul.Tensor", ("x",), ("y",), {"other": 2.0})]
     work = op_work(DataflowGraph(nodes, specs, ["x"], ["y"]), "y")
     assert (work.call, work.elements, work.lanes) == ("aten.mul.Tensor.bfloat16.number", 35.0, 0.0)
-    nodes = [OpNode("aten.mul.Tensor", ("x", "x"), ("y",))]
-    assert op_work(DataflowGraph(nodes, specs, ["x"], ["y"]), "y").call == "aten.mul.Tensor.bfloat16"
+    for other, call in (("x", "aten.mul.Tensor.bfloat16"), ("one", "aten.mul.Tensor.bfloat16.one")):
+        nodes = [OpNode("aten.mul.Tensor", ("x", other), ("y",))]
+        assert op_work(DataflowGraph(nodes, specs, ["x", "one"], ["y"]), "y").call == call

@@ -187,12 +187,12 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
 
 def call_name(graph: DataflowGraph, node: OpNode) -> str:
     """``Work.call`` of an ATen op: its name and the type that it reads; then ``.number`` where an operand is one, and
-    ``.one`` where it is a tensor of one element.
+    ``.one`` where one has one element.
     """
-    first, *others = (graph.specs[value] for value in node.inputs or node.outputs)
-    number = not others and isinstance(node.attrs.get("other"), int | float)
-    one = others and others[-1].numel == 1
-    return f"{node.op}.{first.dtype}{'.number' if number else '.one' if one else ''}"
+    specs = [graph.specs[value] for value in node.inputs or node.outputs]
+    number = len(node.inputs) == 1 and isinstance(node.attrs.get("other"), int | float)
+    one = len(specs) > 1 and any(spec.numel == 1 for spec in specs)
+    return f"{node.op}.{specs[0].dtype}{'.number' if number else '.one' if one else ''}"
 
 
 def hot_inputs(graph: DataflowGraph, values: Iterable[str]) -> tuple[bool, ...]:

@@ -82,6 +82,6 @@ def test_an_aten_op_is_known_by_its_name_and_type_and_has_no_lanes() -> None:
     nodes = [OpNode("aten.mul.Tensor", ("x",), ("y",), {"other": 2.0})]
     work = op_work(DataflowGraph(nodes, specs, ["x"], ["y"]), "y")
     assert (work.call, work.elements, work.lanes) == ("aten.mul.Tensor.bfloat16.number", 35.0, 0.0)
-    for other, call in (("x", "aten.mul.Tensor.bfloat16"), ("one", "aten.mul.Tensor.bfloat16.one")):
-        nodes = [OpNode("aten.mul.Tensor", ("x", other), ("y",))]
-        assert op_work(DataflowGraph(nodes, specs, ["x", "one"], ["y"]), "y").call == call
+    for names, call in (("xx", "bfloat16"), (("x", "one"), "bfloat16.one"), (("one", "x"), "bfloat16.one")):
+        nodes = [OpNode("aten.mul.Tensor", tuple(names), ("y",))]
+        assert op_work(DataflowGraph(nodes, specs, ["x", "one"], ["y"]), "y").call == f"aten.mul.Tensor.{call}"

@@ -51,7 +51,7 @@ def _verdict(contest: Contest | None) -> Verdict:
     if contest is None:
         return Verdict(words="; the region's run beside plain ATen failed")
     gain = contest.gain(_PLAN, _PLAIN)
-    if gain >= -contest.noise:  # its parts gained: what the noise hides is no loss
+    if gain >= 0.0:
         return Verdict(words=f"; the whole region gains {gain:.1%} on plain ATen, with a noise of {contest.noise:.1%}")
     return Verdict(False, f"; the whole region loses {-gain:.1%} to plain ATen, which runs it")
 

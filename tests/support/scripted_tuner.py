@@ -36,7 +36,6 @@ class ScriptedTuner:
         noisy: A factor on everything that is not measured in an interleaved run.
         library_us: Time of a library call by its name; one that is not named fails.
         together_us: What a whole sequence takes longer than its parts, by the number of kernels in it.
-        noise: Of such a run.
     """
 
     database: Database
@@ -46,7 +45,6 @@ class ScriptedTuner:
     noisy: Callable[[], float] = lambda: 1.0
     library_us: Mapping[str, float] = field(default_factory=dict)
     together_us: Callable[[int], float] = lambda kernels: 0.0
-    noise: float = 0.0
     seed: int = 0
     screened: list[str] = field(default_factory=list)
     tuned: list[str] = field(default_factory=list)
@@ -95,7 +93,7 @@ class ScriptedTuner:
         for side, names in sides.items():
             kernels = sum(parts[name].backend is not None for name in names)
             samples[side] = (sum(time_us(parts[name]) for name in names) + self.together_us(kernels),) * 5
-        return Contest(samples, self.noise, "eager")
+        return Contest(samples, 0.0, "eager")
 
     def play_off_later(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()

@@ -26,7 +26,7 @@ def small() -> DataflowGraph:
     return DataflowGraph(nodes, specs, "xy", "de", order=(("a", "e"), ("a", "c")))
 
 
-def test_edges_carry_values_and_bytes() -> None:
+def test_edges_carry_values() -> None:
     graph = small()
     edges = graph.graph.edges
     assert edges["a", "c"] == {"values": ("a", "b")}

@@ -158,20 +158,17 @@ def test_a_plan_whose_library_call_is_gone_is_refused(tmp_path: Path, library: D
     assert ["none for cpu" in reason for reason in later.refused.values()] == [True]
 
 
-@pytest.mark.parametrize(("overhead_us", "noise", "gain"), [
-    (30.0, 0.0, "gains 0.0%"), (30.1, 0.0, "loses 0.2%"), (36.0, 0.11, "loses 12.0%"), (36.0, 0.13, "gains -12.0%"),
-])
-def test_a_region_that_loses_to_plain_aten_by_more_than_the_noise_is_run_by_it(
-    tmp_path: Path, library: Doubled, overhead_us: float, noise: float, gain: str
+@pytest.mark.parametrize(("overhead_us", "kept"), [(30.0, True), (36.0, False)])
+def test_a_region_that_loses_to_plain_aten_is_run_by_it(
+    tmp_path: Path, library: Doubled, overhead_us: float, kept: bool
 ) -> None:
     """Five ops of 10 us; two kernels and a matmul: 20 us, and what they cost each other."""
-    plan, tuner, _ = planned(tmp_path, together_us=lambda kernels: overhead_us * (kernels > 1), noise=noise)
-    kept = gain.startswith("gains")
+    plan, tuner, _ = planned(tmp_path, together_us=lambda kernels: overhead_us if kernels > 1 else 0.0)
     assert tuner.play_offs[-1] == (5, 3)
     assert {group.implementation for group in plan.record.groups} == ({"cpp", "aten"} if kept else {"aten"})
     assert plan.record.planned_us == pytest.approx(20.0 if kept else 50.0)
     words = plan.record.evidence.reason
-    assert f"{gain} {'on' if kept else 'to'} plain ATen" in words
+    assert ("gains 0.0% on plain ATen" if kept else "loses 12.0% to plain ATen") in words
 
 
 def test_nothing_measured_means_no_library_call(tmp_path: Path, library: Doubled) -> None:

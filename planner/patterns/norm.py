@@ -62,8 +62,6 @@ def _embedding_inputs(shape: Shape, dtype: str) -> Specs:
 
 
 NORMED, ADDED = rows("x", weights=("weight",)), rows("residual", "x", weights=("weight",))
-
-
 _BOTH = ("hidden", "out")
 NORM_PATTERNS = {
     "rms_norm": Pattern(rms_norm, NORMED, *OVER_ROWS, "x / sqrt(mean(x^2) + eps) * weight"),

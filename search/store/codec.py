@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -35,10 +36,8 @@ def stored(database: CaptureStore, kind: type[T], prefix: str) -> list[T]:
     """Every capture of one kind under ``prefix``; what cannot be read is left out."""
     found = []
     for data in database.captures(f"{prefix}/").values():
-        try:
+        with contextlib.suppress(RecordError):
             found.append(from_data(kind, data))
-        except RecordError:
-            continue
     return found
 
 

@@ -25,8 +25,7 @@ def shipped_files(device: str = "") -> tuple[Path, ...]:
     """Export files in the installed package (``search/store/records/<device key>-<regime>.jsonl``), in name order; of
     one device, if given.
     """
-    found = FOLDER.glob("*.jsonl") if FOLDER.is_dir() else ()
-    return tuple(sorted(path for path in found if path.name.startswith(device)))
+    return tuple(sorted(FOLDER.glob(f"{device}*.jsonl")))
 
 
 class LayeredDatabase:

@@ -72,8 +72,6 @@ Parameter: TypeAlias = Annotated[int, between(-(2**31), 2**31 - 1)]
 #: Positions of ops in a region.
 Positions: TypeAlias = Annotated[tuple[int, ...], _positions]
 
-
-_CALL = form(r"[A-Za-z0-9_.+-]{0,128}", "a name of a call")
 _CALL = form(r"[A-Za-z0-9_.+-]{0,128}", "a name of a call")
 
 

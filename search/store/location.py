@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -165,18 +166,34 @@ def check_ours(file: Path, why: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def locked(file: Path | None, exclusive: bool = False) -> Iterator[None]:
+    """Hold a lock on the folder of ``file``: shared to open the file, exclusive to put another in its place.
+
+    SQLite opens the companions of a file by name: a connection to the old file must not find the new one's. Where the
+    file system has no such locks, files are opened without, and the exclusive one is an OSError.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(*([] if exclusive else [OSError])):
+            if file is not None:
+                folder = os.open(file.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+                # Closing alone would leave it to a process that another thread has forked meanwhile.
+                stack.callback(fcntl.flock, folder, fcntl.LOCK_UN)
+        yield
+
+
 def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:
     """Rename a database of ours that SQLite finds corrupt (``why``) beside itself, with SQLite's companions: its new
     name, or None when another file had taken its place.
 
-    Of many processes that find it corrupt one renames it, holding a lock on it, and what that one starts afresh is no
-    longer the file that the others ``found``.
+    Of many processes that find it corrupt one renames it, and what that one starts afresh is no longer the file that
+    the others ``found``.
     """
     try:
-        with file.open("rb") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            opened = os.fstat(held.fileno())
-            if identity(file) != found or (opened.st_dev, opened.st_ino) != found:
+        with locked(file, exclusive=True):
+            if identity(file) != found:
                 return None
             check_ours(file, why)
             name = f"{file.name}.corrupt-" + now().replace(":", "").replace("+0000", "Z")
@@ -186,8 +203,6 @@ def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:
                 with contextlib.suppress(FileNotFoundError):
                     file.with_name(file.name + suffix).rename(target.with_name(target.name + suffix))
             return target
-    except FileNotFoundError:
-        return None
     except OSError as error:
         raise DatabaseError(f"corrupt database {_shown(file)} cannot be set aside ({error})") from None
 

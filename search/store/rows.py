@@ -15,13 +15,12 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.errors import RecordError, brief
 from fuseplan.search.store import codec, tables
-from fuseplan.search.store.limits import Count, Key, Label, Numerics, Regime, Time, form
+from fuseplan.search.store.limits import Count, Label, Time, form
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 
 R = TypeVar("R", TuningRecord, PlanRecord)
 #: What a device or a capture is called: ``cpu-...``, ``summary/...``.
 _NAME = form(r"[A-Za-z0-9_.+/-]{1,255}", "a name")
-
 
 
 def same_key(table: Table, key: RecordKey) -> ColumnElement[bool]:
@@ -130,14 +129,10 @@ def device_spec(data: Mapping[str, Any]) -> DeviceSpec:
     return codec.from_data(DeviceSpec, {name: value for name, value in data.items() if name != "schema_version"})
 
 
-@dataclass(frozen=True)
-class _Miss:
+@dataclass(frozen=True, kw_only=True)
+class _Miss(RecordKey):
     """The columns of a miss."""
 
-    workload: Key
-    device: Key
-    regime: Regime
-    numerics: Numerics
     label: Label
     payload: Mapping[str, Any]
     first_seen: Time

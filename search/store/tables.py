@@ -36,8 +36,6 @@ _INHERITED: list[Any] = []
 _FIXED = "immutable=1"
 #: Seconds a writer waits for another process's transaction.
 _BUSY_S = 30.0
-#: How often a corrupt file is replaced before giving up.
-_ATTEMPTS = 3
 #: What drivers raise: their own errors, and Python's for values that they cannot read, bind or hold.
 DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError)
 
@@ -93,21 +91,21 @@ def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
                 f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"
             ) from None
         location.file_size(file)
-    engine = _engine(url)
-    for _ in range(_ATTEMPTS):
+    with location.locked(file):
         found = None if file is None else location.identity(file)
+        engine = _engine(url)
         try:
             _create_or_check(engine)
             return engine
         except CorruptDatabaseError as error:
+            engine.dispose()  # now: SQLite removes the companions that lie there when it closes the file
             if file is None or found is None or not set_aside:
                 raise
-            engine.dispose()
-            # None: another process has been quicker, and what lies there now is fresh.
-            if (moved := location.move_aside(file, found, str(error))) is not None:
-                warnings.warn(f"{error}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
-    again = "is corrupt again each time that it is made afresh"
-    raise CorruptDatabaseError(f"tuning database {location_name(url)} {again}")
+            why = str(error)
+    # None: another process has been quicker, and what lies there now is fresh.
+    if (moved := location.move_aside(file, found, why)) is not None:
+        warnings.warn(f"{why}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
+    return open_for_writing(url, set_aside=moved is None)
 
 
 def open_for_reading(url: sa.URL) -> sa.Engine | None:
@@ -119,7 +117,8 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
         return None
     engine = _engine(url, "" if file is None else "mode=ro")
     try:
-        return engine if check_schema(engine) else None
+        with location.locked(file):
+            return engine if check_schema(engine) else None
     except CorruptDatabaseError as error:
         if file is not None:
             location.check_ours(file, str(error))

@@ -17,8 +17,6 @@ from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecor
 from fuseplan.search.store.rows import device_spec, json_row, record_row
 
 _FORMAT = "fuseplan-records"
-
-
 #: What a line that holds a record begins with.
 KINDS: Mapping[type[TuningRecord | PlanRecord], str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import sqlite3
 import subprocess
 import sys
@@ -15,8 +18,8 @@ from sqlalchemy import Engine, event
 
 from fuseplan.planner.cli import main
 from fuseplan.search.errors import DatabaseError, ForeignDatabaseError, SchemaVersionError
-from fuseplan.search.store import location, maintenance
-from fuseplan.search.store.database import Database
+from fuseplan.search.store import location, maintenance, tables
+from fuseplan.search.store.database import Database, Mode
 
 
 @pytest.fixture
@@ -44,6 +47,18 @@ def ruined(path: Path, mark: bool = True) -> bytes:
 def set_aside(path: Path) -> list[Path]:
     """The files that were set aside, without SQLite's companions."""
     return [file for file in path.parent.glob(f"{path.name}.corrupt-*") if not file.name.endswith(("-wal", "-shm"))]
+
+
+def can_be_replaced(path: Path) -> bool:
+    """Whether a process that finds the file corrupt may set it aside now."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(folder)
 
 
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "made before there was a mark"])
@@ -111,6 +126,58 @@ def test_who_finds_a_fresh_database_in_a_corrupt_ones_place_leaves_it(path: Path
     assert location.move_aside(path, found, "") is None
     assert Database(path).get_record(tuning("acknowledged").key).hit
     assert len(set_aside(path)) == 1
+
+
+@pytest.mark.parametrize("mode", ["write", "read", "inspect"])
+def test_no_file_is_set_aside_while_another_process_opens_it(
+    path: Path, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite opens the log of a file by its name: it would find the log of the file that takes its place."""
+    with Database(path) as made:
+        made.put_record(tuning())
+    check, free = tables.check_schema, []
+
+    def checked(engine: Engine) -> bool:
+        free.append(can_be_replaced(path))
+        return check(engine)
+
+    monkeypatch.setattr(tables, "check_schema", checked)
+    with Database(path, mode=mode) as database:
+        assert free == [False]
+        assert can_be_replaced(path)  # a database that is open holds nobody up
+        assert database.get_record(tuning().key).hit
+
+
+def test_a_process_forked_while_a_file_is_opened_does_not_keep_the_lock(path: Path) -> None:
+    path.parent.mkdir()
+    waiting, go = os.pipe()
+    with location.locked(path):
+        if not (child := os.fork()):
+            os.read(waiting, 1)
+            os._exit(0)
+    try:
+        assert can_be_replaced(path)
+    finally:
+        os.write(go, b"1")
+        os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_opens_files_and_sets_none_aside(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = ruined(path)
+
+    def flock(_folder: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(DatabaseError, match=r"cannot be set aside .*No locks available"):
+        Database(path)
+    assert path.read_bytes() == content and set_aside(path) == []
+    fresh = path.with_name("fresh.db")
+    with Database(fresh) as database:
+        database.put_record(tuning())
+    assert Database(fresh, mode="read").get_record(tuning().key).hit
 
 
 OPENERS = """

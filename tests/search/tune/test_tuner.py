@@ -73,7 +73,7 @@ def test_a_gain_within_the_threshold_keeps_the_incumbents(db: Database) -> None:
 
 
 def test_the_back_end_is_one_of_the_choices(db: Database) -> None:
-    record = tuner(db, FakeBackend(), OtherBackend(floor_us=4.0)).tune(SUBJECT)
+    record = tuner(db, FakeBackend(), OtherBackend(floor_us=3.0)).tune(SUBJECT)
     assert record.backend == "other"
     assert record.enumerated == 38
     tied = tuner(db, FakeBackend(), OtherBackend()).tune(FakeSubject(key="tied"))

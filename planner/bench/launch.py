@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -50,8 +49,8 @@ Name = tuple[str, str, str]
 class LaunchRow:
     """Host time of one kind of call (:data:`Name`).
 
-    ``host_us`` are microseconds until the call returns, None when it failed; the device is not waited for.
-    ``statements`` are those of databases during all its calls; ``note`` says why it failed.
+    ``host_us`` are microseconds until the call returns, None when it failed (``note`` says why); the device is not
+    waited for.
     """
 
     subject: str
@@ -60,7 +59,6 @@ class LaunchRow:
     host_us: float | None = None
     p20_us: float | None = None
     p80_us: float | None = None
-    statements: int = 0
     note: str = ""
 
 
@@ -153,34 +151,14 @@ def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, arguments: Sequ
 
 def _timed(calls: Mapping[Name, Call], seconds: float, device: str) -> list[LaunchRow]:
     """A row of every kind of call, timed in interleaved rounds."""
-    from sqlalchemy import event
-    from sqlalchemy.engine import Engine
-
-    seen = 0
-
-    def count(*_: Any) -> None:
-        nonlocal seen
-        seen += 1
-
     samples: dict[Name, list[float]] = {name: [] for name in calls}
-    statements = dict.fromkeys(calls, 0)
-    event.listen(Engine, "before_cursor_execute", count)
-    try:
-        with no_collection():
-            end, rounds = time.perf_counter() + seconds, 0
-            while rounds < _MIN_ROUNDS or time.perf_counter() < end:
-                rounds += 1
-                for name, call in calls.items():
-                    before = seen
-                    samples[name].append(_sample_us(call, device))
-                    statements[name] += seen - before
-    finally:
-        event.remove(Engine, "before_cursor_execute", count)
-    rows = []
-    for name, own in samples.items():
-        median, low, high = np.quantile(own, (0.5, 0.2, 0.8)).tolist()
-        rows.append(LaunchRow(*name, median, low, high, statements[name]))
-    return rows
+    with no_collection():
+        end, rounds = time.perf_counter() + seconds, 0
+        while rounds < _MIN_ROUNDS or time.perf_counter() < end:
+            rounds += 1
+            for name, call in calls.items():
+                samples[name].append(_sample_us(call, device))
+    return [LaunchRow(*name, *np.quantile(own, (0.5, 0.2, 0.8)).tolist()) for name, own in samples.items()]
 
 
 def _sample_us(call: Call, device: str) -> float:
@@ -193,7 +171,7 @@ def _sample_us(call: Call, device: str) -> float:
 
 
 def launch_verdict(calls: pd.DataFrame, lookups: pd.DataFrame) -> list[str]:
-    """Sentences that answer the bars: host time of a fused group, look-ups at compile, look-ups per call."""
+    """Sentences that answer the bars: host time of a fused group, and of look-ups at compile."""
     lines = []
     for subject, part in calls[calls["host_us"].notna()].groupby("subject", sort=False):
         times = {(row["what"], row["outputs"]): row["host_us"] for row in part.to_dict("records")}
@@ -203,7 +181,6 @@ def launch_verdict(calls: pd.DataFrame, lookups: pd.DataFrame) -> list[str]:
             for outputs, words in _JUDGED.items() if (GROUP, outputs) in times
         ]
         lines.append("; ".join([f"{subject}: host time of a call: {said}", *bars]))
-        lines.append(f"{subject}: {int(part['statements'].sum())} database statements in all these calls")
     return [
         *lines,
         *(f"{row['subject']}: look-up at compile {row['database_us']:.0f} us a region in the database, "

@@ -126,4 +126,4 @@ def test_launches_are_timed(session: Session) -> None:
     found = {(row.what, row.outputs): row for row in rows}
     assert (launch.TRITON, "given") in found
     for row in rows:
-        assert row.host_us is not None and row.statements == 0, row
+        assert row.host_us is not None, row

@@ -21,7 +21,7 @@ from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementation
 from fuseplan.search.store.record import ATEN, TuningRecord
-from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.contest import ONE_OP_GAIN, Contest
 from fuseplan.search.tune.tuner import Tuner
 from fuseplan.search.workers.jobs import UNFUSED, Calls
 
@@ -182,7 +182,8 @@ class MeasuredPrices(ModelPrices):
         record = self.record(choice)
         if record is None and choice not in self._screened_s:
             self._screened_s[choice] = self._screen_s(choice)
-        alone_s = self._screened_s[choice] if record is None else kernel_s(record)
+        least = ONE_OP_GAIN[self.book.device_type] if len(choice.group.ops) == 1 else -math.inf
+        alone_s = self._screened_s[choice] if record is None else _kernel_s(record, least)
         return alone_s + self.delay_us(choice) * 1e-6
 
     def _screen_s(self, choice: Choice) -> float:
@@ -209,9 +210,9 @@ class MeasuredPrices(ModelPrices):
             self.learner.add(name, same, sample)
 
 
-def kernel_s(record: TuningRecord) -> float:
-    """Time of a record's kernel; infinite for "do not fuse": other groups, or single ops, cover its ops then."""
-    if record.fused is None or not (record.fuse or record.undecided):
+def _kernel_s(record: TuningRecord, least: float) -> float:
+    """Time of a record's kernel; infinite where it is not to be used, or does not gain ``least``."""
+    if record.fused is None or not (record.undecided or (record.fuse and record.gain > least)):
         return math.inf
     return record.fused.median_us * 1e-6
 

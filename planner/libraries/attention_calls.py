@@ -54,6 +54,8 @@ class AttentionCall:
         if isinstance(call, str):
             return call
         if not self.folded:
+            if self.backend == "flash" and group.device_type == "cpu":  # sdp_utils_cpp.cpp
+                return "on CPUs it is what ATen's op calls"
             return BACKENDS[self.backend](call)
         return call.why_not_foldable() or BACKENDS[self.backend](call.folded())
 

@@ -15,7 +15,7 @@ from fuseplan.planner.cost.prices import MeasuredPrices
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
-from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.contest import ONE_OP_GAIN, Contest
 from fuseplan.search.timing.sequence import Part
 
 #: Incumbents that may lose to the loop's partition before it is taken.
@@ -24,9 +24,6 @@ _MAX_INCUMBENTS = 3
 _HOPELESS = 0.5
 #: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
 _LONG_S = 0.02
-#: What a library's call has to gain on ATen's op, by device. Two runs of one pair of calls differ by almost as much,
-#: with where their results lie in memory; on CPUs by more.
-_LIBRARY_GAIN = {"cpu": 0.15, "cuda": 0.06}
 _INCUMBENT, _CHALLENGER = "incumbent", "challenger"
 #: How a gain is known, in words.
 _BY_PRICES, _INTERLEAVED = "by the times of its groups", "in an interleaved run"
@@ -96,7 +93,7 @@ class MeasuredRegion:
         named = {one.implementation.name: one for one in (plain, *calls)}
         aten, *others = (name for name in named if name in contest.samples)
         self._unclear = any(contest.undecided(name, aten) for name in others)
-        least = max(self.margin, _LIBRARY_GAIN[prices.book.device_type])
+        least = max(self.margin, ONE_OP_GAIN[prices.book.device_type])
         winner = contest.winner(aten, [name for name in others if contest.gain(name, aten) > least])
         times = dict(zip(named, prices.measure_s(tuple(named.values())), strict=True))
         chosen = Priced(named[winner], times[winner], measured=True)

@@ -223,7 +223,7 @@ class PlanWriter:
         if measured_us is not None:
             reason = "measured; the chosen cover costs less"
         elif tuning is not None and tuning.fused is not None:
-            reason = "not faster than its ops unfused"
+            reason = "not clearly faster than its ops unfused"
             measured_us = tuning.fused.median_us
         else:
             failures = prices.failures if isinstance(prices, MeasuredPrices) else {}

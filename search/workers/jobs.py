@@ -19,7 +19,7 @@ import torch
 from fuseplan.kernels.ir.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest
+from fuseplan.search.timing.contest import ONE_OP_GAIN, Contest, contest, decisive, mean_contest, middle_of_three
 from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
@@ -164,7 +164,11 @@ def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject]) ->
                 runs[name] = subject.eager
             else:
                 failed[name] = f"wrong result: {verdict.reason}"
-        return Calls(decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED), failed)
+
+        def timed() -> Contest:
+            return decisive(bench.timer, runs, _Desk(bench, plain).operands, bench.decide_s, UNFUSED)
+
+        return Calls(middle_of_three(timed, UNFUSED, ONE_OP_GAIN[desk.device]), failed)
 
 
 def screen_config(
@@ -230,15 +234,19 @@ def decide_sides(
     bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
 ) -> Contest:
     """Time whole sequences of kernels against each other; as :meth:`~fuseplan.search.tune.tuner.Tuner.play_off`."""
-    with torch.no_grad():
-        device = bench.target.device_type
+    device, incumbent = bench.target.device_type, next(iter(sides))
+
+    def timed() -> Contest:
         shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, device))
         runs = {
             side: sequence([parts[name] for name in names], shared, kept, bench.target)
             for side, names in sides.items()
         }
         operands = _rotating(bench, shared.tensors, shared.hot)
-        return decisive(bench.timer, runs, operands, bench.decide_s, next(iter(sides)))
+        return decisive(bench.timer, runs, operands, bench.decide_s, incumbent)
+
+    with torch.no_grad():
+        return middle_of_three(timed, incumbent, 0.0)
 
 
 def release() -> None:

@@ -106,10 +106,10 @@ class ScriptedTuner:
         self.tuned.append(subject.label)
         self.minor.append(minor)
         fuse = not self.refuses(subject)
+        fused, unfused = self.fused_us(subject) * self.noisy(), self.unfused_us * len(compute_nodes(subject))
         record = TuningRecord(
-            RecordKey(subject.key, "dev"), subject.label, fuse, "cpp", {"unroll": 2},
-            measured(self.fused_us(subject) * self.noisy()),
-            measured(self.unfused_us * len(compute_nodes(subject))), 0.5, 0.1, 0.01, 1e-7, 1e-7, (), (), {}, 4, 2, 2,
+            RecordKey(subject.key, "dev"), subject.label, fuse, "cpp", {"unroll": 2}, measured(fused),
+            measured(unfused), 1 - fused / unfused, 0.1, 0.01, 1e-7, 1e-7, (), (), {}, 4, 2, 2,
             {}, Evidence(now(), Versions.current("cpu"), 0, 0.1), subject.work,
         )
         self.database.put_record(record)

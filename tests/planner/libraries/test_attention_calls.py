@@ -19,7 +19,8 @@ from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.rewrites import attention_backends
 from fuseplan.planner.rewrites.attention_backends import Attention
 
-CPU_CALLS = [call for call in ATTENTION_CALLS if call.backend in ("flash", "math")]
+FLASH = AttentionCall("flash")
+CPU_CALLS = [call for call in ATTENTION_CALLS if call.backend in ("flash", "math") and call != FLASH]
 
 
 def whole(
@@ -194,6 +195,19 @@ def test_pytorch_has_the_last_word_on_its_device(monkeypatch: pytest.MonkeyPatch
     assert AttentionCall("math").refuse(on_cuda(of(times=4))) is None
 
 
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_on_cpus_the_op_calls_flash_attention_itself(kind: str, times: int, dtype: torch.dtype) -> None:
+    """So that both names are one call, and no choice."""
+    made = whole(2, 3, times, 1, 127, kind, dtype=dtype)
+    with torch.profiler.profile() as profile:
+        made.eager()
+    called = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in called
+    assert "what ATen's op calls" in (FLASH.refuse(made.group) or "")
+
+
 def test_rows_that_do_not_start_at_whole_vectors() -> None:
     padded = heads(2, 2, 17, 65, HALF)[..., :64]
     made = on_cuda(attention(padded, padded, padded))
@@ -205,7 +219,7 @@ def test_rows_that_do_not_start_at_whole_vectors() -> None:
 def test_back_ends_of_gpus_and_other_ops_are_refused() -> None:
     for call in ATTENTION_CALLS:
         reason = call.refuse(whole(1, 3, 4, 1, 17, dtype=HALF).group)
-        assert reason is None if call in CPU_CALLS else "CUDA" in (reason or "")
+        assert reason is None if call in CPU_CALLS else ("ATen's op" if call == FLASH else "CUDA") in (reason or "")
         assert "no call of attention" in (call.refuse(on_cuda(relu())) or "")
 
 

@@ -45,6 +45,19 @@ def sizes(record: PlanRecord) -> list[int]:
     return sorted(len(group.ops) for group in record.groups)
 
 
+@pytest.mark.parametrize(("ops", "fused_us", "way"), [
+    (1, 8.4, "aten"), (1, 8.0, "cpp"),  # the kernel of one op saves no launch: it has to gain 18 %
+    (2, 16.8, "cpp"), (2, 20.2, "aten"),
+])
+def test_the_kernel_of_one_op_has_to_gain_as_much_as_a_librarys_call(
+    tmp_path: Path, ops: int, fused_us: float, way: str
+) -> None:
+    table = by_length(*(15.0,) * (ops - 1), fused_us)
+    record, _ = plan(tmp_path, ScriptedTuner, ops, fused_us=lambda subject: table[len(compute_nodes(subject))],
+                     refuses=lambda subject: table[len(compute_nodes(subject))] > 10.0 * len(compute_nodes(subject)))
+    assert {group.implementation for group in record.groups} == {way}
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_never_unseats_the_nominal_cover(tmp_path: Path, seed: int) -> None:
     """One kernel of 10.2 us or two of 5 us: 2 % apart, under screenings that are off by up to 30 %."""

@@ -75,8 +75,8 @@ def _apart(session: Session, rejected: tuple[Alternative, ...]) -> str:
 
 
 def test_a_boundary_that_was_measured_names_both_times(session: Session) -> None:
-    words = _apart(session, (Alternative((0, 1), "silu+mul", "not faster than its ops unfused", 4.0, 5.5),))
-    assert "between A and B: tried as one kernel: 5.50 us, apart 2.00 + 2.00 us; not faster" in words
+    words = _apart(session, (Alternative((0, 1), "silu+mul", "not clearly faster than its ops unfused", 4.0, 5.5),))
+    assert "between A and B: tried as one kernel: 5.50 us, apart 2.00 + 2.00 us; not clearly faster" in words
     assert "not chosen: silu+mul, 2 ops (5.50 us measured; 4.00 us predicted)" in words
 
 

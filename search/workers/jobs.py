@@ -19,7 +19,7 @@ import torch
 from fuseplan.kernels.ir.backend import Backend, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.contest import ONE_OP_GAIN, Contest, contest, decisive, mean_contest, middle_of_three
+from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest, middle_of_three
 from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
@@ -164,11 +164,7 @@ def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject]) ->
                 runs[name] = subject.eager
             else:
                 failed[name] = f"wrong result: {verdict.reason}"
-
-        def timed() -> Contest:
-            return decisive(bench.timer, runs, _Desk(bench, plain).operands, bench.decide_s, UNFUSED)
-
-        return Calls(middle_of_three(timed, UNFUSED, ONE_OP_GAIN[desk.device]), failed)
+        return Calls(decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED), failed)
 
 
 def screen_config(
@@ -246,7 +242,7 @@ def decide_sides(
         return decisive(bench.timer, runs, operands, bench.decide_s, incumbent)
 
     with torch.no_grad():
-        return middle_of_three(timed, incumbent, 0.0)
+        return middle_of_three(timed, incumbent)
 
 
 def release() -> None:

@@ -22,9 +22,7 @@ from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
-from fuseplan.search.timing.contest import ONE_OP_GAIN, Contest
 from fuseplan.search.timing.timers import CpuTimer
-from fuseplan.search.workers import jobs
 from fuseplan.search.workers.jobs import UNFUSED, Bench, contest_calls
 
 LINEAR = "aten.linear.default"
@@ -148,29 +146,6 @@ def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> No
     assert set(found.contest.samples) == {UNFUSED, "right"} and CALLS
     assert found.failed["raises"] == "RuntimeError: no such algorithm"
     assert found.failed["wrong"].startswith("wrong result: output 0")
-
-
-def test_calls_that_noise_cannot_tell_from_the_threshold_run_again_on_other_operands(
-    library: Doubled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = gated()
-    (linear,) = (node.name for node in graph if node.op == LINEAR)
-    book = GroupBook(graph, "fp32", "cpu")
-    (group,) = (one for region in find_regions(graph) for one in single_candidates(graph, region)
-                if one.ops == (linear,))
-    seen: list[list[tuple[torch.Tensor, ...]]] = []
-
-    def close(_timer: object, runs: Any, operands: Any, *_: object) -> Contest:
-        seen.append(list(operands))
-        assert set(runs) == {UNFUSED, "right"}
-        return Contest({UNFUSED: (10.0,) * 7, "right": (10.0 * (1 - ONE_OP_GAIN["cpu"]),) * 7}, 0.05, "eager")
-
-    monkeypatch.setattr(jobs, "decisive", close)
-    plain, calls = book.subject(group), {"right": book.call_subject(group, library)}
-    contest_calls(Bench(TARGET, CpuTimer(), decide_s=0.002), plain, calls)
-    assert len(seen) == 3
-    places = [{one.data_ptr() for operands in sets for one in operands} for sets in seen]
-    assert not (places[0] & places[1]) and not (places[0] & places[2]) and not (places[1] & places[2])
 
 
 def test_a_plan_whose_library_call_is_gone_is_refused(tmp_path: Path, library: Doubled, monkeypatch: Any) -> None:

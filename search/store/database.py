@@ -211,7 +211,7 @@ class Database:
             return
         if self.broken:
             raise DatabaseError(f"{self.where} cannot be read")
-        engine = tables.open_for_writing(self.url, set_aside=False)
+        engine = tables.open_for_writing(self.url, set_aside=0)
         try:
             yield engine
         finally:

@@ -36,6 +36,8 @@ _INHERITED: list[Any] = []
 _FIXED = "immutable=1"
 #: Seconds a writer waits for another process's transaction.
 _BUSY_S = 30.0
+#: How often a corrupt file is replaced before giving up.
+_ATTEMPTS = 3
 #: What drivers raise: their own errors, and Python's for values that they cannot read, bind or hold.
 DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError)
 
@@ -76,11 +78,11 @@ MISSES = sa.Table(
 CAPTURES = sa.Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
 
 
-def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
+def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS) -> sa.Engine:
     """An engine whose tables exist; :class:`DatabaseError` where that cannot be.
 
-    With ``set_aside`` a corrupt database of ours is kept beside a fresh one, with a warning that names both files. What
-    is not ours to change is left as it is.
+    A corrupt database of ours is kept beside a fresh one, at most ``set_aside`` times, with a warning that names both
+    files. What is not ours to change is left as it is.
     """
     file = sqlite_file(url)
     if file is not None:
@@ -105,7 +107,7 @@ def open_for_writing(url: sa.URL, set_aside: bool = True) -> sa.Engine:
     # None: another process has been quicker, and what lies there now is fresh.
     if (moved := location.move_aside(file, found, why)) is not None:
         warnings.warn(f"{why}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
-    return open_for_writing(url, set_aside=moved is None)
+    return open_for_writing(url, set_aside - 1)
 
 
 def open_for_reading(url: sa.URL) -> sa.Engine | None:

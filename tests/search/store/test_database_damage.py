@@ -17,7 +17,7 @@ from search_records import HERE, tuning
 from sqlalchemy import Engine, event
 
 from fuseplan.planner.cli import main
-from fuseplan.search.errors import DatabaseError, ForeignDatabaseError, SchemaVersionError
+from fuseplan.search.errors import CorruptDatabaseError, DatabaseError, ForeignDatabaseError, SchemaVersionError
 from fuseplan.search.store import location, maintenance, tables
 from fuseplan.search.store.database import Database, Mode
 
@@ -146,6 +146,15 @@ def test_no_file_is_set_aside_while_another_process_opens_it(
         assert free == [False]
         assert can_be_replaced(path)  # a database that is open holds nobody up
         assert database.get_record(tuning().key).hit
+
+
+def test_who_always_comes_too_late_gives_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another file is in its place each time that it comes to set a corrupt one aside, and that is corrupt, too."""
+    content = ruined(path)
+    monkeypatch.setattr(location, "move_aside", lambda *_: None)
+    with pytest.raises(CorruptDatabaseError, match="is corrupt"):
+        Database(path)
+    assert path.read_bytes() == content
 
 
 def test_a_process_forked_while_a_file_is_opened_does_not_keep_the_lock(path: Path) -> None:

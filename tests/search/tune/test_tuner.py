@@ -22,6 +22,7 @@ from fuseplan.search.tune import decision
 from fuseplan.search.tune.space import enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent, Tuner
+from fuseplan.search.workers import jobs
 from fuseplan.search.workers.jobs import Entrant
 from fuseplan.search.workers.worker import Outcome
 
@@ -121,6 +122,23 @@ def test_a_play_off_runs_fused_kernels_and_unfused_chains(db: Database) -> None:
     assert found.time("both").median_us == pytest.approx(record.fused.median_us + record.unfused.median_us, rel=0.05)
     broken = Part(SUBJECT, backend, {"tile": "none"})
     assert tuned.play_off({"a": broken, "b": Part(SUBJECT)}, {"a": ["a"], "b": ["b"]}) is None
+
+
+def test_a_play_off_without_a_clear_winner_runs_again_on_other_operands(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gains = iter((-0.02, 0.03, 0.01))
+    seen: list[list[torch.Tensor]] = []
+
+    def close(_timer: object, runs: object, operands: Operands, *_: object) -> Contest:
+        seen.append([one for inputs in operands for one in inputs])
+        return Contest({"a": (10.0,) * 7, "b": (10.0 * (1 - next(gains)),) * 7}, 0.05, "eager")
+
+    monkeypatch.setattr(jobs, "decisive", close)
+    found = tuner(db).play_off({"one": Part(SUBJECT)}, {"a": ["one"], "b": ["one"]})
+    assert found is not None and found.gain("b", "a") == pytest.approx(0.01)
+    assert len(seen) == 3
+    assert not {id(one) for one in seen[0]} & {id(one) for one in seen[1]}
 
 
 def test_a_play_off_times_sequences_on_the_same_operands_in_turn(db: Database) -> None:

@@ -1,4 +1,4 @@
-"""The GPU tests under compute-sanitizer's memcheck, in pytest-xdist's workers beside each other.
+"""The GPU tests in pytest-xdist's workers beside each other, each under a compute-sanitizer (memcheck) of its own.
 
     python tests/checks/sanitize.py [--slices 14] [--minutes 8] [--out results/DEVICE/memcheck.md] [-k WORDS]
 
@@ -44,7 +44,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-from sanitize_plugin import RESULTS, SECONDS, TESTS
+from sanitize_plugin import PROCESS, RESULTS, SECONDS, TESTS
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 #: Marks of tests that are left out.
@@ -211,27 +211,35 @@ class Checker:
         made.pop("PYTORCH_NO_CUDA_MEMORY_CACHING", None)
         return made | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if kind == SINGLE else {})
 
-    def run(self, kind: str, command: Sequence[str], output: Path, limit_s: float, **more: str) -> int | None:
-        """The exit status of a command; None where it took too long, and was killed.
+    def checked_python(self, folder: Path) -> Path:
+        """A script that is called as Python is, and runs it under a tool of its own: ``folder/PROCESS.log``.
 
-        No backtraces of the host: collecting one at each launch is slow, and keeps Python's frames alive, with the
-        tensors in them.
+        One tool over pytest and all its workers never came to a test. No backtraces of the host: collecting one at each
+        launch is slow, and keeps Python's frames alive, with the tensors in them.
         """
-        prefix = [] if kind == PLAIN else [
+        command = [
             self.tool, "--tool", "memcheck", "--target-processes", "all", "--report-api-errors", "no",
             "--require-cuda-init", "no", "--launch-timeout", "300", "--show-backtrace", "device",
-            "--error-exitcode", "86", "--log-file", str(output.parent / "%p.log"),
+            "--error-exitcode", "86", "--log-file",
         ]
-        output.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        script, log = folder / "python", f"{shlex.quote(str(folder))}/$$.log"
+        script.write_text(
+            f'#!/bin/sh\nexport {PROCESS}=$$\nexec {shlex.join(command)} {log} {shlex.quote(sys.executable)} "$@"\n')
+        script.chmod(0o755)
+        return script
+
+    def run(self, kind: str, command: Sequence[str], output: Path, limit_s: float, **more: str) -> int | None:
+        """The exit status of a command; None where it took too long, and was killed."""
         with output.open("w") as file, subprocess.Popen(
-            [*prefix, *command], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             env={**self.environment(kind), **more}, start_new_session=True,
         ) as process:
             try:
                 return process.wait(limit_s)
             except BaseException as error:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    os.killpg(process.pid, signal.SIGINT)  # pytest ends its workers, and memcheck writes summaries
+                    process.send_signal(signal.SIGINT)  # pytest ends its workers, and memcheck writes summaries
                     process.wait(self.args.grace_seconds)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -254,14 +262,15 @@ class Checker:
             return
         self.passes += 1
         folder = self.folder / f"{self.passes}-{kind.replace(' ', '-')}"
-        folder.mkdir()
+        python, slices = self.checked_python(folder), min(self.args.slices, len(names))
         tests, results, output = folder / "tests.txt", folder / "results.jsonl", folder / "output.txt"
         tests.write_text("\n".join(sorted(names, key=lambda name: not _matches(name, LONG))))
         limit_s = self.args.test_seconds * (2 if kind == PLAIN else 1)
         command = [
-            sys.executable, "-m", "pytest", "-p", "sanitize_plugin", "-n", str(min(self.args.slices, len(names))),
-            "--maxschedchunk", "1", "--max-worker-restart", "100", "-p", "no:cacheprovider", "-q", "--tb=short",
-            "--color=no", f"--timeout={limit_s}", *self.args.tests,
+            sys.executable, "-m", "pytest", "-p", "sanitize_plugin", "--dist", "load", "--tx",
+            f"{slices}*popen" + ("" if kind == PLAIN else f"//python={python}"), "--maxschedchunk", "1",
+            "--max-worker-restart", "100", "-p", "no:cacheprovider", "-q", "--tb=short", "--color=no",
+            f"--timeout={limit_s}", *self.args.tests,
         ]
         more = {TESTS: str(tests), RESULTS: str(results), SECONDS: str(limit_s + self.args.grace_seconds)}
         self.run(kind, command, output, left_s, **more)
@@ -286,7 +295,8 @@ class Checker:
     def control(self, where: str) -> str:
         """Why memcheck's silence means nothing: it did not see a wrong kernel. Empty when it did."""
         output = self.folder / f"control-{where}" / "output.txt"
-        self.run(SINGLE, [sys.executable, str(SUPPORT / "sanitize_control.py"), where], output, 180.0)
+        python = self.checked_python(output.parent)
+        self.run(SINGLE, [str(python), str(SUPPORT / "sanitize_control.py"), where], output, 180.0)
         found = read_logs(output.parent)
         return "" if found.errors else "\n".join([*found.trouble, *output.read_text().splitlines()[-8:]]) or "nothing"
 

@@ -16,24 +16,23 @@ from sanitize import SINGLE, Attempt, Findings, Run, read_logs
 
 pytest.importorskip("xdist")
 
-#: Runs its command and writes what compute-sanitizer would: an error for each line that a process left for it.
+#: Runs its command and writes what compute-sanitizer would: an error for each line that its processes left for it.
 TOOL = r'''#!{python}
 import os, subprocess, sys, pathlib
 if "--version" in sys.argv: print("Version 0.0 (a fake)"); sys.exit()
-command = sys.argv[sys.argv.index(next(a for a in sys.argv if a.endswith(".log"))) + 1:]
-folder = pathlib.Path(sys.argv[sys.argv.index("--log-file") + 1]).parent
-process = subprocess.Popen(command, env={{**os.environ, "CHECKED": str(folder)}})
+log = pathlib.Path(sys.argv[sys.argv.index("--log-file") + 1])
+command = sys.argv[sys.argv.index(str(log)) + 1:]
+checked = log.with_suffix("")
+checked.mkdir()
+process = subprocess.Popen(command, env={{**os.environ, "CHECKED": str(checked)}})
 try: status = process.wait()
 except KeyboardInterrupt: status = process.wait()
-if "sanitize_control.py" in " ".join(command): (folder / "1.errors").write_text("Invalid __global__ write of size 4\n")
-found = 0
-for path in folder.glob("*.errors"):
-    wrong = path.read_text().splitlines()
-    found += len(wrong)
-    if {dying_words} or not path.with_suffix(".died").exists():
-        lines = ["COMPUTE-SANITIZER", *wrong, f"ERROR SUMMARY: {{len(wrong)}} errors"]
-        path.with_suffix(".log").write_text("".join(f"========= {{line}}\n" for line in lines))
-sys.exit(86 if found else status)
+if "sanitize_control.py" in " ".join(command): (checked / "1.errors").write_text("Invalid __global__ write of size 4\n")
+wrong = [line for path in checked.glob("*.errors") for line in path.read_text().splitlines()]
+lines = ["COMPUTE-SANITIZER", *wrong, f"ERROR SUMMARY: {{len(wrong)}} errors"]
+if {dying_words} or not list(checked.glob("*.died")):
+    log.write_text("".join(f"========= {{line}}\n" for line in lines))
+sys.exit(86 if wrong else status)
 '''
 TESTS = '''
 import atexit, os, signal, time, pytest

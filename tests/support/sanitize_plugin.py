@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 TESTS, RESULTS, SECONDS = "SANITIZE_TESTS", "SANITIZE_RESULTS", "SANITIZE_SECONDS"
+#: What a worker's log of memcheck is called.
+PROCESS = "SANITIZE_PROCESS"
 #: After these errors a CUDA context is of no further use.
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
 #: Lines of a traceback that are kept: the last ones.
@@ -57,7 +59,7 @@ class Watch:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
     report = yield
-    report.process = os.getpid()  # type: ignore[attr-defined]
+    report.process = int(os.environ.get(PROCESS, os.getpid()))  # type: ignore[attr-defined]
     return report
 
 

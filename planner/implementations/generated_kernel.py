@@ -29,6 +29,8 @@ class GeneratedKernel:
         return book.backend_for(group, self.backends, self.target)
 
     def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+        if book.device_type == "cpu" and len(group.ops) == 1 and not group.inputs:
+            return "it only fills memory: on CPUs that takes as long as the memory lets it, whoever does it"
         return None if self.backend_for(book, group) is not None else "no back end can express the group here"
 
     def work(self, book: GroupBook, group: Candidate) -> Work:

@@ -9,12 +9,15 @@ import torch
 from graphs import Builder
 from kernel_reference import run_reference
 from lower_oracle import compute_ops, rms_norm
+from reference_backend import ReferenceBackend
+from scripted_tuner import TARGET
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.aten_op import ATTENTION, MATMUL, UNFUSED, AtenOp
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import group_subject, op_group, op_subject
 from fuseplan.planner.work.group_work import kernel_work, op_work
@@ -54,6 +57,21 @@ def test_matmuls_attention_and_other_ops_have_calibrations_of_their_own() -> Non
         for region in find_regions(graph) for one in single_candidates(graph, region)
     }
     assert found == {"scaled_dot_product_attention": ATTENTION, "linear": MATMUL, "neg": UNFUSED}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_on_cpus_no_kernel_only_fills_memory(device_type: str) -> None:
+    b = Builder(x=torch.randn(4, 8))
+    zeros = b("aten.zeros.default", size=[4, 8], dtype=torch.float32, layout=None, device=torch.device("cpu"))
+    graph = b.graph(b("aten.add.Tensor", zeros, "x"), b("aten.sum.dim_IntList", zeros, dim=[-1]))
+    book = GroupBook(graph, "fp32", device_type)
+    kernels = GeneratedKernel((ReferenceBackend(),), TARGET)
+    region = find_regions(graph)[0]
+    refused = {
+        tuple(graph.op(op).op.split(".")[1] for op in one.ops)
+        for one in enumerate_candidates(graph, region, legal=book.legal).candidates if kernels.refuse(book, one)
+    }
+    assert refused == ({("zeros",)} if device_type == "cpu" else set())
 
 
 def test_the_work_of_an_op_counts_the_views_that_eager_makes_for_it() -> None:

@@ -46,7 +46,7 @@ def sizes(record: PlanRecord) -> list[int]:
 
 
 @pytest.mark.parametrize(("ops", "fused_us", "way"), [
-    (1, 8.3, "aten"), (1, 8.1, "cpp"),  # the kernel of one op saves no launch: it has to gain 18 %
+    (1, 7.6, "aten"), (1, 7.4, "cpp"),  # the kernel of one op saves no launch: it has to gain 25 %
     (2, 16.8, "cpp"), (2, 20.2, "aten"),
 ])
 def test_the_kernel_of_one_op_has_to_gain_as_much_as_a_librarys_call(

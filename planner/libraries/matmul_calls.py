@@ -1,7 +1,7 @@
 """What PyTorch offers for a matmul besides the op itself: libraries by name, and other ops that give the same numbers.
 
 * ``matmul.cublas`` and ``matmul.cublaslt`` run the same op with the other of NVIDIA's two libraries.
-* ``matmul.onednn`` is oneDNN's linear op, on CPUs.
+* ``matmul.onednn`` is oneDNN's linear op, on CPUs in float32; half as wide types PyTorch gives to oneDNN itself.
 * ``matmul.addmm`` adds a linear's bias inside the matmul where PyTorch adds it to the product.
 * ``matmul.unbatched`` is one product for a batch that reads one matrix. PyTorch reads it for every part of the batch.
 * ``matmul.gemv`` is a matrix times a vector.
@@ -32,8 +32,8 @@ from fuseplan.planner.rewrites.packing import pack_operands
 
 _LINEAR, _MM, _BMM, _ADDMM, _MATMUL = (
     f"aten.{name}.default" for name in ("linear", "mm", "bmm", "addmm", "matmul"))
-#: Types that every form computes in, with oneDNN's names for those that not every CPU has.
-_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": None}
+#: Types that every form computes in.
+_TYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,10 @@ def _onednn(found: _Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
     """oneDNN's inner product, as TorchInductor calls it, on a weight that is not packed."""
     if found.op != _LINEAR or found.device_type != "cpu":
         return "it runs linear ops on CPUs only"
+    if found.left.dtype != "float32":
+        return "PyTorch calls it anyway"
     if not torch.backends.mkldnn.is_available():
         return "PyTorch was built without oneDNN"
-    short = _TYPES[found.left.dtype]
-    if short is not None and not getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")():
-        return f"oneDNN does not compute in {found.left.dtype} here"
     if not _is_contiguous(found.right):
         return "the weight is not contiguous"
     op = torch.ops.mkldnn._linear_pointwise.default

@@ -15,7 +15,7 @@ from fuseplan.planner.cost.prices import MeasuredPrices
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
-from fuseplan.search.timing.contest import ONE_OP_GAIN, Contest
+from fuseplan.search.timing.contest import CALL_GAIN, Contest
 from fuseplan.search.timing.sequence import Part
 
 #: Incumbents that may lose to the loop's partition before it is taken.
@@ -93,9 +93,10 @@ class MeasuredRegion:
         named = {one.implementation.name: one for one in (plain, *calls)}
         aten, *others = (name for name in named if name in contest.samples)
         self._unclear = any(contest.undecided(name, aten) for name in others)
-        least = max(self.margin, ONE_OP_GAIN[prices.book.device_type])
-        winner = contest.winner(aten, [name for name in others if contest.gain(name, aten) > least])
+        least = max(self.margin, CALL_GAIN[prices.book.device_type])
         times = dict(zip(named, prices.measure_s(tuple(named.values())), strict=True))
+        gains = {name: 1 - times[name] / times[aten] for name in others}
+        winner = contest.winner(aten, [name for name in others if gains[name] > least])
         chosen = Priced(named[winner], times[winner], measured=True)
         rejected = sorted(
             (Priced(named[name], time_s, measured=True) for name, time_s in times.items() if name != winner),
@@ -106,7 +107,6 @@ class MeasuredRegion:
             (chosen,), chosen.cost_s, best_s, chosen.cost_s == best_s, len(named), len(self.problem.choices), 1,
             times[aten], tuple(rejected),
         )
-        gains = {name: contest.gain(name, aten) for name in others}
         story = f"gains {gains[winner]:.1%} on ATen's op" if winner in gains else (
             f"no call of a library gains {least:.1%} on ATen's op beyond noise (the best {max(gains.values()):.1%}, "
             f"with a noise of {contest.noise:.1%})" if gains

@@ -98,13 +98,13 @@ def test_the_faster_way_to_run_a_matmul_is_chosen(
     assert again.regions[0].record.groups == plan.record.groups
 
 
-@pytest.mark.parametrize(("library_us", "name"), [(7.6, "aten"), (7.4, "fake.linear")])
+@pytest.mark.parametrize(("library_us", "name"), [(8.1, "aten"), (7.9, "fake.linear")])
 def test_a_call_that_hardly_gains_leaves_the_matmul_to_aten(
     tmp_path: Path, library: Doubled, library_us: float, name: str
 ) -> None:
     plan, _, _ = planned(tmp_path, library_us={library.name: library_us})
     assert name in {group.implementation for group in plan.record.groups}
-    kept = "no call of a library gains 25.0% on ATen's op beyond noise" in plan.record.evidence.reason
+    kept = "no call of a library gains 20.0% on ATen's op beyond noise" in plan.record.evidence.reason
     assert kept is (name == "aten")
 
 

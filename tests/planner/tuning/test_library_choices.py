@@ -22,8 +22,9 @@ from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
+from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.timers import CpuTimer
-from fuseplan.search.workers.jobs import UNFUSED, Bench, contest_calls
+from fuseplan.search.workers.jobs import UNFUSED, Bench, Calls, contest_calls
 
 LINEAR = "aten.linear.default"
 
@@ -106,6 +107,16 @@ def test_a_call_that_hardly_gains_leaves_the_matmul_to_aten(
     assert name in {group.implementation for group in plan.record.groups}
     kept = "no call of a library gains 20.0% on ATen's op beyond noise" in plan.record.evidence.reason
     assert kept is (name == "aten")
+
+
+def test_medians_say_what_a_call_gains(tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """21 % from median to median, 7 % in the median of the differences."""
+    samples = {UNFUSED: (10.0, 10.0, 14.0, 14.0, 14.0), library.name: (9.0, 9.0, 11.0, 13.0, 13.0)}
+    found = Calls(Contest(samples, 0.0, "eager"), {})
+    monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *_: lambda: found)
+    plan, _, _ = planned(tmp_path)
+    assert library.name in {group.implementation for group in plan.record.groups}
+    assert "gains 21.4% on ATen's op" in plan.record.evidence.reason
 
 
 @pytest.mark.parametrize(("fails", "name"), [((0,), "fake.linear"), ((0, 1), "aten")])

@@ -165,7 +165,7 @@ def contest(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
     max_rounds: int = _MAX_ROUNDS,
 ) -> Contest:
-    """Time all contestants in interleaved rounds, each starting with another one, on the same operand set.
+    """Time all contestants in interleaved rounds, each starting with another one.
 
     A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
     processor is never left alone. At least a few rounds are run, however long they take, and no more than

@@ -48,7 +48,17 @@ def test_long_calls_are_timed_one_by_one() -> None:
     sample = VirtualTimer().prepare(taking(5000.0, calls=calls), OPERANDS)
     calls.clear()
     sample(2)
-    assert [int(inputs[0]) for inputs in calls] == [2]
+    assert len(calls) == 1
+
+
+def test_what_one_contestant_has_just_read_is_not_what_the_next_one_reads() -> None:
+    calls: list[tuple[torch.Tensor, ...]] = []
+    timer = VirtualTimer()
+    samples = [timer.prepare(taking(5000.0, calls=calls), OPERANDS) for _ in range(2)]
+    calls.clear()
+    for number in range(2 * len(OPERANDS)):
+        samples[number % 2](number // 2)
+    assert [int(inputs[0]) for inputs in calls] == [*range(len(OPERANDS)), *range(len(OPERANDS))]
 
 
 def test_summary_is_median_and_interquartile_range() -> None:

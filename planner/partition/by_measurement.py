@@ -93,7 +93,7 @@ class MeasuredRegion:
         named = {one.implementation.name: one for one in (plain, *calls)}
         aten, *others = (name for name in named if name in contest.samples)
         self._unclear = any(contest.undecided(name, aten) for name in others)
-        least = max(self.margin, CALL_GAIN[prices.book.device_type])
+        least = max(self.margin, CALL_GAIN)
         times = dict(zip(named, prices.measure_s(tuple(named.values())), strict=True))
         gains = {name: 1 - times[name] / times[aten] for name in others}
         winner = contest.winner(aten, [name for name in others if gains[name] > least])

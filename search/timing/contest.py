@@ -20,9 +20,9 @@ MIN_GAIN = 0.01
 #: Up to this noise, a gain that is within the noise says that the two are alike. Where the noise is larger, it says
 #: nothing.
 MAX_NOISE = 0.2
-#: What the call of a library has to gain on ATen's op, by device, and what the kernel of one op. Two runs of one pair
-#: differ by almost as much, with where their results lie in memory; on CPUs by more, and most where both are short.
-CALL_GAIN, ONE_OP_GAIN = {"cpu": 0.2, "cuda": 0.06}, {"cpu": 0.25, "cuda": 0.06}
+#: What the call of a library has to gain on ATen's op, and the kernel of one op by device. Two runs of one pair differ
+#: by almost as much, with where their results lie in memory; those of short ops on CPUs by more.
+CALL_GAIN, ONE_OP_GAIN = 0.06, {"cpu": 0.25, "cuda": 0.06}
 #: How many times longer the runs take that repeat one without an answer.
 _LONGER = (2, 4)
 #: What a change of plan may lose under one of several conditions for a gain in their mean.

@@ -99,24 +99,24 @@ def test_the_faster_way_to_run_a_matmul_is_chosen(
     assert again.regions[0].record.groups == plan.record.groups
 
 
-@pytest.mark.parametrize(("library_us", "name"), [(8.1, "aten"), (7.9, "fake.linear")])
+@pytest.mark.parametrize(("library_us", "name"), [(9.5, "aten"), (9.3, "fake.linear")])
 def test_a_call_that_hardly_gains_leaves_the_matmul_to_aten(
     tmp_path: Path, library: Doubled, library_us: float, name: str
 ) -> None:
     plan, _, _ = planned(tmp_path, library_us={library.name: library_us})
     assert name in {group.implementation for group in plan.record.groups}
-    kept = "no call of a library gains 20.0% on ATen's op beyond noise" in plan.record.evidence.reason
+    kept = "no call of a library gains 6.0% on ATen's op beyond noise" in plan.record.evidence.reason
     assert kept is (name == "aten")
 
 
 def test_medians_say_what_a_call_gains(tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """21 % from median to median, 7 % in the median of the differences."""
-    samples = {UNFUSED: (10.0, 10.0, 14.0, 14.0, 14.0), library.name: (9.0, 9.0, 11.0, 13.0, 13.0)}
+    """14 % from median to median, 4 % in the median of the differences."""
+    samples = {UNFUSED: (20.0, 20.0, 28.0, 28.0, 28.0), library.name: (19.0, 19.0, 24.0, 27.0, 27.0)}
     found = Calls(Contest(samples, 0.0, "eager"), {})
     monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *_: lambda: found)
-    plan, _, _ = planned(tmp_path, library_us={library.name: 11.0})
+    plan, _, _ = planned(tmp_path, library_us={library.name: 24.0})
     assert library.name in {group.implementation for group in plan.record.groups}
-    assert "gains 21.4% on ATen's op" in plan.record.evidence.reason
+    assert "gains 14.3% on ATen's op" in plan.record.evidence.reason
 
 
 @pytest.mark.parametrize(("fails", "name"), [((0,), "fake.linear"), ((0, 1), "aten")])

@@ -47,8 +47,9 @@ def test_long_calls_are_timed_one_by_one() -> None:
     calls: list[tuple[torch.Tensor, ...]] = []
     sample = VirtualTimer().prepare(taking(5000.0, calls=calls), OPERANDS)
     calls.clear()
-    sample(2)
-    assert len(calls) == 1
+    for number in range(2):
+        sample(number)
+        assert [int(inputs[0]) for inputs in calls] == [*range(number + 1)]
 
 
 def test_what_one_contestant_has_just_read_is_not_what_the_next_one_reads() -> None:

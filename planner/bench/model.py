@@ -64,13 +64,13 @@ class ForwardTimer(Timer):
         assert isinstance(run, Forward)
         go = self._recorded(run) if self.regime == "graph" else self._warm(run)
 
-        def sample(number: int, calls: int) -> float:
+        def sample(calls: int) -> float:
             rewind(run.kwargs, run.workload)
             return self._time(go, calls)
 
         # No more calls than the other half of a cache has room for.
         most = max(1, run.workload.kv_len // 2 - 1) if run.workload.kv_len else _MAX_CALLS
-        calls = math.ceil(_SAMPLE_US / max(sample(0, 1), 1.0))
+        calls = math.ceil(_SAMPLE_US / max(sample(1), 1.0))
         return partial(sample, calls=min(most, _MAX_CALLS, calls))
 
     @staticmethod

@@ -214,7 +214,7 @@ def _rounds(
         start = timer.clock()
         while len(clean) < max_rounds:
             number = len(clean) + len(disturbed)
-            tried = {name: _undisturbed(timer, samplers[name], number) for name in _turn(list(samplers), number)}
+            tried = {name: _undisturbed(timer, samplers[name]) for name in _turn(list(samplers), number)}
             found = {name: value for name, (value, _) in tried.items()}
             (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
             spent = timer.clock() - start
@@ -237,11 +237,11 @@ def _turn(names: list[str], number: int) -> list[str]:
     return turn if number % 2 == 0 else turn[-2::-1] + turn[-1:]
 
 
-def _undisturbed(timer: Timer, sampler: Sampler, number: int) -> tuple[float, bool]:
+def _undisturbed(timer: Timer, sampler: Sampler) -> tuple[float, bool]:
     """A sample that nothing else disturbed, else the fastest of a few, for disturbances only ever add; and which."""
     fastest = math.inf
     for _ in range(_TRIES):
-        value, undisturbed = timer.observe(sampler, number)
+        value, undisturbed = timer.observe(sampler)
         if undisturbed:
             return value, True
         fastest = min(fastest, value)

@@ -89,7 +89,7 @@ def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measur
         sample = timer.prepare(run, operands)
         start = timer.clock()
         while True:
-            value, undisturbed = timer.observe(sample, len(clean) + len(disturbed))
+            value, undisturbed = timer.observe(sample)
             (clean if undisturbed else disturbed).append(value)
             spent = timer.clock() - start
             enough = len(clean) >= _SCREEN_SAMPLES or (spent >= seconds and len(clean) >= _MIN_CLEAN)

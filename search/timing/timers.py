@@ -25,8 +25,8 @@ from fuseplan.costmodel.probe.yardstick import processor_yardstick
 Run: TypeAlias = Callable[..., object]
 #: Operand sets, used in turn.
 Operands: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
-#: Microseconds per call of one batch; the argument is the number of the round.
-Sampler: TypeAlias = Callable[[int], float]
+#: Microseconds per call of one batch.
+Sampler: TypeAlias = Callable[[], float]
 
 #: What is overwritten between cold calls: at least this much, and several times the last-level cache.
 _MIN_FLUSH_BYTES = 256 * 2**20
@@ -72,11 +72,11 @@ class Timer(ABC):
         """Whether the device runs at its full speed at this moment."""
         return True
 
-    def observe(self, sampler: Sampler, number: int) -> tuple[float, bool]:
+    def observe(self, sampler: Sampler) -> tuple[float, bool]:
         """A sample, and whether nothing disturbed it."""
         before = self.disturbances()
         steady = self.steady()
-        value = sampler(number)
+        value = sampler()
         return value, steady and self.disturbances() == before and self.steady()
 
     @abstractmethod
@@ -109,7 +109,7 @@ class HostTimer(Timer):
             run(*operands[number % len(operands)])
         repetitions = self._calibrate(run, operands)
 
-        def sample(number: int) -> float:
+        def sample() -> float:
             first, self.turn = self.turn, self.turn + repetitions
             if repetitions > 1:
                 # Whoever ran before has left its own code and data in the caches.
@@ -185,7 +185,7 @@ class CudaGraphTimer(Timer):
         if wanted > 2 * launches:
             launches = wanted
             graph = record_calls(_calls(run, operands, launches), stream)
-        return lambda number: replay_us(graph, launches)
+        return lambda: replay_us(graph, launches)
 
     @staticmethod
     def _calibrate(run: Run, operands: Operands, stream: torch.cuda.Stream) -> int:
@@ -234,7 +234,7 @@ class ColdTimer(Timer):
         self._times_us(run, operands, calls)  # so that the blocks of a sample's results are there
         # Cold calls of one kernel often fall into two clusters. The median of a few jumps between them; their mean does
         # not. It leaves out the least and the largest.
-        return lambda number: statistics.fmean(sorted(self._times_us(run, operands, calls))[1:-1])
+        return lambda: statistics.fmean(sorted(self._times_us(run, operands, calls))[1:-1])
 
     def _times_us(self, run: Run, operands: Operands, calls: int) -> list[float]:
         pairs = [(self._event(), self._event()) for _ in range(calls)]

@@ -91,7 +91,7 @@ class _Counting(Timer):
         time_us = run()
         if time_us is None:
             raise RuntimeError("not capturable")
-        return lambda number: float(str(time_us))
+        return lambda: float(str(time_us))
 
 
 def test_a_contestant_that_fails_leaves_the_others_in_the_race() -> None:
@@ -116,7 +116,7 @@ def test_nobody_but_eager_always_follows_the_same_neighbour() -> None:
         def prepare(self, run: Run, operands: Operands) -> Sampler:
             name = str(run())
 
-            def sample(number: int) -> float:
+            def sample() -> float:
                 order.append(name)
                 return 1.0
 
@@ -143,7 +143,7 @@ def test_who_ran_before_does_not_decide_which_cluster_a_median_is_of(
         def prepare(self, run: Run, operands: Operands) -> Sampler:
             name = str(run())
 
-            def sample(number: int) -> float:
+            def sample() -> float:
                 nonlocal last
                 found = 100.0 if name == EAGER else 14.0 if last == EAGER else 12.5
                 last = name
@@ -270,8 +270,8 @@ def test_cache_is_put_back_before_it_is_full() -> None:
 
     forward = bench_model.Forward(call, (), {"past_key_values": cache}, decode(1, 16))
     sample = bench_model.ForwardTimer("cpu").prepare(forward, [()])
-    for number in range(5):
-        sample(number)
+    for _ in range(5):
+        sample()
     # Half full is 8 of 16; whatever the speed of this machine, the cache never overflows.
     assert max(calls) <= 16 and min(calls) == 9
 

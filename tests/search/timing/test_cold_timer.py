@@ -53,7 +53,7 @@ def test_calls_meet_an_overwritten_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     operands = [(torch.tensor(number),) for number in range(3)]
     sample = timer.prepare(run, operands)
     warm = len(seen)
-    assert sample(0) == 250.0  # the slow one is the largest
+    assert sample() == 250.0  # the slow one is the largest
     calls = seen[warm:]
     assert all(flushed for _, flushed in calls)
     assert [number for number, _ in calls] == [0, 1, 2, 0]  # a millisecond of calls of 250 us
@@ -82,7 +82,7 @@ def test_the_calls_of_a_sample_write_to_several_blocks(
 
     sample = ColdTimer(l2_bytes=1024, device="cpu", event=clock.event).prepare(run, [(torch.zeros(1024),)])
     peak = 0
-    sample(0)
+    sample()
     assert (peak, alive) == (most, 0)
 
 
@@ -113,14 +113,14 @@ def test_what_is_held_leaves_room_for_the_next_call(room: int, monkeypatch: pyte
             timer.prepare(run, operands)
         return
     samples = [timer.prepare(run, operands) for _ in range(2)]
-    assert [sample(0) for sample in samples] == pytest.approx([10.0, 10.0])
+    assert [sample() for sample in samples] == pytest.approx([10.0, 10.0])
     assert (failures, alive) == (1, 0)
 
 
 def sample_of(calls_ms: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr("fuseplan.search.timing.timers._MIN_FLUSH_BYTES", 4096)
     clock = _Clock(calls_ms)
-    return ColdTimer(l2_bytes=1024, device="cpu", event=clock.event).prepare(clock.run, [(torch.zeros(1),)])(0)
+    return ColdTimer(l2_bytes=1024, device="cpu", event=clock.event).prepare(clock.run, [(torch.zeros(1),)])()
 
 
 @pytest.mark.parametrize("slow", [4, 5, 6])

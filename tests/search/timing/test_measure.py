@@ -32,14 +32,14 @@ def test_batches_are_calibrated_and_operands_rotate() -> None:
     calls: list[tuple[torch.Tensor, ...]] = []
     sample = VirtualTimer().prepare(taking(100.0, calls=calls), OPERANDS)
     calls.clear()
-    assert sample(0) == pytest.approx(100.0)
+    assert sample() == pytest.approx(100.0)
     # 10 timed calls of 100 us make the 1 ms batch, after one untimed call on the set before.
     assert len(calls) == 11
     values = [int(inputs[0]) for inputs in calls]
     assert values[1:] == [n % 3 for n in range(10)]
     assert values[0] == 2
     calls.clear()
-    sample(1)
+    sample()
     assert int(calls[1][0]) == 10 % 3
 
 
@@ -48,7 +48,7 @@ def test_long_calls_are_timed_one_by_one() -> None:
     sample = VirtualTimer().prepare(taking(5000.0, calls=calls), OPERANDS)
     calls.clear()
     for number in range(2):
-        sample(number)
+        sample()
         assert [int(inputs[0]) for inputs in calls] == [*range(number + 1)]
 
 
@@ -58,7 +58,7 @@ def test_what_one_contestant_has_just_read_is_not_what_the_next_one_reads() -> N
     samples = [timer.prepare(taking(5000.0, calls=calls), OPERANDS) for _ in range(2)]
     calls.clear()
     for number in range(2 * len(OPERANDS)):
-        samples[number % 2](number // 2)
+        samples[number % 2]()
     assert [int(inputs[0]) for inputs in calls] == [*range(len(OPERANDS)), *range(len(OPERANDS))]
 
 
@@ -82,7 +82,7 @@ def test_calibration_survives_a_stall() -> None:
     # The second timed call is undisturbed: a batch of ten, not of one.
     sample = VirtualTimer().prepare(disturbed_every(100.0, 3), OPERANDS)
     before = CLOCK.now
-    sample(0)
+    sample()
     assert CLOCK.now - before > 10 * 100e-6
 
 
@@ -180,6 +180,6 @@ def test_samples_beside_an_unsteady_processor_count_as_disturbed() -> None:
     def run(*inputs: torch.Tensor) -> None:
         slow_when(*inputs)
 
-    assert timer.observe(lambda number: 5.0, 0) == (5.0, True)  # questions 1 and 2
-    assert timer.observe(lambda number: 5.0, 0) == (5.0, False)
+    assert timer.observe(lambda: 5.0) == (5.0, True)  # questions 1 and 2
+    assert timer.observe(lambda: 5.0) == (5.0, False)
     assert screen(timer, run, OPERANDS, seconds=0.05).median_us == pytest.approx(2000.0)

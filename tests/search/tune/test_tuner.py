@@ -210,7 +210,7 @@ class HostBoundTimer(ShortTimer):
 
     def prepare(self, run: Run, operands: Operands) -> Sampler:
         sample = super().prepare(run, operands)
-        return lambda number: max(40.0, sample(number))
+        return lambda: max(40.0, sample())
 
 
 class BlindTimer(HostBoundTimer):
@@ -255,7 +255,7 @@ class ColdLosesTimer(ShortTimer):
     class Cold(ShortTimer):
         def prepare(self, run: Run, operands: Operands) -> Sampler:
             sample = super().prepare(run, operands)
-            return lambda number: 200.0 if sample(number) < 20.0 else 50.0
+            return lambda: 200.0 if sample() < 20.0 else 50.0
 
     def from_memory(self, l2_bytes: int) -> Timer | None:
         return ColdLosesTimer.Cold()

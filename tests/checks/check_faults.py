@@ -319,7 +319,7 @@ def said_badly(name: str, outcome: Ended) -> list[str]:
     killed = name in ("kill", "int", "term", "hanging compiler")
     wrong = []
     if outcome.status not in (_OF_SIGNALS if killed else {0, 1, 2}):
-        wrong.append(f"status {outcome.status}")
+        wrong.append(f"status {outcome.status}: {outcome.err.strip()[-600:]}")
     lines = [line for line in outcome.err.splitlines() if line.startswith("plan: error:")]
     if not killed and outcome.status and len(lines) != 1:
         wrong.append(f"{len(lines)} lines of errors: {outcome.err.strip()[-300:]}")

@@ -58,6 +58,7 @@ def _root(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Options that stand before or after any command."""
+    import numpy  # noqa: F401  # where torch is the one to load it, a Ctrl-C meanwhile is lost and leaves half of it
 
 
 def run(argv: Sequence[str]) -> int:

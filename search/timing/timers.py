@@ -74,8 +74,7 @@ class Timer(ABC):
 
     def observe(self, sampler: Sampler) -> tuple[float, bool]:
         """A sample, and whether nothing disturbed it."""
-        before = self.disturbances()
-        steady = self.steady()
+        before, steady = self.disturbances(), self.steady()
         value = sampler()
         return value, steady and self.disturbances() == before and self.steady()
 

@@ -12,7 +12,8 @@ from fuseplan.kernels.cpp.config import PARAMETERS, config_space, default_settin
 from fuseplan.kernels.cpp.emitter import emit_cpp
 from fuseplan.kernels.cpp.launch import CppKernel, load_kernel
 from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
-from fuseplan.kernels.ir.ir import KernelIR, validate
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.validate import validate
 from fuseplan.kernels.native.build import COMPILER_NAMES, Compiler, build_library, default_cache_dir, required_compiler
 
 

@@ -6,14 +6,28 @@ import math
 from collections.abc import Iterator, Mapping
 
 from fuseplan.kernels.ir.index import Size, evaluate
-from fuseplan.kernels.ir.ir import Apply, Instr, Iota, KernelIR, Load, Reduce, Segment, ancestors, operands
+from fuseplan.kernels.ir.ir import (
+    Apply,
+    Dot,
+    Instr,
+    Iota,
+    KernelIR,
+    Load,
+    Reduce,
+    RowValue,
+    Segment,
+    ancestors,
+    operands,
+)
 
 
 def value_axes(segment: Segment) -> list[frozenset[int]]:
     """For each value, the coordinates it depends on."""
     found: list[frozenset[int]] = []
     for instr in segment.body:
-        own = instr.index.axes() if isinstance(instr, Load | Iota) else set()
+        own = instr.index.axes() if isinstance(instr, Load | Iota | Dot) else set()
+        if isinstance(instr, Dot | RowValue):  # all rows tell it apart, though its left side may not know some
+            own = {*own, *range(segment.col_axis)}
         axes = frozenset(own).union(*(found[arg] for arg in operands(instr)))
         found.append(axes - {segment.col_axis} if isinstance(instr, Reduce) else axes)
     return found

@@ -149,7 +149,27 @@ class Reduce:
     arg: int
 
 
-Instr: TypeAlias = Load | Const | Iota | Apply | Cast | Round | Reduce
+@dataclass(frozen=True)
+class Dot:
+    """What product number ``product`` of the segment sums to, for the row at hand and row ``index`` of its right side."""
+
+    dtype: RegisterType
+    product: int
+    index: Index
+
+
+@dataclass(frozen=True)
+class RowValue:
+    """Value ``value`` of the left side of product number ``product``: one number per row."""
+
+    dtype: RegisterType
+    product: int
+    value: int
+
+
+Instr: TypeAlias = Load | Const | Iota | Apply | Cast | Round | Reduce | Dot | RowValue
+#: Instructions that have an index.
+_INDEXED = (Load, Iota, Dot)
 
 
 def operands(instr: Instr) -> tuple[int, ...]:
@@ -216,13 +236,32 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A matmul: sums over an inner dimension of the left side's value times the right side's.
+
+    Both sides are bodies without stores whose columns are the inner dimension. Rows of the left side are those of the
+    segment; rows of the right side are what a :class:`Dot` picks from.
+    """
+
+    left: Segment
+    left_value: int
+    right: Segment
+    right_value: int
+
+
+@dataclass(frozen=True)
 class Segment:
-    """One iteration space and its body. ``rows`` are parallel; ``cols`` is the innermost, reduced dimension."""
+    """One iteration space and its body. ``rows`` are parallel; ``cols`` is the innermost, reduced dimension.
+
+    The body of a segment with ``products`` is their epilogue: it reads sums (:class:`Dot`), and numbers that their left
+    sides have for each row (:class:`RowValue`).
+    """
 
     rows: tuple[Size, ...]
     cols: Size
     body: tuple[Instr, ...]
     stores: tuple[Store, ...]
+    products: tuple[Product, ...] = ()
 
     @property
     def col_axis(self) -> int:
@@ -246,12 +285,12 @@ class Segment:
 
     def indices(self) -> Iterator[Index]:
         """Every index of its body and stores."""
-        yield from (instr.index for instr in self.body if isinstance(instr, Load | Iota))
+        yield from (instr.index for instr in self.body if isinstance(instr, _INDEXED))
         yield from (store.index for store in self.stores)
 
     def with_indices(self, change: Callable[[Index], Index]) -> Segment:
         """The same with each of its :meth:`indices` changed."""
-        body = (replace(one, index=change(one.index)) if isinstance(one, Load | Iota) else one for one in self.body)
+        body = (replace(one, index=change(one.index)) if isinstance(one, _INDEXED) else one for one in self.body)
         stores = (replace(store, index=change(store.index)) for store in self.stores)
         return replace(self, body=tuple(body), stores=tuple(stores))
 
@@ -263,8 +302,8 @@ class Segment:
         """For each value: True when it is one number per row (depends on no column)."""
         result: list[bool] = []
         for instr in self.body:
-            own = isinstance(instr, Load | Iota) and self.col_axis in instr.index.axes()
-            result.append(isinstance(instr, Reduce) or (not own and all(result[arg] for arg in operands(instr))))
+            own = isinstance(instr, _INDEXED) and self.col_axis in instr.index.axes()
+            result.append(isinstance(instr, Reduce | RowValue) or (not own and all(result[arg] for arg in operands(instr))))
         return tuple(result)
 
     def store_per_row(self, store: Store) -> bool:
@@ -292,6 +331,12 @@ class KernelIR:
         return tuple(buffer for buffer in self.buffers if buffer.is_output)
 
     @property
+    def bodies(self) -> tuple[Segment, ...]:
+        """Its segments, and the sides of their products."""
+        sides = (side for segment in self.segments for one in segment.products for side in (one.left, one.right))
+        return (*self.segments, *sides)
+
+    @property
     def overwritten(self) -> dict[int, int]:
         """For positions among the outputs, the position of the input that each lies over."""
         return {number: one.over for number, one in enumerate(self.outputs) if one.over is not None}
@@ -301,7 +346,7 @@ class KernelIR:
         """Names of the dynamic sizes, sorted: the trailing integer arguments of the kernel."""
         sizes = [size for buffer in self.buffers for size in (*buffer.shape, *buffer.strides)]
         found: set[str] = set()
-        for segment in self.segments:
+        for segment in self.bodies:
             sizes += [*segment.rows, segment.cols]
             sizes += [size for gather in segment.gathers() for size in (gather.stride, gather.extent)]
             found.update(*(index.symbols() for index in segment.indices()))
@@ -330,41 +375,8 @@ def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
     indexed = segment.with_indices(lambda index: index.bind(symbols))
     body = tuple(replace(one, gather=bound(one.gather)) if isinstance(one, Load) else one for one in indexed.body)
     stores = tuple(replace(store, scatter=bound(store.scatter)) for store in indexed.stores)
-    return Segment(evaluate_all(segment.rows, symbols), evaluate(segment.cols, symbols), body, stores)
-
-
-def validate(ir: KernelIR) -> None:
-    """Raise ``ValueError`` naming the first malformed part: an emitter may rely on what passes here."""
-    for number, buffer in enumerate(ir.buffers):
-        if buffer.dtype not in ITEMSIZE:
-            raise ValueError(f"buffer {buffer.name}: unsupported dtype {buffer.dtype}")
-        if buffer.is_output != (number >= len(ir.inputs)):
-            raise ValueError(f"buffer {buffer.name}: inputs come before outputs")
-        if buffer.over is not None and not (buffer.is_output and 0 <= buffer.over < len(ir.inputs)):
-            raise ValueError(f"buffer {buffer.name}: lies over buffer {buffer.over}, which is no input")
-    for read in {load.buffer for segment in ir.segments for load in segment.loads} & set(ir.overwritten.values()):
-        raise ValueError(f"buffer {ir.buffers[read].name} is loaded, and an output lies over it")
-    for number, segment in enumerate(ir.segments):
-        _validate_segment(ir, number, segment)
-
-
-def _validate_segment(ir: KernelIR, number: int, segment: Segment) -> None:
-    for value, instr in enumerate(segment.body):
-        where = f"segment {number}, value {value} ({type(instr).__name__})"
-        if any(arg >= value for arg in operands(instr)):
-            raise ValueError(f"{where}: operands must be defined earlier")
-        if isinstance(instr, Load) and not 0 <= instr.buffer < len(ir.buffers):
-            raise ValueError(f"{where}: no buffer {instr.buffer}")
-        if isinstance(instr, Load) and instr.gather is not None and instr.mask is None:
-            raise ValueError(f"{where}: a gather without a mask could read outside its buffer")
-        if isinstance(instr, Apply) and len(instr.args) != op_spec(instr.op).arity:
-            raise ValueError(f"{where}: {instr.op} takes {op_spec(instr.op).arity} operands")
-        if isinstance(instr, Reduce) and instr.kind not in REDUCTIONS:
-            raise ValueError(f"{where}: unknown reduction {instr.kind}")
-    if not segment.stores:
-        raise ValueError(f"segment {number} stores nothing")
-    for store in segment.stores:
-        if not ir.buffers[store.buffer].is_output:
-            raise ValueError(f"segment {number}: store into input buffer {ir.buffers[store.buffer].name}")
-        if store.scatter is not None and not segment.per_row[store.scatter.value]:
-            raise ValueError(f"segment {number}: a store's address is data that changes from column to column")
+    products = tuple(
+        replace(one, left=_bind_segment(one.left, symbols), right=_bind_segment(one.right, symbols))
+        for one in segment.products
+    )
+    return Segment(evaluate_all(segment.rows, symbols), evaluate(segment.cols, symbols), body, stores, products)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.coalesce import coalesce, split_words
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment, validate
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment
+from fuseplan.kernels.ir.validate import validate
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec

@@ -25,8 +25,8 @@ from fuseplan.kernels.ir.ir import (
     Segment,
     Store,
     register_type,
-    validate,
 )
+from fuseplan.kernels.ir.validate import validate
 from fuseplan.kernels.ir.ops import float32_bits, op_spec
 
 

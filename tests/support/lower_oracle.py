@@ -6,7 +6,7 @@ import torch
 from graphs import Builder, wide
 from kernel_reference import run_reference
 
-from fuseplan.kernels.ir.ir import validate
+from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.subject import _widened, chain_module

@@ -11,7 +11,8 @@ from kernel_reference import run_reference
 
 from fuseplan.kernels.ir.coalesce import coalesce, split_columns
 from fuseplan.kernels.ir.index import Index, symbol
-from fuseplan.kernels.ir.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment, validate
+from fuseplan.kernels.ir.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment
+from fuseplan.kernels.ir.validate import validate
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic, without_repeated_clamps
 
 SAMPLES = [

@@ -12,7 +12,8 @@ from kernel_reference import run_reference
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.ir.index import Index
-from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store, validate
+from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store
+from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.compute_graph import lower_group

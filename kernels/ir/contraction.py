@@ -1,0 +1,96 @@
+"""Segments whose epilogue reads matmuls: which axes are rows of the left side, and which count rows of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fuseplan.kernels.ir.index import Index, Size, as_size
+from fuseplan.kernels.ir.ir import Apply, Const, Dot, Instr, Product, Segment, ancestors, renamed
+
+
+def with_weight_columns(segment: Segment) -> Segment:
+    """The same segment with rows that the left sides of its products tell apart, and all other axes as columns.
+
+    A projection that is read head by head has heads among its rows and their elements as columns; a kernel walks both
+    as one, for both pick rows of the weights. ValueError where one axis is of both kinds.
+    """
+    col = segment.col_axis
+    picking = frozenset[int]().union(*(instr.index.axes() for instr in segment.body if isinstance(instr, Dot)))
+    moved = [axis for axis in range(col) if axis in picking]
+    for product in segment.products:
+        if not picking.isdisjoint(_row_axes(product.left)):
+            raise ValueError("an axis picks rows of both sides of a product")
+    if not moved:
+        return segment
+    kept = [axis for axis in range(col) if axis not in moved]
+    extents = dict(enumerate((*segment.rows, segment.cols)))
+    cols: Size = 1
+    for axis in (*moved, col):
+        cols = as_size(cols * extents[axis])
+    column = Index.coord(len(kept), cols)
+    places = {axis: Index.coord(place, extents[axis]) for place, axis in enumerate(kept)}
+    inner: Size = 1
+    for axis in (col, *reversed(moved)):
+        whole = column // inner
+        places[axis] = whole if axis == moved[0] else whole % extents[axis]
+        inner = as_size(inner * extents[axis])
+    rows = tuple(extents[axis] for axis in kept)
+    products = tuple(replace(one, left=_with_rows(one.left, rows, places)) for one in segment.products)
+    changed = segment.with_indices(lambda index: index.substitute(places))
+    return replace(changed, rows=rows, cols=cols, products=products)
+
+
+def _row_axes(side: Segment) -> frozenset[int]:
+    axes = frozenset[int]().union(*(index.axes() for index in side.indices()))
+    return axes - {side.col_axis}
+
+
+def _with_rows(side: Segment, rows: tuple[Size, ...], places: Mapping[int, Index]) -> Segment:
+    """A left side over fewer rows; its columns stay."""
+    own = {**places, side.col_axis: Index.coord(len(rows), side.cols)}
+    return replace(side.with_indices(lambda index: index.substitute(own)), rows=rows)
+
+
+def factored(product: Product) -> tuple[Product, tuple[int, ...]]:
+    """The product without factors of its left side that are one number a row, and those factors: value ids there.
+
+    The scale of a normalised row is one: it multiplies the sum, so the sum need not wait for it.
+    """
+    splitter = _Splitter(product.left)
+    value, factors = splitter.split(product.left_value)
+    if not factors:
+        return product, ()
+    body = tuple(splitter.body)
+    kept = ancestors(body, [value, *factors])
+    place = {old: new for new, old in enumerate(kept)}
+    left = replace(product.left, body=tuple(renamed(body[old], place.__getitem__) for old in kept))
+    return replace(product, left=left, left_value=place[value]), tuple(place[one] for one in factors)
+
+
+class _Splitter:
+    """Takes a value apart into a rest and factors that are one number a row; adds to ``body`` what is new."""
+
+    def __init__(self, side: Segment) -> None:
+        self.per_row = side.per_row
+        self.body: list[Instr] = list(side.body)
+
+    def split(self, value: int) -> tuple[int, tuple[int, ...]]:
+        instr = self.body[value]
+        if not isinstance(instr, Apply) or instr.op != "mul" or self.per_row[value]:
+            return value, ()
+        rest: list[int] = []
+        factors: tuple[int, ...] = ()
+        for arg in instr.args:
+            if self.per_row[arg] and not isinstance(self.body[arg], Const):
+                factors += (arg,)
+                continue
+            left, more = self.split(arg)
+            rest.append(left)
+            factors += more
+        if not factors:
+            return value, ()
+        if len(rest) == 1:
+            return rest[0], factors
+        self.body.append(Apply(instr.dtype, "mul", (rest[0], rest[1])))
+        return len(self.body) - 1, factors

@@ -13,7 +13,7 @@ import sympy
 
 from fuseplan.kernels.ir import ir
 from fuseplan.kernels.ir.index import Coord, Index, Size, as_size, flatten, is_static, known_less_equal
-from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, RegisterType, Segment, Store, register_type
+from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, Product, RegisterType, Segment, Store, register_type
 from fuseplan.kernels.ir.ops import OPS
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
@@ -73,6 +73,7 @@ class IterationSpace:
     known: dict[Instr, int] = field(default_factory=dict)
     pulled: dict[tuple[str, Position, int | None], int] = field(default_factory=dict)
     stores: list[Store] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
     #: For each row that a reduction was asked for, the axes that its position depends on.
     folded: list[frozenset[int]] = field(default_factory=list)
 
@@ -105,6 +106,12 @@ class BodyBuilder(ABC):
     @abstractmethod
     def pull(self, value: str, position: Position) -> int:
         """Value id of ``value`` at ``position``."""
+
+    @abstractmethod
+    def dot(
+        self, node: OpNode, numbers: tuple[int, int], column: Index, rows: Position, transposed: bool
+    ) -> int:
+        """Element ``(*rows, column)`` of the matmul of two operands, of which the second may be ``transposed``."""
 
     @abstractmethod
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:

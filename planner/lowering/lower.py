@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.coalesce import coalesce, split_words
+from fuseplan.kernels.ir.contraction import with_weight_columns
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment
 from fuseplan.kernels.ir.validate import validate
@@ -21,6 +22,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace, column
 from fuseplan.planner.lowering.puller import Puller, check_writes, stored_spec, writer
 from fuseplan.planner.lowering.recipes import RECIPES, written_value
+from fuseplan.planner.lowering.recipes_matmul import MATMULS
 from fuseplan.planner.lowering.views import Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "lower"]
@@ -101,7 +103,7 @@ class _Lowering:
         ]
         if self.group.numerics != "eager":
             segments = [cheaper_arithmetic(segment) for segment in segments]
-        ir = KernelIR(buffers, tuple(coalesce(split_words(segment)) for segment in segments))
+        ir = KernelIR(buffers, tuple(map(_fitted, segments)))
         validate(ir)
         return Lowered(ir, tuple(self.group.inputs), tuple(self.outputs))
 
@@ -164,14 +166,17 @@ class _Lowering:
     def _folds(self, value: str) -> list[tuple[OpNode, tuple[Size, ...]]]:
         """The group's ops that fold rows on the way to ``value``, each with its operand's shape as it walks it."""
         found = []
-        for node in filter(None, self._behind([value]).values()):
+        for node in filter(None, self._behind([value], through=False).values()):
             recipe = RECIPES.get(node.op) if node.name in self.members else None
             if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
                 found.append((node, recipe.row_shape(node, self.graph.specs)))
         return found
 
-    def _behind(self, wanted: Sequence[str]) -> dict[str, OpNode | None]:
-        """Values on the way to ``wanted``, each with its op in the group or looked through; None: from outside."""
+    def _behind(self, wanted: Sequence[str], through: bool = True) -> dict[str, OpNode | None]:
+        """Values on the way to ``wanted``, each with its op in the group or looked through; None: from outside.
+
+        Unless ``through`` matmuls, what they multiply is left out: it has an iteration space of its own.
+        """
         found: dict[str, OpNode | None] = {}
         stack = list(wanted)
         while stack:
@@ -183,6 +188,8 @@ class _Lowering:
                 found[value] = None
                 continue
             found[value] = node
+            if not through and node.op in MATMULS:
+                continue
             target = written_value(node) if node.name in self.members else None
             if target is not None:
                 found[target] = None
@@ -200,7 +207,7 @@ class _Lowering:
         if pieces > 1:
             # Unroll at the cat boundaries: every choice is then decided at build time and each operand is loaded once.
             space = self._fill(IterationSpace(rows, cols, pieces), members)
-        return Segment(rows, space.width, tuple(space.body), tuple(space.stores))
+        return Segment(rows, space.width, tuple(space.body), tuple(space.stores), tuple(space.products))
 
     def _fill(self, space: IterationSpace, members: list[tuple[str, _Plan]]) -> IterationSpace:
         col_axis = len(space.rows)
@@ -235,6 +242,18 @@ class _Lowering:
             return Buffer(value, spec.dtype, spec.shape, spec.strides, is_output, over)
 
         return (*(buffer(v, False) for v in self.group.inputs), *(buffer(v, True) for v in self.outputs))
+
+
+def _fitted(segment: Segment) -> Segment:
+    """The segment with the axes that a kernel walks."""
+    if not segment.products:
+        return coalesce(split_words(segment))
+    if segment.has_reduction():
+        raise NotLowerable("what follows a matmul folds its columns, which are in several programs")
+    try:
+        return with_weight_columns(segment)
+    except ValueError as error:
+        raise NotLowerable(f"matmul: {error}") from None
 
 
 def _without_unit_rows(plan: _Plan) -> _Plan:

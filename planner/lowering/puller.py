@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from fuseplan.kernels.ir.contraction import factored
 from fuseplan.kernels.ir.index import Index, Size, flatten
-from fuseplan.kernels.ir.ir import NARROW, Apply, Gather, Load, Round, Store, register_type
+from fuseplan.kernels.ir.ir import (
+    NARROW,
+    Apply,
+    Dot,
+    Gather,
+    Load,
+    Product,
+    Round,
+    RowValue,
+    Segment,
+    Store,
+    register_type,
+)
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-from fuseplan.planner.lowering.body import BodyBuilder, Group
+from fuseplan.planner.lowering.body import BodyBuilder, Group, IterationSpace
 from fuseplan.planner.lowering.recipes import (
     RECIPES,
     kind_of,
@@ -15,6 +28,7 @@ from fuseplan.planner.lowering.recipes import (
     written_spec,
     written_value,
 )
+from fuseplan.planner.lowering.recipes_matmul import MATMULS
 from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, along, is_address_map
 
 #: Storage types narrower than the register that holds their values.
@@ -114,6 +128,8 @@ class Puller(BodyBuilder):
     def _computed(self, node: OpNode, value: str, position: Position) -> int:
         # A plan is made for numbers; where a size is dynamic its recipe may refuse what it took.
         recipe, reason = RECIPES.get(node.op), why_refused(node, self.specs)
+        if node.op in MATMULS:
+            recipe, reason = MATMULS[node.op], None
         if recipe is None or reason is not None:
             raise NotLowerable(reason or f"{node.op} has no recipe")
         return (recipe.build, *recipe.others)[node.outputs.index(value)](self, node, position)
@@ -133,6 +149,38 @@ class Puller(BodyBuilder):
         if isinstance(instr, Apply) and instr.op == "where":
             return all(self._fits(arg, dtype) for arg in instr.args[1:])
         return isinstance(instr, Round) and instr.to == dtype
+
+    def dot(
+        self, node: OpNode, numbers: tuple[int, int], column: Index, rows: Position, transposed: bool
+    ) -> int:
+        space = self._space
+        if self._mask is not None:
+            raise NotLowerable(f"{node.op} ({node.name}) feeds only part of a cat")
+        if any(len(space.rows) in index.axes() for index in rows):
+            raise NotLowerable(f"{node.op} ({node.name}): its rows run across the columns of the group")
+        left, right = (node.inputs[number] for number in numbers)
+        inner, width = self.specs[left].shape[-1], self.specs[node.outputs[0]].shape[-1]
+        sides: list[tuple[Segment, int]] = []
+        for value, own in ((left, space.rows), (right, (width,))):
+            side = IterationSpace(own, inner)
+            k = Index.coord(len(own), inner)
+            at = Index.coord(0, width)
+            position = (*rows, k) if value == left and not sides else (at, k) if transposed else (k, at)
+            held = Puller(self._group, side)
+            pulled = held.cast(held.pull(value, position), "float64" if self._is_double(node) else "float32")
+            sides.append((Segment(own, inner, tuple(side.body), ()), pulled))
+        product, factors = factored(Product(*sides[0], *sides[1]))
+        if product not in space.products:
+            space.products.append(product)
+        number = space.products.index(product)
+        dtype = register_type(self.specs[node.outputs[0]].dtype)
+        total = space.emit(Dot(dtype, number, column))
+        for factor in factors:
+            total = self.apply("mul", total, space.emit(RowValue(dtype, number, factor)))
+        return total
+
+    def _is_double(self, node: OpNode) -> bool:
+        return self.specs[node.outputs[0]].dtype == "float64"
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
         recipe = RECIPES.get(node.op)

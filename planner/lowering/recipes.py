@@ -51,8 +51,8 @@ def written_value(node: OpNode) -> str | None:
 
 def written_dim(node: OpNode, specs: Specs) -> int | None:
     """The dimension of that operand along which another one says where to; None where all of it is written."""
-    recipe = RECIPES[node.op]
-    return None if recipe.writes is None else recipe.writes(node, specs)
+    recipe = RECIPES.get(node.op)
+    return None if recipe is None or recipe.writes is None else recipe.writes(node, specs)
 
 
 def written_spec(node: OpNode, specs: Specs) -> TensorSpec:

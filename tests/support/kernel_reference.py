@@ -8,7 +8,21 @@ import torch
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod, evaluate
-from fuseplan.kernels.ir.ir import LARGEST, Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Round, Segment
+from fuseplan.kernels.ir.ir import (
+    LARGEST,
+    Apply,
+    Cast,
+    Const,
+    Dot,
+    Instr,
+    Iota,
+    KernelIR,
+    Load,
+    Reduce,
+    Round,
+    RowValue,
+    Segment,
+)
 from fuseplan.kernels.ir.ops import OPS, REDUCTIONS
 
 
@@ -88,8 +102,20 @@ def _run_segment(
         for axis, extent in enumerate(space)
     ]
     values: list[torch.Tensor] = []
+    sides = [
+        tuple(_values(side, flats, float_dtype) for side in (one.left, one.right)) for one in segment.products
+    ]
     for instr in segment.body:
-        values.append(_evaluate(instr, values, flats, grids, space, float_dtype))
+        if isinstance(instr, Dot):
+            product, (left, right) = segment.products[instr.product], sides[instr.product]
+            a = left[product.left_value].expand(*segment.rows, product.left.cols)
+            b = right[product.right_value].expand(*product.right.rows, product.right.cols)
+            picked = b[_index_value(instr.index, grids).expand(space)]
+            values.append((a.unsqueeze(-2) * picked).sum(-1))
+        elif isinstance(instr, RowValue):
+            values.append(sides[instr.product][0][instr.value])
+        else:
+            values.append(_evaluate(instr, values, flats, grids, space, float_dtype))
     for store in segment.stores:
         value = _saturated(values[store.value], dtypes[store.buffer])
         at = torch.tensor(0) if store.scatter is None else values[store.scatter.value]
@@ -97,6 +123,19 @@ def _run_segment(
         index, value, at = torch.broadcast_tensors(_index_value(store.index, grids) + at * stride, value, at)
         inside = (at >= 0) & (at < extent)
         flats[store.buffer][index[inside]] = value[inside].to(flats[store.buffer].dtype)
+
+
+def _values(side: Segment, flats: list[torch.Tensor], float_dtype: torch.dtype) -> list[torch.Tensor]:
+    """All values of one side of a product."""
+    space = (*side.rows, side.cols)
+    grids = [
+        torch.arange(extent).reshape([-1 if axis == position else 1 for position in range(len(space))])
+        for axis, extent in enumerate(space)
+    ]
+    values: list[torch.Tensor] = []
+    for instr in side.body:
+        values.append(_evaluate(instr, values, flats, grids, space, float_dtype))
+    return values
 
 
 def _evaluate(

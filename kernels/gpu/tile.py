@@ -15,6 +15,8 @@ _ACCESS_BYTES = 16
 #: Largest number of elements in one Triton tensor.
 MAX_TILE = 2**20
 _INT32_MAX = 2**31 - 1
+#: Fewest rows, columns or inner elements that tensor cores multiply.
+TENSOR_CORE_ROWS = 16
 
 
 def next_power_of_2(value: int) -> int:
@@ -48,6 +50,8 @@ def tile_of(segment: Segment, config: Config) -> Tile:
     rows, cols = int(config["block_rows"]), int(config["block_cols"])
     if is_static(segment.num_rows):
         rows = min(rows, next_power_of_2(segment.num_rows))
+        if segment.products and rows > 1:
+            rows = max(rows, TENSOR_CORE_ROWS)
     if is_static(segment.cols):
         cols = min(cols, next_power_of_2(segment.cols))
     if segment.has_reduction():

@@ -31,9 +31,10 @@ PARAMETERS = (
     Tunable(OVERLAP, ("none", *OVERLAP_CHOICES)),
     Tunable("block_rows", (1, 2, 4, 8, 16, 32, 64, 128)),
     Tunable("block_cols", tuple(2**power for power in range(MAX_PERSISTENT_COLS.bit_length()))),
+    Tunable("block_inner", tuple(2**power for power in range(4, 15))),
     Tunable("num_warps", (1, 2, 4, 8, 16, 32)),
     Tunable("loads", ("early", "late")),
-    Tunable("num_stages", (1, 2, 3)),
+    Tunable("num_stages", (1, 2, 3, 4, 5)),
 )
 
 

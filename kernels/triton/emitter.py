@@ -13,6 +13,7 @@ from fuseplan.kernels.ir.backend import BuildError, Config, checked
 from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import KernelIR, Segment
 from fuseplan.kernels.triton.config import PARAMETERS
+from fuseplan.kernels.triton.contraction import ContractionEmitter, Function
 from fuseplan.kernels.triton.helpers import helper_sources
 from fuseplan.kernels.triton.index import symbol_argument, triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter
@@ -36,13 +37,14 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
     """
     config = checked(config, PARAMETERS)
     signature = ", ".join([*buffer_names(ir), *(symbol_argument(name) for name in ir.symbols)])
+    helpers: list[Function] = []
     try:
-        bodies = [SegmentEmitter(ir.buffers, buffer_names(ir), segment, config).lines() for segment in ir.segments]
+        bodies = [_body(ir, number, config, signature, helpers) for number in range(len(ir.segments))]
         counts = [_program_count(segment, config) for segment in ir.segments]
     except ValueError as error:
         raise BuildError(f"triton: {error}") from error
     pid = "pid = tl.program_id(0)" + (".to(tl.int64)" if wide else "")
-    functions: list[str] = []
+    functions = [_function(one.name, ", ".join((*one.parameters, signature)), list(one.lines)) for one in helpers]
     if len(bodies) == 1:
         functions.append(_function(KERNEL_NAME, signature, [pid, *bodies[0]]))
     else:
@@ -50,6 +52,17 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
         functions.append(_function(KERNEL_NAME, signature, [pid, *_dispatch(counts, signature)]))
     code = "\n\n\n".join(functions)
     return "\n\n\n".join([_header(ir, config), *helper_sources(code), code]) + "\n"
+
+
+def _body(ir: KernelIR, number: int, config: Config, arguments: str, helpers: list[Function]) -> list[str]:
+    """The statements of a segment; functions that they call are added to ``helpers``."""
+    segment = ir.segments[number]
+    if not segment.products:
+        return SegmentEmitter(ir.buffers, buffer_names(ir), segment, config).lines()
+    emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, config, arguments, str(number))
+    lines = emitter.lines()
+    helpers += emitter.functions
+    return lines
 
 
 def _header(ir: KernelIR, config: Config) -> str:

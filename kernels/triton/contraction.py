@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import divides
 from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Load, Product, Reduce, RowValue, Segment, ancestors
@@ -150,7 +151,9 @@ class ContractionEmitter(SegmentEmitter):
     def _multiplied(self, product: Product) -> str:
         """The type in which tensor cores multiply: that of the weights, where it has half the bits."""
         stored = {self.buffers[one.buffer].dtype for one in product.right.loads}
-        return next(iter(stored)) if len(stored) == 1 and stored <= set(_HALVES) else "float32"
+        dtype = next(iter(stored)) if len(stored) == 1 and stored <= set(_HALVES) else "float32"
+        # Triton's interpreter multiplies the bits of bfloat16 numbers.
+        return "float32" if dtype == "bfloat16" and interpreter_is_on() else dtype
 
     def _total(self, number: int) -> str:
         folded = f"tl.sum(sum{number}, 1)" if self.flat else f"tl.trans(sum{number})"
@@ -241,8 +244,12 @@ class _Right(_Side):
 
     def function(self, name: str, product: Product, functions: list[Function]) -> str:
         if name not in (one.name for one in functions):
-            inside = self.values(ancestors(self.segment.body, [product.right_value]))
-            (result,) = self.results([product.right_value])
+            value, instr = product.right_value, self.segment.body[product.right_value]
+            if isinstance(instr, Load) and not self.outer.flat:  # tensor cores take it as it is stored
+                inside, text = [self.early_load(value, instr)], self._raw(value, instr)
+            else:
+                inside, text = self.values(ancestors(self.segment.body, [value])), self.tensor(value)
+            result = f"tl.where(in_cols, {text}, 0.0)" if self.masks_cols else text
             lines = (*self.coordinates.definitions(), *inside, f"return {result}")
             functions.append(Function(name, tuple(self.parameters()), lines))
         return name

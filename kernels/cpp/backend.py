@@ -38,6 +38,8 @@ class CppBackend(Backend):
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if target.device_type != self.device_type:
             return f"the C++ back end compiles for cpu, not {target.device_type}"
+        if any(segment.products for segment in ir.segments):
+            return "a matmul: the C++ back end leaves it to libraries"
         try:
             validate(ir)
             emit_cpp(ir)

@@ -44,6 +44,8 @@ class NinetoothedBackend(GpuBackend):
         if ir.symbols:
             return f"dynamic sizes ({', '.join(ir.symbols)}) would become part of every block's bounds"
         for segment in ir.segments:
+            if segment.products:
+                return "a matmul: its kernels are Triton's"
             if segment.has_reduction() and next_power_of_2(segment.cols) > MAX_PERSISTENT_COLS:
                 return f"a reduction over {segment.cols} columns does not fit one block (at most {MAX_PERSISTENT_COLS})"
             if segment.num_rows == 0 or segment.cols == 0:

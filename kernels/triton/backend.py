@@ -12,7 +12,9 @@ from fuseplan.kernels.gpu.overlap import is_overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, programs
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.triton import contraction_config
 from fuseplan.kernels.triton.config import PARAMETERS, default_config, infeasible, tunables
+from fuseplan.kernels.triton.contraction_config import contracts
 from fuseplan.kernels.triton.emitter import KERNEL_NAME, buffer_names, emit_triton
 from fuseplan.kernels.triton.index import symbol_argument
 from fuseplan.kernels.triton.suggestions import suggestions
@@ -27,6 +29,8 @@ class TritonBackend(GpuBackend):
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if target.device_type != "cuda":
             return f"triton kernels run on CUDA devices, not on '{target.device_type}'"
+        if contracts(ir) and ir.symbols:
+            return f"a matmul with dynamic sizes ({', '.join(ir.symbols)})"
         if not ir.symbols:  # only a dynamic size can be one that cannot be written
             return None
         try:
@@ -36,16 +40,16 @@ class TritonBackend(GpuBackend):
         return None
 
     def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-        return tunables(ir, target)
+        return (contraction_config.tunables if contracts(ir) else tunables)(ir, target)
 
     def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
-        return infeasible(ir, config, target)
+        return (contraction_config.infeasible if contracts(ir) else infeasible)(ir, config, target)
 
     def default_config(self, ir: KernelIR, target: Target) -> Config:
-        return default_config(ir, target)
+        return (contraction_config.default_config if contracts(ir) else default_config)(ir, target)
 
     def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
-        return suggestions(ir, target)
+        return () if contracts(ir) else suggestions(ir, target)
 
     def source(self, ir: KernelIR, config: Config) -> str:
         return emit_triton(ir, config, needs_int64(ir))

@@ -12,7 +12,7 @@ from fuseplan.kernels.gpu.overlap import overlap_of
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.gathers import gathered_elements, value_axes
 from fuseplan.kernels.ir.index import Coord, Index, evaluate
-from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, KernelIR, Reduce, Segment, Store
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduce, Segment, Store
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
@@ -72,7 +72,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
 def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
     """Elements that loads and stores reach, by buffer and index; a buffer that is only gathered from has none."""
     touched: dict[int, dict[Index, int]] = {}
-    for segment in ir.segments:
+    for segment in ir.bodies:
         sizes = segment.extents()
         for load in segment.loads:
             own = touched.setdefault(load.buffer, {})
@@ -157,6 +157,10 @@ def _count_flops(segment: Segment, flops: dict[str, float]) -> None:
         if instr.dtype == "float64":
             unit = "fp64"
         flops[unit] = flops.get(unit, 0.0) + cost * count
+    for dot in {one for one in segment.body if isinstance(one, Dot)}:
+        inner = segment.products[dot.product].left.cols
+        unit = "fp32" if rows == 1 else "bf16_matmul"
+        flops[unit] = flops.get(unit, 0.0) + 2.0 * elements * inner
 
 
 def op_work(graph: DataflowGraph, name: str) -> Work:

@@ -1,0 +1,95 @@
+"""Configurations of Triton kernels with matmuls: the choices, which of them arithmetic rules out, and the default.
+
+One row is a matter of bytes on their way: each thread loads its share of whole rows of weights. More rows are tiles of
+tensor cores, with blocks of the inner dimension in shared memory ahead of their use.
+"""
+
+from __future__ import annotations
+
+from fuseplan.kernels.gpu.tile import next_power_of_2, programs
+from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
+from fuseplan.kernels.ir.index import evaluate, product
+from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Segment
+
+#: Registers for addresses, masks and the like, whatever the tile.
+_BASE_REGISTERS = 32
+#: Elements of weights that a thread has on their way at least, and at most.
+_LEAST_EACH, _MOST_EACH = 8, 128
+#: What one program of an H100 or H200 can have, less what the compiler takes.
+_SHARED_BYTES = 224 * 2**10
+
+
+def contracts(ir: KernelIR) -> bool:
+    """Whether a kernel has a matmul in it."""
+    return any(segment.products for segment in ir.segments)
+
+
+def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
+    """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``."""
+    rows, inner = _rows(ir), next_power_of_2(_inner(ir))
+    if rows == 1:
+        return (
+            Tunable("block_rows", (1,)),
+            Tunable("block_cols", (1, 2, 4, 8, 16)),
+            Tunable("block_inner", tuple(size for size in (256, 512, 1024, 2048, 4096, 8192) if size <= inner) or (inner,)),
+            Tunable("num_warps", (1, 2, 4, 8)),
+            Tunable("num_stages", (1, 2, 3)),
+        )
+    return (
+        Tunable("block_rows", tuple(size for size in (16, 32, 64, 128) if size < 2 * rows or size == 16)),
+        Tunable("block_cols", (16, 32, 64, 128, 256)),
+        Tunable("block_inner", tuple(size for size in (32, 64, 128, 256) if size <= inner) or (max(inner, 16),)),
+        Tunable("num_warps", (2, 4, 8)),
+        Tunable("num_stages", (1, 2, 3, 4, 5)),
+    )
+
+
+def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
+    """Why ``config`` is not worth compiling, or None."""
+    rows, cols, inner = (int(config[name]) for name in ("block_rows", "block_cols", "block_inner"))
+    threads, stages = 32 * int(config["num_warps"]), int(config["num_stages"])
+    limit = min(MAX_REGISTERS, REGISTER_FILE // threads) - _BASE_REGISTERS
+    for segment in (one for one in ir.segments if one.products):
+        sums = len({instr for instr in segment.body if isinstance(instr, Dot)})
+        if rows == 1:
+            each = cols * inner / threads
+            if not _LEAST_EACH <= each <= _MOST_EACH:
+                return f"{each:g} elements of a block of weights for each thread"
+            if 1.5 * sums * each > limit:
+                return f"{sums} sums of {each:g} elements a thread do not fit its registers"
+            continue
+        if sums * rows * cols / threads > limit:
+            return f"{sums} sums of {rows}x{cols} do not fit the registers of {threads} threads"
+        held = stages * inner * (sums * cols * _weight_bytes(ir, segment) + rows * 2)
+        if held > _SHARED_BYTES:
+            return f"{held} bytes of blocks on their way do not fit shared memory"
+    if programs(ir, config, {}) < target.cores // 2:
+        return f"{programs(ir, config, {})} programs leave most of {target.cores} multiprocessors idle"
+    return None
+
+
+def default_config(ir: KernelIR, target: Target) -> Config:
+    """A configuration that is good without tuning."""
+    inner = next_power_of_2(_inner(ir))
+    rows = _rows(ir)
+    wished = (
+        {"block_rows": 1, "block_cols": 2, "block_inner": min(2048, inner), "num_warps": 4, "num_stages": 1}
+        if rows == 1 else {
+            "block_rows": min(64, max(16, next_power_of_2(rows))), "block_cols": 32, "block_inner": min(128, inner),
+            "num_warps": 4, "num_stages": 3,
+        }
+    )
+    choices = {one.name: one.choices for one in tunables(ir, target)}
+    return {name: value if value in choices[name] else choices[name][-1] for name, value in wished.items()}
+
+
+def _rows(ir: KernelIR) -> int:
+    return max(evaluate(product(segment.rows), {}) for segment in ir.segments if segment.products)
+
+
+def _inner(ir: KernelIR) -> int:
+    return max(evaluate(one.left.cols, {}) for segment in ir.segments for one in segment.products)
+
+
+def _weight_bytes(ir: KernelIR, segment: Segment) -> int:
+    return max((ITEMSIZE[ir.buffers[load.buffer].dtype] for one in segment.products for load in one.right.loads), default=2)

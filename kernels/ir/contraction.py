@@ -13,9 +13,12 @@ def with_weight_columns(segment: Segment) -> Segment:
     """The same segment with rows that the left sides of its products tell apart, and all other axes as columns.
 
     A projection that is read head by head has heads among its rows and their elements as columns; a kernel walks both
-    as one, for both pick rows of the weights. ValueError where one axis is of both kinds.
+    as one, for both pick rows of the weights. ValueError where one axis is of both kinds, or a sum is one for all
+    columns.
     """
     col = segment.col_axis
+    if any(isinstance(instr, Dot) and col not in instr.index.axes() for instr in segment.body):
+        raise ValueError("its sum is the same in all columns")
     picking = frozenset[int]().union(*(instr.index.axes() for instr in segment.body if isinstance(instr, Dot)))
     moved = [axis for axis in range(col) if axis in picking]
     for product in segment.products:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.index import divides
+from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Load, Product, Reduce, RowValue, Segment, ancestors
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import reduction_depths
@@ -91,13 +91,12 @@ class ContractionEmitter(SegmentEmitter):
             lines += self._loop(left, folds, sums, wanted if sums else [], level)
         if not levels or late > len(levels) - 1:
             lines += self._loop(left, [], dots, wanted, len(levels))
-        lines += left.values(ancestors(left.segment.body, own))
-        return lines
+        return [*lines, *left.values(left.behind(own))]
 
     def _loop(self, left: _Left, folds: Sequence[int], dots: Sequence[int], wanted: Sequence[int], level: int) -> list[str]:
         lines = [left.accumulator(value) for value in folds]
         for number in dots:
-            lines += [f"n{number} = {self.position(self.dots[number].index)}{self._as_rows()}", self._zeros(number)]
+            lines += [f"n{number} = {self._picked(self.dots[number].index)}", self._zeros(number)]
         call = left.function([*wanted, *folds], f"left{self.suffix}_{left.number}_{level}", self.functions)
         results = [*(f"a{value}" for value in wanted), *(f"f{value}" for value in folds)]
         masks = ", in_rows" if self.masks_rows else ""
@@ -120,8 +119,10 @@ class ContractionEmitter(SegmentEmitter):
             lines += [self._total(number) for number in dots]
         return lines
 
-    def _as_rows(self) -> str:
-        return "" if self.flat else " + tl.zeros_like(col)"
+    def _picked(self, index: Index) -> str:
+        """Rows of the weights, one for each column of the tile."""
+        same = "" if self.segment.col_axis in index.axes() else " + col * 0"
+        return self.position(index) + same
 
     def _zeros(self, number: int) -> str:
         cols = self.tile.cols
@@ -201,13 +202,18 @@ class _Left(_Side):
         depth = max((self.depths[value] for value in folds), default=0)
         return [[value for value in folds if self.depths[value] == level + 1] for level in range(depth)]
 
+    def behind(self, values: Sequence[int]) -> list[int]:
+        """Some values and what they are made of, up to folds."""
+        body = self.segment.body
+        return ancestors(body, values, lambda value: not isinstance(body[value], Reduce))
+
     def function(self, values: Sequence[int], name: str, functions: list[Function]) -> _Call:
         """A function that computes values, and operands of folds, at some rows and columns."""
         body = self.segment.body
         folds = [value for value in values if isinstance(body[value], Reduce)]
         plain = [value for value in values if value not in folds]
         roots = [*plain, *(self.reduction(value).arg for value in folds)]
-        inside = ancestors(body, roots, lambda value: not isinstance(body[value], Reduce))
+        inside = self.behind(roots)
         given = tuple(value for value in inside if isinstance(body[value], Reduce))
         self.done, self.loaded = set(), set()
         lines = [f"{self.prefix}in_cols = in_cols"] if self.masks_cols else []

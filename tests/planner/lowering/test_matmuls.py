@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import Builder, wide
+from graphs import Builder
 from kernel_reference import run_reference
 from lower_oracle import rms_norm
+from matmul_groups import attention_inputs, gated, heads, hidden, lowered_whole, residual, rotated, weights
 
 from fuseplan.kernels.ir.ir import Dot, Reduce, RowValue
 from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
-from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.subject import _widened, chain_module
-from fuseplan.planner.lowering.lower import Lowered, group_nodes
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.lowering.lower import Lowered
 
 
 def check(b: Builder, *outputs: str, tolerance: float = 1e-9) -> Lowered:
     """Lower everything as one group, matmuls and all, and compare with the chain in float64."""
-    graph = b.graph(*outputs)
-    ops = [node.name for node in graph if kind_of(node, graph.specs) != "view"]
-    lowered = lower_group(graph, ops)
+    lowered, expected = lowered_whole(b, *outputs)
     validate(lowered.ir)
     results = run_reference(lowered.ir, b.values(lowered.inputs))
-    nodes = [_widened(node) for node in group_nodes(graph, lowered)]
-    expected = chain_module(nodes, lowered.inputs, lowered.outputs, "cpu")(*wide(b.values(lowered.inputs)))
     for value, result, wanted in zip(lowered.outputs, results, expected, strict=True):
         assert result.shape == wanted.shape, value
         torch.testing.assert_close(result.double(), wanted.double(), rtol=tolerance, atol=tolerance)
     return lowered
-
-
-def weights(*names: str, width: int = 24, inner: int = 16, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(width, inner, generator=generator).to(dtype) for name in names}
-
-
-def hidden(*rows: int, inner: int = 16, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*rows, inner, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 5), (127,)])
@@ -63,10 +48,8 @@ def test_every_matmul_with_and_without_bias(op: str) -> None:
 
 
 def test_gate_and_up_read_one_input() -> None:
-    b = Builder(x=hidden(2, 1), **weights("gate", "up"))
-    gate, up = (b("aten.linear.default", "x", name) for name in ("gate", "up"))
-    lowered = check(b, b("aten.mul.Tensor", b("aten.silu.default", gate), up))
-    (segment,) = lowered.ir.segments
+    b, outputs = gated(2, 24, 16, torch.bfloat16)
+    (segment,) = check(b, *outputs).ir.segments
     first, second = segment.products
     assert first.left == second.left and first.right != second.right
 
@@ -82,47 +65,36 @@ def test_the_scale_of_a_norm_multiplies_the_sum() -> None:
     assert not any(isinstance(one, Reduce) for one in before)
 
 
-def rotated(b: Builder, x: str) -> str:
-    """Rotary embedding of heads of 8."""
-    low, high = (b("aten.slice.Tensor", x, dim=3, start=start, end=start + 4) for start in (0, 4))
-    half = b("aten.cat.default", b("aten.neg.default", high), low, dim=-1)
-    return b("aten.add.Tensor", b("aten.mul.Tensor", x, "cos"), b("aten.mul.Tensor", half, "sin"))
-
-
 @pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 5)])
 def test_a_rotation_reads_each_half_of_a_head_once(rows: tuple[int, int]) -> None:
-    batch, length = rows
+    length = rows[1]
     b = Builder(x=hidden(*rows), cos=torch.randn(length, 8), sin=torch.randn(length, 8), **weights("w"))
-    heads = b("aten.view.default", b("aten.linear.default", "x", "w"), size=[batch, length, 3, 8])
-    lowered = check(b, rotated(b, b("aten.transpose.int", heads, dim0=1, dim1=2)))
+    lowered = check(b, rotated(b, heads(b, "x", "w")))
     (segment,) = lowered.ir.segments
     assert sum(isinstance(one, Dot) for one in segment.body) == 2
     assert segment.cols == 3 * 4 and len(segment.products) == 1
 
 
-def test_projections_of_one_input_share_a_kernel() -> None:
-    b = Builder(x=hidden(2, 1), gamma=torch.randn(16).bfloat16(), cos=torch.randn(1, 8), sin=torch.randn(1, 8),
-                cache=torch.zeros(2, 3, 6, 8).bfloat16(), at=torch.tensor([4]), **weights("q", "k", "v"))
-    normed = rms_norm(b, "x", "gamma", "bfloat16")
-    q, k, v = (
-        b("aten.transpose.int", b("aten.view.default", b("aten.linear.default", normed, name), size=[2, 1, 3, 8]),
-          dim0=1, dim1=2)
-        for name in "qkv"
-    )
-    written = b("aten.index_copy_.default", "cache", "at", b("aten.to.dtype", rotated(b, k), dtype="bfloat16"), dim=2)
-    lowered = check(b, rotated(b, q), v, written)
-    assert len(lowered.ir.segments) >= 2
+@pytest.mark.parametrize("rows", [1, 2])
+def test_projections_of_one_input_share_a_kernel(rows: int) -> None:
+    b, outputs = attention_inputs(rows, 40, torch.bfloat16)
+    lowered = check(b, *outputs)
     assert len({one.left for segment in lowered.ir.segments for one in segment.products}) == 1
+    assert sum(len(segment.products) for segment in lowered.ir.segments) == 3
 
 
-@pytest.mark.parametrize(("after", "reason"), [("softmax", "folds its columns"), ("turned", "across the columns")])
+@pytest.mark.parametrize(("after", "reason"), [
+    ("softmax", "folds its columns"), ("turned", "across the columns"), ("one", "same in all columns"),
+])
 def test_what_one_kernel_cannot_be_is_refused(after: str, reason: str) -> None:
-    b = Builder(x=hidden(2, 8), **weights("w", width=8, inner=16))
+    b = Builder(x=hidden(1, 1) if after == "one" else hidden(2, 8), **weights("w", width=1 if after == "one" else 8))
     made = b("aten.linear.default", "x", "w")
     if after == "softmax":
         out = b("aten.softmax.int", made, dim=-1)
+    elif after == "one":
+        out = b("aten.relu.default", made)
     else:
-        out = b("aten.clone.default", b("aten.transpose.int", made, dim0=1, dim1=2))
-    graph = b.graph(out)
+        turned = b("aten.transpose.int", made, dim0=1, dim1=2)
+        out = b("aten.clone.default", turned, memory_format=torch.contiguous_format)
     with pytest.raises(NotLowerable, match=reason):
-        lower_group(graph, [node.name for node in graph if kind_of(node, graph.specs) != "view"])
+        lowered_whole(b, out)

@@ -1,0 +1,46 @@
+"""Triton's kernels of matmul groups: right under the interpreter, compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matmul_groups import attention_inputs, gated, lowered_whole, residual
+
+from fuseplan.kernels.ir.backend import SM90
+from fuseplan.kernels.triton.backend import TritonBackend
+
+pytest.importorskip("triton")
+SUPPORT = Path(__file__).parents[2] / "support"
+#: Of the largest result: what tensor cores are given is rounded to the type of the weights.
+TOLERANCE = {"torch.bfloat16": 1.2e-2, "torch.float16": 1.5e-3, "torch.float32": 2e-6}
+
+
+def test_kernels_are_right_under_the_interpreter(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "interpret_matmuls.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    wrong = [one for one in found if not one["error"] <= TOLERANCE[one["dtype"]]]
+    assert not wrong, wrong[:5]
+    assert len({one["group"] for one in found}) == 21
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("group", ["residual", "gated", "attention inputs"])
+def test_defaults_compile_without_spills(tmp_path: Path, group: str, rows: int) -> None:
+    b, outputs = {
+        "residual": lambda: residual(rows, 256, 512, torch.bfloat16),
+        "gated": lambda: gated(rows, 256, 512, torch.bfloat16),
+        "attention inputs": lambda: attention_inputs(rows, 512, torch.bfloat16),
+    }[group]()
+    backend, (lowered, _) = TritonBackend(tmp_path), lowered_whole(b, *outputs)
+    assert backend.refuse(lowered.ir, SM90) is None
+    resources = backend.prepare(lowered.ir, backend.default_config(lowered.ir, SM90), SM90)
+    assert resources.spill_bytes == 0

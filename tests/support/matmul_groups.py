@@ -1,0 +1,88 @@
+"""Groups built around a matmul, as graphs: a projection, a gated pair, projections of one normalised input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from graphs import Builder, wide
+from lower_oracle import rms_norm
+
+from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.implementations.subject import _widened, chain_module
+from fuseplan.planner.lowering.lower import Lowered, group_nodes
+from fuseplan.planner.lowering.recipes import kind_of
+
+
+def lowered_whole(b: Builder, *outputs: str) -> tuple[Lowered, list[torch.Tensor]]:
+    """Everything as one group, matmuls and all, and what the chain gives in float64."""
+    graph = b.graph(*outputs)
+    lowered = lower_group(graph, [node.name for node in graph if kind_of(node, graph.specs) != "view"])
+    nodes = [_widened(node) for node in group_nodes(graph, lowered)]
+    chain = chain_module(nodes, lowered.inputs, lowered.outputs, "cpu")
+    return lowered, list(chain(*wide(b.values(lowered.inputs))))
+
+
+def weights(
+    *names: str, width: int = 24, inner: int = 16, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(width, inner, generator=generator).to(dtype) for name in names}
+
+
+def hidden(*rows: int, inner: int = 16, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*rows, inner, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def rotated(b: Builder, x: str) -> str:
+    """Rotary embedding of heads of 8."""
+    low, high = (b("aten.slice.Tensor", x, dim=3, start=start, end=start + 4) for start in (0, 4))
+    half = b("aten.cat.default", b("aten.neg.default", high), low, dim=-1)
+    return b("aten.add.Tensor", b("aten.mul.Tensor", x, "cos"), b("aten.mul.Tensor", half, "sin"))
+
+
+def heads(b: Builder, x: str, weight: str, count: int = 3) -> str:
+    """A projection read head by head: [B, count, S, 8]."""
+    batch, length = b.tensors[x].shape[:2]
+    made = b("aten.view.default", b("aten.linear.default", x, weight), size=[batch, length, count, 8])
+    return b("aten.transpose.int", made, dim0=1, dim1=2)
+
+
+def residual(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """A projection to which the residual is added."""
+    b = Builder(x=hidden(rows, 1, inner=inner, dtype=dtype), residual=hidden(rows, 1, inner=width, dtype=dtype),
+                **weights("w", width=width, inner=inner, dtype=dtype))
+    return b, (b("aten.add.Tensor", "residual", b("aten.linear.default", "x", "w")),)
+
+
+def gated(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """SwiGLU of two projections of a normalised row."""
+    b = Builder(x=hidden(rows, 1, inner=inner, dtype=dtype), gamma=torch.rand(inner).to(dtype),
+                **weights("gate", "up", width=width, inner=inner, dtype=dtype))
+    normed = rms_norm(b, "x", "gamma", str(dtype).removeprefix("torch."))
+    gate, up = (b("aten.linear.default", normed, name) for name in ("gate", "up"))
+    return b, (b("aten.mul.Tensor", b("aten.silu.default", gate), up),)
+
+
+def attention_inputs(rows: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """Queries and keys of a normalised row, rotated, and values; keys and values go into caches."""
+    caches = {name: torch.zeros(rows, 3, 6, 8, dtype=dtype) for name in ("keys", "values")}
+    b = Builder(x=hidden(rows, 1, inner=inner, dtype=dtype), gamma=torch.rand(inner).to(dtype), cos=torch.randn(1, 8),
+                sin=torch.randn(1, 8), at=torch.tensor([4]), **caches, **weights("q", "k", "v", inner=inner, dtype=dtype))
+    name = str(dtype).removeprefix("torch.")
+    normed = rms_norm(b, "x", "gamma", name)
+    q, k, v = (heads(b, normed, weight) for weight in "qkv")
+    turned = b("aten.to.dtype", rotated(b, k), dtype=name)
+    return b, (
+        rotated(b, q), b("aten.index_copy_.default", "keys", "at", turned, dim=2),
+        b("aten.index_copy_.default", "values", "at", v, dim=2),
+    )
+
+
+def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
+    """Groups of odd sizes by name."""
+    for rows in (1, 3, 17):
+        for width, inner in ((24, 16), (25, 40), (33, 127)):
+            yield f"residual {rows} {width} {inner}", *residual(rows, width, inner, dtype)
+            yield f"gated {rows} {width} {inner}", *gated(rows, width, inner, dtype)
+        yield f"attention inputs {rows}", *attention_inputs(rows, 40, dtype)

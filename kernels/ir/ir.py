@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from fuseplan.kernels.ir.index import Index, Size, evaluate, evaluate_all, product, symbols_of
-from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 
 #: Storage types a kernel can load and store, and their sizes in bytes.
 ITEMSIZE: Mapping[str, int] = {
@@ -151,7 +150,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Dot:
-    """What product number ``product`` of the segment sums to, for the row at hand and row ``index`` of its right side."""
+    """The sum of product number ``product`` for the row at hand of its left side and row ``index`` of its right."""
 
     dtype: RegisterType
     product: int
@@ -290,7 +289,7 @@ class Segment:
 
     def with_indices(self, change: Callable[[Index], Index]) -> Segment:
         """The same with each of its :meth:`indices` changed."""
-        body = (replace(one, index=change(one.index)) if isinstance(one, _INDEXED) else one for one in self.body)
+        body = [replace(one, index=change(one.index)) if isinstance(one, _INDEXED) else one for one in self.body]
         stores = (replace(store, index=change(store.index)) for store in self.stores)
         return replace(self, body=tuple(body), stores=tuple(stores))
 
@@ -303,7 +302,8 @@ class Segment:
         result: list[bool] = []
         for instr in self.body:
             own = isinstance(instr, _INDEXED) and self.col_axis in instr.index.axes()
-            result.append(isinstance(instr, Reduce | RowValue) or (not own and all(result[arg] for arg in operands(instr))))
+            folded = isinstance(instr, Reduce | RowValue)
+            result.append(folded or (not own and all(result[arg] for arg in operands(instr))))
         return tuple(result)
 
     def store_per_row(self, store: Store) -> bool:

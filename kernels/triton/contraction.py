@@ -1,8 +1,8 @@
 """A Triton program of a segment with matmuls: sums over the inner dimension in a loop, then the epilogue on its tile.
 
 Each side of a product is a function of its positions, so the epilogue, the weights and the activations each have a
-``row`` and a ``col`` of their own. With one row, sums are lanes of products that are folded once at the end: what counts
-then is how many bytes are on their way. With more rows tensor cores multiply, weights on the wide side.
+``row`` and a ``col`` of their own. With one row, sums are lanes of products that are folded once at the end: what
+counts then is how many bytes are on their way. With more rows tensor cores multiply, weights on the wide side.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ContractionEmitter(SegmentEmitter):
         body = [segment.body[value] for value in live]
         self.dots = list(dict.fromkeys(one for one in body if isinstance(one, Dot)))
         self.row_values = list(dict.fromkeys(one for one in body if isinstance(one, RowValue)))
-        used = {one.product for one in (*self.dots, *self.row_values)}
+        used = {one.product for one in self.dots} | {one.product for one in self.row_values}
         lefts = dict.fromkeys(segment.products[number].left for number in sorted(used))
         self.lefts = [_Left(self, left, number) for number, left in enumerate(lefts)]
 
@@ -88,12 +88,15 @@ class ContractionEmitter(SegmentEmitter):
         for level, folds in enumerate(levels):
             # The last fold shares the loop of the sums where these do not wait for it.
             sums = dots if level == len(levels) - 1 and late <= level else []
-            lines += self._loop(left, folds, sums, wanted if sums else [], level)
+            lines += self._sums(left, folds, sums, wanted if sums else [], level)
         if not levels or late > len(levels) - 1:
-            lines += self._loop(left, [], dots, wanted, len(levels))
+            lines += self._sums(left, [], dots, wanted, len(levels))
         return [*lines, *left.values(left.behind(own))]
 
-    def _loop(self, left: _Left, folds: Sequence[int], dots: Sequence[int], wanted: Sequence[int], level: int) -> list[str]:
+    def _sums(
+        self, left: _Left, folds: Sequence[int], dots: Sequence[int], wanted: Sequence[int], level: int
+    ) -> list[str]:
+        """A loop over the inner dimension, with the folds and sums that it makes."""
         lines = [left.accumulator(value) for value in folds]
         for number in dots:
             lines += [f"n{number} = {self._picked(self.dots[number].index)}", self._zeros(number)]

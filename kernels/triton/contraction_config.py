@@ -31,7 +31,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         return (
             Tunable("block_rows", (1,)),
             Tunable("block_cols", (1, 2, 4, 8, 16)),
-            Tunable("block_inner", tuple(size for size in (256, 512, 1024, 2048, 4096, 8192) if size <= inner) or (inner,)),
+            Tunable("block_inner", tuple(2**power for power in range(8, 14) if 2**power <= inner) or (inner,)),
             Tunable("num_warps", (1, 2, 4, 8)),
             Tunable("num_stages", (1, 2, 3)),
         )
@@ -92,4 +92,5 @@ def _inner(ir: KernelIR) -> int:
 
 
 def _weight_bytes(ir: KernelIR, segment: Segment) -> int:
-    return max((ITEMSIZE[ir.buffers[load.buffer].dtype] for one in segment.products for load in one.right.loads), default=2)
+    loads = (load for one in segment.products for load in one.right.loads)
+    return max((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in loads), default=2)

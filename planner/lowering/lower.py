@@ -15,8 +15,8 @@ from fuseplan.kernels.ir.coalesce import coalesce, split_words
 from fuseplan.kernels.ir.contraction import with_weight_columns
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
+from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace, column

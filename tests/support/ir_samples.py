@@ -26,8 +26,8 @@ from fuseplan.kernels.ir.ir import (
     Store,
     register_type,
 )
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.kernels.ir.ops import float32_bits, op_spec
+from fuseplan.kernels.ir.validate import validate
 
 
 class Body:

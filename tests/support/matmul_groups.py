@@ -68,7 +68,8 @@ def attention_inputs(rows: int, inner: int, dtype: torch.dtype) -> tuple[Builder
     """Queries and keys of a normalised row, rotated, and values; keys and values go into caches."""
     caches = {name: torch.zeros(rows, 3, 6, 8, dtype=dtype) for name in ("keys", "values")}
     b = Builder(x=hidden(rows, 1, inner=inner, dtype=dtype), gamma=torch.rand(inner).to(dtype), cos=torch.randn(1, 8),
-                sin=torch.randn(1, 8), at=torch.tensor([4]), **caches, **weights("q", "k", "v", inner=inner, dtype=dtype))
+                sin=torch.randn(1, 8), at=torch.tensor([4]), **caches,
+                **weights("q", "k", "v", inner=inner, dtype=dtype))
     name = str(dtype).removeprefix("torch.")
     normed = rms_norm(b, "x", "gamma", name)
     q, k, v = (heads(b, normed, weight) for weight in "qkv")

@@ -7,7 +7,7 @@ import torch
 from graphs import Builder
 from kernel_reference import run_reference
 from lower_oracle import rms_norm
-from matmul_groups import attention_inputs, gated, heads, hidden, lowered_whole, residual, rotated, weights
+from matmul_groups import attention_inputs, gated, heads, hidden, lowered_whole, rotated, weights
 
 from fuseplan.kernels.ir.ir import Dot, Reduce, RowValue
 from fuseplan.kernels.ir.validate import validate

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import networkx as nx
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_dependencies, single_candidates
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementation, Implementations
 
@@ -34,6 +38,27 @@ class RegionProblem:
     def plain(self) -> tuple[Choice, ...]:
         """Every op as ATen's."""
         return self.choices[: len(self.ops)]
+
+
+def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:
+    """Choices of one cover as a sequence: each after those that it reads from, else by its last result, where dispatch
+    would like to run it.
+    """
+    flow = compute_graph_of(graph)
+    choices = list(choices)
+    maker = {value: number for number, choice in enumerate(choices) for value in choice.group.outputs}
+    order: nx.DiGraph[int] = nx.DiGraph()
+    order.add_nodes_from(range(len(choices)))
+    order.add_edges_from(
+        (maker[value], number) for number, choice in enumerate(choices) for value in choice.group.inputs
+        if value in maker
+    )
+
+    def last_result(number: int) -> int:
+        producers = map(graph.producer, choices[number].group.outputs)
+        return max(flow.position[op] for op in producers if op is not None)
+
+    return [choices[number] for number in nx.lexicographical_topological_sort(order, last_result)]
 
 
 def region_problem(

@@ -75,6 +75,8 @@ class GroupBook:
     def legal(self, ops: Sequence[str]) -> str | None:
         """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
         names = tuple(ops)
+        if self._holds_only_an_anchor(names):
+            return f"{self.graph.op(names[0]).op} by itself is a library's"
         try:
             self._lowered[names] = lower_group(self.graph, names, self.numerics)
             if self.dynamic is not None:
@@ -111,9 +113,12 @@ class GroupBook:
         return library_work(ops.node, ops.inputs, ops.outputs, ops.specs, name, cold)
 
     def is_anchor(self, group: Candidate) -> bool:
-        """Whether the group is one that no kernel is generated for: only library calls run it."""
+        """Whether the group is a matmul or attention by itself: only library calls run it."""
+        return self._holds_only_an_anchor(group.ops)
+
+    def _holds_only_an_anchor(self, ops: Sequence[str]) -> bool:
         flow = compute_graph_of(self.graph)
-        return any(flow.kinds[flow.position[name]] == "anchor" for name in group.ops)
+        return len(ops) == 1 and flow.kinds[flow.position[ops[0]]] == "anchor"
 
     def subject(self, group: Candidate) -> GroupSubject:
         """The group as the search sees it."""

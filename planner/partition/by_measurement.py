@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from fuseplan.planner.cost.prices import MeasuredPrices
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.choices import Choice, RegionProblem
+from fuseplan.planner.implementations.choices import Choice, RegionProblem, in_order
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
 from fuseplan.search.timing.contest import CALL_GAIN, Contest
 from fuseplan.search.timing.sequence import Part
@@ -219,14 +219,9 @@ class MeasuredRegion:
         graph = self.prices.book.graph
         flow = compute_graph_of(graph)
 
-        def last_result(choice: Choice) -> int:
-            """Where dispatch would like to run a kernel."""
-            producers = map(graph.producer, choice.group.outputs)
-            return max(flow.position[op] for op in producers if op is not None)
-
         return self.prices.tuner.play_off(
             {name: self._part(choice) for choice, name in names.items()},
-            {side: [names[choice] for choice in sorted(choices, key=last_result)] for side, choices in sides.items()},
+            {side: [names[choice] for choice in in_order(graph, choices)] for side, choices in sides.items()},
             flow.needed_outside(flow.position[op] for op in self.problem.ops),
         )
 

@@ -6,13 +6,13 @@ Parts are decided one by one, each by itself. What their plans cost together is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import placed_candidates, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.choices import Choice
+from fuseplan.planner.implementations.choices import Choice, in_order
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.search.store.record import PlanRecord
@@ -56,28 +56,50 @@ def _verdict(contest: Contest | None) -> Verdict:
     return Verdict(False, f"; the whole region loses {-gain:.1%} to plain ATen, which runs it")
 
 
+def gain_on_parts(
+    book: GroupBook, region: Region, record: PlanRecord, parts: Sequence[tuple[Region, PlanRecord]],
+    ways: Implementations, tuner: Tuner
+) -> float | None:
+    """What a plan of the whole region gains on the plans of its parts, in one interleaved run; None where that fails,
+    0 where it is no more than its noise.
+    """
+    sides = {_PLAIN: _planned(book, parts, ways), _PLAN: _planned(book, [(region, record)], ways)}
+    contest = _run(book, region, sides, tuner)()
+    if contest is None:
+        return None
+    return contest.gain(_PLAN, _PLAIN) if contest.accepts(_PLAN, _PLAIN) else 0.0
+
+
 def _contest(
     book: GroupBook, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
 ) -> Callable[[], Contest | None]:
-    flow = compute_graph_of(book.graph)
     plain = {
         Choice(one, ways.aten): ways.aten.part(book, one, "", {})
         for part, _ in parts for one in single_candidates(book.graph, part)
     }
+    return _run(book, region, {_PLAIN: plain, _PLAN: _planned(book, parts, ways)}, tuner)
+
+
+def _planned(
+    book: GroupBook, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
+) -> dict[Choice, Part]:
+    """What the plans of parts run."""
     chosen: dict[Choice, Part] = {}
     for part, record in parts:
         candidates = placed_candidates(book.graph, part, [group.ops for group in record.groups])
         for one, group in zip(candidates, record.groups, strict=True):
             way = ways.named(group.implementation)
             chosen[Choice(one, way)] = way.part(book, one, group.implementation, group.config)
+    return chosen
 
-    def last_result(choice: Choice) -> int:
-        return max(flow.position[op] for op in map(book.graph.producer, choice.group.outputs) if op is not None)
 
-    names = {choice: f"part {number}" for number, choice in enumerate(plain | chosen)}
-    sides = {
-        side: [names[choice] for choice in sorted(choices, key=last_result)]
-        for side, choices in ((_PLAIN, plain), (_PLAN, chosen))
-    }
+def _run(
+    book: GroupBook, region: Region, sides: Mapping[str, Mapping[Choice, Part]], tuner: Tuner
+) -> Callable[[], Contest | None]:
+    """The sides as sequences in one interleaved run, when the measuring process has nothing else to do."""
+    flow = compute_graph_of(book.graph)
+    parts = {choice: part for side in sides.values() for choice, part in side.items()}
+    names = {choice: f"part {number}" for number, choice in enumerate(parts)}
+    ordered = {side: [names[choice] for choice in in_order(book.graph, choices)] for side, choices in sides.items()}
     needed = flow.needed_outside(region_dependencies(book.graph, region).members)
-    return tuner.play_off_later({names[choice]: part for choice, part in (plain | chosen).items()}, sides, needed)
+    return tuner.play_off_later({names[choice]: part for choice, part in parts.items()}, ordered, needed)

@@ -21,11 +21,12 @@ from fuseplan.planner.groups.regions import find_regions, is_anchor, region_part
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
+from fuseplan.planner.partition.across_anchors import joint_problem
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
-from fuseplan.planner.partition.whole_region import Verdict, beats_plain
+from fuseplan.planner.partition.whole_region import Verdict, beats_plain, gain_on_parts
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
@@ -290,8 +291,34 @@ class Planner:
         if len(parts) == 1:
             alone = RegionPlan(region, plans[0][1], "tuned", decided=decided)
             return lambda: alone
+        joint = self._across_anchors(book, region, plans, tuner)
+        if joint is not None:
+            plans = [(region, joint)]
         verdict = beats_plain(book, region, plans, self.implementations, tuner)
         return lambda: self._finished(book, region, plans, decided, tuner, verdict(), began)
+
+    def _across_anchors(
+        self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]], tuner: Tuner
+    ) -> PlanRecord | None:
+        """A plan with matmuls inside its groups that is faster than those of the region's parts; None without one."""
+        began = time.monotonic()
+        problem = joint_problem(book, region, plans, self.implementations, self.settings.limits)
+        if problem is None:
+            return None
+        prices = MeasuredPrices(book, self.spec, tuner, self.learner)
+        decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, self._limit(problem)).decide()
+        anchors = {one.group.ops[0] for one in problem.plain if book.is_anchor(one.group)}
+        groups = [priced.choice.group for priced in decided.result.chosen]
+        if all(len(group.ops) == 1 or anchors.isdisjoint(group.ops) for group in groups):
+            return None
+        record = self._writer(book, region).record(
+            prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided
+        )
+        gain = gain_on_parts(book, region, record, plans, self.implementations, tuner)
+        if gain is None or gain <= self._margin:
+            return None
+        reason = f"{record.evidence.reason}; gains {gain:.1%} on the plans of its parts"
+        return replace(record, evidence=replace(record.evidence, reason=reason))
 
     def _finished(
         self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]],

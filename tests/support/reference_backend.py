@@ -69,6 +69,7 @@ class ReferenceBackend(AllocatingBackend):
         refusal: Why it refuses every kernel.
         build_failure: What ``load`` raises.
         fails_in_call: Whether kernels raise when called.
+        matmuls: Whether it takes kernels with a matmul.
     """
 
     name: ClassVar[str] = "cpp"
@@ -80,7 +81,9 @@ class ReferenceBackend(AllocatingBackend):
         refusal: str | None = None,
         build_failure: str | None = None,
         fails_in_call: bool = False,
+        matmuls: bool = False,
     ) -> None:
+        self.matmuls = matmuls
         self.missing = missing
         self.refusal = refusal
         self.build_failure = build_failure
@@ -92,6 +95,8 @@ class ReferenceBackend(AllocatingBackend):
         return self.missing
 
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        if not self.matmuls and any(segment.products for segment in ir.segments):
+            return "a matmul"
         return self.refusal
 
     def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:

@@ -1,0 +1,74 @@
+"""Candidates with a matmul inside: what comes before it and after it, taken from the groups of the islands around it.
+
+Which sets of an island's ops hang together is known. So a candidate is one matmul, or all that read one value, with one
+such set that feeds nothing else, or none, and one that reads its result, or none: those that leave the fewest bytes to
+pass between kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import islice, product
+
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import Candidate, Legal, region_candidates, region_dependencies
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.convex import Dependencies, bits, union
+from fuseplan.planner.lowering.recipes_matmul import MATMULS
+
+#: Epilogues and prologues of one matmul, best first, that are looked at before it goes without, and that are kept.
+_TRIES, _KEPT = 48, 2
+
+
+def anchored_candidates(
+    graph: DataflowGraph, region: Region, islands: Iterable[Candidate], legal: Legal
+) -> list[Candidate]:
+    """Groups of ``region`` around its matmuls, of which ``islands`` are the groups without one."""
+    flow, dependencies = compute_graph_of(graph), region_dependencies(graph, region)
+    bit_of = {flow.names[at]: bit for bit, at in enumerate(dependencies.members)}
+    known = list(dict.fromkeys(sum(1 << bit_of[name] for name in one.ops) for one in islands))
+
+    def is_legal(mask: int) -> bool:
+        names = [flow.names[dependencies.members[bit]] for bit in bits(mask)]
+        return dependencies.is_convex(mask) and legal(names) is None
+
+    @cache
+    def passed(mask: int) -> tuple[int, int]:
+        """Bytes that a group reads and writes, and fewer for more ops."""
+        (group,) = region_candidates(graph, region, [mask])
+        values = (*group.inputs, *group.outputs)
+        return sum(int(graph.specs[value].nbytes()) for value in values), -mask.bit_count()
+
+    def best(anchors: int, masks: Iterable[int]) -> list[int]:
+        ranked = sorted(masks, key=lambda mask: passed(anchors | mask))[:_TRIES]
+        return [0, *islice((mask for mask in ranked if is_legal(anchors | mask)), _KEPT)]
+
+    masks: dict[int, None] = {}
+    for anchors in _anchors(graph, dependencies, region):
+        reads, made_for = union(dependencies.reads[bit] for bit in bits(anchors)), _readers(dependencies, anchors)
+        before = [mask for mask in known if mask & reads and not _readers(dependencies, mask) & ~(mask | anchors)]
+        after = [mask for mask in known if mask & made_for and not mask & reads]
+        for one, other in product(best(anchors, after), best(anchors, before)):
+            mask = anchors | one | other
+            if mask.bit_count() > 1 and not one & other and is_legal(mask):
+                masks[mask] = None
+    return region_candidates(graph, region, masks)
+
+
+def _anchors(graph: DataflowGraph, dependencies: Dependencies, region: Region) -> Iterator[int]:
+    """Each matmul, and together those that read one value."""
+    flow = compute_graph_of(graph)
+    siblings: dict[Sequence[str], int] = {}
+    for bit, at in enumerate(dependencies.members):
+        node = flow.nodes[at]
+        if flow.kinds[at] == "anchor" and node.op in MATMULS:
+            yield 1 << bit
+            read = flow.sources_of(node.inputs[1 if "addmm" in node.op else 0])
+            siblings[read] = siblings.get(read, 0) | 1 << bit
+    yield from (mask for mask in siblings.values() if mask.bit_count() > 1)
+
+
+def _readers(dependencies: Dependencies, mask: int) -> int:
+    """Members that read what members of ``mask`` make."""
+    return union(1 << bit for bit in range(len(dependencies)) if dependencies.reads[bit] & mask)

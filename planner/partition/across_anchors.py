@@ -1,0 +1,70 @@
+"""A region with matmuls inside its groups: the choices there are beside the plans of its parts.
+
+Parts are decided first. What they chose, groups around matmuls, and what such groups leave of the kernels that they cut
+make up a problem of the whole region, which is searched as that of a part is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.groups.anchored import anchored_candidates
+from fuseplan.planner.groups.candidates import (
+    Candidate,
+    CandidateLimits,
+    placed_candidates,
+    region_dependencies,
+    single_candidates,
+)
+from fuseplan.planner.groups.regions import is_anchor
+from fuseplan.planner.implementations.choices import Choice, RegionProblem
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.search.store.record import PlanRecord
+
+
+def joint_problem(
+    book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations,
+    limits: CandidateLimits,
+) -> RegionProblem | None:
+    """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
+    graph, kernel = book.graph, ways.kernel
+    islands = [part for part, _ in plans if not is_anchor(graph, part)]
+    enumerated = [one for part in islands for one in book.enumerated(part, limits).candidates]
+    anchored = [
+        one for one in anchored_candidates(graph, region, enumerated, book.legal)
+        if kernel.refuse(book, one) is None
+    ]
+    if not anchored:
+        return None
+    chosen: list[tuple[Candidate, str]] = []
+    for part, record in plans:
+        groups = placed_candidates(graph, part, [group.ops for group in record.groups])
+        chosen += zip(groups, (group.implementation for group in record.groups), strict=True)
+    kernels = [group for group, name in chosen if len(group.ops) > 1 or not _is_call(ways, name)]
+    libraries = [
+        Choice(group, ways.named(name)) for group, name in chosen if group not in kernels and name != ways.aten.name
+    ]
+    singles = single_candidates(graph, region)
+    wanted = [*kernels, *_left_over(kernels, anchored, enumerated), *anchored]
+    choices = (
+        *(Choice(single, ways.aten) for single in singles), *libraries,
+        *(Choice(group, kernel) for group in sorted(dict.fromkeys(wanted), key=lambda group: len(group.ops))),
+    )
+    edges = region_dependencies(graph, region).edges()
+    return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges)
+
+
+def _is_call(ways: Implementations, name: str) -> bool:
+    return not ways.named(name).searches
+
+
+def _left_over(
+    kernels: Iterable[Candidate], anchored: Iterable[Candidate], enumerated: Sequence[Candidate]
+) -> list[Candidate]:
+    """What groups around matmuls leave of kernels, where that is a group."""
+    known = {frozenset(one.ops): one for one in enumerated}
+    taken = [frozenset(one.ops) for one in anchored]
+    left = {frozenset(kernel.ops) - one for kernel in kernels for one in taken if not one.isdisjoint(kernel.ops)}
+    return [known[ops] for ops in left if ops in known]

@@ -1,0 +1,105 @@
+"""Plans whose groups hold matmuls: enumerated, chosen by measurement against the parts' plans, stored, found and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dispatch_samples import Block, compiled
+from graphs import Builder
+from lower_oracle import rms_norm
+from reference_backend import ReferenceBackend
+from scripted_tuner import TARGET, ScriptedTuner
+
+import fuseplan.planner
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.anchored import anchored_candidates
+from fuseplan.planner.groups.candidates import CandidateLimits
+from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import Versions
+
+
+def block() -> DataflowGraph:
+    """Add, norm, two projections, SwiGLU; the sum is a result too."""
+    torch.manual_seed(0)
+    weights = {name: torch.randn(65, 33) for name in ("gate", "up")}
+    b = Builder(x=torch.randn(3, 33), residual=torch.randn(3, 33), gamma=torch.randn(33), **weights)
+    hidden = b("aten.add.Tensor", "x", "residual")
+    normed = rms_norm(b, hidden, "gamma", "float32")
+    gate, up = (b("aten.linear.default", normed, name, bias=None) for name in weights)
+    return b.graph(b("aten.mul.Tensor", b("aten.silu.default", gate), up), hidden)
+
+
+def names(graph: DataflowGraph, ops: Any) -> list[str]:
+    return sorted(graph.op(name).op.split(".")[1] for name in ops)
+
+
+def test_groups_around_matmuls_reach_from_the_norm_to_the_activation() -> None:
+    graph = block()
+    (region,) = find_regions(graph)
+    book, parts = GroupBook(graph, "fp32", "cpu"), region_parts(graph, region)
+    enumerations = (book.enumerated(part, CandidateLimits()) for part in parts if not is_anchor(graph, part))
+    islands = [one for enumeration in enumerations for one in enumeration.candidates]
+    found = anchored_candidates(graph, region, islands, book.legal)
+    assert len({one.ops for one in found}) == len(found) and all("linear" in names(graph, one.ops) for one in found)
+    held = [names(graph, one.ops) for one in found]
+    assert any(one.count("linear") == 2 and {"rsqrt", "silu"} <= set(one) for one in held)
+    assert all(book.legal(one.ops) is None for one in found)
+
+
+@pytest.mark.parametrize(("matmul_us", "kept"), [(8.0, True), (60.0, False)])
+def test_a_group_with_matmuls_has_to_beat_the_plans_of_the_parts(tmp_path: Path, matmul_us: float, kept: bool) -> None:
+    graph = block()
+    database = Database(tmp_path / "t.db", "write", Versions.current("cpu"))
+
+    def fused_us(subject: Any) -> float:
+        return matmul_us if any("linear" in str(node.op) for node in subject.nodes) else 5.0
+
+    tuner = ScriptedTuner(database, fused_us)
+    backends = (ReferenceBackend(matmuls=True),)
+    settings = PlanSettings(margin=0.0)
+    planner = Planner(database, None, "dev", TARGET, backends, settings, tuner)  # type: ignore[arg-type]
+    (plan,) = planner.plan_graph(graph).regions
+    held = [group for group in plan.record.groups if "linear" in names(graph, plan.group_ops(group))]
+    assert any(len(group.ops) > 1 for group in held) is kept
+    assert ("on the plans of its parts" in plan.record.evidence.reason) is kept
+    if kept:
+        assert plan.record.planned_us <= 5.0 + matmul_us
+    again = Planner(database, None, "dev", TARGET, backends, PlanSettings())
+    (found,) = again.plan_graph(block()).regions
+    assert found.source == "database" and found.record.groups == plan.record.groups
+
+
+def test_dispatch_runs_a_group_with_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scripted:
+        def __init__(self, tuner: ScriptedTuner) -> None:
+            self.tuner = tuner
+
+        def __enter__(self) -> ScriptedTuner:
+            return self.tuner
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+    kernels = ReferenceBackend(matmuls=True)
+    monkeypatch.setattr("fuseplan.planner.tuning.session.backends_for", lambda device_type: (kernels,))
+    monkeypatch.setattr(
+        "fuseplan.planner.tuning.session.Session.tuner",
+        lambda session, *args, **kwargs: Scripted(ScriptedTuner(session.database, lambda subject: 5.0)),
+    )
+    torch._dynamo.reset()
+    fuseplan.planner.reset_stats()
+    module = Block()
+    with torch.no_grad():
+        fast = compiled(module, tmp_path / "t.db", on_miss="tune")
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            x, residual = torch.randn(3, 33), torch.randn(3, 33)
+            torch.testing.assert_close(fast(x, residual), module(x, residual))
+    stats = fuseplan.planner.stats()
+    assert not stats.fallbacks and any(segment.products for ir in kernels.loaded for segment in ir.segments)

@@ -29,8 +29,8 @@ class TritonBackend(GpuBackend):
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if target.device_type != "cuda":
             return f"triton kernels run on CUDA devices, not on '{target.device_type}'"
-        if contracts(ir) and ir.symbols:
-            return f"a matmul with dynamic sizes ({', '.join(ir.symbols)})"
+        if contracts(ir) and (reason := contraction_config.refuse(ir)) is not None:
+            return reason
         if not ir.symbols:  # only a dynamic size can be one that cannot be written
             return None
         try:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
+from fuseplan.kernels.gpu.overlap import overlapped
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Load, Product, Reduce, RowValue, Segment, ancestors
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import reduction_depths
 from fuseplan.kernels.triton.index import triton_size
-from fuseplan.kernels.triton.segment import SegmentEmitter
+from fuseplan.kernels.triton.segment import SegmentEmitter, _statements
 from fuseplan.kernels.triton.values import fold_identity, index_extent, literal, tl_type
 
 _INDENT = "    "
@@ -60,7 +61,9 @@ class ContractionEmitter(SegmentEmitter):
         loops = [line for left in self.lefts for line in self._summed(left)]
         body = [*loops, *self.single_pass()]
         body = [*self.coordinates.definitions(), *body]
-        return [*self._geometry("\n".join(body)), *body]
+        lines = _statements([*self._geometry("\n".join(body)), *body])
+        # Memory is first accessed in a loop's functions.
+        return overlapped(lines, self.config, f"left{self.suffix}_", "tl.store(")
 
     def _expression(self, instr: Instr) -> str:
         if isinstance(instr, Dot):

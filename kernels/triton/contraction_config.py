@@ -6,6 +6,7 @@ tensor cores, with blocks of the inner dimension in shared memory ahead of their
 
 from __future__ import annotations
 
+from fuseplan.kernels.gpu.overlap import default_overlap, overlap_of, overlap_tunables
 from fuseplan.kernels.gpu.tile import next_power_of_2, programs
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
 from fuseplan.kernels.ir.index import evaluate, product
@@ -15,6 +16,8 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Segment
 _BASE_REGISTERS = 32
 #: Elements of weights that a thread has on their way at least, and at most.
 _LEAST_EACH, _MOST_EACH = 8, 128
+#: Rows of the left side above which libraries have better tiles.
+MAX_ROWS = 128
 #: What one program of an H100 or H200 can have, less what the compiler takes.
 _SHARED_BYTES = 224 * 2**10
 
@@ -29,6 +32,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     rows, inner = _rows(ir), next_power_of_2(_inner(ir))
     if rows == 1:
         return (
+            *overlap_tunables(target),
             Tunable("block_rows", (1,)),
             Tunable("block_cols", (1, 2, 4, 8, 16)),
             Tunable("block_inner", tuple(2**power for power in range(8, 14) if 2**power <= inner) or (inner,)),
@@ -36,6 +40,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
             Tunable("num_stages", (1, 2, 3)),
         )
     return (
+        *overlap_tunables(target),
         Tunable("block_rows", tuple(size for size in (16, 32, 64, 128) if size < 2 * rows or size == 16)),
         Tunable("block_cols", (16, 32, 64, 128, 256)),
         Tunable("block_inner", tuple(size for size in (32, 64, 128, 256) if size <= inner) or (max(inner, 16),)),
@@ -65,6 +70,8 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
             return f"{held} bytes of blocks on their way do not fit shared memory"
     if programs(ir, config, {}) < target.cores // 2:
         return f"{programs(ir, config, {})} programs leave most of {target.cores} multiprocessors idle"
+    if overlap_of(config) == "late":
+        return "overlap=late: loads and sums end together"
     return None
 
 
@@ -80,7 +87,17 @@ def default_config(ir: KernelIR, target: Target) -> Config:
         }
     )
     choices = {one.name: one.choices for one in tunables(ir, target)}
-    return {name: value if value in choices[name] else choices[name][-1] for name, value in wished.items()}
+    chosen = {name: value if value in choices[name] else choices[name][-1] for name, value in wished.items()}
+    return {**default_overlap(target), **chosen}
+
+
+def refuse(ir: KernelIR) -> str | None:
+    """Why no kernel is built around the matmuls of ``ir``, None where one can be."""
+    if ir.symbols:
+        return f"a matmul with dynamic sizes ({', '.join(ir.symbols)})"
+    if _rows(ir) > MAX_ROWS:
+        return f"a matmul of {_rows(ir)} rows: above {MAX_ROWS} it is a library's"
+    return None
 
 
 def _rows(ir: KernelIR) -> int:

@@ -1,4 +1,4 @@
-"""Plans whose groups hold matmuls: enumerated, chosen by measurement against the parts' plans, stored, found and run."""
+"""Plans whose groups hold matmuls: enumerated, measured beside the plans of the parts, stored, found and run."""
 
 from __future__ import annotations
 

@@ -12,6 +12,13 @@ from fuseplan.planner.implementations.group_book import GroupBook, Screening
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
+#: Calibration of kernels with a matmul inside: theirs are bytes of weights, and tiles of tensor cores.
+CONTRACTION = "contraction"
+
+
+def _contracts(book: GroupBook, group: Candidate) -> bool:
+    return any(segment.products for segment in book.lowered(group).ir.segments)
+
 
 @dataclass(frozen=True)
 class GeneratedKernel:
@@ -38,11 +45,13 @@ class GeneratedKernel:
 
     def calibration(self, book: GroupBook, group: Candidate) -> str:
         backend = self.backend_for(book, group)
-        return backend.name if backend is not None else ""
+        if backend is None:
+            return ""
+        return CONTRACTION if _contracts(book, group) else backend.name
 
     def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
         trial = tuner.screen(book.subject(group))
-        return Screening(trial.median_us, trial.reason, trial.backend)
+        return Screening(trial.median_us, trial.reason, CONTRACTION if _contracts(book, group) else trial.backend)
 
     def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
         subject = book.subject(group)

@@ -24,7 +24,7 @@ class Screening:
     Attributes:
         time_us: Microseconds of a call; None where it failed.
         reason: Why it failed.
-        backend: What made the kernel, where there are several.
+        backend: The calibration that it is a sample of, where the back end is one of several.
     """
 
     time_us: float | None

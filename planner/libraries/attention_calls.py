@@ -50,7 +50,7 @@ class AttentionCall:
     def refuse(self, group: OpGroup) -> str | None:
         if self.backend in ("efficient", "cudnn") and group.device_type != "cuda":
             return "it runs on CUDA devices only"
-        call = _parsed(group)
+        call = parsed(group)
         if isinstance(call, str):
             return call
         if not self.folded:
@@ -65,7 +65,7 @@ class AttentionCall:
         Raises:
             ValueError: The group is none that it takes.
         """
-        whole = _parsed(group)
+        whole = parsed(group)
         if isinstance(whole, str):
             raise ValueError(f"{self.name} cannot run {group.outputs}: {whole}")
         call = whole.folded() if self.folded else whole
@@ -87,7 +87,7 @@ class AttentionCall:
         return run
 
 
-def _parsed(group: OpGroup) -> Attention | str:
+def parsed(group: OpGroup) -> Attention | str:
     """The call that a group is, or why it is none that a back end could run."""
     if group.node.op != _OP:
         return "it is no call of attention"

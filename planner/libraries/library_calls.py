@@ -6,7 +6,8 @@ A new one is a class in a file of its own, and a row here.
 from __future__ import annotations
 
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
+from fuseplan.planner.libraries.decode_attention import DECODE_CALLS
 from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MERGED_CALLS
 
-LIBRARY_CALLS: tuple[LibraryCall, ...] = (*ATTENTION_CALLS, *MATMUL_CALLS, *MERGED_CALLS)
+LIBRARY_CALLS: tuple[LibraryCall, ...] = (*ATTENTION_CALLS, *DECODE_CALLS, *MATMUL_CALLS, *MERGED_CALLS)

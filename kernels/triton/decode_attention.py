@@ -23,7 +23,7 @@ def attend(
     group: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, splits: tl.constexpr,
     key_heads: tl.constexpr, mask_kind: tl.constexpr, wide: tl.constexpr,
 ):
-    """``mask_kind``: 0 none, 1 boolean, 2 numbers. ``group`` heads of ``lanes`` lanes share each of ``key_heads`` keys."""
+    """``mask_kind``: 0 none, 1 boolean, 2 numbers. ``group`` query heads, of ``lanes`` lanes, share a key."""
     pair = tl.program_id(0)
     split = tl.program_id(1)
     batch = (pair // key_heads).to(tl.int64)

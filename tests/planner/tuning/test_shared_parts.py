@@ -16,6 +16,7 @@ from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, compute_nodes
 
 from fuseplan.costmodel.roofline import nominal_us
+from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions, region_parts
@@ -291,8 +292,8 @@ def test_a_lookahead_prepares_exactly_the_parts_that_lack_a_plan(tmp_path: Path)
     """And regions that share a part get the same plans with it as without."""
 
     class AnyDevice(ReferenceBackend):
-        def refuse(self, ir: object, target: object) -> str | None:
-            return None
+        def refuse(self, ir: KernelIR, target: object) -> str | None:
+            return "a matmul" if any(segment.products for segment in ir.segments) else None
 
     graph = graph_of((BEFORE, AFTER), (BEFORE, OTHER))
     found = []

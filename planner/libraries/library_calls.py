@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
 from fuseplan.planner.libraries.decode_attention import DECODE_CALLS
+from fuseplan.planner.libraries.few_rows import FewRowsMatmul
 from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MERGED_CALLS
 
-LIBRARY_CALLS: tuple[LibraryCall, ...] = (*ATTENTION_CALLS, *DECODE_CALLS, *MATMUL_CALLS, *MERGED_CALLS)
+LIBRARY_CALLS: tuple[LibraryCall, ...] = (
+    *ATTENTION_CALLS, *DECODE_CALLS, *MATMUL_CALLS, FewRowsMatmul(), *MERGED_CALLS)

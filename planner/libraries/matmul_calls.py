@@ -30,14 +30,14 @@ from fuseplan.planner.graph.merged_linear import MergedLinear, linear_apart
 from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.rewrites.packing import pack_operands
 
-_LINEAR, _MM, _BMM, _ADDMM, _MATMUL = (
+LINEAR, _MM, _BMM, _ADDMM, _MATMUL = (
     f"aten.{name}.default" for name in ("linear", "mm", "bmm", "addmm", "matmul"))
 #: Types that every form computes in.
 _TYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
-class _Matmul:
+class Matmul:
     """A matmul with static sizes.
 
     The left operand is ``[..., rows, k]``, the right one ``[..., k, n]`` or a linear's weight ``[n, k]``. ``at`` are
@@ -52,7 +52,7 @@ class _Matmul:
 
 
 #: Computes the result from left, right and bias, perhaps in another shape; or why it cannot.
-_Form: TypeAlias = Callable[[_Matmul], Callable[[Any, Any, Any], torch.Tensor] | str]
+_Form: TypeAlias = Callable[[Matmul], Callable[[Any, Any, Any], torch.Tensor] | str]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MatmulCall:
     form: _Form
 
     def refuse(self, group: OpGroup) -> str | None:
-        found = _read(group)
+        found = read_matmul(group)
         compute = found if isinstance(found, str) else self.form(found)
         return compute if isinstance(compute, str) else None
 
@@ -73,7 +73,7 @@ class MatmulCall:
         Raises:
             ValueError: It refuses the group.
         """
-        found = _read(group)
+        found = read_matmul(group)
         compute = found if isinstance(found, str) else self.form(found)
         if isinstance(found, str) or isinstance(compute, str):
             raise ValueError(f"{self.name} cannot run {group.outputs}: {compute}")
@@ -88,10 +88,10 @@ class MatmulCall:
         return run
 
 
-def _read(group: OpGroup) -> _Matmul | str:
+def read_matmul(group: OpGroup) -> Matmul | str:
     """The matmul that a group is, or why it is none that a library could run."""
     node = group.node
-    if node.op not in (_LINEAR, _MM, _BMM, _ADDMM, _MATMUL):
+    if node.op not in (LINEAR, _MM, _BMM, _ADDMM, _MATMUL):
         return "it is no matmul"
     if not all(group.specs[name].is_static for name in (*group.inputs, *group.outputs)):
         return "its sizes are not static"
@@ -109,10 +109,10 @@ def _read(group: OpGroup) -> _Matmul | str:
     if len(left.shape) < 2 or len(right.shape) not in (2, 3):
         return "an operand is a vector, or has too many dimensions"
     first, second, *third = (group.inputs.index(name) for name in names)
-    return _Matmul(node.op, left, right, (first, second, third[0] if third else None), group.device_type)
+    return Matmul(node.op, left, right, (first, second, third[0] if third else None), group.device_type)
 
 
-def _is_contiguous(spec: TensorSpec) -> bool:
+def is_contiguous(spec: TensorSpec) -> bool:
     return spec.strides == TensorSpec.contiguous(spec.shape, spec.dtype).strides
 
 
@@ -122,7 +122,7 @@ def _is_contiguous(spec: TensorSpec) -> bool:
 _PREFERENCE = threading.Lock()
 
 
-def _preferred(library: str, found: _Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _preferred(library: str, found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
     """The op itself, with one of NVIDIA's libraries.
 
     PyTorch keeps its preference for all threads. It is set just around the call, which only launches kernels, and put
@@ -153,30 +153,30 @@ def _preferred(library: str, found: _Matmul) -> Callable[[Any, Any, Any], torch.
     return compute
 
 
-def _addmm(found: _Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _addmm(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
     shape = found.left.shape
-    if found.op != _LINEAR or found.at[2] is None:
+    if found.op != LINEAR or found.at[2] is None:
         return "it is no linear op with a bias"
-    if len(shape) == 2 or (len(shape) == 3 and _is_contiguous(found.left)):
+    if len(shape) == 2 or (len(shape) == 3 and is_contiguous(found.left)):
         return "PyTorch calls it anyway"
     return lambda left, right, bias: torch.addmm(bias, left.reshape(-1, left.shape[-1]), right.t())
 
 
-def _onednn(found: _Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _onednn(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
     """oneDNN's inner product, as TorchInductor calls it, on a weight that is not packed."""
-    if found.op != _LINEAR or found.device_type != "cpu":
+    if found.op != LINEAR or found.device_type != "cpu":
         return "it runs linear ops on CPUs only"
     if found.left.dtype != "float32":
         return "PyTorch calls it anyway"
     if not torch.backends.mkldnn.is_available():
         return "PyTorch was built without oneDNN"
-    if not _is_contiguous(found.right):
+    if not is_contiguous(found.right):
         return "the weight is not contiguous"
     op = torch.ops.mkldnn._linear_pointwise.default
     return lambda left, right, bias: op(left, right, bias, "none", [], "")
 
 
-def _unbatched(found: _Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _unbatched(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
     left, right = found.left, found.right
     if len(left.shape) != 3 or len(right.shape) != 3:
         return "there is no batch"
@@ -185,10 +185,10 @@ def _unbatched(found: _Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
     return lambda left, right, _: torch.mm(left.reshape(-1, left.shape[-1]), right[0])
 
 
-def _gemv(found: _Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _gemv(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
     if math.prod(found.left.shape[:-1]) != 1 or len(found.right.shape) != 2:
         return "it has several rows, or a batch"
-    transposed = found.op != _LINEAR
+    transposed = found.op != LINEAR
 
     def compute(left: Any, right: Any, bias: Any) -> Any:
         matrix, vector = right.t() if transposed else right, left.reshape(-1)

@@ -56,6 +56,26 @@ def sample(node: OpNode, operands: dict[str, torch.Tensor]) -> Sample:
     return replace(made, group=replace(made.group, specs=specs | {node.name: spec_of(made.eager())}))
 
 
+def product(
+    op: str, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None, **attrs: Any
+) -> Sample:
+    operands = {"left": left, "right": right} | ({} if bias is None else {"bias": bias})
+    names = ("bias", "left", "right") if op == "addmm" else tuple(operands)
+    if op == "linear" and bias is None:
+        attrs["bias"] = None
+    return sample(OpNode(f"aten.{op}.default", names, ("product",), attrs), operands)
+
+
+def linear(*shape: int, n: int = 16, bias: bool = True, dtype: torch.dtype = torch.float32) -> Sample:
+    torch.manual_seed(n)
+    left, right = torch.randn(*shape, dtype=dtype), torch.randn(n, shape[-1], dtype=dtype)
+    return product("linear", left, right, torch.randn(n, dtype=dtype) if bias else None)
+
+
+def on_cuda(given: Sample) -> Sample:
+    return replace(given, group=replace(given.group, device_type="cuda"))
+
+
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, **attrs: Any
 ) -> Sample:

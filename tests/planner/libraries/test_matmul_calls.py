@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_samples import Sample, assert_as_good_as_eager, run, sample
+from library_samples import Sample, assert_as_good_as_eager, linear, on_cuda, product, run, sample
 
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MatmulCall
 
 CALLS = {call.name: call for call in MATMUL_CALLS}
-
-
-def product(
-    op: str, left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None, **attrs: Any
-) -> Sample:
-    operands = {"left": left, "right": right} | ({} if bias is None else {"bias": bias})
-    names = ("bias", "left", "right") if op == "addmm" else tuple(operands)
-    if op == "linear" and bias is None:
-        attrs["bias"] = None
-    return sample(OpNode(f"aten.{op}.default", names, ("product",), attrs), operands)
-
-
-def linear(*shape: int, n: int = 16, bias: bool = True, dtype: torch.dtype = torch.float32) -> Sample:
-    torch.manual_seed(n)
-    left, right = torch.randn(*shape, dtype=dtype), torch.randn(n, shape[-1], dtype=dtype)
-    return product("linear", left, right, torch.randn(n, dtype=dtype) if bias else None)
-
-
-def on_cuda(given: Sample) -> Sample:
-    return replace(given, group=replace(given.group, device_type="cuda"))
 
 
 def reason(name: str, given: Sample) -> str:

@@ -1,0 +1,54 @@
+"""Matmuls of few rows on CPUs by our own kernel: right against float64 for odd sizes and strides, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from library_samples import assert_as_good_as_eager, linear, on_cuda, product
+
+from fuseplan.kernels.cpp.matmul import MAX_ROWS
+from fuseplan.planner.libraries.few_rows import FewRowsMatmul
+
+CALL = FewRowsMatmul()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "inner", "cols"), [(1, 4097, 3), (3, 127, 33), (8, 1, 1), (2, 64, 127), (5, 17, 9)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sizes_and_types(rows: int, inner: int, cols: int, bias: bool, dtype: torch.dtype) -> None:
+    assert_as_good_as_eager(CALL, linear(rows, 1, inner, n=cols, bias=bias, dtype=dtype))
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, MAX_ROWS), inner=st.integers(1, 70), cols=st.integers(1, 40), more=st.integers(0, 5))
+def test_rows_of_weights_may_lie_apart(rows: int, inner: int, cols: int, more: int) -> None:
+    weights = torch.randn(cols, inner + more)[:, :inner]
+    assert_as_good_as_eager(CALL, product("linear", torch.randn(rows, inner), weights))
+    assert_as_good_as_eager(CALL, product("mm", torch.randn(rows, inner), weights.t()))
+
+
+def test_a_bias_that_is_added() -> None:
+    weights = torch.randn(9, 7).t()
+    assert_as_good_as_eager(CALL, product("addmm", torch.randn(3, 7), weights, torch.randn(9)))
+
+
+def test_what_is_refused() -> None:
+    for made, word in (
+        (linear(MAX_ROWS + 1, 7), "more than"), (on_cuda(linear(1, 7)), "CPUs only"),
+        (product("mm", torch.randn(2, 7), torch.randn(7, 9)), "row by row"),
+        (product("linear", torch.randn(7, 2).t(), torch.randn(9, 7)), "row by row"),
+        (product("bmm", torch.randn(2, 3, 7), torch.randn(2, 7, 9)), "row by row"),
+        (product("mm", torch.randn(2, 7).double(), torch.randn(9, 7).double().t()), "float32"),
+    ):
+        assert word in (CALL.refuse(made.group) or ""), word
+        with pytest.raises(ValueError, match=word):
+            CALL.build(made.group)
+
+
+def test_a_call_is_repeatable() -> None:
+    made = linear(3, 1, 4097, n=127, dtype=torch.bfloat16)
+    call = CALL.build(made.group)
+    first = call(*made.operands)
+    assert all(torch.equal(call(*made.operands), first) for _ in range(5))

@@ -12,4 +12,4 @@ from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MERGED_CALLS
 
 LIBRARY_CALLS: tuple[LibraryCall, ...] = (
-    *ATTENTION_CALLS, *DECODE_CALLS, *MATMUL_CALLS, FewRowsMatmul(), *MERGED_CALLS)
+    *ATTENTION_CALLS, *DECODE_CALLS, FewRowsMatmul(), *MATMUL_CALLS, *MERGED_CALLS)

@@ -2,8 +2,9 @@
 // to itself and reads each once. FP_TYPE is what is stored; sums are float32.
 //
 // FP_ROWS: rows of x. FP_COLS, FP_INNER, FP_STRIDE: rows of weights, their length, and how far apart they begin.
-// FP_BLOCK: rows of weights that are read side by side. FP_BIAS (0, 1).
-enum { M = FP_ROWS, R = FP_BLOCK };
+// FP_BIAS (0, 1).
+enum { M = FP_ROWS, SUMS = FP_AVX512 ? 16 : 8 };  // sums that fit the registers
+enum { R = M > SUMS / 2 ? 1 : M > 2 ? SUMS / M : 8 };  // rows of weights that are read side by side
 static const i64 N = FP_COLS, K = FP_INNER, STRIDE = FP_STRIDE, WHOLE = K / L * L, PADDED = (K + L - 1) / L * L;
 static const i64 AHEAD = STRIDE * R;  // while a block is read, the next one is fetched
 

@@ -16,8 +16,6 @@ from fuseplan.kernels.native.build import build_library, default_cache_dir, requ
 
 #: Rows of activations above which libraries, whose tiles reuse the weights, are faster.
 MAX_ROWS = 8
-#: Sums that fit the registers of a core.
-_SUMS = 8
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,6 @@ class FewRows:
         macros = {
             "FP_WIDEST": 4, "FP_STREAM": 0, "FP_ROUGH": 0, "FP_TYPE": STORAGE_TYPE[self.dtype], "FP_ROWS": self.rows,
             "FP_COLS": self.cols, "FP_INNER": self.inner, "FP_STRIDE": self.stride, "FP_BIAS": int(self.bias),
-            "FP_BLOCK": max(1, _SUMS // self.rows),
         }
         lines = [f"#define {name} {value}" for name, value in macros.items()]
         return "\n".join([*lines, prelude(), (Path(__file__).parent / "cpp_matmul.h").read_text()])

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
-from fuseplan.kernels.gpu.overlap import overlapped
+from fuseplan.kernels.gpu.overlap import is_overlapped, overlapped
+from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.index import Index, divides
-from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Load, Product, Reduce, RowValue, Segment, ancestors
+from fuseplan.kernels.ir.index import Index, divides, evaluate
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Dot, Instr, Load, Product, Reduce, RowValue, Segment, ancestors
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import reduction_depths
 from fuseplan.kernels.triton.index import triton_size
@@ -24,6 +25,9 @@ from fuseplan.kernels.triton.values import fold_identity, index_extent, literal,
 _INDENT = "    "
 #: What tensor cores multiply; anything else is multiplied as float32.
 _HALVES = ("bfloat16", "float16")
+#: Name of the parameter that says how many blocks of weights are asked for ahead of the wait.
+AHEAD = "ahead"
+_LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,13 @@ class ContractionEmitter(SegmentEmitter):
         self.lefts = [_Left(self, left, number) for number, left in enumerate(lefts)]
 
     def lines(self) -> list[str]:
+        picked = [f"n{number} = {self._picked(dot.index)}" for number, dot in enumerate(self.dots)]
         loops = [line for left in self.lefts for line in self._summed(left)]
-        body = [*loops, *self.single_pass()]
+        body = [*picked, *self._prefetches(), *loops, *self.single_pass()]
         body = [*self.coordinates.definitions(), *body]
         lines = _statements([*self._geometry("\n".join(body)), *body])
-        # Memory is first accessed in a loop's functions.
-        return overlapped(lines, self.config, f"left{self.suffix}_", "tl.store(")
+        # Memory is first accessed by the functions of a product's sides.
+        return overlapped(lines, self.config, f"read{self.suffix}_", "tl.store(")
 
     def _expression(self, instr: Instr) -> str:
         if isinstance(instr, Dot):
@@ -99,31 +104,34 @@ class ContractionEmitter(SegmentEmitter):
     def _sums(
         self, left: _Left, folds: Sequence[int], dots: Sequence[int], wanted: Sequence[int], level: int
     ) -> list[str]:
-        """A loop over the inner dimension, with the folds and sums that it makes."""
-        lines = [left.accumulator(value) for value in folds]
-        for number in dots:
-            lines += [f"n{number} = {self._picked(self.dots[number].index)}", self._zeros(number)]
-        call = left.function([*wanted, *folds], f"left{self.suffix}_{left.number}_{level}", self.functions)
+        """A loop over the inner dimension, with the folds and sums that it makes; none where one block is all of it."""
+        call = left.function([*wanted, *folds], f"read{self.suffix}_left{left.number}_{level}", self.functions)
         results = [*(f"a{value}" for value in wanted), *(f"f{value}" for value in folds)]
         masks = ", in_rows" if self.masks_rows else ""
         positions = "row, k[None, :]" if not self.flat else "row, k"
         edge = (", in_k" if self.flat else ", in_k[None, :]") if left.masks_cols else ""
-        body = [f"k = start + tl.arange(0, {self.block})"]
-        if left.masks_cols:
-            body.append(f"in_k = k < {triton_size(left.segment.cols)}")
         given = "".join(f", {left.name(value)}" for value in call.folded)
+        # Weights come from afar: they are asked for first.
+        body = [f"w{number} = {self._weights(number, left)}" for number in dots]
         body.append(f"{', '.join(results)} = {call.name}({positions}{masks}{edge}{given}, {self.arguments})")
-        body += [left.combined(value, f"f{value}") for value in folds]
-        for number in dots:
-            body += self._step(number, left)
-        stages = int(self.config.get("num_stages", 1))
-        head = f"for start in tl.range(0, {triton_size(left.segment.cols)}, {self.block}, num_stages={stages}):"
-        lines += [head, *(_INDENT + line for line in body)]
+        if left.masks_cols:
+            body.insert(0, f"in_k = k < {triton_size(left.segment.cols)}")
+        if left.in_one_block:
+            body += [f"acc{left.prefix}{value} = f{value}" for value in folds]
+            body += [f"sum{number} = {self._multiplied(number)}" for number in dots]
+            lines = [f"k = tl.arange(0, {self.block})", *body]
+        else:
+            body += [left.combined(value, f"f{value}") for value in folds]
+            body += [self._step(number) for number in dots]
+            stages = int(self.config.get("num_stages", 1))
+            lines = [
+                *(left.accumulator(value) for value in folds), *(self._zeros(number) for number in dots),
+                f"for start in tl.range(0, {triton_size(left.segment.cols)}, {self.block}, num_stages={stages}):",
+                *(_INDENT + line for line in [f"k = start + tl.arange(0, {self.block})", *body]),
+            ]
         for value in folds:
             lines += left.fold(value, f"acc{left.prefix}{value}")
-        if dots:
-            lines += [self._total(number) for number in dots]
-        return lines
+        return [*lines, *(self._total(number) for number in dots)]
 
     def _picked(self, index: Index) -> str:
         """Rows of the weights, one for each column of the tile."""
@@ -138,24 +146,36 @@ class ContractionEmitter(SegmentEmitter):
     def _held(self, number: int) -> str:
         return "float64" if self.dots[number].dtype == "float64" else "float32"
 
-    def _step(self, number: int, left: _Left) -> list[str]:
-        """Take one block of the inner dimension into a sum."""
+    def _weights(self, number: int, left: _Left) -> str:
+        """A block of the weights of a sum."""
         product = self.product(self.dots[number])
-        side = _Right(self, product)
-        name = side.function(f"right{self.suffix}_{self.segment.products.index(product)}", product, self.functions)
+        name = f"read{self.suffix}_right{self.segment.products.index(product)}"
+        _Right(self, product).function(name, product, self.functions)
         masks = (", in_cols[:, None]" if self.flat else ", tl.trans(in_cols)") if self.masks_cols else ""
         edge = ", in_k[None, :]" if left.masks_cols else ""
-        rows = f"n{number}[:, None]" if self.flat else f"tl.trans(n{number})"
-        weights = f"{name}({rows}, k[None, :]{masks}{edge}, {self.arguments})"
+        return f"{name}({self._weight_rows(number)}, k[None, :]{masks}{edge}, {self.arguments})"
+
+    def _weight_rows(self, number: int) -> str:
+        return f"n{number}[:, None]" if self.flat else f"tl.trans(n{number})"
+
+    def _step(self, number: int) -> str:
+        """Take one block of the inner dimension into a sum."""
+        if self.flat:
+            return f"sum{number} += {self._multiplied(number)}"
+        return f"sum{number} = {self._multiplied(number, f', sum{number}')}"
+
+    def _multiplied(self, number: int, total: str = "") -> str:
+        """The product of two blocks, added to a total by tensor cores."""
+        product = self.product(self.dots[number])
         activations = f"a{product.left_value}"
         if self.flat:
-            return [f"sum{number} += {weights} * {activations}[None, :]"]
-        dtype = self._multiplied(product)
-        given = f"{weights}.to({tl_type(dtype)}), tl.trans({activations}).to({tl_type(dtype)})"
+            return f"w{number} * {activations}[None, :]"
+        dtype = self._dot_type(product)
+        given = f"w{number}.to({tl_type(dtype)}), tl.trans({activations}).to({tl_type(dtype)})"
         precision = ', input_precision="ieee"' if dtype == "float32" else ""
-        return [f"sum{number} = tl.dot({given}, sum{number}{precision})"]
+        return f"tl.dot({given}{total}{precision})"
 
-    def _multiplied(self, product: Product) -> str:
+    def _dot_type(self, product: Product) -> str:
         """The type in which tensor cores multiply: that of the weights, where it has half the bits."""
         stored = {self.buffers[one.buffer].dtype for one in product.right.loads}
         dtype = next(iter(stored)) if len(stored) == 1 and stored <= set(_HALVES) else "float32"
@@ -165,6 +185,29 @@ class ContractionEmitter(SegmentEmitter):
     def _total(self, number: int) -> str:
         folded = f"tl.sum(sum{number}, 1)" if self.flat else f"tl.trans(sum{number})"
         return f"dot{number} = {folded}"
+
+    def _prefetches(self) -> list[str]:
+        """Statements that ask the second-level cache for the first blocks of the weights, while the program waits."""
+        blocks = int(self.config.get(AHEAD, 0))
+        if not blocks or not is_overlapped(self.config) or interpreter_is_on():
+            return []
+        lines: list[str] = []
+        for number, dot in enumerate(self.dots):
+            product = self.product(dot)
+            name = f"prefetch{self.suffix}_{self.segment.products.index(product)}"
+            inner = product.left.cols
+            assert isinstance(inner, int)
+            side = _Right(self, product)
+            step = side.line_elements()
+            count = next_power_of_2(min(blocks * self.block, inner) // step)
+            side.prefetch(name, self.functions)
+            rows, k = self._weight_rows(number), f"tl.arange(0, {count})[None, :] * {step}"
+            if count * step > inner:
+                k = f"tl.minimum({k}, {inner - 1})"
+            if self.masks_cols:
+                rows = f"tl.minimum({rows}, {evaluate(product.right.num_rows, {}) - 1})"
+            lines.append(f"{name}({rows}, {k}, {self.arguments})")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -182,6 +225,8 @@ class _Side(SegmentEmitter):
         super().__init__(outer.buffers, outer.names, side, config)
         self.outer, self.prefix = outer, prefix
         self.masks_cols = divides(outer.block, side.cols) is None
+        #: One block holds the inner dimension.
+        self.in_one_block = isinstance(side.cols, int) and side.cols <= outer.block
 
     def results(self, values: Sequence[int]) -> list[str]:
         """Their names; beyond the last column they are 0."""
@@ -265,3 +310,13 @@ class _Right(_Side):
             lines = (*self.coordinates.definitions(), *inside, f"return {result}")
             functions.append(Function(name, tuple(self.parameters()), lines))
         return name
+
+    def line_elements(self) -> int:
+        """Elements of the weights in one line of the cache."""
+        return _LINE_BYTES // max(ITEMSIZE[self.buffers[one.buffer].dtype] for one in self.policies)
+
+    def prefetch(self, name: str, functions: list[Function]) -> None:
+        if name not in (one.name for one in functions):
+            pointers = [self._pointer(one.buffer, one.index) for one in self.policies]
+            lines = (*self.coordinates.definitions(), *(f"_prefetch({pointer})" for pointer in pointers))
+            functions.append(Function(name, ("row", "col"), lines))

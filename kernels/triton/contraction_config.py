@@ -33,6 +33,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     if rows == 1:
         return (
             *overlap_tunables(target),
+            Tunable("ahead", (0, 1, 4) if target.in_graph else (0,)),
             Tunable("block_rows", (1,)),
             Tunable("block_cols", (1, 2, 4, 8, 16)),
             Tunable("block_inner", tuple(2**power for power in range(8, 14) if 2**power <= inner) or (inner,)),
@@ -41,6 +42,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         )
     return (
         *overlap_tunables(target),
+        Tunable("ahead", (0, 1, 4) if target.in_graph else (0,)),
         Tunable("block_rows", tuple(size for size in (16, 32, 64, 128) if size < 2 * rows or size == 16)),
         Tunable("block_cols", (16, 32, 64, 128, 256)),
         Tunable("block_inner", tuple(size for size in (32, 64, 128, 256) if size <= inner) or (max(inner, 16),)),
@@ -60,8 +62,12 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
             each = cols * inner / threads
             if not _LEAST_EACH <= each <= _MOST_EACH:
                 return f"{each:g} elements of a block of weights for each thread"
-            if 1.5 * sums * each > limit:
+            # Weights as they are stored, activations, and sums where there are several blocks.
+            words = sums * each / 2 + inner / threads + (0 if inner >= _inner(ir) else sums * each)
+            if words > limit:
                 return f"{sums} sums of {each:g} elements a thread do not fit its registers"
+            if inner >= _inner(ir) and stages > 1:
+                return "num_stages has no effect without a loop"
             continue
         if sums * rows * cols / threads > limit:
             return f"{sums} sums of {rows}x{cols} do not fit the registers of {threads} threads"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Query heads of a tile at least: what tensor cores multiply.
 TILE_HEADS = 16
@@ -21,7 +22,7 @@ def attend(
     query_batch, query_head, key_batch, key_head, key_row, value_batch, value_head, value_row,
     mask_batch, mask_head, mask_row, out_batch, out_head,
     group: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, splits: tl.constexpr,
-    key_heads: tl.constexpr, mask_kind: tl.constexpr, wide: tl.constexpr,
+    key_heads: tl.constexpr, mask_kind: tl.constexpr, wide: tl.constexpr, overlapped: tl.constexpr,
 ):
     """``mask_kind``: 0 none, 1 boolean, 2 numbers. ``group`` query heads, of ``lanes`` lanes, share a key."""
     pair = tl.program_id(0)
@@ -33,6 +34,9 @@ def attend(
     real = head < group
     own = shared * group + head
     at = batch * query_batch + own[:, None] * query_head + column[None, :]
+    if overlapped:
+        gdc_launch_dependents()
+        gdc_wait()
     q = tl.load(query + at, mask=real[:, None], other=0.0)
     if wide:
         q = q.to(tl.float32)

@@ -60,6 +60,7 @@ class SplitAttention:
         scale = call.scale if call.scale is not None else width**-0.5
         pairs, splits = batch * shared, _splits(batch * shared, length)
         counters: dict[object, torch.Tensor] = {}
+        overlapped = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             query = inputs[first]
@@ -74,6 +75,7 @@ class SplitAttention:
                 counters[stream], out, length, scale, *flat, *masked, strides[0], strides[1],
                 group=heads // shared, lanes=lanes, width=width, rows=_ROWS, splits=splits, key_heads=shared,
                 mask_kind=kind, wide=query.dtype == torch.float32 or interpreter_is_on(), num_warps=4, num_stages=2,
+                overlapped=overlapped, **({"launch_pdl": True} if overlapped else {}),
             )
             return out
 

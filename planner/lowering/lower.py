@@ -90,7 +90,9 @@ class _Lowering:
         spaces: dict[tuple[tuple[Size, ...], Size], list[tuple[str, _Plan]]] = {}
         for value, plan in self._plan_spaces(wanted).items():
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
-        segments = [self._segment(rows, cols, members) for (rows, cols), members in spaces.items()]
+        segments = [
+            self._segment(rows, cols, part) for (rows, cols), members in spaces.items() for part in self._apart(members)
+        ]
         check_writes(self.group)
         for value in sorted(value for value, node in self._behind(wanted).items() if node is None):
             self.group.input_buffer(value)  # an operand whose elements nobody reads (zeros_like) is still an argument
@@ -195,6 +197,19 @@ class _Lowering:
                 found[target] = None
             stack.extend(one for one in node.inputs if one != target)
         return found
+
+    def _apart(self, members: list[tuple[str, _Plan]]) -> list[list[tuple[str, _Plan]]]:
+        """Outputs of one space by the matmuls that they read: a program has the sums of one part to hold."""
+        parts: list[tuple[frozenset[str], list[tuple[str, _Plan]]]] = []
+        for member in members:
+            behind = filter(None, self._behind([member[0]], through=False).values())
+            anchors = frozenset(node.name for node in behind if node.name in self.members and node.op in MATMULS)
+            joined = [part for part in parts if part[0] & anchors or part[0] == anchors]
+            parts = [part for part in parts if part not in joined]
+            parts.append((
+                anchors.union(*(names for names, _ in joined)), [*(one for _, ones in joined for one in ones), member],
+            ))
+        return [ones for _, ones in parts]
 
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
         self.group.boundaries = set()

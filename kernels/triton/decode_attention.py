@@ -2,7 +2,8 @@
 
 The query heads that share keys are rows of one tile, so keys and values are read once. Each split keeps its own maximum
 and sum (Flash-Decoding, Dao et al. 2023). Partial results are combined in the order of the splits, whoever is last: the
-same call gives the same bits. Blocks of keys that a boolean mask hides from all heads are not read.
+same call gives the same bits. Keys before the first and behind the last that a boolean mask shows are not read; the
+others are shared evenly.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #: Query heads of a tile at least: what tensor cores multiply.
 TILE_HEADS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
+#: Keys whose mask is looked at in one step, and numbers that are combined in one.
+_SCANNED, _COMBINED = tl.constexpr(1024), tl.constexpr(8192)
 
 
 @triton.jit
@@ -22,9 +25,12 @@ def attend(
     query_batch, query_head, key_batch, key_head, key_row, value_batch, value_head, value_row,
     mask_batch, mask_head, mask_row, out_batch, out_head,
     group: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, splits: tl.constexpr,
-    key_heads: tl.constexpr, mask_kind: tl.constexpr, wide: tl.constexpr, overlapped: tl.constexpr,
+    key_heads: tl.constexpr, mask_kind: tl.constexpr, mask_heads: tl.constexpr, wide: tl.constexpr,
+    overlapped: tl.constexpr, stages: tl.constexpr,
 ):
-    """``mask_kind``: 0 none, 1 boolean, 2 numbers. ``group`` query heads, of ``lanes`` lanes, share a key."""
+    """``mask_kind``: 0 none, 1 boolean, 2 numbers; ``mask_heads``: heads have masks of their own. ``group`` query heads,
+    of ``lanes`` lanes, share a key.
+    """
     pair = tl.program_id(0)
     split = tl.program_id(1)
     batch = (pair // key_heads).to(tl.int64)
@@ -40,65 +46,112 @@ def attend(
     q = tl.load(query + at, mask=real[:, None], other=0.0)
     if wide:
         q = q.to(tl.float32)
+    first = 0
+    last = length
+    if mask_kind == 1:
+        first, last = _shown(mask + batch * mask_batch, own, real, length, mask_head, mask_row, lanes, mask_heads)
+    first = first // rows
+    blocks = tl.cdiv(last, rows) - first
+    each = tl.cdiv(blocks, splits)
+    start = first + split * each
+    end = first + tl.minimum(split * each + each, blocks)
     most = tl.full((lanes,), float("-inf"), tl.float32)
     total = tl.zeros((lanes,), tl.float32)
     found = tl.zeros((lanes, width), tl.float32)
-    blocks = tl.cdiv(length, rows)
-    each = tl.cdiv(blocks, splits)
-    for block in range(split * each, tl.minimum(split * each + each, blocks)):
+    for block in tl.range(start, end, num_stages=stages):
         row = block * rows + tl.arange(0, rows)
         inside = row < length
-        seen = tl.max(inside.to(tl.int32), 0)
-        if mask_kind == 1:
-            where = batch * mask_batch + own[:, None] * mask_head + row[None, :] * mask_row
-            shown = tl.load(mask + where, mask=real[:, None] & inside[None, :], other=0) != 0
-            seen = tl.max(tl.max(shown.to(tl.int32), 1), 0)
-        if seen > 0:
-            k = tl.load(key + batch * key_batch + shared * key_head + row[:, None] * key_row + column[None, :],
-                        mask=inside[:, None], other=0.0)
-            if wide:
-                k = k.to(tl.float32)
-            scores = tl.trans(tl.dot(k, tl.trans(q))) * (scale * _LOG2_E)
-            if mask_kind == 2:
-                where = batch * mask_batch + own[:, None] * mask_head + row[None, :] * mask_row
-                added = tl.load(mask + where, mask=real[:, None] & inside[None, :], other=0.0)
-                scores += added.to(tl.float32) * _LOG2_E
-            if mask_kind == 1:
-                scores = tl.where(shown, scores, float("-inf"))
+        k = tl.load(key + batch * key_batch + shared * key_head + row[:, None] * key_row + column[None, :],
+                    mask=inside[:, None], other=0.0)
+        v = tl.load(value + batch * value_batch + shared * value_head + row[:, None] * value_row + column[None, :],
+                    mask=inside[:, None], other=0.0)
+        if wide:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k)) * (scale * _LOG2_E)
+        if mask_kind == 0:
             scores = tl.where(inside[None, :], scores, float("-inf"))
-            larger = tl.maximum(most, tl.max(scores, 1))
-            # Nothing but -inf so far: what is subtracted must be a number.
-            base = tl.where(larger == float("-inf"), 0.0, larger)
-            weight = tl.exp2(scores - base[:, None])
-            kept = tl.exp2(most - base)
-            total = total * kept + tl.sum(weight, 1)
-            v = tl.load(value + batch * value_batch + shared * value_head + row[:, None] * value_row + column[None, :],
-                        mask=inside[:, None], other=0.0)
-            if wide:
-                v = v.to(tl.float32)
-            found = found * kept[:, None] + tl.dot(weight.to(v.dtype), v)
-            most = larger
-    place = (pair * splits + split) * lanes + head
-    tl.store(partial + place[:, None] * width + column[None, :], found)
-    tl.store(sums + place * 2, most)
-    tl.store(sums + place * 2 + 1, total)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
-    if arrived == splits - 1:
-        tl.store(counters + pair, 0)
-        most = tl.full((lanes,), float("-inf"), tl.float32)
-        total = tl.zeros((lanes,), tl.float32)
-        found = tl.zeros((lanes, width), tl.float32)
-        for other in range(splits):
-            place = (pair * splits + other) * lanes + head
-            theirs = tl.load(sums + place * 2, cache_modifier=".cg")
-            larger = tl.maximum(most, theirs)
-            base = tl.where(larger == float("-inf"), 0.0, larger)
-            kept, taken = tl.exp2(most - base), tl.exp2(theirs - base)
-            total = total * kept + tl.load(sums + place * 2 + 1, cache_modifier=".cg") * taken
-            part = tl.load(partial + place[:, None] * width + column[None, :], cache_modifier=".cg")
-            found = found * kept[:, None] + part * taken[:, None]
-            most = larger
+        else:
+            if mask_heads:
+                place = batch * mask_batch + own[:, None] * mask_head + row[None, :] * mask_row
+                given = tl.load(mask + place, mask=real[:, None] & inside[None, :], other=0)
+            else:
+                given = tl.load(mask + batch * mask_batch + row * mask_row, mask=inside, other=0)[None, :]
+            if mask_kind == 1:
+                scores = tl.where((given != 0) & inside[None, :], scores, float("-inf"))
+            else:
+                scores = tl.where(inside[None, :], scores + given.to(tl.float32) * _LOG2_E, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        # Nothing but -inf so far: what is subtracted must be a number.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(most - base)
+        total = total * kept + tl.sum(weight, 1)
+        found = tl.dot(weight.to(v.dtype), v, found * kept[:, None])
+        most = larger
+    place = batch * out_batch + own[:, None] * out_head + column[None, :]
+    if splits == 1:
         result = found / tl.where(total == 0.0, 1.0, total)[:, None]
-        at = batch * out_batch + own[:, None] * out_head + column[None, :]
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=real[:, None])
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None])
+    else:
+        at = (pair * splits + split) * group + head
+        tl.store(partial + at[:, None] * width + column[None, :], found, mask=real[:, None])
+        tl.store(sums + at * 2, most, mask=real)
+        tl.store(sums + at * 2 + 1, total, mask=real)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
+        if arrived == splits - 1:
+            tl.store(counters + pair, 0)
+            heads: tl.constexpr = triton.next_power_of_2(group)
+            head = tl.arange(0, heads)
+            real = head < group
+            result = _combined(partial, sums, pair, head, real, group, heads, width, splits)
+            own = shared * group + head
+            place = batch * out_batch + own[:, None] * out_head + column[None, :]
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def _shown(mask, own, real, length, mask_head, mask_row, lanes: tl.constexpr, mask_heads: tl.constexpr):
+    """The first key that the mask shows to a head of the tile, and what follows the last; an empty range if none."""
+    first = length
+    last = 0
+    for start in range(0, length, _SCANNED):
+        row = start + tl.arange(0, _SCANNED)
+        inside = row < length
+        if mask_heads:
+            place = own[:, None] * mask_head + row[None, :] * mask_row
+            given = tl.load(mask + place, mask=real[:, None] & inside[None, :], other=0)
+            shown = tl.max((given != 0).to(tl.int32), 0)
+        else:
+            shown = (tl.load(mask + row * mask_row, mask=inside, other=0) != 0).to(tl.int32)
+        first = tl.minimum(first, tl.min(tl.where(shown > 0, row, length), 0))
+        last = tl.maximum(last, tl.max(tl.where(shown > 0, row + 1, 0), 0))
+    return tl.minimum(first, last), last
+
+
+@triton.jit
+def _combined(
+    partial, sums, pair, head, real, group: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
+    splits: tl.constexpr,
+):
+    """The result of all splits: [heads, width]."""
+    column = tl.arange(0, width)
+    chunk: tl.constexpr = min(splits, max(1, _COMBINED // (heads * width)))
+    most = tl.full((heads,), float("-inf"), tl.float32)
+    total = tl.zeros((heads,), tl.float32)
+    found = tl.zeros((heads, width), tl.float32)
+    for start in range(0, splits, chunk):
+        at = (pair * splits + start + tl.arange(0, chunk))[:, None] * group + head[None, :]
+        part = tl.load(partial + at[:, :, None] * width + column[None, None, :], mask=real[None, :, None], other=0.0,
+                       cache_modifier=".cg")
+        theirs = tl.load(sums + at * 2, mask=real[None, :], other=0.0, cache_modifier=".cg")
+        added = tl.load(sums + at * 2 + 1, mask=real[None, :], other=0.0, cache_modifier=".cg")
+        larger = tl.maximum(most, tl.max(theirs, 0))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        kept = tl.exp2(most - base)
+        taken = tl.exp2(theirs - base[None, :])
+        total = total * kept + tl.sum(added * taken, 0)
+        found = found * kept[:, None] + tl.sum(part * taken[:, :, None], 0)
+        most = larger
+    return found / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,8 +15,6 @@ from fuseplan.planner.libraries.attention_calls import parsed
 from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.rewrites.attention_backends import Attention, whole_numbers
 
-#: Keys of a block, and programs for each multiprocessor that hide the latency of memory.
-_ROWS, _WAVES = 64, 2
 _WIDTHS = (16, 32, 64, 128, 256)
 
 
@@ -27,6 +25,11 @@ class SplitAttention:
     """
 
     name: str = "attention.split"
+    #: Keys of a block, programs for each multiprocessor, warps of a program, and blocks on their way.
+    rows: int = 64
+    waves: int = 2
+    warps: int = 4
+    stages: int = 2
 
     def refuse(self, group: OpGroup) -> str | None:
         if group.device_type != "cuda" and not interpreter_is_on():
@@ -58,28 +61,54 @@ class SplitAttention:
         sizes = [whole_numbers(one.strides)[:dims] for one, dims in ((call.query, 2), (call.key, 3), (call.value, 3))]
         flat = [stride for own in sizes for stride in own]
         scale = call.scale if call.scale is not None else width**-0.5
-        pairs, splits = batch * shared, _splits(batch * shared, length)
-        counters: dict[object, torch.Tensor] = {}
+        pairs, splits = batch * shared, self._splits(batch * shared, length)
+        arrivals = _Arrivals(pairs)
         overlapped = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             query = inputs[first]
-            stream = torch.cuda.current_stream(query.device) if query.is_cuda else None
-            if stream not in counters:  # each launch leaves them at zero
-                counters[stream] = torch.zeros(pairs, dtype=torch.int32, device=query.device)
             out = torch.empty_strided(shape, strides, dtype=dtype, device=query.device)
-            work = torch.empty(pairs * splits * lanes * (width + 2), dtype=torch.float32, device=query.device)
-            partial, sums = work[: pairs * splits * lanes * width], work[pairs * splits * lanes * width :]
+            count = pairs * splits * (heads // shared)
+            work = torch.empty(count * (width + 2), dtype=torch.float32, device=query.device)
+            partial, sums = work[: count * width], work[count * width :]
             attend[(pairs, splits)](
                 query, inputs[second], inputs[third], inputs[last[0]] if last else query, partial, sums,
-                counters[stream], out, length, scale, *flat, *masked, strides[0], strides[1],
-                group=heads // shared, lanes=lanes, width=width, rows=_ROWS, splits=splits, key_heads=shared,
-                mask_kind=kind, wide=query.dtype == torch.float32 or interpreter_is_on(), num_warps=4, num_stages=2,
-                overlapped=overlapped, **({"launch_pdl": True} if overlapped else {}),
+                arrivals.of(query), out, length, scale, *flat, *masked, strides[0], strides[1],
+                group=heads // shared, lanes=lanes, width=width, rows=self.rows, splits=splits, key_heads=shared,
+                mask_kind=kind, mask_heads=masked[1] != 0, wide=query.dtype == torch.float32 or interpreter_is_on(),
+                num_warps=self.warps, stages=self.stages, overlapped=overlapped,
+                **({"launch_pdl": True} if overlapped else {}),
             )
             return out
 
         return run
+
+    def _splits(self, pairs: int, length: int) -> int:
+        """Splits that fill the device, of at least one block each: a power of two."""
+        cores = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 4
+        wanted = max(1, self.waves * cores // pairs)
+        blocks = -(-length // self.rows)
+        return next_power_of_2(min(wanted, blocks) // 2 + 1)
+
+
+@dataclass
+class _Arrivals:
+    """How many splits of each pair have arrived. Each launch leaves zeros, so launches one after another share them."""
+
+    pairs: int
+    _by_stream: dict[tuple[torch.device, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def of(self, query: torch.Tensor) -> torch.Tensor:
+        """Those of the current stream, or of all recordings in CUDA graphs, which are replayed one after another."""
+        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda and not capturing else None
+        found = self._by_stream.get((query.device, stream))
+        if found is None:
+            found = torch.zeros(self.pairs, dtype=torch.int32, device=query.device)
+            if not capturing:  # memory of a graph is not ours to keep
+                self._by_stream[query.device, stream] = found
+                self._by_stream.setdefault((query.device, None), torch.zeros_like(found))
+        return found
 
 
 def _refused(call: Attention) -> str | None:
@@ -108,14 +137,6 @@ def _mask_strides(call: Attention) -> tuple[int, int, int]:
     own = [0 if extent == 1 else stride for extent, stride in pairs]
     batch, heads, _, keys = [0] * (4 - len(own)) + own
     return batch, heads, keys
-
-
-def _splits(pairs: int, length: int) -> int:
-    """Splits that fill the device, of at least one block each: a power of two."""
-    cores = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 4
-    wanted = max(1, _WAVES * cores // pairs)
-    blocks = -(-length // _ROWS)
-    return next_power_of_2(min(wanted, blocks) // 2 + 1)
 
 
 DECODE_CALLS = (SplitAttention(),)

@@ -29,7 +29,6 @@ _TYPICAL_SIZE = 4096
 #: Every parameter that some kernel has, and what it can be built with.
 PARAMETERS = (
     Tunable(OVERLAP, ("none", *OVERLAP_CHOICES)),
-    Tunable("ahead", (0, 1, 4)),
     Tunable("block_rows", (1, 2, 4, 8, 16, 32, 64, 128)),
     Tunable("block_cols", tuple(2**power for power in range(MAX_PERSISTENT_COLS.bit_length()))),
     Tunable("block_inner", tuple(2**power for power in range(4, 15))),

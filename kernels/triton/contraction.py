@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
-from fuseplan.kernels.gpu.overlap import is_overlapped, overlapped
-from fuseplan.kernels.gpu.tile import next_power_of_2
+from fuseplan.kernels.gpu.overlap import overlapped
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.index import Index, divides, evaluate
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Dot, Instr, Load, Product, Reduce, RowValue, Segment, ancestors
+from fuseplan.kernels.ir.index import Index, divides
+from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Load, Product, Reduce, RowValue, Segment, ancestors
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import reduction_depths
 from fuseplan.kernels.triton.index import triton_size
@@ -25,9 +24,6 @@ from fuseplan.kernels.triton.values import fold_identity, index_extent, literal,
 _INDENT = "    "
 #: What tensor cores multiply; anything else is multiplied as float32.
 _HALVES = ("bfloat16", "float16")
-#: Name of the parameter that says how many blocks of weights are asked for ahead of the wait.
-AHEAD = "ahead"
-_LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class ContractionEmitter(SegmentEmitter):
     def lines(self) -> list[str]:
         picked = [f"n{number} = {self._picked(dot.index)}" for number, dot in enumerate(self.dots)]
         loops = [line for left in self.lefts for line in self._summed(left)]
-        body = [*picked, *self._prefetches(), *loops, *self.single_pass()]
+        body = [*picked, *loops, *self.single_pass()]
         body = [*self.coordinates.definitions(), *body]
         lines = _statements([*self._geometry("\n".join(body)), *body])
         # Memory is first accessed by the functions of a product's sides.
@@ -186,29 +182,6 @@ class ContractionEmitter(SegmentEmitter):
         folded = f"tl.sum(sum{number}, 1)" if self.flat else f"tl.trans(sum{number})"
         return f"dot{number} = {folded}"
 
-    def _prefetches(self) -> list[str]:
-        """Statements that ask the second-level cache for the first blocks of the weights, while the program waits."""
-        blocks = int(self.config.get(AHEAD, 0))
-        if not blocks or not is_overlapped(self.config) or interpreter_is_on():
-            return []
-        lines: list[str] = []
-        for number, dot in enumerate(self.dots):
-            product = self.product(dot)
-            name = f"prefetch{self.suffix}_{self.segment.products.index(product)}"
-            inner = product.left.cols
-            assert isinstance(inner, int)
-            side = _Right(self, product)
-            step = side.line_elements()
-            count = next_power_of_2(min(blocks * self.block, inner) // step)
-            side.prefetch(name, self.functions)
-            rows, k = self._weight_rows(number), f"tl.arange(0, {count})[None, :] * {step}"
-            if count * step > inner:
-                k = f"tl.minimum({k}, {inner - 1})"
-            if self.masks_cols:
-                rows = f"tl.minimum({rows}, {evaluate(product.right.num_rows, {}) - 1})"
-            lines.append(f"{name}({rows}, {k}, {self.arguments})")
-        return lines
-
 
 @dataclass(frozen=True)
 class _Call:
@@ -310,13 +283,3 @@ class _Right(_Side):
             lines = (*self.coordinates.definitions(), *inside, f"return {result}")
             functions.append(Function(name, tuple(self.parameters()), lines))
         return name
-
-    def line_elements(self) -> int:
-        """Elements of the weights in one line of the cache."""
-        return _LINE_BYTES // max(ITEMSIZE[self.buffers[one.buffer].dtype] for one in self.policies)
-
-    def prefetch(self, name: str, functions: list[Function]) -> None:
-        if name not in (one.name for one in functions):
-            pointers = [self._pointer(one.buffer, one.index) for one in self.policies]
-            lines = (*self.coordinates.definitions(), *(f"_prefetch({pointer})" for pointer in pointers))
-            functions.append(Function(name, ("row", "col"), lines))

@@ -6,7 +6,7 @@ tensor cores, with blocks of the inner dimension in shared memory ahead of their
 
 from __future__ import annotations
 
-from fuseplan.kernels.gpu.overlap import default_overlap, overlap_of, overlap_tunables
+from fuseplan.kernels.gpu.overlap import default_overlap, overlap_tunables
 from fuseplan.kernels.gpu.tile import next_power_of_2, programs
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
 from fuseplan.kernels.ir.index import evaluate, product
@@ -16,6 +16,8 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Segment
 _BASE_REGISTERS = 32
 #: Elements of weights that a thread has on their way at least, and at most.
 _LEAST_EACH, _MOST_EACH = 8, 128
+#: Rows of weights that a warp multiplies at least, and at most.
+_LEAST_ROWS, _MOST_ROWS = 8, 64
 #: Rows of the left side above which libraries have better tiles.
 MAX_ROWS = 128
 #: What one program of an H100 or H200 can have, less what the compiler takes.
@@ -28,26 +30,29 @@ def contracts(ir: KernelIR) -> bool:
 
 
 def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-    """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``."""
+    """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``.
+
+    On devices that can, ``overlap`` comes first; it has one choice, for the others gain nothing where most of a
+    kernel's time goes into weights.
+    """
     rows, inner = _rows(ir), next_power_of_2(_inner(ir))
+    overlap = tuple(Tunable(one.name, one.choices[:1]) for one in overlap_tunables(target))
     if rows == 1:
         return (
-            *overlap_tunables(target),
-            Tunable("ahead", (0, 1, 4) if target.in_graph else (0,)),
+            *overlap,
             Tunable("block_rows", (1,)),
-            Tunable("block_cols", (1, 2, 4, 8, 16)),
-            Tunable("block_inner", tuple(2**power for power in range(8, 14) if 2**power <= inner) or (inner,)),
-            Tunable("num_warps", (1, 2, 4, 8)),
-            Tunable("num_stages", (1, 2, 3)),
+            Tunable("block_cols", (1, 2, 4, 8)),
+            Tunable("block_inner", tuple(size for size in (1024, 2048, 4096) if size <= inner) or (inner,)),
+            Tunable("num_warps", (2, 4, 8)),
+            Tunable("num_stages", (1,)),
         )
     return (
-        *overlap_tunables(target),
-        Tunable("ahead", (0, 1, 4) if target.in_graph else (0,)),
+        *overlap,
         Tunable("block_rows", tuple(size for size in (16, 32, 64, 128) if size < 2 * rows or size == 16)),
-        Tunable("block_cols", (16, 32, 64, 128, 256)),
-        Tunable("block_inner", tuple(size for size in (32, 64, 128, 256) if size <= inner) or (max(inner, 16),)),
+        Tunable("block_cols", (16, 32, 64, 128)),
+        Tunable("block_inner", tuple(size for size in (64, 128, 256) if size <= inner) or (max(inner, 16),)),
         Tunable("num_warps", (2, 4, 8)),
-        Tunable("num_stages", (1, 2, 3, 4, 5)),
+        Tunable("num_stages", (3, 4, 5)),
     )
 
 
@@ -66,18 +71,17 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
             words = sums * each / 2 + inner / threads + (0 if inner >= _inner(ir) else sums * each)
             if words > limit:
                 return f"{sums} sums of {each:g} elements a thread do not fit its registers"
-            if inner >= _inner(ir) and stages > 1:
-                return "num_stages has no effect without a loop"
             continue
         if sums * rows * cols / threads > limit:
             return f"{sums} sums of {rows}x{cols} do not fit the registers of {threads} threads"
+        each = sums * cols / int(config["num_warps"])
+        if not _LEAST_ROWS <= each <= _MOST_ROWS:
+            return f"{each:g} rows of weights for each warp"
         held = stages * inner * (sums * cols * _weight_bytes(ir, segment) + rows * 2)
         if held > _SHARED_BYTES:
             return f"{held} bytes of blocks on their way do not fit shared memory"
     if programs(ir, config, {}) < target.cores // 2:
         return f"{programs(ir, config, {})} programs leave most of {target.cores} multiprocessors idle"
-    if overlap_of(config) == "late":
-        return "overlap=late: loads and sums end together"
     return None
 
 

@@ -28,8 +28,9 @@ def attend(
     key_heads: tl.constexpr, mask_kind: tl.constexpr, mask_heads: tl.constexpr, wide: tl.constexpr,
     overlapped: tl.constexpr, stages: tl.constexpr,
 ):
-    """``mask_kind``: 0 none, 1 boolean, 2 numbers; ``mask_heads``: heads have masks of their own. ``group`` query heads,
-    of ``lanes`` lanes, share a key.
+    """``mask_kind``: 0 none, 1 boolean, 2 numbers; ``mask_heads``: heads have masks of their own.
+
+    ``group`` query heads, of ``lanes`` lanes, share a key.
     """
     pair = tl.program_id(0)
     split = tl.program_id(1)
@@ -102,13 +103,8 @@ def attend(
         arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel")
         if arrived == splits - 1:
             tl.store(counters + pair, 0)
-            heads: tl.constexpr = triton.next_power_of_2(group)
-            head = tl.arange(0, heads)
-            real = head < group
-            result = _combined(partial, sums, pair, head, real, group, heads, width, splits)
-            own = shared * group + head
-            place = batch * out_batch + own[:, None] * out_head + column[None, :]
-            tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None])
+            first_head = out + batch * out_batch + shared * group * out_head
+            _combine(partial, sums, pair, first_head, out_head, group, triton.next_power_of_2(group), width, splits)
 
 
 @triton.jit
@@ -131,12 +127,14 @@ def _shown(mask, own, real, length, mask_head, mask_row, lanes: tl.constexpr, ma
 
 
 @triton.jit
-def _combined(
-    partial, sums, pair, head, real, group: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
+def _combine(
+    partial, sums, pair, out, out_head, group: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
     splits: tl.constexpr,
 ):
-    """The result of all splits: [heads, width]."""
+    """Store the result of all splits of a pair's heads."""
+    head = tl.arange(0, heads)
     column = tl.arange(0, width)
+    real = head < group
     chunk: tl.constexpr = min(splits, max(1, _COMBINED // (heads * width)))
     most = tl.full((heads,), float("-inf"), tl.float32)
     total = tl.zeros((heads,), tl.float32)
@@ -154,4 +152,6 @@ def _combined(
         total = total * kept + tl.sum(added * taken, 0)
         found = found * kept[:, None] + tl.sum(part * taken[:, :, None], 0)
         most = larger
-    return found / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = found / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = head[:, None] * out_head + column[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None])

@@ -163,15 +163,6 @@ _SIGNED = "tl.where(quarter >= 2.0, -value, value)"
 _SIN = _TURN.format(function="sin", title="Sine", shift="", result=f"tl.where(x == 0.0, x, {_SIGNED})")
 _COS = _TURN.format(function="cos", title="Cosine", shift=" " * 8 + "turns = turns + 1.0\n", result=_SIGNED)
 
-# A hint: nothing is read, so nothing can be read too early.
-_PREFETCH = '''
-@triton.jit
-def _prefetch(pointer):
-    """Ask the second-level cache for the lines that hold some addresses."""
-    text: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(text, "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-'''
-
 _PAIR = '''
 @triton.jit
 def {name}(a, b):
@@ -188,7 +179,7 @@ def {name}(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
 _HELPERS = {
     re.findall(r"def (\w+)", source)[0]: source
     for source in (
-        _FLOAT_OF_BFLOAT16, _FLOORDIV, _REMAINDER, _EXP, _SIGMOID, _LOG1P, _TANH, _ERF, _ROUND, _POW, _SIN, _COS, _PREFETCH,
+        _FLOAT_OF_BFLOAT16, _FLOORDIV, _REMAINDER, _EXP, _SIGMOID, _LOG1P, _TANH, _ERF, _ROUND, _POW, _SIN, _COS,
         _PAIR.format(name="_larger", function="maximum"),
         _FOLD.format(name="_row_max", title="Maximum", pair="_larger"),
         _PAIR.format(name="_smaller", function="minimum"),

@@ -15,6 +15,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Legal, region_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits, union
+from fuseplan.planner.lowering.recipes import written_value
 from fuseplan.planner.lowering.recipes_matmul import MATMULS
 
 #: Epilogues and prologues of one matmul, best first, that are looked at before it goes without, and that are kept.
@@ -35,21 +36,35 @@ def anchored_candidates(
 
     @cache
     def passed(mask: int) -> tuple[int, int]:
-        """Bytes that a group reads and writes, and fewer for more ops."""
+        """Bytes that a group reads and writes, but for what it writes in place, and fewer for more ops."""
         (group,) = region_candidates(graph, region, [mask])
-        values = (*group.inputs, *group.outputs)
+        written = [graph.op(name) for name in group.ops if written_value(graph.op(name)) is not None]
+        in_place = {value for node in written for value in (*node.outputs, written_value(node))}
+        values = {*group.inputs, *group.outputs} - in_place
         return sum(int(graph.specs[value].nbytes()) for value in values), -mask.bit_count()
 
     def best(anchors: int, masks: Iterable[int]) -> list[int]:
         ranked = sorted(masks, key=lambda mask: passed(anchors | mask))[:_TRIES]
         return [0, *islice((mask for mask in ranked if is_legal(anchors | mask)), _KEPT)]
 
+    def grown(anchors: int, masks: Sequence[int]) -> int:
+        """What several projections are followed by may hang together only through them: set after set is added."""
+        found = 0
+        while True:
+            others = sorted((mask for mask in masks if not mask & found), key=lambda mask: passed(anchors | found | mask))
+            better = (mask for mask in others[:_TRIES] if passed(anchors | found | mask) < passed(anchors | found))
+            added = next((mask for mask in better if is_legal(anchors | found | mask)), 0)
+            if not added:
+                return found
+            found |= added
+
     masks: dict[int, None] = {}
     for anchors in _anchors(graph, dependencies, region):
         reads, made_for = union(dependencies.reads[bit] for bit in bits(anchors)), _readers(dependencies, anchors)
         before = [mask for mask in known if mask & reads and not _readers(dependencies, mask) & ~(mask | anchors)]
         after = [mask for mask in known if mask & made_for and not mask & reads]
-        for one, other in product(best(anchors, after), best(anchors, before)):
+        followers = dict.fromkeys((*best(anchors, after), grown(anchors, after)))
+        for one, other in product(followers, best(anchors, before)):
             mask = anchors | one | other
             if mask.bit_count() > 1 and not one & other and is_legal(mask):
                 masks[mask] = None

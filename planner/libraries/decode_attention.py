@@ -28,8 +28,8 @@ class SplitAttention:
     #: Keys of a block, programs for each multiprocessor, warps of a program, and blocks on their way.
     rows: int = 64
     waves: int = 2
-    warps: int = 4
-    stages: int = 2
+    warps: int = 2
+    stages: int = 4
 
     def refuse(self, group: OpGroup) -> str | None:
         if group.device_type != "cuda" and not interpreter_is_on():

@@ -51,9 +51,10 @@ def anchored_candidates(
         """What several projections are followed by may hang together only through them: set after set is added."""
         found = 0
         while True:
-            others = sorted((mask for mask in masks if not mask & found), key=lambda mask: passed(anchors | found | mask))
-            better = (mask for mask in others[:_TRIES] if passed(anchors | found | mask) < passed(anchors | found))
-            added = next((mask for mask in better if is_legal(anchors | found | mask)), 0)
+            now = anchors | found
+            others = sorted((mask for mask in masks if not mask & found), key=lambda mask: passed(now | mask))
+            better = (mask for mask in others[:_TRIES] if passed(now | mask) < passed(now))
+            added = next((mask for mask in better if is_legal(now | mask)), 0)
             if not added:
                 return found
             found |= added

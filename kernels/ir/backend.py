@@ -133,6 +133,10 @@ class Backend(ABC):
         """Configurations worth trying before any search, best guess first; () when there is no opinion."""
         return ()
 
+    def is_steep(self, ir: KernelIR) -> bool:
+        """Whether times depend so much on the configuration that the whole space is worth measuring."""
+        return False
+
     @abstractmethod
     def source(self, ir: KernelIR, config: Config) -> str:
         """The generated source text (for people, ``plan explain --source``, and the compile cache's key)."""

@@ -51,6 +51,9 @@ class TritonBackend(GpuBackend):
     def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
         return () if contracts(ir) else suggestions(ir, target)
 
+    def is_steep(self, ir: KernelIR) -> bool:
+        return contracts(ir)
+
     def source(self, ir: KernelIR, config: Config) -> str:
         return emit_triton(ir, config, needs_int64(ir))
 

@@ -16,8 +16,8 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Segment
 _BASE_REGISTERS = 32
 #: Elements of weights that a thread has on their way at least, and at most.
 _LEAST_EACH, _MOST_EACH = 8, 128
-#: Rows of weights that a warp multiplies at least, and at most.
-_LEAST_ROWS, _MOST_ROWS = 8, 64
+#: Rows of weights that a warp multiplies at least, and at most; more from so many rows of the left side on.
+_LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
 #: Rows of the left side above which libraries have better tiles.
 MAX_ROWS = 128
 #: What one program of an H100 or H200 can have, less what the compiler takes.
@@ -50,7 +50,9 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         *overlap,
         Tunable("block_rows", tuple(size for size in (16, 32, 64, 128) if size < 2 * rows or size == 16)),
         Tunable("block_cols", (16, 32, 64, 128)),
-        Tunable("block_inner", tuple(size for size in (64, 128, 256) if size <= inner) or (max(inner, 16),)),
+        Tunable("block_inner", tuple(
+            size for size in ((64, 128, 256) if rows >= _TILED_ROWS else (128, 256)) if size <= inner
+        ) or (max(inner, 16),)),
         Tunable("num_warps", (2, 4, 8)),
         Tunable("num_stages", (3, 4, 5)),
     )
@@ -62,7 +64,7 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     threads, stages = 32 * int(config["num_warps"]), int(config["num_stages"])
     limit = min(MAX_REGISTERS, REGISTER_FILE // threads) - _BASE_REGISTERS
     for segment in (one for one in ir.segments if one.products):
-        sums = len({instr for instr in segment.body if isinstance(instr, Dot)})
+        sums = _sums(segment)
         if rows == 1:
             each = cols * inner / threads
             if not _LEAST_EACH <= each <= _MOST_EACH:
@@ -75,7 +77,7 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
         if sums * rows * cols / threads > limit:
             return f"{sums} sums of {rows}x{cols} do not fit the registers of {threads} threads"
         each = sums * cols / int(config["num_warps"])
-        if not _LEAST_ROWS <= each <= _MOST_ROWS:
+        if not _LEAST_ROWS <= each <= _MOST_ROWS * (1 + (_rows(ir) >= _TILED_ROWS)):
             return f"{each:g} rows of weights for each warp"
         held = stages * inner * (sums * cols * _weight_bytes(ir, segment) + rows * 2)
         if held > _SHARED_BYTES:
@@ -87,13 +89,13 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
 
 def default_config(ir: KernelIR, target: Target) -> Config:
     """A configuration that is good without tuning."""
-    inner = next_power_of_2(_inner(ir))
-    rows = _rows(ir)
+    anchored = [segment for segment in ir.segments if segment.products]
+    rows, sums = _rows(ir), max(map(_sums, anchored))
+    wide = rows >= _TILED_ROWS or any(_weight_bytes(ir, segment) > 2 for segment in anchored)
     wished = (
-        {"block_rows": 1, "block_cols": 2, "block_inner": min(2048, inner), "num_warps": 4, "num_stages": 1}
-        if rows == 1 else {
-            "block_rows": min(64, max(16, next_power_of_2(rows))), "block_cols": 32, "block_inner": min(128, inner),
-            "num_warps": 4, "num_stages": 3,
+        {"block_rows": 1, "block_cols": 1, "block_inner": 2048, "num_warps": 4, "num_stages": 1} if rows == 1 else {
+            "block_rows": min(64, max(16, next_power_of_2(rows))), "block_cols": 32 if sums == 2 else 16,
+            "block_inner": 128 if wide else 256, "num_warps": 2, "num_stages": 4,
         }
     )
     choices = {one.name: one.choices for one in tunables(ir, target)}
@@ -112,6 +114,10 @@ def refuse(ir: KernelIR) -> str | None:
 
 def _rows(ir: KernelIR) -> int:
     return max(evaluate(product(segment.rows), {}) for segment in ir.segments if segment.products)
+
+
+def _sums(segment: Segment) -> int:
+    return len({instr for instr in segment.body if isinstance(instr, Dot)})
 
 
 def _inner(ir: KernelIR) -> int:

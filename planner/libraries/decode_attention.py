@@ -27,7 +27,7 @@ class SplitAttention:
     name: str = "attention.split"
     #: Keys of a block, programs for each multiprocessor, warps of a program, and blocks on their way.
     rows: int = 64
-    waves: int = 2
+    waves: int = 1
     warps: int = 2
     stages: int = 4
 

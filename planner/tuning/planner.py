@@ -38,6 +38,9 @@ from fuseplan.search.tune.tuner import Tuner
 __all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
 
 logger = logging.getLogger("fuseplan")
+#: Choices measured beyond a region's usual ones where groups hold matmuls: bounds tell kernels with the same weights
+#: hardly apart.
+_AROUND_ANCHORS = 32
 
 
 class Planner:
@@ -306,7 +309,8 @@ class Planner:
         if problem is None:
             return None
         prices = MeasuredPrices(book, self.spec, tuner, self.learner)
-        decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, self._limit(problem)).decide()
+        limit = self._limit(problem) + _AROUND_ANCHORS
+        decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, limit).decide()
         anchors = {one.group.ops[0] for one in problem.plain if book.is_anchor(one.group)}
         groups = [priced.choice.group for priced in decided.result.chosen]
         if all(len(group.ops) == 1 or anchors.isdisjoint(group.ops) for group in groups):

@@ -33,7 +33,7 @@ class Budget:
     """What one subject may cost. The first batch and the decision are always run.
 
     Attributes:
-        trials: Configurations, over all back ends.
+        trials: Configurations, over all back ends; ``steep_trials`` where times depend much on them.
         backends: How many of the back ends take part at most, the preferred ones; None for all that can.
         seconds: Of proposing, compiling and screening.
         screen_s: Of samples for one screening; ``decide_s``: of interleaved rounds for the decision.
@@ -42,6 +42,7 @@ class Budget:
     """
 
     trials: int = 12
+    steep_trials: int = 96
     backends: int | None = None
     seconds: float = 6.0
     screen_s: float = 0.08
@@ -57,11 +58,13 @@ class Budget:
         """
         usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.16)
         seconds = usual.seconds if seconds is None else seconds
-        return replace(usual, trials=usual.trials if trials is None else trials, seconds=seconds)
+        asked = {} if trials is None else {"trials": trials, "steep_trials": trials}
+        return replace(usual, **asked, seconds=seconds)
 
     def minor(self) -> Budget:
         """For a subject that hardly counts: the preferred back end's default configuration and one more."""
-        return replace(self, trials=min(2, self.trials), backends=1, finalists=1, decide_s=self.decide_s / 4)
+        few = min(2, self.trials)
+        return replace(self, trials=few, steep_trials=few, backends=1, finalists=1, decide_s=self.decide_s / 4)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,9 @@ class SubjectRun:
             return [_Entry(backend, space, make_strategy(space, 1, seed)) for backend, space in pairs]
         willing = willing[: resources.budget.backends]
         entries = []
-        trials = resources.budget.trials  # a quarter for each but the preferred one, to show what it can do
+        steep = any(backend.is_steep(ir) for backend in willing)
+        # A quarter for each but the preferred one, to show what it can do.
+        trials = resources.budget.steep_trials if steep else resources.budget.trials
         others = [max(1, trials // 4)] * (len(willing) - 1)
         for backend, share in zip(willing, [max(1, trials - sum(others)), *others], strict=False):
             space = resources.space(backend, ir)

@@ -59,6 +59,10 @@ def attend(
     most = tl.full((lanes,), float("-inf"), tl.float32)
     total = tl.zeros((lanes,), tl.float32)
     found = tl.zeros((lanes, width), tl.float32)
+    shown = 0
+    if mask_kind != 0:
+        # One block ahead: what feeds no product is not loaded ahead of its use otherwise.
+        shown = _mask_of(mask + batch * mask_batch, start, own, real, length, mask_head, mask_row, rows, mask_heads)
     for block in tl.range(start, end, num_stages=stages):
         row = block * rows + tl.arange(0, rows)
         inside = row < length
@@ -70,18 +74,17 @@ def attend(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k)) * (scale * _LOG2_E)
-        if mask_kind == 0:
-            scores = tl.where(inside[None, :], scores, float("-inf"))
+        following = shown
+        if mask_kind != 0:
+            following = _mask_of(
+                mask + batch * mask_batch, block + 1, own, real, length, mask_head, mask_row, rows, mask_heads)
+        if mask_kind == 1:
+            scores = tl.where((shown != 0) & inside[None, :], scores, float("-inf"))
+        elif mask_kind == 2:
+            scores = tl.where(inside[None, :], scores + shown.to(tl.float32) * _LOG2_E, float("-inf"))
         else:
-            if mask_heads:
-                place = batch * mask_batch + own[:, None] * mask_head + row[None, :] * mask_row
-                given = tl.load(mask + place, mask=real[:, None] & inside[None, :], other=0)
-            else:
-                given = tl.load(mask + batch * mask_batch + row * mask_row, mask=inside, other=0)[None, :]
-            if mask_kind == 1:
-                scores = tl.where((given != 0) & inside[None, :], scores, float("-inf"))
-            else:
-                scores = tl.where(inside[None, :], scores + given.to(tl.float32) * _LOG2_E, float("-inf"))
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+        shown = following
         larger = tl.maximum(most, tl.max(scores, 1))
         # Nothing but -inf so far: what is subtracted must be a number.
         base = tl.where(larger == float("-inf"), 0.0, larger)
@@ -105,6 +108,19 @@ def attend(
             tl.store(counters + pair, 0)
             first_head = out + batch * out_batch + shared * group * out_head
             _combine(partial, sums, pair, first_head, out_head, group, triton.next_power_of_2(group), width, splits)
+
+
+@triton.jit
+def _mask_of(mask, block, own, real, length, mask_head, mask_row, rows: tl.constexpr, mask_heads: tl.constexpr):
+    """The mask of a block of keys: [1, rows], or [lanes, rows] where heads have their own."""
+    row = block * rows + tl.arange(0, rows)
+    inside = row < length
+    if mask_heads:
+        place = own[:, None] * mask_head + row[None, :] * mask_row
+        given = tl.load(mask + place, mask=real[:, None] & inside[None, :], other=0)
+    else:
+        given = tl.load(mask + row[None, :] * mask_row, mask=inside[None, :], other=0)
+    return given
 
 
 @triton.jit

@@ -63,8 +63,11 @@ def reuse_options(ir: KernelIR, executions: Sequence[Execution]) -> dict[int, tu
     """Which inputs' memory each output may take; outputs that can take none are left out.
 
     Any choice that gives an input to one output at most is right. An input must be needed by nobody else, which no
-    kernel can know.
+    kernel can know. Around a matmul there is none: programs read what all others read, and where they store a few
+    elements each into lines that the others still load, all wait for these lines.
     """
+    if any(segment.products for segment in ir.segments):
+        return {}
     inputs = range(len(ir.inputs))
     found = {
         number: tuple(source for source in inputs if _may_take(ir, executions, len(inputs) + number, source))

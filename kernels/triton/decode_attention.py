@@ -2,8 +2,8 @@
 
 The query heads that share keys are rows of one tile, so keys and values are read once. Each split keeps its own maximum
 and sum (Flash-Decoding, Dao et al. 2023). Partial results are combined in the order of the splits, whoever is last: the
-same call gives the same bits. Keys before the first and behind the last that a boolean mask shows are not read; the
-others are shared evenly.
+same call gives the same bits. Keys before the first and behind the last that a mask shows are not read; the others
+are shared evenly. A mask that shows all between them is not looked at again.
 """
 
 from __future__ import annotations
@@ -47,52 +47,27 @@ def attend(
     q = tl.load(query + at, mask=real[:, None], other=0.0)
     if wide:
         q = q.to(tl.float32)
+    keys = key + batch * key_batch + shared * key_head
+    values = value + batch * value_batch + shared * value_head
+    given = mask + batch * mask_batch
     first = 0
     last = length
-    if mask_kind == 1:
-        first, last = _shown(mask + batch * mask_batch, own, real, length, mask_head, mask_row, lanes, mask_heads)
-    first = first // rows
-    blocks = tl.cdiv(last, rows) - first
-    each = tl.cdiv(blocks, splits)
-    start = first + split * each
-    end = first + tl.minimum(split * each + each, blocks)
-    most = tl.full((lanes,), float("-inf"), tl.float32)
-    total = tl.zeros((lanes,), tl.float32)
-    found = tl.zeros((lanes, width), tl.float32)
-    shown = 0
+    plain = True
     if mask_kind != 0:
-        # One block ahead: what feeds no product is not loaded ahead of its use otherwise.
-        shown = _mask_of(mask + batch * mask_batch, start, own, real, length, mask_head, mask_row, rows, mask_heads)
-    for block in tl.range(start, end, num_stages=stages):
-        row = block * rows + tl.arange(0, rows)
-        inside = row < length
-        k = tl.load(key + batch * key_batch + shared * key_head + row[:, None] * key_row + column[None, :],
-                    mask=inside[:, None], other=0.0)
-        v = tl.load(value + batch * value_batch + shared * value_head + row[:, None] * value_row + column[None, :],
-                    mask=inside[:, None], other=0.0)
-        if wide:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k)) * (scale * _LOG2_E)
-        following = shown
-        if mask_kind != 0:
-            following = _mask_of(
-                mask + batch * mask_batch, block + 1, own, real, length, mask_head, mask_row, rows, mask_heads)
-        if mask_kind == 1:
-            scores = tl.where((shown != 0) & inside[None, :], scores, float("-inf"))
-        elif mask_kind == 2:
-            scores = tl.where(inside[None, :], scores + shown.to(tl.float32) * _LOG2_E, float("-inf"))
-        else:
-            scores = tl.where(inside[None, :], scores, float("-inf"))
-        shown = following
-        larger = tl.maximum(most, tl.max(scores, 1))
-        # Nothing but -inf so far: what is subtracted must be a number.
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        weight = tl.exp2(scores - base[:, None])
-        kept = tl.exp2(most - base)
-        total = total * kept + tl.sum(weight, 1)
-        found = tl.dot(weight.to(v.dtype), v, found * kept[:, None])
-        most = larger
+        first, last, plain = _shown(given, own, real, length, mask_head, mask_row, mask_kind, mask_heads)
+    block = first // rows
+    blocks = tl.cdiv(last, rows) - block
+    each = tl.cdiv(blocks, splits)
+    start = block + split * each
+    end = block + tl.minimum(split * each + each, blocks)
+    if plain:
+        most, total, found = _attended(
+            q, keys, values, given, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
+            lanes, width, rows, 0, mask_heads, wide, stages)
+    else:
+        most, total, found = _attended(
+            q, keys, values, given, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
+            lanes, width, rows, mask_kind, mask_heads, wide, stages)
     place = batch * out_batch + own[:, None] * out_head + column[None, :]
     if splits == 1:
         result = found / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -111,35 +86,79 @@ def attend(
 
 
 @triton.jit
-def _mask_of(mask, block, own, real, length, mask_head, mask_row, rows: tl.constexpr, mask_heads: tl.constexpr):
-    """The mask of a block of keys: [1, rows], or [lanes, rows] where heads have their own."""
-    row = block * rows + tl.arange(0, rows)
-    inside = row < length
-    if mask_heads:
-        place = own[:, None] * mask_head + row[None, :] * mask_row
-        given = tl.load(mask + place, mask=real[:, None] & inside[None, :], other=0)
-    else:
-        given = tl.load(mask + row[None, :] * mask_row, mask=inside[None, :], other=0)
-    return given
+def _attended(
+    q, keys, values, mask, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
+    lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, mask_kind: tl.constexpr, mask_heads: tl.constexpr,
+    wide: tl.constexpr, stages: tl.constexpr,
+):
+    """Maximum, sum and weighted values of some blocks of keys: [lanes], [lanes], [lanes, width]."""
+    column = tl.arange(0, width)
+    most = tl.full((lanes,), float("-inf"), tl.float32)
+    total = tl.zeros((lanes,), tl.float32)
+    found = tl.zeros((lanes, width), tl.float32)
+    for block in tl.range(start, end, num_stages=stages):
+        row = block * rows + tl.arange(0, rows)
+        inside = (row >= first) & (row < last)
+        k = tl.load(keys + row[:, None] * key_row + column[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(values + row[:, None] * value_row + column[None, :], mask=inside[:, None], other=0.0)
+        if wide:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k)) * (scale * _LOG2_E)
+        if mask_kind != 0:
+            if mask_heads:
+                place = own[:, None] * mask_head + row[None, :] * mask_row
+                given = tl.load(mask + place, mask=real[:, None] & inside[None, :], other=0)
+            else:
+                given = tl.load(mask + row[None, :] * mask_row, mask=inside[None, :], other=0)
+            if mask_kind == 1:
+                scores = tl.where(given != 0, scores, float("-inf"))
+            else:
+                scores += given.to(tl.float32) * _LOG2_E
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        # Nothing but -inf so far: what is subtracted must be a number.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(most - base)
+        total = total * kept + tl.sum(weight, 1)
+        found = tl.dot(weight.to(v.dtype), v, found * kept[:, None])
+        most = larger
+    return most, total, found
 
 
 @triton.jit
-def _shown(mask, own, real, length, mask_head, mask_row, lanes: tl.constexpr, mask_heads: tl.constexpr):
-    """The first key that the mask shows to a head of the tile, and what follows the last; an empty range if none."""
+def _shown(
+    mask, own, real, length, mask_head, mask_row, mask_kind: tl.constexpr, mask_heads: tl.constexpr,
+):
+    """The first key that the mask shows to a head of the tile, what follows the last (an empty range if there is none),
+    and whether it shows all between them as they are.
+    """
     first = length
     last = 0
+    count = 0
     for start in range(0, length, _SCANNED):
         row = start + tl.arange(0, _SCANNED)
         inside = row < length
         if mask_heads:
             place = own[:, None] * mask_head + row[None, :] * mask_row
-            given = tl.load(mask + place, mask=real[:, None] & inside[None, :], other=0)
-            shown = tl.max((given != 0).to(tl.int32), 0)
+            here = real[:, None] & inside[None, :]
+            given = tl.load(mask + place, mask=here, other=0)
+            seen = tl.max((here & _is_shown(given, mask_kind)).to(tl.int32), 0) > 0
         else:
-            shown = (tl.load(mask + row * mask_row, mask=inside, other=0) != 0).to(tl.int32)
-        first = tl.minimum(first, tl.min(tl.where(shown > 0, row, length), 0))
-        last = tl.maximum(last, tl.max(tl.where(shown > 0, row + 1, 0), 0))
-    return tl.minimum(first, last), last
+            given = tl.load(mask + row * mask_row, mask=inside, other=0)
+            seen = inside & _is_shown(given, mask_kind)
+            as_it_is = given != 0 if mask_kind == 1 else given == 0
+            count += tl.sum((inside & as_it_is).to(tl.int32), 0)
+        first = tl.minimum(first, tl.min(tl.where(seen, row, length), 0))
+        last = tl.maximum(last, tl.max(tl.where(seen, row + 1, 0), 0))
+    first = tl.minimum(first, last)
+    return first, last, count == last - first
+
+
+@triton.jit
+def _is_shown(given, mask_kind: tl.constexpr):
+    return given != 0 if mask_kind == 1 else given != float("-inf")
 
 
 @triton.jit

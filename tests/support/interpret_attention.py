@@ -23,15 +23,18 @@ SIZES = ((1, 8, 2, 257, 16), (2, 6, 3, 64, 32), (3, 2, 1, 1, 64))
 
 
 def masks(batch: int, heads: int, keys: int) -> dict[str, torch.Tensor | None]:
-    """None, booleans that hide whole blocks, or everything of one batch, numbers, and numbers for each head."""
+    """None, booleans that hide whole blocks, or everything of one batch, ranges, numbers, and numbers for each head."""
     hidden = torch.rand(batch, 1, 1, keys) > 0.4
     hidden[..., : keys // 2] = False
     hidden[..., -1] = True
     nothing = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
     nothing[0] = False
+    between = torch.zeros(batch, 1, 1, keys, dtype=torch.bool)
+    between[..., keys // 3 : keys - keys // 4] = True
     return {
-        "none": None, "hidden": hidden, "nothing seen": nothing, "numbers": torch.randn(1, 1, 1, keys),
-        "each head": torch.randn(batch, heads, 1, keys),
+        "none": None, "hidden": hidden, "nothing seen": nothing, "between": between,
+        "between, numbers": torch.zeros(batch, 1, 1, keys).masked_fill(~between, float("-inf")),
+        "numbers": torch.randn(1, 1, 1, keys), "each head": torch.randn(batch, heads, 1, keys),
     }
 
 

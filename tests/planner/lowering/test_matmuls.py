@@ -9,6 +9,7 @@ from kernel_reference import run_reference
 from lower_oracle import rms_norm
 from matmul_groups import attention_inputs, gated, heads, hidden, lowered_whole, rotated, weights
 
+from fuseplan.kernels.ir.in_place import Execution, reuse_options
 from fuseplan.kernels.ir.ir import Dot, Reduce, RowValue
 from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
@@ -32,6 +33,14 @@ def test_a_residual_is_added_to_a_projection(rows: tuple[int, ...]) -> None:
     lowered = check(b, b("aten.add.Tensor", b("aten.linear.default", "x", "w"), "residual"))
     (segment,) = lowered.ir.segments
     assert segment.products[0].left.cols == 16 and segment.cols == 24
+
+
+@pytest.mark.parametrize("order", [("x", "residual"), ("residual", "x")])
+def test_no_result_of_a_matmul_lies_in_what_it_reads(order: tuple[str, str]) -> None:
+    given = {name: hidden(3, 16) for name in order}
+    b = Builder(**given, **weights("w", width=16))
+    lowered = check(b, b("aten.add.Tensor", b("aten.linear.default", order[0], "w"), order[1]))
+    assert reuse_options(lowered.ir, [Execution(looped=False, replicated=False)]) == {}
 
 
 @pytest.mark.parametrize("op", ["linear", "mm", "matmul", "addmm"])

@@ -13,8 +13,17 @@ import torch
 
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, build_launcher, compile_kernel, read_resources
 from fuseplan.kernels.gpu.direct import Layout, find_launcher
-from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Variant, allocating, interpreter_is_on
+from fuseplan.kernels.gpu.launch import (
+    Geometry,
+    GpuKernel,
+    InterpretedKernel,
+    Layouts,
+    Variant,
+    allocating,
+    interpreter_is_on,
+)
 from fuseplan.kernels.gpu.overlap import plainly
+from fuseplan.kernels.gpu.scratch import ScratchKernel
 from fuseplan.kernels.gpu.tile import chunk_width, needs_int64, tile_of
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
 from fuseplan.kernels.ir.dtypes import torch_dtype
@@ -55,15 +64,29 @@ class GpuBackend(Backend, WritesInPlace):
         if interpreter_is_on():
             config = plainly(config)
             function, programs = self._function(ir, config), functools.partial(self._programs, ir, config)
-            return InterpretedKernel(function, programs, ir.symbols, self._arguments(ir, config), len(ir.buffers))
+            interpreted = InterpretedKernel(
+                function, programs, ir.symbols, self._arguments(ir, config), self._buffer_count(ir, config))
+            return self._with_scratch(interpreted, ir, config)
         if not torch.cuda.is_available():
             raise BuildError(f"{self.name}: no CUDA device is visible to load a kernel on; prepare() needs none")
         resources = self.prepare(ir, config, target)
-        return GpuKernel(
+        kernel = GpuKernel(
             functools.partial(self._compile, ir, config, target, known=resources),
             lambda sizes: Geometry(self._programs(ir, config, sizes), needs_int64(ir, sizes)),
-            ir.symbols, self._arguments(ir, config), len(ir.buffers), resources, find_launcher(),
+            ir.symbols, self._arguments(ir, config), self._buffer_count(ir, config), resources, find_launcher(),
         )
+        return self._with_scratch(kernel, ir, config)
+
+    def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:
+        """Float32 numbers and counters of the kernel's own, which it takes behind its inputs; (0, 0) for none."""
+        return 0, 0
+
+    def _buffer_count(self, ir: KernelIR, config: Config) -> int:
+        return len(ir.buffers) + (2 if any(self.scratch(ir, config)) else 0)
+
+    def _with_scratch(self, kernel: CompiledKernel, ir: KernelIR, config: Config) -> CompiledKernel:
+        numbers, counters = self.scratch(ir, config)
+        return ScratchKernel(kernel, len(ir.inputs), numbers, counters) if counters else kernel
 
     def _compile(
         self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
@@ -114,6 +137,12 @@ class GpuBackend(Backend, WritesInPlace):
             made = [output for number, output in outputs if number not in reuse]
             return tuple((output.shape, output.strides, torch_dtype(output.dtype)) for output in made)
 
-        if isinstance(kernel, GpuKernel):
-            return kernel.fused(inputs, layout, reuse)
-        return allocating(kernel, inputs, layout, reuse)
+        if isinstance(kernel, ScratchKernel):
+            return kernel.given(_allocating(kernel.kernel, inputs + 2, layout, reuse))
+        return _allocating(kernel, inputs, layout, reuse)
+
+
+def _allocating(kernel: CompiledKernel, inputs: int, layout: Layouts, reuse: Reuse) -> Callable[..., Any]:
+    if isinstance(kernel, GpuKernel):
+        return kernel.fused(inputs, layout, reuse)
+    return allocating(kernel, inputs, layout, reuse)

@@ -59,6 +59,11 @@ def tile_of(segment: Segment, config: Config) -> Tile:
     return Tile(rows, cols, False, ceil_div(segment.cols, cols))
 
 
+def splits_of(segment: Segment, config: Config) -> int:
+    """Programs that share the inner dimension of a tile."""
+    return int(config.get("splits", 1)) if segment.products else 1
+
+
 def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
     """Neighbouring columns that each thread takes together where sums are rescaled to a rising maximum.
 
@@ -99,7 +104,7 @@ def segment_programs(segment: Segment, config: Config, symbols: Mapping[str, int
     """Programs that compute ``segment``; 0 when it is empty."""
     tile = tile_of(segment, config)
     across = ceil_div(evaluate(segment.cols, symbols), tile.cols) if tile.col_blocks != 1 else 1
-    return int(ceil_div(evaluate(segment.num_rows, symbols), tile.rows) * across)
+    return int(ceil_div(evaluate(segment.num_rows, symbols), tile.rows) * across) * splits_of(segment, config)
 
 
 def programs(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> int:

@@ -17,6 +17,7 @@ from fuseplan.kernels.triton.config import PARAMETERS, default_config, infeasibl
 from fuseplan.kernels.triton.contraction_config import contracts
 from fuseplan.kernels.triton.emitter import KERNEL_NAME, buffer_names, emit_triton
 from fuseplan.kernels.triton.index import symbol_argument
+from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, scratch
 from fuseplan.kernels.triton.suggestions import suggestions
 
 
@@ -68,13 +69,21 @@ class TritonBackend(GpuBackend):
     def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
         names = buffer_names(ir)
         pointers = {name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(names, ir.buffers, strict=True)}
+        if any(self.scratch(ir, config)):
+            pointers |= {PARTIALS: "*fp32", COUNTERS: "*i32"}
         sizes = {symbol_argument(name): "i64" if variant.wide else "i32" for name in ir.symbols}
         warps, stages = int(config["num_warps"]), int(config.get("num_stages", 1))
-        aligned = names if variant.aligned else ()
+        aligned = tuple(pointers) if variant.aligned else ()
         return KernelSpec({**pointers, **sizes}, aligned, warps, stages, overlapped=is_overlapped(config))
 
     def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
         return programs(ir, config, sizes)
 
+    def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:
+        return scratch(ir, config) if contracts(ir) else (0, 0)
+
     def _arguments(self, ir: KernelIR, config: Config) -> tuple[tuple[int | None, int], ...]:
-        return tuple((number, 0) for number in range(len(ir.buffers)))
+        inputs, own = len(ir.inputs), 2 if any(self.scratch(ir, config)) else 0
+        # Memory of the kernel's own is given behind the inputs, and taken behind the outputs.
+        outputs = range(inputs + own, len(ir.buffers) + own)
+        return tuple((number, 0) for number in (*range(inputs), *outputs, *range(inputs, inputs + own)))

@@ -19,6 +19,7 @@ from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import reduction_depths
 from fuseplan.kernels.triton.index import triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter, _statements
+from fuseplan.kernels.triton.split_sums import Share, handed_over, inner_range, numbers_each, split_of_program
 from fuseplan.kernels.triton.values import fold_identity, index_extent, literal, tl_type
 
 _INDENT = "    "
@@ -38,15 +39,16 @@ class Function:
 class ContractionEmitter(SegmentEmitter):
     """Emits a segment with products; :attr:`functions` are what its statements call.
 
-    ``arguments`` are the kernel's own, which the functions are given too; ``name`` tells those of segments apart.
+    ``arguments`` are the kernel's own, which the functions are given too; ``name`` tells those of segments apart;
+    ``share`` says how many programs a tile has.
     """
 
     def __init__(
         self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config, arguments: str,
-        name: str = "",
+        name: str = "", share: Share | None = None,
     ) -> None:
         super().__init__(buffers, names, segment, config)
-        self.arguments, self.suffix = arguments, name
+        self.arguments, self.suffix, self.share = arguments, name, share or Share()
         self.block = int(config["block_inner"])
         self.functions: list[Function] = []
         live = ancestors(segment.body, (value for store in segment.stores for value in store.values))
@@ -60,9 +62,14 @@ class ContractionEmitter(SegmentEmitter):
     def lines(self) -> list[str]:
         picked = [f"n{number} = {self._picked(dot.index)}" for number, dot in enumerate(self.dots)]
         loops = [line for left in self.lefts for line in self._summed(left)]
-        body = [*picked, *loops, *self.single_pass()]
+        per_row = [line for left in self.lefts for line in left.values(left.behind(self._own(left)))]
+        rest = [*per_row, *self.single_pass()]
+        sums = [f"dot{number}" for number in range(len(self.dots))]
+        folds = [left.name(value) for left in self.lefts for value in left.folds(self._own(left))]
+        tile, each = (self.tile.rows, self.tile.cols), numbers_each(self.segment, self.config)
+        body = [*picked, *loops, *handed_over(self.share, sums, folds, tile, each, rest)]
         body = [*self.coordinates.definitions(), *body]
-        lines = _statements([*self._geometry("\n".join(body)), *body])
+        lines = _statements([*split_of_program(self.share), *self._geometry("\n".join(body)), *body])
         # Memory is first accessed by the functions of a product's sides.
         return overlapped(lines, self.config, f"read{self.suffix}_", "tl.store(")
 
@@ -85,9 +92,8 @@ class ContractionEmitter(SegmentEmitter):
         """All sums of the products that share a left side, and its numbers for each row."""
         dots = [number for number, dot in enumerate(self.dots) if self.product(dot).left == left.whole]
         wanted = list(dict.fromkeys(self.product(self.dots[number]).left_value for number in dots))
-        own = [one.value for one in self.row_values if self._left_of(one.product) is left]
         lines: list[str] = []
-        levels = left.levels([*wanted, *own])
+        levels = left.levels([*wanted, *self._own(left)])
         late = max((left.depths[value] for value in wanted), default=0)
         for level, folds in enumerate(levels):
             # The last fold shares the loop of the sums where these do not wait for it.
@@ -95,7 +101,11 @@ class ContractionEmitter(SegmentEmitter):
             lines += self._sums(left, folds, sums, wanted if sums else [], level)
         if not levels or late > len(levels) - 1:
             lines += self._sums(left, [], dots, wanted, len(levels))
-        return [*lines, *left.values(left.behind(own))]
+        return lines
+
+    def _own(self, left: _Left) -> list[int]:
+        """Numbers for each row of a left side that the epilogue reads."""
+        return [one.value for one in self.row_values if self._left_of(one.product) is left]
 
     def _sums(
         self, left: _Left, folds: Sequence[int], dots: Sequence[int], wanted: Sequence[int], level: int
@@ -119,10 +129,12 @@ class ContractionEmitter(SegmentEmitter):
         else:
             body += [left.combined(value, f"f{value}") for value in folds]
             body += [self._step(number) for number in dots]
-            stages = int(self.config.get("num_stages", 1))
+            stages, inner = int(self.config.get("num_stages", 1)), left.segment.cols
+            assert isinstance(inner, int)
+            walked = inner_range(self.share, inner, self.block)
             lines = [
                 *(left.accumulator(value) for value in folds), *(self._zeros(number) for number in dots),
-                f"for start in tl.range(0, {triton_size(left.segment.cols)}, {self.block}, num_stages={stages}):",
+                f"for start in tl.range({walked}, {self.block}, num_stages={stages}):",
                 *(_INDENT + line for line in [f"k = start + tl.arange(0, {self.block})", *body]),
             ]
         for value in folds:
@@ -199,7 +211,7 @@ class _Side(SegmentEmitter):
         self.outer, self.prefix = outer, prefix
         self.masks_cols = divides(outer.block, side.cols) is None
         #: One block holds the inner dimension.
-        self.in_one_block = isinstance(side.cols, int) and side.cols <= outer.block
+        self.in_one_block = isinstance(side.cols, int) and side.cols <= outer.block and outer.share.splits == 1
 
     def results(self, values: Sequence[int]) -> list[str]:
         """Their names; beyond the last column they are 0."""
@@ -225,6 +237,10 @@ class _Left(_Side):
         folds = [value for value in behind if isinstance(self.segment.body[value], Reduce)]
         depth = max((self.depths[value] for value in folds), default=0)
         return [[value for value in folds if self.depths[value] == level + 1] for level in range(depth)]
+
+    def folds(self, values: Sequence[int]) -> list[int]:
+        """The folds that some values are made of."""
+        return [value for value in ancestors(self.segment.body, values) if isinstance(self.segment.body[value], Reduce)]
 
     def behind(self, values: Sequence[int]) -> list[int]:
         """Some values and what they are made of, up to folds."""

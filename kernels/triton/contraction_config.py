@@ -11,6 +11,7 @@ from fuseplan.kernels.gpu.tile import next_power_of_2, programs
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
 from fuseplan.kernels.ir.index import evaluate, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Segment
+from fuseplan.kernels.triton.split_sums import unsplittable
 
 #: Registers for addresses, masks and the like, whatever the tile.
 _BASE_REGISTERS = 32
@@ -18,6 +19,9 @@ _BASE_REGISTERS = 32
 _LEAST_EACH, _MOST_EACH = 8, 128
 #: Rows of weights that a warp multiplies at least, and at most; more from so many rows of the left side on.
 _LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
+#: Where programs share a tile: how many for each multiprocessor at most, the blocks of the inner dimension for each at
+#: least, and how many of these are on their way.
+_MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 4, 4, 4
 #: Rows of the left side above which libraries have better tiles.
 MAX_ROWS = 128
 #: What one program of an H100 or H200 can have, less what the compiler takes.
@@ -30,7 +34,8 @@ def contracts(ir: KernelIR) -> bool:
 
 
 def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-    """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``.
+    """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``; for several
+    rows ``splits``, the programs that share the inner dimension of a tile.
 
     On devices that can, ``overlap`` comes first; it has one choice, for the others gain nothing where most of a
     kernel's time goes into weights.
@@ -55,6 +60,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         ) or (max(inner, 16),)),
         Tunable("num_warps", (2, 4, 8)),
         Tunable("num_stages", (3, 4, 5)),
+        Tunable("splits", (1, 2, 4, 8)),
     )
 
 
@@ -82,8 +88,23 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
         held = stages * inner * (sums * cols * _weight_bytes(ir, segment) + rows * 2)
         if held > _SHARED_BYTES:
             return f"{held} bytes of blocks on their way do not fit shared memory"
-    if programs(ir, config, {}) < target.cores // 2:
-        return f"{programs(ir, config, {})} programs leave most of {target.cores} multiprocessors idle"
+    count, splits = programs(ir, config, {}), int(config.get("splits", 1))
+    if count < target.cores // 2:
+        return f"{count} programs leave most of {target.cores} multiprocessors idle"
+    return _pointless_splits(ir, config, count, target) if splits > 1 else None
+
+
+def _pointless_splits(ir: KernelIR, config: Config, count: int, target: Target) -> str | None:
+    splits, inner = int(config["splits"]), int(config["block_inner"])
+    for segment in ir.segments:
+        if segment.products and (reason := unsplittable(segment)) is not None:
+            return reason
+    if int(config["num_stages"]) != _STAGES:
+        return f"with splits {_STAGES} blocks are on their way"
+    if count // splits >= target.cores or count > _MOST_PROGRAMS * target.cores:
+        return f"{count // splits} tiles need no {splits} programs each"
+    if _inner(ir) < _LEAST_BLOCKS * splits * inner:
+        return f"{splits} splits of {_inner(ir)} have too few blocks of {inner}"
     return None
 
 
@@ -95,7 +116,7 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     wished = (
         {"block_rows": 1, "block_cols": 1, "block_inner": 2048, "num_warps": 4, "num_stages": 1} if rows == 1 else {
             "block_rows": min(64, max(16, next_power_of_2(rows))), "block_cols": 32 if sums == 2 else 16,
-            "block_inner": 128 if wide else 256, "num_warps": 2, "num_stages": 4,
+            "block_inner": 128 if wide else 256, "num_warps": 2, "num_stages": 4, "splits": 1,
         }
     )
     choices = {one.name: one.choices for one in tunables(ir, target)}

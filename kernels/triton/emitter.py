@@ -8,7 +8,7 @@ from __future__ import annotations
 from textwrap import indent
 
 from fuseplan.kernels.gpu.overlap import OVERLAP_IMPORT, is_overlapped
-from fuseplan.kernels.gpu.tile import ceil_div, tile_of
+from fuseplan.kernels.gpu.tile import ceil_div, segment_programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import BuildError, Config, checked
 from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import KernelIR, Segment
@@ -17,6 +17,7 @@ from fuseplan.kernels.triton.contraction import ContractionEmitter, Function
 from fuseplan.kernels.triton.helpers import helper_sources
 from fuseplan.kernels.triton.index import symbol_argument, triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter
+from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, shares
 
 #: Name of the kernel in a generated module.
 KERNEL_NAME = "fused"
@@ -36,7 +37,8 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
     holds what no kernel has.
     """
     config = checked(config, PARAMETERS)
-    signature = ", ".join([*buffer_names(ir), *(symbol_argument(name) for name in ir.symbols)])
+    scratch = (PARTIALS, COUNTERS) if any(splits_of(segment, config) > 1 for segment in ir.segments) else ()
+    signature = ", ".join([*buffer_names(ir), *scratch, *(symbol_argument(name) for name in ir.symbols)])
     helpers: list[Function] = []
     try:
         bodies = [_body(ir, number, config, signature, helpers) for number in range(len(ir.segments))]
@@ -59,7 +61,8 @@ def _body(ir: KernelIR, number: int, config: Config, arguments: str, helpers: li
     segment = ir.segments[number]
     if not segment.products:
         return SegmentEmitter(ir.buffers, buffer_names(ir), segment, config).lines()
-    emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, config, arguments, str(number))
+    share = shares(ir, config)[number]
+    emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, config, arguments, str(number), share)
     lines = emitter.lines()
     helpers += emitter.functions
     return lines
@@ -81,6 +84,8 @@ def _function(name: str, signature: str, body: list[str]) -> str:
 
 def _program_count(segment: Segment, config: Config) -> str:
     tile = tile_of(segment, config)
+    if segment.products:
+        return str(segment_programs(segment, config, {}))
     blocks = ceil_div(segment.num_rows, tile.rows), tile.col_blocks
     return str(blocks[0] * blocks[1]) if is_static(*blocks) else " * ".join(map(triton_size, blocks))
 

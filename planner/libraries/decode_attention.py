@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
+from fuseplan.kernels.gpu.scratch import Counters
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.graph.execute import bind_call
@@ -62,7 +63,7 @@ class SplitAttention:
         flat = [stride for own in sizes for stride in own]
         scale = call.scale if call.scale is not None else width**-0.5
         pairs, splits = batch * shared, self._splits(batch * shared, length)
-        arrivals = _Arrivals(pairs)
+        counters = Counters(pairs)
         overlapped = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ class SplitAttention:
             partial, sums = work[: count * width], work[count * width :]
             attend[(pairs, splits)](
                 query, inputs[second], inputs[third], inputs[last[0]] if last else query, partial, sums,
-                arrivals.of(query), out, length, scale, *flat, *masked, strides[0], strides[1],
+                counters.of(query), out, length, scale, *flat, *masked, strides[0], strides[1],
                 group=heads // shared, lanes=lanes, width=width, rows=self.rows, splits=splits, key_heads=shared,
                 mask_kind=kind, mask_heads=masked[1] != 0, wide=query.dtype == torch.float32 or interpreter_is_on(),
                 num_warps=self.warps, stages=self.stages, overlapped=overlapped,
@@ -89,26 +90,6 @@ class SplitAttention:
         wanted = max(1, self.waves * cores // pairs)
         blocks = -(-length // self.rows)
         return next_power_of_2(min(wanted, blocks) // 2 + 1)
-
-
-@dataclass
-class _Arrivals:
-    """How many splits of each pair have arrived. Each launch leaves zeros, so launches one after another share them."""
-
-    pairs: int
-    _by_stream: dict[tuple[torch.device, int | None], torch.Tensor] = field(default_factory=dict)
-
-    def of(self, query: torch.Tensor) -> torch.Tensor:
-        """Those of the current stream, or of all recordings in CUDA graphs, which are replayed one after another."""
-        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda and not capturing else None
-        found = self._by_stream.get((query.device, stream))
-        if found is None:
-            found = torch.zeros(self.pairs, dtype=torch.int32, device=query.device)
-            if not capturing:  # memory of a graph is not ours to keep
-                self._by_stream[query.device, stream] = found
-                self._by_stream.setdefault((query.device, None), torch.zeros_like(found))
-        return found
 
 
 def _refused(call: Attention) -> str | None:

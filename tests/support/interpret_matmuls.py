@@ -26,6 +26,8 @@ def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]
     yield backend.default_config(ir, SM90)
     for cols, inner in ((1, 64), (8, 16), (16, 32)) if rows == 1 else ((16, 16), (32, 64)):
         yield {"block_rows": 1 if rows == 1 else 16, "block_cols": cols, "block_inner": inner, "num_warps": 1}
+    for cols, splits in ((16, 2), (32, 4)) if rows > 1 else ():
+        yield {"block_rows": 16, "block_cols": cols, "block_inner": 16, "num_warps": 1, "splits": splits}
 
 
 def main(cache_dir: str) -> None:

@@ -35,7 +35,7 @@ PARAMETERS = (
     Tunable("num_warps", (1, 2, 4, 8, 16, 32)),
     Tunable("loads", ("early", "late")),
     Tunable("num_stages", (1, 2, 3, 4, 5)),
-    Tunable("splits", (1, 2, 4, 8)),
+    Tunable("splits", (1, 2, 4)),
 )
 
 

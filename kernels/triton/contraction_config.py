@@ -21,7 +21,7 @@ _LEAST_EACH, _MOST_EACH = 8, 128
 _LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
 #: Where programs share a tile: how many for each multiprocessor at most, the blocks of the inner dimension for each at
 #: least, and how many of these are on their way.
-_MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 4, 4, 4
+_MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 2, 4, 4
 #: Rows of the left side above which libraries have better tiles.
 MAX_ROWS = 128
 #: What one program of an H100 or H200 can have, less what the compiler takes.
@@ -60,7 +60,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         ) or (max(inner, 16),)),
         Tunable("num_warps", (2, 4, 8)),
         Tunable("num_stages", (3, 4, 5)),
-        Tunable("splits", (1, 2, 4, 8)),
+        Tunable("splits", (1, 2, 4)),
     )
 
 

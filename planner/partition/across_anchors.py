@@ -6,7 +6,9 @@ make up a problem of the whole region, which is searched as that of a part is.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.anchored import anchored_candidates
@@ -21,7 +23,14 @@ from fuseplan.planner.groups.regions import is_anchor
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.planner.partition.by_measurement import MeasuredRegion
+from fuseplan.planner.partition.plan_record import PlanWriter
+from fuseplan.planner.partition.whole_region import gain_on_parts
 from fuseplan.search.store.record import PlanRecord
+
+#: Choices measured beyond a region's usual ones where groups hold matmuls: bounds tell kernels with the same weights
+#: hardly apart.
+MEASURED_AROUND_ANCHORS = 24
 
 
 def joint_problem(
@@ -54,6 +63,24 @@ def joint_problem(
     )
     edges = region_dependencies(graph, region).edges()
     return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges)
+
+
+def plan_across_anchors(
+    joint: MeasuredRegion, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, writer: PlanWriter
+) -> PlanRecord | None:
+    """The plan of a joint problem, where it holds matmuls in its groups and is faster than the plans of the parts."""
+    began, prices = time.monotonic(), joint.prices
+    decided = joint.decide()
+    anchors = {one.group.ops[0] for one in joint.problem.plain if prices.book.is_anchor(one.group)}
+    groups = [priced.choice.group for priced in decided.result.chosen]
+    if all(len(group.ops) == 1 or anchors.isdisjoint(group.ops) for group in groups):
+        return None
+    record = writer.record(prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided)
+    gain = gain_on_parts(prices.book, writer.region, record, plans, ways, prices.tuner)
+    if gain is None or gain <= joint.margin:
+        return None
+    reason = f"{record.evidence.reason}; gains {gain:.1%} on the plans of its parts"
+    return replace(record, evidence=replace(record.evidence, reason=reason))
 
 
 def _is_call(ways: Implementations, name: str) -> bool:

@@ -21,12 +21,12 @@ from fuseplan.planner.groups.regions import find_regions, is_anchor, region_part
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
-from fuseplan.planner.partition.across_anchors import joint_problem
+from fuseplan.planner.partition.across_anchors import MEASURED_AROUND_ANCHORS, joint_problem, plan_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
-from fuseplan.planner.partition.whole_region import Verdict, beats_plain, gain_on_parts
+from fuseplan.planner.partition.whole_region import Verdict, beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
@@ -38,10 +38,6 @@ from fuseplan.search.tune.tuner import Tuner
 __all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
 
 logger = logging.getLogger("fuseplan")
-#: Choices measured beyond a region's usual ones where groups hold matmuls: bounds tell kernels with the same weights
-#: hardly apart.
-_AROUND_ANCHORS = 32
-
 
 class Planner:
     """Plans graphs for one device.
@@ -303,26 +299,18 @@ class Planner:
     def _across_anchors(
         self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]], tuner: Tuner
     ) -> PlanRecord | None:
-        """A plan with matmuls inside its groups that is faster than those of the region's parts; None without one."""
-        began = time.monotonic()
+        """A plan with matmuls inside its groups that is faster than those of the region's parts; None without one, or
+        where the region takes too little of the model's time.
+        """
+        if all(self._is_minor(book, part) for part, _ in plans):
+            return None
         problem = joint_problem(book, region, plans, self.implementations, self.settings.limits)
         if problem is None:
             return None
         prices = MeasuredPrices(book, self.spec, tuner, self.learner)
-        limit = self._limit(problem) + _AROUND_ANCHORS
-        decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, limit).decide()
-        anchors = {one.group.ops[0] for one in problem.plain if book.is_anchor(one.group)}
-        groups = [priced.choice.group for priced in decided.result.chosen]
-        if all(len(group.ops) == 1 or anchors.isdisjoint(group.ops) for group in groups):
-            return None
-        record = self._writer(book, region).record(
-            prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided
-        )
-        gain = gain_on_parts(book, region, record, plans, self.implementations, tuner)
-        if gain is None or gain <= self._margin:
-            return None
-        reason = f"{record.evidence.reason}; gains {gain:.1%} on the plans of its parts"
-        return replace(record, evidence=replace(record.evidence, reason=reason))
+        limit = self._limit(problem) + MEASURED_AROUND_ANCHORS
+        decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, limit)
+        return plan_across_anchors(decided, plans, self.implementations, self._writer(book, region))
 
     def _finished(
         self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]],

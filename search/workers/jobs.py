@@ -179,8 +179,10 @@ def screen_config(
             return Screened(verdict, None)
         run = backend.fused_callable(subject.ir, config, bench.target)
         alone = bench.timer.of_device() if on_device else None
-        device = None if alone is None else screen(alone, run, desk.operands, bench.screen_s)
-        return Screened(verdict, screen(bench.timer, run, desk.operands, bench.screen_s), device)
+        # Where times depend much on the configuration, many are screened, and less tells them apart.
+        seconds = bench.screen_s / 2 if backend.is_steep(subject.ir) else bench.screen_s
+        device = None if alone is None else screen(alone, run, desk.operands, seconds)
+        return Screened(verdict, screen(bench.timer, run, desk.operands, seconds), device)
 
 
 def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:

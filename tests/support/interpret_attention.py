@@ -12,66 +12,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from graphs import Builder
+from attention_samples import errors
 from interpret_kernels import round_to_nearest
 
-from fuseplan.planner.implementations.subject import op_group
-from fuseplan.planner.libraries.decode_attention import SplitAttention
-
-#: Batch, query heads, heads of keys, keys, width.
-SIZES = ((1, 8, 2, 257, 16), (2, 6, 3, 64, 32), (3, 2, 1, 1, 64))
-
-
-def masks(batch: int, heads: int, keys: int) -> dict[str, torch.Tensor | None]:
-    """None, booleans that hide whole blocks, or everything of one batch, ranges, numbers, and numbers for each head."""
-    hidden = torch.rand(batch, 1, 1, keys) > 0.4
-    hidden[..., : keys // 2] = False
-    hidden[..., -1] = True
-    nothing = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
-    nothing[0] = False
-    between = torch.zeros(batch, 1, 1, keys, dtype=torch.bool)
-    between[..., keys // 3 : keys - keys // 4] = True
-    return {
-        "none": None, "hidden": hidden, "nothing seen": nothing, "between": between,
-        "between, numbers": torch.zeros(batch, 1, 1, keys).masked_fill(~between, float("-inf")),
-        "numbers": torch.randn(1, 1, 1, keys), "each head": torch.randn(batch, heads, 1, keys),
-    }
-
-
-def _walked(tensor: torch.Tensor) -> list[int]:
-    """Strides of the dimensions that have several elements."""
-    return [stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1]
-
-
-def main() -> None:
-    round_to_nearest()
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for batch, heads, shared, keys, width in SIZES:
-            query = torch.randn(batch, 1, heads, width).to(dtype).transpose(1, 2)
-            cache = {name: torch.randn(batch, shared, keys + 3, width).to(dtype)[:, :, :keys] for name in ("k", "v")}
-            for name, mask in masks(batch, heads, keys).items():
-                mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
-                given = {"q": query, **cache, **({} if mask is None else {"mask": mask})}
-                b = Builder(**given)
-                out = b("aten.scaled_dot_product_attention.default", *given, enable_gqa=True)
-                graph = b.graph(out)
-                group = op_group(graph, [node.name for node in graph], [out], "cpu")
-                refusal = SplitAttention().refuse(group)
-                if refusal is not None:
-                    raise SystemExit(refusal)
-                call = SplitAttention().build(group)
-                wide = [value.double() if value.is_floating_point() else value for value in given.values()]
-                wanted = torch.nn.functional.scaled_dot_product_attention(*wide, enable_gqa=True).nan_to_num(0.0)
-                inputs = [b.tensors[value] for value in group.inputs]
-                first, second = call(*inputs), call(*inputs)
-                found.append({
-                    "sizes": (batch, heads, shared, keys, width), "mask": name, "dtype": str(dtype),
-                    "error": float((first.double() - wanted).abs().max()), "same": bool(torch.equal(first, second)),
-                    "strides": _walked(first) == _walked(b.tensors[out]),
-                })
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    round_to_nearest()
+    print(json.dumps([one for dtype in (torch.float32, torch.bfloat16) for one in errors(dtype, "cpu")]))

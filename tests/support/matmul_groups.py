@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from graphs import Builder, wide
 from lower_oracle import rms_norm
 
+from fuseplan.kernels.ir.backend import SM90, Config
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.subject import _widened, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
@@ -87,3 +91,37 @@ def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]
             yield f"residual {rows} {width} {inner}", *residual(rows, width, inner, dtype)
             yield f"gated {rows} {width} {inner}", *gated(rows, width, inner, dtype)
         yield f"attention inputs {rows}", *attention_inputs(rows, 40, dtype)
+
+
+#: Errors allowed, of the largest result: what tensor cores are given is rounded to the type of the weights.
+TOLERANCE = {"torch.bfloat16": 1.2e-2, "torch.float16": 1.5e-3, "torch.float32": 2e-6}
+
+
+def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]:
+    """The default, and blocks that end before, at and behind the last row, column and inner element."""
+    yield backend.default_config(ir, SM90)
+    for cols, inner in ((1, 64), (8, 16), (16, 32)) if rows == 1 else ((16, 16), (32, 64)):
+        yield {"block_rows": 1 if rows == 1 else 16, "block_cols": cols, "block_inner": inner, "num_warps": 1}
+    for cols, splits in ((16, 2), (32, 4)) if rows > 1 else ():
+        yield {"block_rows": 16, "block_cols": cols, "block_inner": 16, "num_warps": 1, "splits": splits}
+
+
+def errors(backend: TritonBackend, dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
+    """How wrong each group's kernel is with each configuration, and whether a second call gives the same bits."""
+    for name, b, outputs in groups(dtype):
+        lowered, expected = lowered_whole(b, *outputs)
+        for config in configs(backend, lowered.ir, b.tensors["x"].shape[0]):
+            kernel = backend.fused_callable(lowered.ir, config, SM90)
+            made, again = (
+                _all(kernel(*(value.clone().to(device) for value in b.values(lowered.inputs)))) for _ in range(2)
+            )
+            error = max(
+                float((one.cpu().double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+                for one, wanted in zip(made, expected, strict=True)
+            )
+            same = all(torch.equal(one, other) for one, other in zip(made, again, strict=True))
+            yield {"group": name, "dtype": str(dtype), "config": dict(config), "error": error, "same": same}
+
+
+def _all(made: Any) -> tuple[torch.Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)

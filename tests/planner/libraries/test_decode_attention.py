@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from attention_samples import TOLERANCE
 from graphs import Builder
 
 from fuseplan.planner.implementations.subject import op_group
 from fuseplan.planner.libraries.decode_attention import SplitAttention
 
 SUPPORT = Path(__file__).parents[2] / "support"
-TOLERANCE = {"torch.float32": 2e-6, "torch.float16": 1.5e-3, "torch.bfloat16": 1.2e-2}
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 

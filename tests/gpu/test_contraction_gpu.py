@@ -1,0 +1,47 @@
+"""Kernels with matmuls inside, and attention of one query position, on a GPU: right, and the same bits every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attention_samples
+import matmul_groups
+import pytest
+import torch
+
+from fuseplan.kernels.triton.backend import TritonBackend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matmul_groups_are_right(tmp_path: Path, dtype: torch.dtype) -> None:
+    found = list(matmul_groups.errors(TritonBackend(tmp_path), dtype, "cuda"))
+    allowed = matmul_groups.TOLERANCE[str(dtype)]
+    assert found and not [one for one in found if not (one["error"] <= allowed and one["same"])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_one_position_is_right(dtype: torch.dtype) -> None:
+    found = list(attention_samples.errors(dtype, "cuda"))
+    allowed = attention_samples.TOLERANCE[str(dtype)]
+    assert found and not [one for one in found if not (one["error"] <= allowed and one["same"] and one["strides"])]
+
+
+def test_recorded_calls_share_counters_with_those_before(tmp_path: Path) -> None:
+    """A recorded call is replayed between eager ones, on another stream."""
+    b, outputs = matmul_groups.residual(16, 64, 256, torch.bfloat16)
+    lowered, (expected,) = matmul_groups.lowered_whole(b, *outputs)
+    config = {"block_rows": 16, "block_cols": 16, "block_inner": 16, "num_warps": 1, "splits": 4}
+    kernel = TritonBackend(tmp_path).fused_callable(lowered.ir, config, matmul_groups.SM90)
+    inputs = [value.cuda() for value in b.values(lowered.inputs)]
+    eager = kernel(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = kernel(*inputs)
+    for _ in range(3):
+        recorded.zero_()
+        graph.replay()
+        assert torch.equal(recorded, eager) and torch.equal(kernel(*inputs), eager)
+    torch.testing.assert_close(eager.cpu().double(), expected, rtol=2e-2, atol=2e-2)

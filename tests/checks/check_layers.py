@@ -208,7 +208,7 @@ def _time_us(run: Callable[[], object], device: str, calls: int = 8) -> float:
 def check(name: str, count: int, batch: int, length: int, arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     """One cell: times, errors against float64 of what is compiled, peak memory over eager's."""
     device = arguments.device
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32"))
     torch._dynamo.reset()
     sizes = MODELS[name]
     torch.manual_seed(1)
@@ -264,6 +264,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="by default bfloat16 on GPUs")
     parser.add_argument("--no-packed", dest="packed", action="store_false")
     parser.add_argument("--peers", nargs="*", default=["inductor", "max-autotune"])
     parser.add_argument("--folder", help="keeps the tuning database; a new one otherwise")

@@ -15,6 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 #: Query heads of a tile at least: what tensor cores multiply.
 TILE_HEADS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
+#: What PyTorch adds, at most, to the scores of keys that are masked: nothing is left of their weights beside others.
+_HIDDEN = tl.constexpr(-65504.0)
 #: Keys whose mask is looked at in one step, and numbers that are combined in one.
 _SCANNED, _COMBINED = tl.constexpr(1024), tl.constexpr(8192)
 
@@ -131,8 +133,8 @@ def _attended(
 def _shown(
     mask, own, real, length, mask_head, mask_row, mask_kind: tl.constexpr, mask_heads: tl.constexpr,
 ):
-    """The first key that the mask shows to a head of the tile, what follows the last (an empty range if there is none),
-    and whether it shows all between them as they are.
+    """The first key that the mask shows to a head of the tile, what follows the last, and whether it shows all between
+    them as they are. Where it shows none: no keys, or all of them if it is of numbers, which then weigh them.
     """
     first = length
     last = 0
@@ -152,13 +154,17 @@ def _shown(
             count += tl.sum((inside & as_it_is).to(tl.int32), 0)
         first = tl.minimum(first, tl.min(tl.where(seen, row, length), 0))
         last = tl.maximum(last, tl.max(tl.where(seen, row + 1, 0), 0))
+    if mask_kind == 2:
+        last = tl.where(last == 0, length, last)
+        first = tl.where(first == length, 0, first)
     first = tl.minimum(first, last)
     return first, last, count == last - first
 
 
 @triton.jit
 def _is_shown(given, mask_kind: tl.constexpr):
-    return given != 0 if mask_kind == 1 else given != float("-inf")
+    # NaN is shown.
+    return given != 0 if mask_kind == 1 else tl.where(given.to(tl.float32) <= _HIDDEN, False, True)
 
 
 @triton.jit

@@ -33,6 +33,8 @@ _DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0, "batch_norm": -1}
 _PACKED = {"bitwise_right_shift": 0, "__rshift__": 0}
 #: Operand that says where an op writes: no place twice, since what stays there then would be chance.
 _PLACES = {"index_copy_": 1}
+#: Operand that masks attention, and the share of the keys, the last, that such masks hide.
+_MASKS, _HIDDEN_SHARE = {"scaled_dot_product_attention": 3}, 8
 
 
 def sample_inputs(
@@ -42,13 +44,15 @@ def sample_inputs(
 
     Floats are N(0, 1); |N(0, 1)| + 0.1 where something is divided by them, and everywhere if the chain takes a root or
     logarithm of something that could be negative. Integers are 0 to 7, or what a lookup by them can find; words that
-    the chain takes apart have random bits. A table that is only looked up has at most ``MOST_TABLE_ROWS`` rows.
+    the chain takes apart have random bits. Masks that all heads share are as those of prompts and caches: they hide
+    some last keys and change no score. A table that is only looked up has at most ``MOST_TABLE_ROWS`` rows. Integers
+    are below ``most``, too; where that is 1, floats are equal as well.
 
     ``nodes`` are the chain of ops that the kernel stands for, ``names`` its inputs in order. Tensors are made on the
-    generator's device. Integers are below ``most``, too; where that is 1, floats are equal as well.
+    generator's device.
     """
     positive = needs_positive_inputs(nodes)
-    divisors, packed, places = (_flowing_into(nodes, one) for one in (_DIVISORS, _PACKED, _PLACES))
+    divisors, packed, places, masks = (_flowing_into(nodes, one) for one in (_DIVISORS, _PACKED, _PLACES, _MASKS))
     limits = {number: min(limit, MOST_TABLE_ROWS) for number, limit in index_limits(ir).items()}
     short = {buffer for buffer, rows in tables(ir).items() if rows > MOST_TABLE_ROWS}
     made = []
@@ -63,8 +67,20 @@ def sample_inputs(
         if name in places and number in limits:  # different numbers; more than there are of them are repeated
             order = torch.randperm(limits[number], generator=generator, device=generator.device)
             tensor.copy_(order.repeat(-(-len(tensor) // len(order)))[: len(tensor)])
+        if name in masks and (tensor.dim() < 3 or tensor.shape[-3] == 1):
+            _hide_last(tensor)
         made.append(tensor)
     return made
+
+
+def _hide_last(mask: torch.Tensor) -> None:
+    """Make of a tensor [..., keys] a mask that shows all keys but some last ones."""
+    keys = mask.shape[-1]
+    hidden = torch.arange(keys, device=mask.device) >= keys - keys // _HIDDEN_SHARE
+    if mask.dtype == torch.bool:
+        mask.copy_(~hidden)
+    elif mask.dtype.is_floating_point:
+        mask.copy_(torch.zeros_like(hidden, dtype=mask.dtype).masked_fill_(hidden, -torch.inf))
 
 
 def _flowing_into(nodes: Sequence[OpNode], operands: Mapping[str, int]) -> set[str]:

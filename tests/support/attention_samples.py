@@ -28,12 +28,15 @@ def masks(batch: int, heads: int, keys: int) -> dict[str, torch.Tensor | None]:
     return {
         "none": None, "hidden": hidden, "nothing seen": nothing, "between": between,
         "between, numbers": torch.zeros(batch, 1, 1, keys).masked_fill(~between, float("-inf")),
+        "between, finite": torch.zeros(batch, 1, 1, keys).masked_fill(~between, -65504.0),
+        "nothing seen, finite": torch.full((batch, 1, 1, keys), -65504.0),
         "numbers": torch.randn(1, 1, 1, keys), "each head": torch.randn(batch, heads, 1, keys),
     }
 
 
 def errors(dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
     """How wrong each result is, whether a second call gives the same bits, and whether it lies as PyTorch's does."""
+    torch.manual_seed(0)
     for batch, heads, shared, keys, width in SIZES:
         query = torch.randn(batch, 1, heads, width).to(dtype).transpose(1, 2)
         cache = {name: torch.randn(batch, shared, keys + 3, width).to(dtype)[:, :, :keys] for name in ("k", "v")}
@@ -52,9 +55,12 @@ def errors(dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
             wanted = torch.nn.functional.scaled_dot_product_attention(*wide, enable_gqa=True).nan_to_num(0.0)
             inputs = [b.tensors[value].to(device) for value in group.inputs]
             first, second = call(*inputs), call(*inputs)
+            error = float((first.cpu().double() - wanted).abs().max())
+            # Scores far below zero are rounded, in eager too.
+            allowed = max(TOLERANCE[str(dtype)], 4.0 * float((b.tensors[out].nan_to_num(0.0) - wanted).abs().max()))
             yield {
-                "sizes": (batch, heads, shared, keys, width), "mask": name, "dtype": str(dtype),
-                "error": float((first.cpu().double() - wanted).abs().max()), "same": bool(torch.equal(first, second)),
+                "sizes": (batch, heads, shared, keys, width), "mask": name, "dtype": str(dtype), "error": error,
+                "right": error <= allowed, "same": bool(torch.equal(first, second)),
                 "strides": _walked(first) == _walked(b.tensors[out]),
             }
 

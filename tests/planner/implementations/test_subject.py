@@ -168,3 +168,21 @@ def test_single_elements_have_plain_strides_in_what_a_library_call_is_timed_on()
     assert x.stride() == (4, 4, 1)
     torch.testing.assert_close(subject.eager(x, w)[0], torch.nn.functional.linear(x, w))
     torch.testing.assert_close(subject.reference(x, w)[0].float(), torch.nn.functional.linear(x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_masks_that_heads_share_hide_some_last_keys(dtype: torch.dtype, heads: int) -> None:
+    mask = torch.randn(3, heads, 1, 16).to(dtype)
+    b = Builder(q=torch.randn(3, 2, 1, 8), k=torch.randn(3, 2, 16, 8), mask=mask)
+    graph = b.graph(b("aten.scaled_dot_product_attention.default", "q", "k", "k", "mask"))
+    group = op_group(graph, [node.name for node in graph], graph.outputs, "cpu")
+    subject = op_subject(graph, group, "key")
+    made = dict(zip(subject.inputs, subject.make_inputs(0, "cpu"), strict=True))["mask"]
+    shown = made if dtype == torch.bool else made == 0.0
+    if heads == 1:
+        assert torch.equal(shown, (torch.arange(16) < 14).expand(3, 1, 1, 16))
+        assert dtype == torch.bool or bool((made[~shown] == -torch.inf).all())
+    else:  # numbers of their own, as positional biases are
+        assert shown.unique(dim=0).shape[0] > 1 or dtype != torch.bool
+        assert dtype == torch.bool or not bool(shown.any())

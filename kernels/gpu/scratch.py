@@ -10,25 +10,36 @@ import torch
 
 from fuseplan.kernels.ir.backend import CompiledKernel
 
+#: Counters kept ready for streams that record CUDA graphs, where nothing can be zeroed once for all replays.
+_SPARE = 4
+
 
 @dataclass
 class Counters:
-    """Zeros that each launch leaves as zeros, so that launches one after another share them."""
+    """Zeros that each launch leaves as zeros, so that launches one after another share them.
+
+    Calls on one stream share them, and recordings made on one stream: their graphs are replayed one after another.
+    """
 
     count: int
-    _by_stream: dict[tuple[torch.device, int | None], torch.Tensor] = field(default_factory=dict)
+    _known: dict[tuple[torch.device, int, bool], torch.Tensor] = field(default_factory=dict)
+    _spare: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)
 
     def of(self, beside: torch.Tensor) -> torch.Tensor:
-        """Those of the current stream, or of all recordings in CUDA graphs, which are replayed one after another."""
-        capturing = beside.is_cuda and torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(beside.device).cuda_stream if beside.is_cuda and not capturing else None
-        found = self._by_stream.get((beside.device, stream))
-        if found is None:
-            found = torch.zeros(self.count, dtype=torch.int32, device=beside.device)
-            if not capturing:  # memory of a graph is not ours to keep
-                self._by_stream[beside.device, stream] = found
-                self._by_stream.setdefault((beside.device, None), torch.zeros_like(found))
-        return found
+        """Those for a launch on the current stream of a tensor's device."""
+        device, recording = beside.device, beside.is_cuda and torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(device).cuda_stream if beside.is_cuda else 0
+        key = device, stream, recording
+        if key not in self._known:
+            if not recording:
+                self._spare.setdefault(device, [self._zeros(device) for _ in range(_SPARE)])
+            elif not self._spare.get(device):
+                return self._zeros(device)  # a graph's own: each replay makes them anew
+            self._known[key] = self._spare[device].pop() if recording else self._zeros(device)
+        return self._known[key]
+
+    def _zeros(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.count, dtype=torch.int32, device=device)
 
 
 class ScratchKernel(CompiledKernel):

@@ -17,7 +17,7 @@ from fuseplan.kernels.triton.contraction import ContractionEmitter, Function
 from fuseplan.kernels.triton.helpers import helper_sources
 from fuseplan.kernels.triton.index import symbol_argument, triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter
-from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, shares
+from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, shares, unsplittable
 
 #: Name of the kernel in a generated module.
 KERNEL_NAME = "fused"
@@ -62,6 +62,8 @@ def _body(ir: KernelIR, number: int, config: Config, arguments: str, helpers: li
     if not segment.products:
         return SegmentEmitter(ir.buffers, buffer_names(ir), segment, config).lines()
     share = shares(ir, config)[number]
+    if share.splits > 1 and (reason := unsplittable(segment)) is not None:
+        raise ValueError(reason)
     emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, config, arguments, str(number), share)
     lines = emitter.lines()
     helpers += emitter.functions

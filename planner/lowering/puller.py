@@ -169,7 +169,11 @@ class Puller(BodyBuilder):
             held = Puller(self._group, side)
             pulled = held.cast(held.pull(value, position), "float64" if self._is_double(node) else "float32")
             sides.append((Segment(own, inner, tuple(side.body), ()), pulled))
-        product, factors = factored(Product(*sides[0], *sides[1]))
+        product = Product(*sides[0], *sides[1])
+        factors: tuple[int, ...] = ()
+        # What is not normalised yet need not fit float16, in which tensor cores would multiply it.
+        if self.specs[right].dtype != "float16":
+            product, factors = factored(product)
         if product not in space.products:
             space.products.append(product)
         number = space.products.index(product)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lower_oracle import rms_norm
 from fuseplan.kernels.ir.backend import SM90, Config
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.kernels.triton.split_sums import unsplittable
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.subject import _widened, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
@@ -59,13 +61,24 @@ def residual(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Bui
     return b, (b("aten.add.Tensor", "residual", b("aten.linear.default", "x", "w")),)
 
 
-def gated(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+def gated(
+    rows: int, width: int, inner: int, dtype: torch.dtype, given: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> tuple[Builder, tuple[str, ...]]:
     """SwiGLU of two projections of a normalised row."""
-    b = Builder(x=hidden(rows, 1, inner=inner, dtype=dtype), gamma=torch.rand(inner).to(dtype),
-                **weights("gate", "up", width=width, inner=inner, dtype=dtype))
+    made = {"x": hidden(rows, 1, inner=inner, dtype=dtype), "gamma": torch.rand(inner).to(dtype), **given}
+    b = Builder(**made, **weights("gate", "up", width=width, inner=inner, dtype=dtype))
     normed = rms_norm(b, "x", "gamma", str(dtype).removeprefix("torch."))
     gate, up = (b("aten.linear.default", normed, name) for name in ("gate", "up"))
     return b, (b("aten.mul.Tensor", b("aten.silu.default", gate), up),)
+
+
+def large(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """The same of rows that fit float16 only once they are normalised."""
+    usual, _ = gated(rows, width, inner, dtype)
+    x, gamma = usual.tensors["x"], usual.tensors["gamma"]
+    x.mul_(6e4 / x.abs().max())
+    gamma.mul_(4.0)
+    return gated(rows, width, inner, dtype, {"x": x, "gamma": gamma})
 
 
 def attention_inputs(rows: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
@@ -91,6 +104,7 @@ def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]
             yield f"residual {rows} {width} {inner}", *residual(rows, width, inner, dtype)
             yield f"gated {rows} {width} {inner}", *gated(rows, width, inner, dtype)
         yield f"attention inputs {rows}", *attention_inputs(rows, 40, dtype)
+        yield f"large {rows}", *large(rows, 24, 40, dtype)
 
 
 #: Errors allowed, of the largest result: what tensor cores are given is rounded to the type of the weights.
@@ -102,7 +116,8 @@ def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]
     yield backend.default_config(ir, SM90)
     for cols, inner in ((1, 64), (8, 16), (16, 32)) if rows == 1 else ((16, 16), (32, 64)):
         yield {"block_rows": 1 if rows == 1 else 16, "block_cols": cols, "block_inner": inner, "num_warps": 1}
-    for cols, splits in ((16, 2), (32, 4)) if rows > 1 else ():
+    splittable = rows > 1 and all(unsplittable(segment) is None for segment in ir.segments)
+    for cols, splits in ((16, 2), (32, 4)) if splittable else ():
         yield {"block_rows": 16, "block_cols": cols, "block_inner": 16, "num_warps": 1, "splits": splits}
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from matmul_groups import TOLERANCE, attention_inputs, gated, lowered_whole, residual
 
-from fuseplan.kernels.ir.backend import SM90
+from fuseplan.kernels.ir.backend import SM90, BuildError
+from fuseplan.kernels.ir.ir import RowValue
 from fuseplan.kernels.triton.backend import TritonBackend
 
 pytest.importorskip("triton")
@@ -27,7 +28,7 @@ def test_kernels_are_right_under_the_interpreter_and_repeat_themselves(tmp_path:
     found = json.loads(done.stdout)
     wrong = [one for one in found if not (one["error"] <= TOLERANCE[one["dtype"]] and one["same"])]
     assert not wrong, wrong[:5]
-    assert len({one["group"] for one in found}) == 21
+    assert len({one["group"] for one in found}) == 24
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -42,3 +43,14 @@ def test_defaults_compile_without_spills(tmp_path: Path, group: str, rows: int) 
     assert backend.refuse(lowered.ir, SM90) is None
     resources = backend.prepare(lowered.ir, backend.default_config(lowered.ir, SM90), SM90)
     assert resources.spill_bytes == 0
+
+
+def test_sums_that_wait_for_their_rows_are_not_split(tmp_path: Path) -> None:
+    """In float16 rows are normalised first: what is not normalised yet need not fit."""
+    b, outputs = gated(16, 2048, 512, torch.float16)
+    backend, (lowered, _) = TritonBackend(tmp_path), lowered_whole(b, *outputs)
+    assert not any(isinstance(instr, RowValue) for segment in lowered.ir.segments for instr in segment.body)
+    config = {**backend.default_config(lowered.ir, SM90), "block_inner": 32, "splits": 2}
+    assert "wait" in (backend.infeasible(lowered.ir, config, SM90) or "")
+    with pytest.raises(BuildError, match="wait"):
+        backend.source(lowered.ir, config)

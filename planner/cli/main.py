@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import select
 import signal
 import sys
 import traceback
@@ -17,8 +18,8 @@ import typer
 from fuseplan.planner.cli import bench, database, device, report, tune
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError, plain
 
-#: Exit statuses after Ctrl-C and after SIGTERM, as shells have them.
-_INTERRUPTED, _TERMINATED = 130, 143
+#: Exit statuses after Ctrl-C, after SIGTERM, and where nobody reads the output any more, as shells have them.
+_INTERRUPTED, _TERMINATED, _NO_READER = 130, 143, 141
 #: Every package's family of errors, by name: importing all of them would import torch.
 _FAMILIES = {"FuseplanError", "SearchError", "DeviceSpecError", "BuildError"}
 INTERRUPTED = "interrupted; finished work is stored, run the same command to go on"
@@ -64,7 +65,8 @@ def _root(
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit status.
 
-    0 is done, 1 a fault of ours or of the machine, 2 a user's mistake, 130 Ctrl-C; a process that SIGTERM ends has 143.
+    0 is done, 1 a fault of ours or of the machine, 2 a user's mistake, 130 Ctrl-C, 141 where nobody reads the output
+    any more; a process that SIGTERM ends has 143.
     """
     debug = "--debug" in argv
     args = [arg for arg in argv if arg != "--debug"]
@@ -75,12 +77,21 @@ def run(argv: Sequence[str]) -> int:
         except (KeyboardInterrupt, typer.Abort):
             status = _INTERRUPTED
         except BaseException as error:  # a library may leave with SystemExit, whose status is not ours
+            if isinstance(error.__context__, BrokenPipeError) and _nobody_reads():
+                return _NO_READER
             if debug:
                 traceback.print_exc()
             status = _report(error)
     if status == _INTERRUPTED:
         typer.echo(INTERRUPTED, err=True)
     return status
+
+
+def _nobody_reads() -> bool:
+    """Whether the process that read the standard output has closed it."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _report(error: BaseException) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import attention_samples
+import decode_attention_samples
 import matmul_groups
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_matmul_groups_are_right(tmp_path: Path, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_one_position_is_right(dtype: torch.dtype) -> None:
-    found = list(attention_samples.errors(dtype, "cuda"))
+    found = list(decode_attention_samples.errors(dtype, "cuda"))
     assert found and not [one for one in found if not (one["right"] and one["same"] and one["strides"])]
 
 

@@ -1,70 +1,63 @@
-"""Attention of one query position with masks of all kinds, and how wrong our kernel is there."""
+"""Tracing a function with its attention rewritten, and attention as on a GPU where PyTorch uses cuDNN."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
-from graphs import Builder
+from torch import fx
 
-from fuseplan.planner.implementations.subject import op_group
-from fuseplan.planner.libraries.decode_attention import SplitAttention
+from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.rewrites import attention, attention_call, grouped_queries
+from fuseplan.planner.rewrites.attention import AttentionRewrites, rewrite_attention
+from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of
 
-#: Batch, query heads, heads of keys, keys, width.
-SIZES = ((1, 8, 2, 257, 16), (2, 6, 3, 64, 32), (3, 2, 1, 1, 64))
-TOLERANCE = {"torch.float32": 2e-6, "torch.float16": 1.5e-3, "torch.bfloat16": 1.2e-2}
-
-
-def masks(batch: int, heads: int, keys: int) -> dict[str, torch.Tensor | None]:
-    """None, booleans that hide whole blocks, or everything of one batch, ranges, numbers, and numbers for each head."""
-    hidden = torch.rand(batch, 1, 1, keys) > 0.4
-    hidden[..., : keys // 2] = False
-    hidden[..., -1] = True
-    nothing = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
-    nothing[0] = False
-    between = torch.zeros(batch, 1, 1, keys, dtype=torch.bool)
-    between[..., keys // 3 : keys - keys // 4] = True
-    return {
-        "none": None, "hidden": hidden, "nothing seen": nothing, "between": between,
-        "between, numbers": torch.zeros(batch, 1, 1, keys).masked_fill(~between, float("-inf")),
-        "between, finite": torch.zeros(batch, 1, 1, keys).masked_fill(~between, -65504.0),
-        "nothing seen, finite": torch.full((batch, 1, 1, keys), -65504.0),
-        "numbers": torch.randn(1, 1, 1, keys), "each head": torch.randn(batch, heads, 1, keys),
-    }
+Function = Callable[..., Any]
 
 
-def errors(dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
-    """How wrong each result is, whether a second call gives the same bits, and whether it lies as PyTorch's does."""
-    torch.manual_seed(0)
-    for batch, heads, shared, keys, width in SIZES:
-        query = torch.randn(batch, 1, heads, width).to(dtype).transpose(1, 2)
-        cache = {name: torch.randn(batch, shared, keys + 3, width).to(dtype)[:, :, :keys] for name in ("k", "v")}
-        for name, mask in masks(batch, heads, keys).items():
-            mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
-            given = {"q": query, **cache, **({} if mask is None else {"mask": mask})}
-            b = Builder(**given)
-            out = b("aten.scaled_dot_product_attention.default", *given, enable_gqa=True)
-            graph = b.graph(out)
-            group = op_group(graph, [node.name for node in graph], [out], device)
-            refusal = SplitAttention().refuse(group)
-            if refusal is not None:
-                raise SystemExit(refusal)
-            call = SplitAttention().build(group)
-            wide = [value.double() if value.is_floating_point() else value for value in given.values()]
-            wanted = torch.nn.functional.scaled_dot_product_attention(*wide, enable_gqa=True).nan_to_num(0.0)
-            inputs = [b.tensors[value].to(device) for value in group.inputs]
-            first, second = call(*inputs), call(*inputs)
-            error = float((first.cpu().double() - wanted).abs().max())
-            # Scores far below zero are rounded, in eager too.
-            allowed = max(TOLERANCE[str(dtype)], 4.0 * float((b.tensors[out].nan_to_num(0.0) - wanted).abs().max()))
-            yield {
-                "sizes": (batch, heads, shared, keys, width), "mask": name, "dtype": str(dtype), "error": error,
-                "right": error <= allowed, "same": bool(torch.equal(first, second)),
-                "strides": _walked(first) == _walked(b.tensors[out]),
-            }
+def imitate_cuda(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[dict[str, Any]], str]) -> None:
+    """As on a GPU where PyTorch computes each attention call with the backend that ``chosen`` names."""
+    for module in (grouped_queries, attention):
+        monkeypatch.setattr(module, "trace_device", lambda _: "cuda")
+    for module in (grouped_queries, attention_call):
+        monkeypatch.setattr(module, "chosen_backend", chosen)
 
 
-def _walked(tensor: torch.Tensor) -> list[int]:
-    """Strides of the dimensions that have several elements."""
-    return [stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1]
+@dataclass(frozen=True)
+class Rewritten:
+    """A trace after its attention was rewritten, what was done, and what it returned."""
+
+    module: fx.GraphModule
+    done: AttentionRewrites
+    result: Any
+
+
+def rewritten(function: Function, *args: Any, dynamic: bool = False, **options: Any) -> Rewritten:
+    """Trace a function, rewrite its attention, run it, and compare it with the function itself."""
+    traces: list[fx.GraphModule] = []
+    done: list[AttentionRewrites] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: Any) -> Function:
+        trace = trace_predispatch(graph, example_inputs, grouped_queries=False, attention_masks=False)
+        assert trace.meta["attention"] == AttentionRewrites()
+        traces.append(trace)
+        done.append(rewrite_attention(trace, **options))
+        return trace.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        result = torch.compile(function, backend=backend, dynamic=dynamic)(*args)
+        torch.testing.assert_close(result, function(*args))
+    (trace,), (found,) = traces, done
+    return Rewritten(trace, found, result)
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def attention_of(module: fx.GraphModule) -> list[dict[str, Any]]:
+    return [arguments_of(node) for node in module.graph.find_nodes(op="call_function", target=ATTENTION)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention_samples import errors
+from decode_attention_samples import errors
 from interpret_kernels import round_to_nearest
 
 if __name__ == "__main__":

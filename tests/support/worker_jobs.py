@@ -80,6 +80,13 @@ def kill_parent() -> None:
     time.sleep(3600)
 
 
+def kill_parent_once(path: str) -> None:
+    """Kill the supervisor as soon as there is a file."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+    kill_parent()
+
+
 def interrupt_and_hang(pid: int) -> None:
     """Send ``pid`` a SIGALRM, and then never end."""
     os.kill(pid, signal.SIGALRM)

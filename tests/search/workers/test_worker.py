@@ -24,6 +24,7 @@ from worker_jobs import (
     hang,
     interrupt_and_hang,
     kill_parent,
+    kill_parent_once,
     leave,
     leave_or_add,
     meet,
@@ -105,9 +106,11 @@ def test_outcomes_of_submitted_jobs_find_who_asked(pool: WorkerPool) -> None:
     assert failing().failure
 
 
-def test_submitted_jobs_end_with_the_supervisor(pool: WorkerPool) -> None:
-    lost = pool.submit(kill_parent, limit_s=LIMIT)
+def test_submitted_jobs_end_with_the_supervisor(pool: WorkerPool, tmp_path: Path) -> None:
+    both = tmp_path / "both are submitted"
+    lost = pool.submit(kill_parent_once, str(both), limit_s=LIMIT)
     behind = pool.submit(add, 1, 1, limit_s=LIMIT)
+    both.touch()
     assert "supervisor ended" in lost().failure and "supervisor ended" in behind().failure
     assert pool.submit(add, 1, 2, limit_s=LIMIT)().value == 3
 

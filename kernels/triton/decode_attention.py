@@ -106,7 +106,7 @@ def _attended(
         if wide:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k)) * (scale * _LOG2_E)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * _LOG2_E)
         if mask_kind != 0:
             if mask_heads:
                 place = own[:, None] * mask_head + row[None, :] * mask_row
@@ -124,7 +124,7 @@ def _attended(
         weight = tl.exp2(scores - base[:, None])
         kept = tl.exp2(most - base)
         total = total * kept + tl.sum(weight, 1)
-        found = tl.dot(weight.to(v.dtype), v, found * kept[:, None])
+        found = tl.dot(weight.to(v.dtype), v, found * kept[:, None], input_precision="ieee")
         most = larger
     return most, total, found
 

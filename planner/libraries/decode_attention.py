@@ -16,7 +16,11 @@ from fuseplan.planner.libraries.attention_calls import parsed
 from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.rewrites.attention_backends import Attention, whole_numbers
 
+#: Shared memory for blocks of keys and values that are on their way.
+_SHARED_BYTES = 200 * 2**10
 _WIDTHS = (16, 32, 64, 128, 256)
+#: Elements of a head in float32 at most: more do not fit the registers.
+_MOST_WIDE = 128
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class SplitAttention:
     """
 
     name: str = "attention.split"
-    #: Keys of a block, programs for each multiprocessor, warps of a program, and blocks on their way.
+    #: Keys of a block, programs for each multiprocessor, warps of a program, and blocks on their way at most.
     rows: int = 64
     waves: int = 1
     warps: int = 2
@@ -63,6 +67,10 @@ class SplitAttention:
         flat = [stride for own in sizes for stride in own]
         scale = call.scale if call.scale is not None else width**-0.5
         pairs, splits = batch * shared, self._splits(batch * shared, length)
+        block_bytes = 2 * self.rows * width * dtype.itemsize
+        # What tensor cores do not multiply takes more threads.
+        warps = 4 * self.warps if dtype == torch.float32 else self.warps
+        stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // block_bytes))
         counters = Counters(pairs)
         overlapped = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
@@ -77,7 +85,7 @@ class SplitAttention:
                 counters.of(query), out, length, scale, *flat, *masked, strides[0], strides[1],
                 group=heads // shared, lanes=lanes, width=width, rows=self.rows, splits=splits, key_heads=shared,
                 mask_kind=kind, mask_heads=masked[1] != 0, wide=query.dtype == torch.float32 or interpreter_is_on(),
-                num_warps=self.warps, stages=self.stages, overlapped=overlapped,
+                num_warps=warps, stages=stages, overlapped=overlapped,
                 **({"launch_pdl": True} if overlapped else {}),
             )
             return out
@@ -101,8 +109,8 @@ def _refused(call: Attention) -> str | None:
     width, shared = int(call.key.shape[3]), int(call.key.shape[1])
     if width not in _WIDTHS or int(call.value.shape[3]) != width:
         return f"heads are not of {', '.join(map(str, _WIDTHS))} elements"
-    if call.query.dtype == "float64":
-        return "it does not compute in float64"
+    if call.query.dtype == "float64" or (call.query.dtype == "float32" and width > _MOST_WIDE):
+        return f"it does not compute heads of {width} elements in {call.query.dtype}"
     if any(whole_numbers(one.strides)[3] != 1 for one in (call.query, call.key, call.value)):
         return "elements of a head are not next to each other"
     if heads % shared:

@@ -20,7 +20,7 @@ _LEAST_EACH, _MOST_EACH = 8, 128
 #: Rows of weights that a warp multiplies at least, and at most; more from so many rows of the left side on.
 _LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
 #: Where programs share a tile: how many for each multiprocessor at most, the blocks of the inner dimension for each at
-#: least, and how many of these are on their way.
+#: least, and how many of these are on their way, there and where rows are many.
 _MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 2, 4, 4
 #: Rows of the left side above which libraries have better tiles.
 MAX_ROWS = 128
@@ -51,15 +51,17 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
             Tunable("num_warps", (2, 4, 8)),
             Tunable("num_stages", (1,)),
         )
+    # Weights are read once for each block of rows; more than twice loses to the tiles of libraries.
+    covering = tuple(size for size in (16, 32, 64, 128) if (size < 2 * rows or size == 16) and 2 * size >= rows)
     return (
         *overlap,
-        Tunable("block_rows", tuple(size for size in (16, 32, 64, 128) if size < 2 * rows or size == 16)),
+        Tunable("block_rows", covering),
         Tunable("block_cols", (16, 32, 64, 128)),
         Tunable("block_inner", tuple(
-            size for size in ((64, 128, 256) if rows >= _TILED_ROWS else (128, 256)) if size <= inner
+            size for size in ((64, 128) if rows >= _TILED_ROWS else (128, 256)) if size <= inner
         ) or (max(inner, 16),)),
         Tunable("num_warps", (2, 4, 8)),
-        Tunable("num_stages", (3, 4, 5)),
+        Tunable("num_stages", (_STAGES,) if rows >= _TILED_ROWS else (3, 4, 5)),
         Tunable("splits", (1, 2, 4)),
     )
 

@@ -12,7 +12,7 @@ from fuseplan.planner.implementations.subject import op_group
 from fuseplan.planner.libraries.decode_attention import SplitAttention
 
 #: Batch, query heads, heads of keys, keys, width.
-SIZES = ((1, 8, 2, 257, 16), (2, 6, 3, 64, 32), (3, 2, 1, 1, 64))
+SIZES = ((1, 8, 2, 257, 16), (2, 6, 3, 64, 32), (3, 2, 1, 1, 64), (1, 4, 2, 127, 128))
 TOLERANCE = {"torch.float32": 2e-6, "torch.float16": 1.5e-3, "torch.bfloat16": 1.2e-2}
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from check_commands import LINES, Scene
@@ -59,6 +63,15 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM
     assert capsys.readouterr().err.strip() == main.INTERRUPTED
+
+
+def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        command = [sys.executable, "-m", "fuseplan.planner.cli.main", "db", "ls", "--db", str(tmp_path / "tuning.db")]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_numbers_are_plain_digits_within_bounds() -> None:

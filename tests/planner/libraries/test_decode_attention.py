@@ -27,7 +27,7 @@ def test_it_is_right_under_the_interpreter_and_repeats_itself() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 54
+    assert len(found) == 72
     wrong = [one for one in found if not (one["right"] and one["same"] and one["strides"])]
     assert not wrong, wrong[:5]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -133,9 +133,11 @@ class Backend(ABC):
         """Configurations worth trying before any search, best guess first; () when there is no opinion."""
         return ()
 
-    def is_steep(self, ir: KernelIR) -> bool:
-        """Whether times depend so much on the configuration that the whole space is worth measuring."""
-        return False
+    def likeness(self, ir: KernelIR) -> Hashable | None:
+        """What decides which configurations are fast, where times depend so much on them that the whole space is worth
+        measuring: among kernels that are alike in this, once. None where they do not.
+        """
+        return None
 
     @abstractmethod
     def source(self, ir: KernelIR, config: Config) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 from fuseplan.kernels.gpu.backend import GpuBackend
@@ -52,8 +52,8 @@ class TritonBackend(GpuBackend):
     def suggestions(self, ir: KernelIR, target: Target) -> tuple[Config, ...]:
         return () if contracts(ir) else suggestions(ir, target)
 
-    def is_steep(self, ir: KernelIR) -> bool:
-        return contracts(ir)
+    def likeness(self, ir: KernelIR) -> Hashable | None:
+        return contraction_config.likeness(ir) if contracts(ir) else None
 
     def source(self, ir: KernelIR, config: Config) -> str:
         return emit_triton(ir, config, needs_int64(ir))

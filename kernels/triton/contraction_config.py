@@ -10,7 +10,7 @@ from fuseplan.kernels.gpu.overlap import default_overlap, overlap_tunables
 from fuseplan.kernels.gpu.tile import next_power_of_2, programs
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
 from fuseplan.kernels.ir.index import evaluate, product
-from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Segment
+from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
 from fuseplan.kernels.triton.split_sums import unsplittable
 
 #: Registers for addresses, masks and the like, whatever the tile.
@@ -124,6 +124,21 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     choices = {one.name: one.choices for one in tunables(ir, target)}
     chosen = {name: value if value in choices[name] else choices[name][-1] for name, value in wished.items()}
     return {**default_overlap(target), **chosen}
+
+
+def likeness(ir: KernelIR) -> tuple[tuple[int, ...], ...]:
+    """Of each matmul: rows of tiles of its left side, rows of weights, the inner dimension, bytes of a weight, matmuls
+    in one tile, and folds of the left side's rows. Epilogues take little time beside the weights; the order is any.
+    """
+    rows = 1 if _rows(ir) == 1 else max(16, next_power_of_2(_rows(ir)))
+    return tuple(sorted(
+        (
+            rows, evaluate(segment.cols, {}) * _sums(segment) // len(segment.products), evaluate(one.left.cols, {}),
+            _weight_bytes(ir, segment), len(segment.products),
+            sum(isinstance(instr, Reduce) for instr in one.left.body),
+        )
+        for segment in ir.segments for one in segment.products
+    ))
 
 
 def refuse(ir: KernelIR) -> str | None:

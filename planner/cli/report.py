@@ -163,7 +163,8 @@ def explain(
 ) -> None:
     """Say in words what is fused, what is not, and why each boundary is where it is.
 
-    Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
+    Last come tuned workloads side by side: what runs with each matmul and attention at how many rows, and where it
+    turns. Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
     """
     from fuseplan.planner.errors import ConfigError, nearest
     from fuseplan.planner.report import explain as words
@@ -180,15 +181,19 @@ def explain(
         names = [name for name, _ in graphs]
         close = nearest(workload or "", names) or names
         raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
+    planned = []
     for name, graph in chosen:
         failures: list[str] = []
         plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
+        planned.append((name, graph, plan))
         for line in [*words.explain_plan(session, name, graph, plan), *failures]:
             print_text(line)
         if source:
             for label, text in words.sources(session, graph, plan):
                 print_text(f"\n// ---- {label}\n{text}")
         typer.echo("")
+    for line in words.compare_plans(planned):
+        print_text(line)
 
 
 def patterns() -> None:

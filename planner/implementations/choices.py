@@ -28,11 +28,14 @@ class RegionProblem:
 
     ``choices`` holds ATen's ops first, one for each op, then the library calls, then the kernels from small to large:
     among equally good choices the earlier is preferred. ``edges`` are the dependencies between ops, by their numbers.
+    ``won`` are numbers of choices, each for one op, that have beaten ATen's in a contest of their own: where they work,
+    that op is not left to ATen for the little that it counts in a whole region.
     """
 
     ops: tuple[str, ...]
     choices: tuple[Choice, ...]
     edges: tuple[tuple[int, int], ...]
+    won: frozenset[int] = frozenset()
 
     @property
     def plain(self) -> tuple[Choice, ...]:

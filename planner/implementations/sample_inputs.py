@@ -35,6 +35,8 @@ _PACKED = {"bitwise_right_shift": 0, "__rshift__": 0}
 _PLACES = {"index_copy_": 1}
 #: Operand that masks attention, and the share of the keys, the last, that such masks hide.
 _MASKS, _HIDDEN_SHARE = {"scaled_dot_product_attention": 3}, 8
+#: Types that hold any index; bytes have all their numbers.
+_INDEX_TYPES = (torch.int32, torch.int64)
 
 
 def sample_inputs(
@@ -45,8 +47,8 @@ def sample_inputs(
     Floats are N(0, 1); |N(0, 1)| + 0.1 where something is divided by them, and everywhere if the chain takes a root or
     logarithm of something that could be negative. Integers are 0 to 7, or what a lookup by them can find; words that
     the chain takes apart have random bits. Masks that all heads share are as those of prompts and caches: they hide
-    some last keys and change no score. A table that is only looked up has at most ``MOST_TABLE_ROWS`` rows. Integers
-    are below ``most``, too; where that is 1, floats are equal as well.
+    some last keys and change no score; one index alone is that of the last key shown. A table that is only looked up
+    has at most ``MOST_TABLE_ROWS`` rows. Integers are below ``most``, too; where that is 1, floats are equal as well.
 
     ``nodes`` are the chain of ops that the kernel stands for, ``names`` its inputs in order. Tensors are made on the
     generator's device.
@@ -67,6 +69,8 @@ def sample_inputs(
         if name in places and number in limits:  # different numbers; more than there are of them are repeated
             order = torch.randperm(limits[number], generator=generator, device=generator.device)
             tensor.copy_(order.repeat(-(-len(tensor) // len(order)))[: len(tensor)])
+        if number in limits and below is not None and tensor.numel() == 1 and tensor.dtype in _INDEX_TYPES:
+            tensor.fill_(below - 1 - below // _HIDDEN_SHARE)  # as far as masks show keys
         if name in masks and (tensor.dim() < 3 or tensor.shape[-3] == 1):
             _hide_last(tensor)
         made.append(tensor)

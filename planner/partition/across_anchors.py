@@ -19,7 +19,7 @@ from fuseplan.planner.groups.candidates import (
     region_dependencies,
     single_candidates,
 )
-from fuseplan.planner.groups.regions import is_anchor
+from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations
@@ -39,12 +39,7 @@ def joint_problem(
 ) -> RegionProblem | None:
     """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
     graph, kernel = book.graph, ways.kernel
-    islands = [part for part, _ in plans if not is_anchor(graph, part)]
-    enumerated = [one for part in islands for one in book.enumerated(part, limits).candidates]
-    anchored = [
-        one for one in anchored_candidates(graph, region, enumerated, book.legal)
-        if kernel.refuse(book, one) is None
-    ]
+    enumerated, anchored = groups_around_anchors(book, region, ways, limits)
     if not anchored:
         return None
     chosen: list[tuple[Candidate, str]] = []
@@ -62,7 +57,19 @@ def joint_problem(
         *(Choice(group, kernel) for group in sorted(dict.fromkeys(wanted), key=lambda group: len(group.ops))),
     )
     edges = region_dependencies(graph, region).edges()
-    return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges)
+    won = frozenset(range(len(singles), len(singles) + len(libraries)))
+    return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges, won)
+
+
+def groups_around_anchors(
+    book: GroupBook, region: Region, ways: Implementations, limits: CandidateLimits
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The groups of a region's islands, and those around its matmuls that can be kernels."""
+    graph = book.graph
+    islands = [part for part in region_parts(graph, region) if not is_anchor(graph, part)]
+    enumerated = [one for part in islands for one in book.enumerated(part, limits).candidates]
+    anchored = anchored_candidates(graph, region, enumerated, book.legal)
+    return enumerated, [one for one in anchored if ways.kernel.refuse(book, one) is None]
 
 
 def plan_across_anchors(

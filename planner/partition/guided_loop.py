@@ -72,9 +72,10 @@ class GuidedResult:
 def cover_problem(problem: RegionProblem, costs_s: Sequence[float]) -> CoverProblem:
     """The region's problem as one of numbers, with what each choice costs."""
     number = {op: at for at, op in enumerate(problem.ops)}
+    lost = {number[problem.choices[at].group.ops[0]] for at in problem.won if math.isfinite(costs_s[at])}
     options = tuple(
-        Option(sum(1 << number[op] for op in choice.group.ops), cost)
-        for choice, cost in zip(problem.choices, costs_s, strict=True)
+        Option(sum(1 << number[op] for op in choice.group.ops), math.inf if at in lost else cost)
+        for at, (choice, cost) in enumerate(zip(problem.choices, costs_s, strict=True))
     )
     return CoverProblem(len(problem.ops), options, problem.edges)
 

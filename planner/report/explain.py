@@ -19,8 +19,10 @@ from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.report.drawing import group_name
 from fuseplan.planner.report.frames import config_text, how_it_runs
+from fuseplan.planner.report.side_by_side import Planned, in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.summary import summarise
 from fuseplan.search.store.record import ATEN, GroupChoice, TuningRecord
 
 #: Examples of a kind that are spelled out; the rest is counted.
@@ -45,6 +47,19 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
         yield ""
         yield f"Region {number} of {len(unique)}, {_times(counts[one.region.key])}: {one.record.label}"
         yield from _RegionWords(session, graph, book, one).lines()
+
+
+def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:
+    """Lines that put the plans of several workloads side by side; none where they have nothing in common."""
+    found: list[Planned] = []
+    for workload, graph, plan in planned:
+        records = {one.record.key.workload: one.record for one in plan.regions}
+        if records:
+            summary = summarise("", workload, graph, [(one.region, one.record) for one in plan.regions])
+            found += [(workload, region, records[region.key]) for region in summary.regions]
+    if rows := side_by_side(found):
+        yield "Side by side, the region of each workload that takes most of its time, by rows of the matmul:"
+        yield from in_words(rows)
 
 
 def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Exception], None]:

@@ -14,6 +14,7 @@ from fuseplan.planner.report.accuracy import accuracy_pairs, accuracy_text
 from fuseplan.planner.report.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter_plot
+from fuseplan.planner.report.side_by_side import Planned, as_frame, side_by_side
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import PlanRecord, now
 
@@ -38,6 +39,7 @@ def html_report(data: ReportData) -> str:
         bars=_bars(groups),
         plots=_plots(data),
         drawings=_drawings(data),
+        side_by_side=_side_by_side(data),
         how_it_runs=frames.how_it_runs,
         config_text=frames.config_text,
         accuracy=accuracy_text(data),
@@ -63,6 +65,18 @@ def _bars(groups: pd.DataFrame) -> list[dict[Hashable, Any]]:
     shares = 100 * shares.div(shares.max(axis=1), axis=0)
     bars = timed.assign(fused_share=shares["fused_us"], unfused_share=shares["unfused_us"]).astype(object)
     return bars.where(bars.notna(), None).to_dict("records")
+
+
+def _side_by_side(data: ReportData) -> list[Markup]:
+    """A table for each model, regime and numerics: what runs with each matmul and attention at how many rows."""
+    found: dict[tuple[str, str, str], list[Planned]] = {}
+    for workload, region, plan in data.planned():
+        if workload is not None and region is not None:
+            of = workload.model, workload.regime, workload.numerics
+            found.setdefault(of, []).append((workload.workload, region, plan))
+    tables = {of: as_frame(side_by_side(planned)) for of, planned in found.items()}
+    return [table_html(frame, f"{model}, {regime}, {numerics}")
+            for (model, regime, numerics), frame in tables.items() if len(frame)]
 
 
 def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.implementations.group_book import GroupBook
@@ -35,7 +36,8 @@ class Lookahead:
     def __init__(
         self, make_problem: Callable[[GroupBook, Region], RegionProblem],
         make_prices: Callable[[GroupBook, Region], ModelPrices], make_book: Callable[[DataflowGraph], GroupBook],
-        search: Callable[[RegionProblem, Prices], object], tuner: Tuner, is_minor: Callable[[GroupBook, Region], bool]
+        search: Callable[[RegionProblem, Prices], object], tuner: Tuner, is_minor: Callable[[GroupBook, Region], bool],
+        around_anchors: Callable[[GroupBook, Region], Sequence[Candidate]],
     ) -> None:
         self._make_problem = make_problem
         self._make_prices = make_prices
@@ -43,6 +45,7 @@ class Lookahead:
         self._search = search
         self._tuner = tuner
         self._is_minor = is_minor
+        self._around_anchors = around_anchors
         self._books: dict[int, GroupBook] = {}
         self._problems: dict[Region, Future[RegionProblem]] = {}
         self._sent: set[str] = set()
@@ -74,6 +77,11 @@ class Lookahead:
                 self._problems[part] = Future()
                 self._pool.submit(self._prepare, graph, part, self._problems[part])
 
+    def send_whole(self, graph: DataflowGraph, regions: Iterable[Region]) -> None:
+        """Compile the groups around matmuls of these regions, after what was sent before."""
+        for region in regions:
+            self._pool.submit(self._quietly, self._compile_around_anchors, self.book(graph), region)
+
     def problem(self, region: Region) -> RegionProblem | None:
         """The prepared problem of exactly this part, or what its enumeration raised; waits for one under way.
 
@@ -89,15 +97,26 @@ class Lookahead:
             result.set_exception(error)
             return
         result.set_result(problem)
+        self._quietly(self._compile_ahead, problem, self.book(graph), region)
+
+    def _quietly(self, compile_ahead: Callable[..., None], *args: object) -> None:
+        """A tune without it is only slower."""
+        if self._stop.is_set():
+            return
         try:
-            self._compile_ahead(problem, self.book(graph), region)
-        except Exception as error:  # a tune without it is only slower
+            compile_ahead(*args)
+        except Exception as error:
             _log.warning("the kernels of a region are not compiled ahead: %s: %s", type(error).__name__, error)
+
+    def _compile_around_anchors(self, book: GroupBook, region: Region) -> None:
+        """The largest first: they leave the fewest bytes to pass between kernels, and are measured first."""
+        groups = sorted(self._around_anchors(book, region), key=lambda group: -len(group.ops))
+        self._tuner.prefetch_default(map(book.subject, groups))
 
     def _compile_ahead(self, problem: RegionProblem, book: GroupBook, region: Region) -> None:
         prices = self._make_prices(book, region)
         cover = predicted_partition(problem, prices.nominal_s)
-        if self._stop.is_set():
+        if self._stop.is_set():  # in the meantime
             return
         minor = self._is_minor(book, region)
         asked: list[Choice] = []

@@ -15,13 +15,18 @@ from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices, part_share
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Enumeration, enumerate_parts
+from fuseplan.planner.groups.candidates import Candidate, Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
-from fuseplan.planner.partition.across_anchors import MEASURED_AROUND_ANCHORS, joint_problem, plan_across_anchors
+from fuseplan.planner.partition.across_anchors import (
+    MEASURED_AROUND_ANCHORS,
+    groups_around_anchors,
+    joint_problem,
+    plan_across_anchors,
+)
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
@@ -97,7 +102,7 @@ class Planner:
         if self.tuner is None or self.target.device_type == "cpu":
             return None
         return Lookahead(self._problem, lambda book, part: ModelPrices(book, self.spec, part), self._book,
-                         self._rehearse, self.tuner, self._is_minor)
+                         self._rehearse, self.tuner, self._is_minor, self._around_anchors)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
         guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
@@ -311,6 +316,12 @@ class Planner:
         limit = self._limit(problem) + MEASURED_AROUND_ANCHORS
         decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, limit)
         return plan_across_anchors(decided, plans, self.implementations, self._writer(book, region))
+
+    def _around_anchors(self, book: GroupBook, region: Region) -> list[Candidate]:
+        """The groups with matmuls inside that a region's plan may have; none where it takes too little time."""
+        if all(self._is_minor(book, part) for part in region_parts(book.graph, region)):
+            return []
+        return groups_around_anchors(book, region, self.implementations, self.settings.limits)[1]
 
     def _finished(
         self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]],

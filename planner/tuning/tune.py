@@ -133,6 +133,7 @@ def tune(
                     on_graph(graph, undecided)
                 if lookahead is not None:
                     lookahead.send(graph, planner.undecided_parts(graph, undecided))
+                    lookahead.send_whole(graph, undecided)
                 waiting.append((workload, graph))
 
         stream = graphs if isinstance(graphs, GraphStream) else None

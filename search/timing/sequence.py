@@ -6,6 +6,7 @@ cache too, so what is decided between sequences is decided by running them whole
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import networkx as nx
 import torch
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target
-from fuseplan.kernels.ir.gathers import computes_indices
+from fuseplan.kernels.ir.gathers import computes_indices, index_limits
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Run
 
@@ -52,30 +53,39 @@ class SharedOperands:
         self.hot: list[bool] = []
         self._make_inputs = make_inputs
         self._slots: dict[object, int] = {}
+        self._limits: list[float] = []
         self._parts: list[Part] = []  # kept, since slots name them by their addresses
 
     def sources(self, part: Part, made: Collection[str]) -> tuple[str | int, ...]:
         """Where each input of a part comes from: a value's name, if it is in ``made``, else the number of an operand.
 
-        Integers are neither handed on nor shared: an index has to be within the table that a part made for itself.
-        Where a part computes its indices, that goes for all of its inputs.
+        Integers are not handed on: an index has to be within the table that a part made for itself. All parts that
+        read one are given those of the part with the shortest table, so that sides see equally much of a cache through
+        the masks that they make. Where a part computes its indices, no number may be larger than its own, and its other
+        inputs are its own.
         """
         self._parts.append(part)
         found: list[str | int] = []
-        indexed = computes_indices(part.subject.ir)
+        ir = part.subject.ir
+        indexed, limits = computes_indices(ir), index_limits(ir)
         for position, tensor in enumerate(self._make_inputs(part.subject)):
-            valid_anywhere = not indexed and (tensor.is_floating_point() or tensor.dtype == torch.bool)
-            name = part.reads[position] if part.reads and valid_anywhere else ""
-            if name in made:
+            integer = not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+            name = part.reads[position] if part.reads and (integer or not indexed) else ""
+            if name in made and not integer:
                 found.append(name)
                 continue
             # A table that is only looked up is shorter for some parts than for others.
             key = (name, tensor.shape, tensor.stride()) if name else (id(part), position)
-            if key not in self._slots:
-                self._slots[key] = len(self.tensors)
+            slot, limit = self._slots.setdefault(key, len(self.tensors)), limits.get(position, math.inf)
+            if integer and indexed and position in limits and tensor.numel():
+                limit = int(tensor.max()) + 1
+            if slot == len(self.tensors):
                 self.tensors.append(tensor)
                 self.hot.append(part.subject.hot_inputs[position])
-            found.append(self._slots[key])
+                self._limits.append(limit)
+            elif limit < self._limits[slot]:
+                self.tensors[slot], self._limits[slot] = tensor, limit
+            found.append(slot)
         return tuple(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
@@ -98,6 +98,8 @@ class TuningResources:
     compiles: threading.Event = field(default_factory=threading.Event)
     spaces: dict[tuple[str, KernelIR], Space] = field(default_factory=dict)
     refusals: dict[tuple[str, KernelIR], str | None] = field(default_factory=dict)
+    #: By back end and likeness of the kernels: configurations of one that was searched, fastest first.
+    rankings: dict[tuple[str, Hashable], list[Config]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

@@ -80,8 +80,12 @@ class Strategy:
     def prospects(self) -> list[int]:
         """Positions that may be asked for once the outstanding times are in, likely ones first; not all of them.
 
-        They are what :meth:`_crossing` may come to: any steps from the default that were asked for, taken together.
+        They are what is asked for in any case, or what :meth:`_crossing` may come to: any steps from the default that
+        were asked for, taken together.
         """
+        certain = [position for position in self._seeds if position not in self._asked] if self._asked else []
+        if certain:
+            return certain[: self.limit - len(self._asked)]
         if not self._keeps_one or len(self._asked) != self.limit - 1:
             return []
         options = [[None, *((name, choice) for choice in steps)] for name, steps in self._steps().items()]

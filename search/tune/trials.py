@@ -27,6 +27,9 @@ from fuseplan.search.tune.strategy import Strategy, make_strategy
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome
 
+#: Configurations that are tried, beside the default, of those that were the fastest for a kernel alike.
+_ALIKE = 6
+
 
 @dataclass
 class _Entry:
@@ -63,9 +66,13 @@ class SubjectRun:
         self._open()
         start = time.monotonic()
         self._resume()
-        while batch := self._next_batch(time.monotonic() - start):
+        batch = self._next_batch(0.0)
+        self._resources.compile_ahead(self._prospects())  # while the first ones are timed
+        while batch:
             self._try(batch)
+            batch = self._next_batch(time.monotonic() - start)
         self._require_a_compiler()
+        self._rank()
         enumerated = sum(len(entry.space) for entry in self._entries)
         verdicts = Verdicts(tuple(self._trials.values()), self._refusals, enumerated)
         self._event("decide")
@@ -83,8 +90,20 @@ class SubjectRun:
     def ahead(self) -> tuple[list[Compilation], list[Compilation]]:
         """What :meth:`execute` would compile first, and what it may want to compile after that."""
         first = self._compilations(self._next_batch(0.0))
+        return first, self._prospects()
+
+    def _prospects(self) -> list[Compilation]:
         later = [(entry, position) for entry in self._entries for position in entry.strategy.prospects()]
-        return first, self._compilations(later)
+        return self._compilations(later)
+
+    def _rank(self) -> None:
+        """Remember what a search of most of a space has shown, for kernels alike."""
+        for entry in self._entries:
+            likeness = entry.backend.likeness(self._subject.ir)
+            times = entry.strategy.times
+            if likeness is not None and len(times) > len(entry.space) / 2:
+                ranking = [entry.space.configs[position] for position in sorted(times, key=lambda one: times[one])]
+                self._resources.rankings.setdefault((entry.backend.name, likeness), ranking)
 
     def screen_defaults(self) -> Trial:
         """The trial of the first default configuration that works, else of the last. The run is not ``whole``."""
@@ -122,12 +141,16 @@ class SubjectRun:
             return [_Entry(backend, space, make_strategy(space, 1, seed)) for backend, space in pairs]
         willing = willing[: resources.budget.backends]
         entries = []
-        steep = any(backend.is_steep(ir) for backend in willing)
+        steep = any(backend.likeness(ir) is not None for backend in willing)
         # A quarter for each but the preferred one, to show what it can do.
         trials = resources.budget.steep_trials if steep else resources.budget.trials
         others = [max(1, trials // 4)] * (len(willing) - 1)
         for backend, share in zip(willing, [max(1, trials - sum(others)), *others], strict=False):
             space = resources.space(backend, ir)
+            if (ranking := resources.rankings.get((backend.name, backend.likeness(ir)))) is not None:
+                best = [position for config in ranking if (position := space.find(config)) is not None][:_ALIKE]
+                entries.append(_Entry(backend, space, make_strategy(space, min(share, 1 + len(best)), seed, best)))
+                continue
             suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]
             winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
             # Where neighbours won most often, the earlier neighbour among equals; with all of them there would be no

@@ -16,7 +16,8 @@ from statistics import fmean
 
 import torch
 
-from fuseplan.kernels.ir.backend import Backend, Config, Resources, Target
+from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target
+from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest, middle_of_three
@@ -177,12 +178,19 @@ def screen_config(
         verdict = check_result(kernel, subject, desk.oracle, desk.device)
         if not verdict.ok:
             return Screened(verdict, None)
-        run = backend.fused_callable(subject.ir, config, bench.target)
+        run = _allocating(kernel, subject, backend, config, bench.target)
         alone = bench.timer.of_device() if on_device else None
         # Where times depend much on the configuration, many are screened, and less tells them apart.
-        seconds = bench.screen_s / 2 if backend.is_steep(subject.ir) else bench.screen_s
+        seconds = bench.screen_s if backend.likeness(subject.ir) is None else bench.screen_s / 2
         device = None if alone is None else screen(alone, run, desk.operands, seconds)
         return Screened(verdict, screen(bench.timer, run, desk.operands, seconds), device)
+
+
+def _allocating(kernel: CompiledKernel, subject: Subject, backend: Backend, config: Config, target: Target) -> Run:
+    """A call that allocates its results, of the kernel that is loaded already where the back end can make one."""
+    if isinstance(backend, WritesInPlace):
+        return backend.call(kernel, subject.ir, target, {})
+    return backend.fused_callable(subject.ir, config, target)
 
 
 def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
@@ -201,7 +209,7 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
             resources[entrant.name] = resource_facts(kernel.resources)
             verdict = check_result(kernel, subject, fresh, desk.device)
             if verdict.ok:
-                runs[entrant.name] = entrant.backend.fused_callable(subject.ir, entrant.config, bench.target)
+                runs[entrant.name] = _allocating(kernel, subject, entrant.backend, entrant.config, bench.target)
             else:
                 failed[entrant.name] = verdict.reason
         result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphs import Builder
 from matmul_groups import TOLERANCE, attention_inputs, gated, lowered_whole, residual
 
 from fuseplan.kernels.ir.backend import SM90, BuildError
@@ -54,3 +55,29 @@ def test_sums_that_wait_for_their_rows_are_not_split(tmp_path: Path) -> None:
     assert "wait" in (backend.infeasible(lowered.ir, config, SM90) or "")
     with pytest.raises(BuildError, match="wait"):
         backend.source(lowered.ir, config)
+
+
+def test_kernels_are_alike_whatever_follows_their_matmuls(tmp_path: Path) -> None:
+    backend = TritonBackend(tmp_path)
+
+    def likeness(built: tuple[Builder, tuple[str, ...]]) -> object:
+        b, outputs = built
+        return backend.likeness(lowered_whole(b, *outputs)[0].ir)
+
+    def rows_of(count: int, width: int = 33, inner: int = 40) -> object:
+        return likeness(residual(count, width, inner, torch.bfloat16))
+
+    followed = residual(3, 33, 40, torch.bfloat16)[0]
+    activated = followed("aten.silu.default", followed("aten.linear.default", "x", "w"))
+    assert rows_of(3) == rows_of(16) == likeness((followed, (activated,))) is not None
+    assert len({rows_of(1), rows_of(3), rows_of(17), rows_of(3, width=34), rows_of(3, inner=41)}) == 5
+    normed, _ = gated(3, 33, 40, torch.bfloat16)
+    gate, up = (normed("aten.linear.default", "x", name) for name in ("gate", "up"))
+    without = normed("aten.mul.Tensor", normed("aten.silu.default", gate), up)
+    assert likeness((normed, (without,))) != likeness(gated(3, 33, 40, torch.bfloat16))
+    assert backend.likeness(lowered_whole(*_sum())[0].ir) is None
+
+
+def _sum() -> tuple[Builder, str]:
+    b = Builder(x=torch.randn(3, 8), y=torch.randn(3, 8))
+    return b, b("aten.add.Tensor", "x", "y")

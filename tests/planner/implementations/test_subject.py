@@ -186,3 +186,14 @@ def test_masks_that_heads_share_hide_some_last_keys(dtype: torch.dtype, heads: i
     else:  # numbers of their own, as positional biases are
         assert shown.unique(dim=0).shape[0] > 1 or dtype != torch.bool
         assert dtype == torch.bool or not bool(shown.any())
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.int64, 1000), (torch.int32, 9), (torch.uint8, 1000)])
+def test_one_index_alone_is_within_its_table(dtype: torch.dtype, rows: int) -> None:
+    b = Builder(table=torch.randn(rows, 8), place=torch.tensor([3], dtype=dtype))
+    graph = b.graph(b("aten.embedding.default", "table", b("aten.to.dtype", "place", dtype="int64")))
+    subject = group_subject(graph, [node.name for node in graph], "lookup")
+    (place,) = (one for one in subject.make_inputs(0, "cpu") if one.dtype == dtype)
+    assert 0 <= int(place) < rows
+    if dtype != torch.uint8:  # bytes have all their numbers
+        assert int(place) == rows - 1 - rows // 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import networkx as nx
 import pytest
@@ -190,6 +191,32 @@ def chain(length: int) -> tuple[DataflowGraph, RegionProblem]:
     (region,) = find_regions(graph)
     found = enumerate_candidates(graph, region, anything)
     return graph, region_problem(graph, region, found, WAYS)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_call_that_won_its_contest_stays_where_the_region_hardly_tells(works: bool) -> None:
+    _, problem = chain(4)
+    ops = len(problem.ops)
+    call = Choice(problem.plain[0].group, WAYS.kernel)
+    choices = (*problem.plain, call, *problem.choices[ops:])
+    settled = replace(problem, choices=choices, won=frozenset([ops]))
+
+    class Times:
+        def bound_s(self, choice: Choice) -> float:
+            return 0.0
+
+        def measure_s(self, asked: Sequence[Choice]) -> list[float]:
+            return [self.time_s(choice) for choice in asked]
+
+        def time_s(self, choice: Choice) -> float:
+            if choice == call:
+                return 0.99 if works else math.inf
+            return 1.0 if choice in problem.plain else 2.0 * len(choice.group.ops)
+
+    chosen = {one.choice for one in guided_partition(settled, Times(), margin=0.05).chosen}
+    alone = {one.choice for one in guided_partition(replace(settled, won=frozenset()), Times(), margin=0.05).chosen}
+    assert (call in chosen) is works
+    assert call not in alone
 
 
 class Flat:

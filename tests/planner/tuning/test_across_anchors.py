@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
 import fuseplan.planner
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.anchored import anchored_candidates
 from fuseplan.planner.groups.candidates import CandidateLimits
@@ -73,6 +76,27 @@ def test_a_group_with_matmuls_has_to_beat_the_plans_of_the_parts(tmp_path: Path,
     again = Planner(database, None, "dev", TARGET, backends, PlanSettings())
     (found,) = again.plan_graph(block()).regions
     assert found.source == "database" and found.record.groups == plan.record.groups
+
+
+def test_groups_with_matmuls_are_compiled_before_they_are_measured(tmp_path: Path) -> None:
+    graph, on_gpu = block(), replace(TARGET, device_type="cuda")
+
+    class AnyDevice(ReferenceBackend):
+        def refuse(self, ir: KernelIR, target: Target) -> str | None:
+            return None
+
+    database = Database(tmp_path / "t.db", "write", Versions.current("cuda"))
+    tuner = ScriptedTuner(database, lambda subject: 5.0)
+    planner = Planner(database, None, "dev", on_gpu, (AnyDevice(),), PlanSettings(), tuner)  # type: ignore[arg-type]
+    with planner.lookahead() or pytest.fail("nothing looks ahead") as lookahead:
+        lookahead.send_whole(graph, planner.undecided(graph))
+        parts = [part for part in region_parts(graph, find_regions(graph)[0]) if not is_anchor(graph, part)]
+        lookahead.send(graph, parts)
+        assert lookahead.problem(parts[0]) is not None  # one after the other
+    prefetched = set(tuner.prefetched)
+    planner.plan_graph(graph)
+    screened = {label for label in tuner.screened if "linear" in label}
+    assert screened and screened <= prefetched
 
 
 def test_dispatch_runs_a_group_with_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,37 @@ def test_every_part_keeps_its_own_indices() -> None:
     assert found.shape == (3, 8)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_sides_are_given_equal_numbers_that_are_within_every_table(order: tuple[int, int]) -> None:
+    b = Builder(table=torch.randn(5, 8), place=torch.tensor([3]), keys=torch.arange(1000))
+    row = b("aten.embedding.default", "table", "place")
+    mask = b("aten.le.Tensor", "keys", "place")
+    graph = b.graph(row, mask)
+    parts = [part(graph, [node.name]) for node in graph]
+    operands = SharedOperands(inputs_of)
+    numbers = {}
+    for at in order:
+        (slot,) = (one for one, name in zip(operands.sources(parts[at], ()), parts[at].reads, strict=True)
+                   if name == "place")
+        numbers[at] = slot
+    assert numbers[0] == numbers[1]
+    assert operands.tensors[int(numbers[0])].tolist() == [4]  # the mask alone may have had any number
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_numbers_that_indices_are_computed_of_stay_as_small_as_was_found_to_work(order: tuple[int, int]) -> None:
+    b = Builder(table=torch.randn(5, 8), ids=torch.tensor([0, 1, 2]))
+    near = b("aten.embedding.default", "table", "ids")
+    far = b("aten.embedding.default", "table", b("aten.add.Tensor", "ids", "ids"))
+    graph = b.graph(near, far)
+    first, *others = (node.name for node in graph)
+    parts = [part(graph, [first]), part(graph, others)]
+    operands = SharedOperands(inputs_of)
+    run = sequence([parts[at] for at in order], operands, [near, far], TARGET)
+    assert [tensor.dtype for tensor in operands.tensors].count(torch.int64) == 1
+    assert all(result.shape == (3, 8) for result in run(*operands.tensors))
+
+
 @dataclass(frozen=True)
 class Watching:
     """A part that keeps weak references to what it made, and says what of the others' is alive when it is called."""

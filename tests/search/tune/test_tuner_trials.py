@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +17,8 @@ from fuseplan.kernels.ir.backend import Config, Target, config_key
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.record import Versions
+from fuseplan.search.store.record import RecordKey, Versions
+from fuseplan.search.tune.trials import SubjectRun
 from fuseplan.search.tune.tuner import Budget, Tuner
 from fuseplan.search.workers.worker import Outcome
 
@@ -69,6 +71,31 @@ def test_a_minor_answer_stays_where_no_search_would_do_more(db: Database, limits
     tune = tuner(db, budget=replace(BUDGET, **limits))
     minor = tune.tune(SUBJECT, minor=True)
     assert tune.tune(SUBJECT) == minor
+
+
+class Alike(FakeBackend):
+    """Kernels with as many columns are alike."""
+
+    def likeness(self, ir: KernelIR) -> Hashable | None:
+        return ir.buffers[0].shape[1]
+
+
+@pytest.mark.parametrize(("trials", "measured", "then"), [(96, 19, 7), (10, 10, 7), (9, 9, 9)])
+def test_of_kernels_alike_one_is_searched(db: Database, trials: int, measured: int, then: int) -> None:
+    shared = tuner(db, Alike(), budget=replace(BUDGET, steep_trials=trials))
+    first = shared.tune(SUBJECT)
+    assert first.measured == measured
+    second = shared.tune(FakeSubject(key="alike", rows=SUBJECT.rows + 1))
+    assert second.measured == then
+    assert trials < first.enumerated or dict(second.config) == dict(first.config) == {"tile": 128, "unroll": 4}
+    assert shared.tune(FakeSubject(key="wider", cols=SUBJECT.cols + 1)).measured == first.measured
+
+
+def test_what_else_a_whole_search_tries_is_compiled_while_its_first_batch_is_timed(db: Database) -> None:
+    run = SubjectRun(tuner(db, Alike())._resources, SUBJECT, RecordKey("w", "cpu-test", "eager", "fp32"), ())
+    first, later = run.ahead()
+    configs = [config_key(config) for _, _, config, _ in (*first, *later)]
+    assert len(first) == 1 and len(set(configs)) == len(configs) == 19
 
 
 def test_many_neighbours_leave_trials_for_the_search(db: Database) -> None:

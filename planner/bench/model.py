@@ -20,7 +20,7 @@ from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.dispatch_stats import reset_stats, stats
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
-from fuseplan.planner.models.build import Model, rewind
+from fuseplan.planner.models.build import Model, cache_name, rewind
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
 from fuseplan.planner.peers.peers import inductor_callable, without_chatter
@@ -124,8 +124,8 @@ def bench_model(
 
         def make(name: str) -> tuple[Run, dict[str, Any]]:
             own = dict(kwargs)
-            if "past_key_values" in own:
-                own["past_key_values"] = model.example(workload)[1]["past_key_values"]
+            if cache := cache_name(own):
+                own[cache] = model.example(workload)[1][cache]
             reset_stats()
             forward = Forward(_compiled(session, model, name), args, own, workload)
             with without_chatter() if name == MAX_AUTOTUNE else nullcontext():

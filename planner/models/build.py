@@ -23,8 +23,8 @@ from fuseplan.planner.errors import ConfigError, FuseplanError, in_words
 from fuseplan.planner.models.sources import ModelSource, generates, hf_config, quiet
 from fuseplan.planner.models.workload import Workload
 
-#: Names under which models take and return a cache.
-_CACHES = ("past_key_values", "cache_params")
+#: Names under which models take and return a cache, the newest first.
+_CACHES = ("cache", "past_key_values", "cache_params")
 #: Width and height of images that a model takes in any size.
 _IMAGE = 224
 
@@ -108,28 +108,35 @@ class Model:
             # Some library calls of experts know no fake dtype when run alone.
             call = torch.compile(self.module, backend="eager", dynamic=False)
         given = {}
-        if "past_key_values" in takes:
-            given["past_key_values"] = StaticCache(config=self.config, max_cache_len=workload.kv_len)
+        if (name := cache_name(takes)) in ("cache", "past_key_values"):
+            given[name] = StaticCache(config=self.config, max_cache_len=workload.kv_len)
         with torch.no_grad():
             outputs = call(input_ids=ids, use_cache=True, **given)
-        for name in _CACHES:
-            if (cache := outputs.get(name)) is not None:
-                cache.reset()
-                rewind({name: cache}, workload)
-                return {name: cache}
-        raise ConfigError(f"{self.config.model_type} keeps no cache, so it has no decode; give --prefill only")
+        if (name := cache_name(outputs)) is None:
+            raise ConfigError(f"{self.config.model_type} keeps no cache, so it has no decode; give --prefill only")
+        cache = outputs[name]
+        cache.reset()
+        rewind({name: cache}, workload)
+        return {name: cache}
+
+
+def cache_name(names: Collection[str]) -> str | None:
+    """The one of a model's arguments or results that is its cache; None where there is none.
+
+    transformers 5.24 renamed ``past_key_values`` and ``cache_params`` to ``cache``.
+    """
+    return next((name for name in _CACHES if name in names), None)
 
 
 def rewind(kwargs: Mapping[str, Any], workload: Workload) -> None:
     """Put the cache of a decode call back to half full, so that further calls stay inside it."""
     position = workload.kv_len // 2
-    for name in _CACHES:
-        # Older caches of states have no layers, and layers that keep a state of one size no position.
-        for layer in getattr(kwargs.get(name), "layers", ()):
-            if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
-                layer.cumulative_length.fill_(position)
-            if hasattr(layer, "cumulative_length_int"):
-                layer.cumulative_length_int = position
+    # Older caches of states have no layers, and layers that keep a state of one size no position.
+    for layer in getattr(kwargs.get(cache_name(kwargs) or ""), "layers", ()):
+        if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
+            layer.cumulative_length.fill_(position)
+        if hasattr(layer, "cumulative_length_int"):
+            layer.cumulative_length_int = position
 
 
 def build_model(source: ModelSource, device: torch.device | str) -> Model:

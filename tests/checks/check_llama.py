@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fuseplan.planner
-from fuseplan.planner.models.build import Model, build_model
+from fuseplan.planner.models.build import Model, build_model, cache_name
 from fuseplan.planner.models.sources import find_source, workloads_for
 from fuseplan.planner.models.workload import Workload
 
@@ -26,8 +26,8 @@ def logits(model: Model, module: torch.nn.Module, workload: Workload, wide: bool
     """One forward pass on the workload's example inputs, the same for every call."""
     torch.manual_seed(0)
     args, kwargs = model.example(workload)
-    if wide and "past_key_values" in kwargs:
-        for layer in kwargs["past_key_values"].layers:
+    if wide and (name := cache_name(kwargs)):
+        for layer in kwargs[name].layers:
             layer.keys, layer.values = layer.keys.double(), layer.values.double()
     with torch.no_grad():
         output: Any = module(*args, **kwargs)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from dispatch_samples import fresh_start
 from model_samples import write_config
+from static_caches import cache_argument
 
 import fuseplan.planner
 from fuseplan.planner.dispatch_stats import Tally
@@ -69,7 +70,7 @@ def test_decode_steps_with_a_static_cache_are_like_eager(grouped_queries: bool |
             tokens, positions = torch.tensor([[5, 9, 2], [7, 1, 1]]).cuda(), torch.arange(3, device="cuda")
             for _ in range(8):
                 logits = call(
-                    input_ids=tokens, past_key_values=cache, cache_position=positions, use_cache=True
+                    input_ids=tokens, **cache_argument(model, cache), cache_position=positions, use_cache=True
                 ).logits
                 results.append(logits)
                 tokens, positions = logits[:, -1:].argmax(-1), positions[-1:] + 1

@@ -26,7 +26,7 @@ from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph.dataflow import bind_graph
 from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.models.build import build_model
+from fuseplan.planner.models.build import build_model, cache_name
 from fuseplan.planner.models.sources import ModelSource, find_source, generates
 from fuseplan.planner.models.workload import Workload, decode, generate, prefill
 from fuseplan.planner.rewrites import grouped_queries
@@ -45,12 +45,11 @@ def at_run_time(source: ModelSource, workload: Workload) -> list[Traced]:
         actual = torch.compile(model.module, backend=recording(traces))(*args, **kwargs)
         expected = model.module(*eager_args, **eager_kwargs)
     torch.testing.assert_close(actual[0], expected[0], rtol=2e-5, atol=2e-5)
-    if "past_key_values" in kwargs:
-        for layer, eager_layer in zip(
-            kwargs["past_key_values"].layers, eager_kwargs["past_key_values"].layers, strict=True
-        ):
-            torch.testing.assert_close(layer.keys, eager_layer.keys, rtol=2e-5, atol=2e-5)
-            assert int(layer.cumulative_length) == int(eager_layer.cumulative_length)
+    if name := cache_name(kwargs):
+        for layer, eager_layer in zip(kwargs[name].layers, eager_kwargs[name].layers, strict=True):
+            for key, value in vars(eager_layer).items():
+                if isinstance(value, torch.Tensor | int):
+                    torch.testing.assert_close(getattr(layer, key), value, rtol=2e-5, atol=2e-5)
     return traces
 
 

@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from in_place_backend import InPlaceBackend
 from reference_backend import ReferenceBackend, use
+from static_caches import cache_argument
 from torch import fx
 from torch.utils._pytree import tree_map
 
@@ -321,7 +322,7 @@ def test_a_decode_step_keeps_no_chain_of_views(
     torch._dynamo.reset()
     with torch.no_grad():
         compile_for_dispatch(model, tmp_path / "tuning.db")(
-            torch.ones(batch, 1, dtype=torch.int64), past_key_values=cache, use_cache=True
+            torch.ones(batch, 1, dtype=torch.int64), **cache_argument(model, cache), use_cache=True
         )
     torch._dynamo.reset()
     # What is left are the copies of keys and values for the heads of each group, and three views of attention's result.

@@ -13,7 +13,7 @@ import torch
 from model_samples import CONFIGS, write_config
 
 from fuseplan.planner.errors import ConfigError, ShapeError, UnknownModelError
-from fuseplan.planner.models.build import build_model, rewind
+from fuseplan.planner.models.build import build_model, cache_name, rewind
 from fuseplan.planner.models.sources import PRESETS, find_source, generates, hf_config, workloads_for
 from fuseplan.planner.models.workload import Workload, decode, parse_workloads, prefill
 
@@ -233,7 +233,7 @@ def test_rotary_frequencies_survive_the_quick_initialisation(tmp_path: Path) -> 
 def test_a_decode_call_can_be_repeated_and_rewound(tmp_path: Path) -> None:
     model, workload = build_model(find_source(config=write_config(tmp_path, "gemma3")), "cpu"), decode(2, 8)
     _, kwargs = model.example(workload)
-    layers = kwargs["past_key_values"].layers
+    layers = kwargs[cache_name(kwargs) or ""].layers
     assert [int(layer.cumulative_length) for layer in layers] == [4, 4]
     assert layers[1].keys.shape == (2, 2, 8, 12)
     with torch.no_grad():

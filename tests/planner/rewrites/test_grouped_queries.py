@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_samples import Function, targets
 from dispatch_samples import fresh_start
+from static_caches import cache_argument
 from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -316,10 +317,10 @@ def test_a_decode_step_of_llama(option: bool | None, folded: int, tmp_path: Any)
         cache = StaticCache(config=config, max_cache_len=16)
         with torch.no_grad():
             tokens = torch.arange(5)[None].repeat(3, 1)
-            model(input_ids=tokens, past_key_values=cache, cache_position=torch.arange(5), use_cache=True)
+            model(input_ids=tokens, **cache_argument(model, cache), cache_position=torch.arange(5), use_cache=True)
             steps = [
                 call(
-                    input_ids=torch.full((3, 1), 7 + at), past_key_values=cache,
+                    input_ids=torch.full((3, 1), 7 + at), **cache_argument(model, cache),
                     cache_position=torch.tensor([5 + at]), use_cache=True,
                 ).logits
                 for at in range(3)

@@ -16,6 +16,7 @@ from fake_recorder import FakeRecorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_backend import ReferenceBackend, use
+from static_caches import cache_argument
 
 import fuseplan.planner
 from fuseplan.planner.dispatch_stats import Tally
@@ -246,7 +247,7 @@ def test_decoding_with_a_static_cache(db: Path, recorder: FakeRecorder) -> None:
             cache = StaticCache(config=model.config, max_cache_len=16)
             tokens, positions = torch.tensor([[5, 9, 2], [7, 1, 1]]), torch.arange(3)
             for _ in range(6):
-                logits = call(tokens, past_key_values=cache, cache_position=positions, use_cache=True).logits
+                logits = call(tokens, **cache_argument(model, cache), cache_position=positions, use_cache=True).logits
                 results.append(logits)
                 tokens, positions = logits[:, -1:].argmax(-1), positions[-1:] + 1
             results += [*(layer.keys for layer in cache.layers), *(layer.values for layer in cache.layers)]

@@ -12,6 +12,7 @@ import torch
 from dispatch_samples import compiled, fresh_start, llama, relative_error
 from model_samples import write_config
 from reference_backend import ReferenceBackend, use
+from static_caches import cache_argument
 from torch import nn
 
 import fuseplan.planner
@@ -102,7 +103,7 @@ def test_decoding_with_a_static_cache(db: Path, kernels: ReferenceBackend) -> No
         positions = torch.arange(3)
         results = []
         for _ in range(4):
-            logits = call(tokens, past_key_values=cache, cache_position=positions, use_cache=True).logits
+            logits = call(tokens, **cache_argument(model, cache), cache_position=positions, use_cache=True).logits
             results.append(logits)
             tokens, positions = logits[:, -1:].argmax(-1), positions[-1:] + 1
         return [*results, *(layer.keys for layer in cache.layers), *(layer.values for layer in cache.layers)]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from dispatch_samples import compiled, fresh_start, llama, relative_error
 from reference_backend import ReferenceBackend, use
+from static_caches import cache_argument
 from torch import nn
 
 import fuseplan.planner
@@ -98,7 +99,7 @@ def test_llama_decodes_as_eagerly_and_all_graphs_share_one_packing(db: Path) -> 
         cache = StaticCache(config=model.config, max_cache_len=16)
         tokens, positions, results = torch.tensor([[5, 9, 2], [7, 1, 1]]), torch.arange(3), []
         for _ in range(4):
-            logits = call(tokens, past_key_values=cache, cache_position=positions, use_cache=True).logits
+            logits = call(tokens, **cache_argument(model, cache), cache_position=positions, use_cache=True).logits
             results.append(logits)
             tokens, positions = logits[:, -1:].argmax(-1), positions[-1:] + 1
         return [*results, *(layer.keys for layer in cache.layers), *(layer.values for layer in cache.layers)]

@@ -17,9 +17,8 @@ from fuseplan.kernels.gpu.launch import (
     Geometry,
     GpuKernel,
     InterpretedKernel,
-    Layouts,
     Variant,
-    allocating,
+    fused_call,
     interpreter_is_on,
 )
 from fuseplan.kernels.gpu.overlap import plainly
@@ -138,11 +137,5 @@ class GpuBackend(Backend, WritesInPlace):
             return tuple((output.shape, output.strides, torch_dtype(output.dtype)) for output in made)
 
         if isinstance(kernel, ScratchKernel):
-            return kernel.given(_allocating(kernel.kernel, inputs + 2, layout, reuse))
-        return _allocating(kernel, inputs, layout, reuse)
-
-
-def _allocating(kernel: CompiledKernel, inputs: int, layout: Layouts, reuse: Reuse) -> Callable[..., Any]:
-    if isinstance(kernel, GpuKernel):
-        return kernel.fused(inputs, layout, reuse)
-    return allocating(kernel, inputs, layout, reuse)
+            return kernel.given(fused_call(kernel.kernel, inputs + 2, layout, reuse))
+        return fused_call(kernel, inputs, layout, reuse)

@@ -113,6 +113,15 @@ def allocating(
     return call
 
 
+def fused_call(
+    kernel: CompiledKernel, inputs: int, layout: Layouts, reuse: Mapping[int, int]
+) -> Callable[..., Any]:
+    """:meth:`GpuKernel.fused` of any kernel."""
+    if isinstance(kernel, GpuKernel):
+        return kernel.fused(inputs, layout, reuse)
+    return allocating(kernel, inputs, layout, reuse)
+
+
 @dataclass(eq=False)
 class _Loader:
     """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.

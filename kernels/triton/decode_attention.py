@@ -23,19 +23,21 @@ _SCANNED, _COMBINED = tl.constexpr(1024), tl.constexpr(8192)
 
 @triton.jit
 def attend(
-    query, key, value, mask, partial, sums, counters, out, length, scale,
-    query_batch, query_head, key_batch, key_head, key_row, value_batch, value_head, value_row,
-    mask_batch, mask_head, mask_row, out_batch, out_head,
-    group: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, splits: tl.constexpr,
-    key_heads: tl.constexpr, mask_kind: tl.constexpr, mask_heads: tl.constexpr, wide: tl.constexpr,
-    overlapped: tl.constexpr, stages: tl.constexpr,
+    query, key, value, mask, out, partial, counters, length: tl.constexpr, scale: tl.constexpr,
+    query_batch: tl.constexpr, query_head: tl.constexpr, key_batch: tl.constexpr, key_head: tl.constexpr,
+    key_row: tl.constexpr, value_batch: tl.constexpr, value_head: tl.constexpr, value_row: tl.constexpr,
+    mask_batch: tl.constexpr, mask_head: tl.constexpr, mask_row: tl.constexpr, out_batch: tl.constexpr,
+    out_head: tl.constexpr, pairs: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr,
+    rows: tl.constexpr, splits: tl.constexpr, key_heads: tl.constexpr, mask_kind: tl.constexpr,
+    mask_heads: tl.constexpr, wide: tl.constexpr, overlapped: tl.constexpr, stages: tl.constexpr,
 ):
     """``mask_kind``: 0 none, 1 boolean, 2 numbers; ``mask_heads``: heads have masks of their own.
 
-    ``group`` query heads, of ``lanes`` lanes, share a key.
+    ``group`` query heads, of ``lanes`` lanes, share a key; ``pairs`` are the heads of keys in the whole batch.
     """
-    pair = tl.program_id(0)
-    split = tl.program_id(1)
+    program = tl.program_id(0)
+    pair = program % pairs
+    split = program // pairs
     batch = (pair // key_heads).to(tl.int64)
     shared = (pair % key_heads).to(tl.int64)
     head = tl.arange(0, lanes)
@@ -75,6 +77,7 @@ def attend(
         result = found / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None])
     else:
+        sums = partial + pairs * splits * group * width
         at = (pair * splits + split) * group + head
         tl.store(partial + at[:, None] * width + column[None, :], found, mask=real[:, None])
         tl.store(sums + at * 2, most, mask=real)

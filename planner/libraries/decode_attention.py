@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass
 
 import torch
 
+from fuseplan.kernels.gpu.fixed import FixedFunction
 from fuseplan.kernels.gpu.launch import interpreter_is_on
-from fuseplan.kernels.gpu.scratch import Counters
+from fuseplan.kernels.gpu.overlap import can_overlap
 from fuseplan.kernels.gpu.tile import next_power_of_2
+from fuseplan.kernels.ir.backend import SM90, Target
 from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.ir import ITEMSIZE
+from fuseplan.kernels.registry import local_target
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.libraries.attention_calls import parsed
 from fuseplan.planner.libraries.library_call import Call, OpGroup
@@ -21,6 +26,12 @@ _SHARED_BYTES = 200 * 2**10
 _WIDTHS = (16, 32, 64, 128, 256)
 #: Elements of a head in float32 at most: more do not fit the registers.
 _MOST_WIDE = 128
+_STRIDES = (
+    "query_batch", "query_head", "key_batch", "key_head", "key_row", "value_batch", "value_head", "value_row",
+    "mask_batch", "mask_head", "mask_row", "out_batch", "out_head",
+)
+#: Layers of one size share a kernel, which is compiled and loaded once.
+_shared_call = functools.lru_cache(maxsize=256)(FixedFunction.call)
 
 
 @dataclass(frozen=True)
@@ -51,51 +62,56 @@ class SplitAttention:
         call = parsed(group)
         if isinstance(call, str) or _refused(call):
             raise ValueError(f"{self.name} cannot run {group.outputs}: {call}")
-        from fuseplan.kernels.triton.decode_attention import TILE_HEADS, attend
-
         names = bind_call(group.node, group.node.inputs)[0][:4]
         first, second, third, *last = (group.inputs.index(name) for name in names if name is not None)
+        result = group.specs[group.outputs[0]]
+        shape, strides = whole_numbers(result.shape), whole_numbers(result.strides)
+        target = local_target("cuda") if torch.cuda.is_available() else SM90
+        fixed, numbers = self.kernel(call, (strides[0], strides[1]), target)
+        inputs, pairs = len(group.inputs), call.sizes[0] * int(call.key.shape[1])
+        # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.
+        places = (first, second, third, *(last or (first,)), inputs + 2, inputs, inputs + 1)
+        layout = shape, strides, torch_dtype(result.dtype)
+        return _shared_call(fixed, places, inputs, layout, (numbers, pairs), target)
+
+    def kernel(self, call: Attention, out_strides: tuple[int, int], target: Target) -> tuple[FixedFunction, int]:
+        """The kernel for these sizes, and how many float32 numbers of its own it takes."""
+        from fuseplan.kernels.triton.decode_attention import TILE_HEADS, attend
+
         batch, heads, _, length = call.sizes
         shared, width = (int(call.key.shape[dim]) for dim in (1, 3))
-        lanes = max(TILE_HEADS, next_power_of_2(heads // shared))
-        spec = group.specs[group.outputs[0]]
-        shape, strides = whole_numbers(spec.shape), whole_numbers(spec.strides)
-        dtype = torch_dtype(spec.dtype)
-        kind = 0 if call.mask is None else 1 if call.mask.dtype == "bool" else 2
+        group, pairs = heads // shared, batch * shared
+        splits = self._splits(pairs, length, target)
+        dtype = call.query.dtype
         masked = _mask_strides(call)
-        sizes = [whole_numbers(one.strides)[:dims] for one, dims in ((call.query, 2), (call.key, 3), (call.value, 3))]
-        flat = [stride for own in sizes for stride in own]
-        scale = call.scale if call.scale is not None else width**-0.5
-        pairs, splits = batch * shared, self._splits(batch * shared, length)
-        block_bytes = 2 * self.rows * width * dtype.itemsize
+        wide = dtype == "float32"
+        stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // (2 * self.rows * width * ITEMSIZE[dtype])))
+        overlapped = not interpreter_is_on() and can_overlap(target)
+        strides = [
+            *whole_numbers(call.query.strides)[:2], *whole_numbers(call.key.strides)[:3],
+            *whole_numbers(call.value.strides)[:3], *masked, *out_strides,
+        ]
+        constants = {
+            "length": length, "scale": call.scale if call.scale is not None else width**-0.5,
+            **dict(zip(_STRIDES, strides, strict=True)),
+            "pairs": pairs, "group": group,
+            "lanes": max(TILE_HEADS, next_power_of_2(group)), "width": width, "rows": self.rows, "splits": splits,
+            "key_heads": shared, "mask_kind": 0 if call.mask is None else 1 if call.mask.dtype == "bool" else 2,
+            "mask_heads": masked[1] != 0, "wide": wide or interpreter_is_on(), "overlapped": overlapped,
+            "stages": stages,
+        }
+        mask = dtype if call.mask is None else call.mask.dtype
+        pointers = {"query": dtype, "key": dtype, "value": dtype, "mask": mask, "out": dtype, "partial": "float32",
+                    "counters": "int32"}
         # What tensor cores do not multiply takes more threads.
-        warps = 4 * self.warps if dtype == torch.float32 else self.warps
-        stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // block_bytes))
-        counters = Counters(pairs)
-        overlapped = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+        warps = 4 * self.warps if wide else self.warps
+        fixed = FixedFunction(
+            attend, tuple(pointers.items()), tuple(constants.items()), pairs * splits, warps, overlapped)
+        return fixed, pairs * splits * group * (width + 2) if splits > 1 else 1
 
-        def run(*inputs: torch.Tensor) -> torch.Tensor:
-            query = inputs[first]
-            out = torch.empty_strided(shape, strides, dtype=dtype, device=query.device)
-            count = pairs * splits * (heads // shared)
-            work = torch.empty(count * (width + 2), dtype=torch.float32, device=query.device)
-            partial, sums = work[: count * width], work[count * width :]
-            attend[(pairs, splits)](
-                query, inputs[second], inputs[third], inputs[last[0]] if last else query, partial, sums,
-                counters.of(query), out, length, scale, *flat, *masked, strides[0], strides[1],
-                group=heads // shared, lanes=lanes, width=width, rows=self.rows, splits=splits, key_heads=shared,
-                mask_kind=kind, mask_heads=masked[1] != 0, wide=query.dtype == torch.float32 or interpreter_is_on(),
-                num_warps=warps, stages=stages, overlapped=overlapped,
-                **({"launch_pdl": True} if overlapped else {}),
-            )
-            return out
-
-        return run
-
-    def _splits(self, pairs: int, length: int) -> int:
+    def _splits(self, pairs: int, length: int, target: Target) -> int:
         """Splits that fill the device, of at least one block each: a power of two."""
-        cores = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 4
-        wanted = max(1, self.waves * cores // pairs)
+        wanted = max(1, self.waves * target.cores // pairs)
         blocks = -(-length // self.rows)
         return next_power_of_2(min(wanted, blocks) // 2 + 1)
 

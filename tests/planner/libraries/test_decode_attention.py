@@ -13,8 +13,14 @@ import pytest
 import torch
 from graphs import Builder
 
+from fuseplan.kernels.gpu.build import read_resources
+from fuseplan.kernels.gpu.direct import ptx_parameter_bits
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.ir.backend import SM90
 from fuseplan.planner.implementations.subject import op_group
+from fuseplan.planner.libraries.attention_calls import parsed
 from fuseplan.planner.libraries.decode_attention import SplitAttention
+from fuseplan.planner.rewrites.attention_backends import Attention
 
 SUPPORT = Path(__file__).parents[2] / "support"
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -43,3 +49,22 @@ def test_what_it_does_not_run_is_refused(changed: dict[str, Any], reason: str) -
     graph = b.graph(b(ATTENTION, "q", "k", "k", is_causal=sizes["is_causal"]))
     group = op_group(graph, [node.name for node in graph], graph.outputs, "cuda")
     assert reason in (SplitAttention().refuse(group) or "")
+
+
+@pytest.mark.parametrize("kind", [None, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_it_takes_addresses_alone_and_keeps_its_numbers_in_registers(batch: int, kind: torch.dtype | None) -> None:
+    pytest.importorskip("triton")
+    caches = {name: torch.empty(batch, 8, 1024, 128, dtype=torch.bfloat16) for name in ("k", "v")}
+    mask = {} if kind is None else {"mask": torch.ones(batch, 1, 1, 1024, dtype=kind)}
+    b = Builder(q=torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16), **caches, **mask)
+    graph = b.graph(b(ATTENTION, "q", *caches, *mask, enable_gqa=True))
+    call = parsed(op_group(graph, [node.name for node in graph], graph.outputs, "cuda"))
+    assert isinstance(call, Attention)
+    fixed, numbers = SplitAttention().kernel(call, (32 * 128, 128), SM90)
+    compiled = fixed.compiled(SM90, Variant())
+    assert ptx_parameter_bits(compiled.asm["ptx"])[:7] == (64,) * 7
+    if kind is None:  # a mask that is no range is looked at in a loop of its own, which spills a little
+        assert read_resources(compiled).spill_bytes == 0
+    # Partial results of every split, where a head has several.
+    assert (numbers > 1) == (fixed.programs > 8 * batch)

@@ -1,0 +1,87 @@
+"""Triton functions written by hand as kernels: sizes folded, launched like generated ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, compile_kernel
+from fuseplan.kernels.gpu.direct import Layout, find_launcher
+from fuseplan.kernels.gpu.launch import (
+    Geometry,
+    GpuKernel,
+    InterpretedKernel,
+    Variant,
+    fused_call,
+    interpreter_is_on,
+)
+from fuseplan.kernels.gpu.scratch import ScratchKernel
+from fuseplan.kernels.ir.backend import CompiledKernel, Resources, Target
+
+
+@dataclass(frozen=True)
+class FixedFunction:
+    """A ``@triton.jit`` function of addresses, then of compile-time arguments.
+
+    Attributes:
+        pointers: Type of the elements at each address, by parameter, in order.
+        constants: The compile-time arguments by parameter, in order.
+        programs: Programs of a launch.
+        overlapped: It waits for the kernel ahead of it itself, and may be launched before.
+    """
+
+    function: Any
+    pointers: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    programs: int
+    num_warps: int
+    overlapped: bool = False
+
+    def compiled(self, target: Target, variant: Variant) -> Any:
+        """Triton's ``CompiledKernel``; needs no GPU."""
+        signature = {name: POINTER_TYPES[dtype] for name, dtype in self.pointers}
+        constants = dict(self.constants)
+        aligned = tuple(signature) if variant.aligned else ()
+        spec = KernelSpec(
+            {**signature, **dict.fromkeys(constants, "constexpr")}, aligned, self.num_warps, constants=constants,
+            overlapped=self.overlapped,
+        )
+        return compile_kernel(self.function, spec, target)
+
+    def call(
+        self, places: Sequence[int], inputs: int, layout: Layout, scratch: tuple[int, int], target: Target
+    ) -> Callable[..., torch.Tensor]:
+        """``call(*inputs)``, which allocates its one output and, for each call, float32 numbers of the kernel's own.
+
+        Args:
+            places: What is at each address: the number of an input; behind these the kernel's numbers, its counters,
+                and the output.
+            scratch: How many numbers and counters.
+        """
+        arguments = tuple((place, 0) for place in places)
+        kernel = ScratchKernel(self._kernel(arguments, inputs + 3, target), inputs, *scratch)
+        return kernel.given(fused_call(kernel.kernel, inputs + 2, lambda _: (layout,), {}))
+
+    def _kernel(self, arguments: tuple[tuple[int | None, int], ...], buffers: int, target: Target) -> CompiledKernel:
+        if interpreter_is_on():
+            return InterpretedKernel(_Folded(self), lambda _: self.programs, (), arguments, buffers)
+        # Triton's launcher expects something in the place of each compile-time argument.
+        given = (*arguments, *((None, 0) for _ in self.constants))
+        return GpuKernel(
+            functools.partial(self.compiled, target), lambda _: Geometry(self.programs, False), (), given, buffers,
+            Resources(), find_launcher(),
+        )
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """The function as the interpreter calls it: by addresses alone."""
+
+    fixed: FixedFunction
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self.fixed.function[grid], **dict(self.fixed.constants))

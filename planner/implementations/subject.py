@@ -30,6 +30,8 @@ from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
 #: Bounds on integers that are tried one after another where random ones lead to indices that do not exist.
 _SMALLER = (4, 2, 1)
+#: Those that were found, by kernel, seed and device: to find one, the chain runs on a CPU with copies of its weights.
+_small_enough: dict[tuple[KernelIR, int, str], int | None] = {}
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,20 @@ class GroupSubject:
 
         Where the chain computes what it looks up, the numbers are made smaller until all of that exists.
         """
-        for most in (None, *_SMALLER):
+        def made(most: int | None) -> list[torch.Tensor]:
             generator = torch.Generator(device).manual_seed(seed)
-            inputs = sample_inputs(self.ir, self.nodes, self.operands, generator, most)
-            if not computes_indices(self.ir) or self._finds_all(inputs):
+            return sample_inputs(self.ir, self.nodes, self.operands, generator, most)
+
+        if not computes_indices(self.ir):
+            return made(None)
+        key = self.ir, seed, device
+        if key in _small_enough:
+            return made(_small_enough[key])
+        for most in (None, *_SMALLER):
+            inputs = made(most)
+            if self._finds_all(inputs):
                 break
+        _small_enough[key] = most
         return inputs
 
     def _unpacked(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -19,6 +19,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.aten_op import ATTENTION, MATMUL, UNFUSED, AtenOp
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations import subject as subject_module
 from fuseplan.planner.implementations.subject import group_subject, op_group, op_subject
 from fuseplan.planner.work.group_work import kernel_work, op_work
 
@@ -151,6 +152,27 @@ def test_what_is_looked_up_by_computed_numbers_exists(far: Any, op: str, rows: i
         inputs = subject.make_inputs(seed, "cpu")
         (eager,), (fused,) = subject.eager(*inputs), run_reference(subject.ir, inputs)
         torch.testing.assert_close(fused.float(), eager)
+
+
+def test_whether_computed_indices_exist_is_asked_once_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = Builder(table=torch.randn(11, 5), a=torch.zeros(7, dtype=torch.int64))
+    index = b("aten.mul.Tensor", "a", other=3)
+    graph = b.graph(b("aten.neg.default", b("aten.embedding.default", "table", index)))
+    subject = group_subject(graph, compute_ops(graph), "key")
+    asked: list[int] = []
+    finds_all = subject_module.GroupSubject._finds_all
+    monkeypatch.setattr(
+        subject_module.GroupSubject, "_finds_all",
+        lambda self, inputs: (asked.append(1), finds_all(self, inputs))[1],
+    )
+    first = subject.make_inputs(3, "cpu")
+    count = len(asked)
+    assert count > 1  # up to 21 of 11 rows: smaller numbers are tried
+    for one, other in zip(first, subject.make_inputs(3, "cpu"), strict=True):
+        assert torch.equal(one, other)
+    assert len(asked) == count
+    subject.make_inputs(4, "cpu")
+    assert len(asked) > count
 
 
 def test_single_elements_have_plain_strides_in_what_a_library_call_is_timed_on() -> None:

@@ -56,7 +56,7 @@ def contestants(group: OpGroup, sweep: bool) -> Iterator[tuple[str, Callable[[],
     if sweep:
         choices = itertools.product((1, 2, 3, 4), (1, 2, 4), (32, 64, 128), (2, 4))
         ours += [
-            SplitAttention(f"ours, waves warps keys stages {one}", rows=one[2], waves=one[0], warps=one[1], stages=one[3])
+            SplitAttention(f"ours, waves warps keys stages {one}", one[2], one[0], one[1], one[3])
             for one in choices
         ]
     for call in (*ATTENTION_CALLS, *ours):

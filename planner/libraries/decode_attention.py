@@ -41,11 +41,13 @@ class SplitAttention:
     """
 
     name: str = "attention.split"
-    #: Keys of a block, programs for each multiprocessor, warps of a program, and blocks on their way at most.
+    #: Keys of a block, programs for each multiprocessor, warps of a program, blocks on their way at most, and whether
+    #: the first is asked for before the mask is read (1), or before the kernel ahead has ended (2).
     rows: int = 64
     waves: int = 1
     warps: int = 2
     stages: int = 4
+    ahead: int = 0
 
     def refuse(self, group: OpGroup) -> str | None:
         if group.device_type != "cuda" and not interpreter_is_on():
@@ -98,7 +100,7 @@ class SplitAttention:
             "lanes": max(TILE_HEADS, next_power_of_2(group)), "width": width, "rows": self.rows, "splits": splits,
             "key_heads": shared, "mask_kind": 0 if call.mask is None else 1 if call.mask.dtype == "bool" else 2,
             "mask_heads": masked[1] != 0, "wide": wide or interpreter_is_on(), "overlapped": overlapped,
-            "stages": stages,
+            "stages": stages, "ahead": self.ahead,
         }
         mask = dtype if call.mask is None else call.mask.dtype
         pointers = {"query": dtype, "key": dtype, "value": dtype, "mask": mask, "out": dtype, "partial": "float32",

@@ -54,11 +54,8 @@ def contestants(group: OpGroup, sweep: bool) -> Iterator[tuple[str, Callable[[],
     """Names of everything that takes the group, and what builds its call."""
     ours = [SplitAttention()]
     if sweep:
-        choices = itertools.product((1, 2, 3, 4), (1, 2, 4), (32, 64, 128), (2, 4))
-        ours += [
-            SplitAttention(f"ours, waves warps keys stages {one}", one[2], one[0], one[1], one[3])
-            for one in choices
-        ]
+        choices = itertools.product((32, 64, 128), (1, 2, 3), (1, 2, 4), (2, 4), (0, 1, 2))
+        ours += [SplitAttention(f"ours, keys waves warps stages ahead {one}", *one) for one in choices]
     for call in (*ATTENTION_CALLS, *ours):
         if call.refuse(group) is None and "math" not in call.name:
             yield call.name, partial(call.build, group)

@@ -1,7 +1,8 @@
 """Decoder layers end to end in a CUDA graph, beside eager and TorchInductor: what plans buy where matmuls take time.
 
-Layers of Llama-3-8B's or Qwen3-8B's sizes as a plain module: shared keys by ``enable_gqa``, static caches, no head.
-Every region is tuned in the first call. All contestants of one cell are timed in interleaved rounds of one run.
+Layers of the sizes of Llama-3-8B, Qwen3-8B or Gemma-3-4B as a plain module: shared keys by ``enable_gqa``, static
+caches, no head. Every region is tuned in the first call. All contestants of one cell are timed in interleaved rounds of
+one run; the peer ``bare`` runs the matmuls and attention alone, in eager's ops, which give another result.
 
     python tests/checks/check_layers.py --models llama qwen3 --out results/nvidia-h200/layers.md
 """
@@ -44,12 +45,15 @@ class Sizes:
     width: int
     inner: int
     normed_heads: bool = False
+    #: Gemma's: norms behind attention and MLP as well, and GELU.
+    normed_results: bool = False
 
 
 MODELS = {
     "llama": Sizes(4096, 32, 8, 128, 14336),
     "qwen3": Sizes(4096, 32, 8, 128, 12288, normed_heads=True),
-    "tiny": Sizes(64, 4, 2, 16, 96, normed_heads=True),
+    "gemma3": Sizes(2560, 8, 4, 256, 10240, normed_heads=True, normed_results=True),
+    "tiny": Sizes(64, 4, 2, 16, 96, normed_heads=True, normed_results=True),
 }
 
 
@@ -83,6 +87,8 @@ class Layer(nn.Module):
         self.down = nn.Linear(sizes.inner, sizes.hidden, bias=False)
         if sizes.normed_heads:
             self.q_norm, self.k_norm = Norm(sizes.width), Norm(sizes.width)
+        made = (Norm(sizes.hidden) if sizes.normed_results else nn.Identity() for _ in range(2))
+        self.behind = nn.ModuleList(made)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor | None,
                 cache: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
@@ -97,9 +103,26 @@ class Layer(nn.Module):
         if at is not None:
             k, v = cache[0].index_copy_(2, at, k), cache[1].index_copy_(2, at, v)
         a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=at is None, enable_gqa=True)
-        x = x + self.o(a.transpose(1, 2).reshape(batch, length, -1))
+        x = x + self.behind[0](self.o(a.transpose(1, 2).reshape(batch, length, -1)))
         h = self.after(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        gate = self.gate(h)
+        gate = F.gelu(gate, approximate="tanh") if self.sizes.normed_results else F.silu(gate)
+        return x + self.behind[1](self.down(gate * self.up(h)))
+
+    def bare(
+        self, x: torch.Tensor, at: torch.Tensor | None, cache: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """The matmuls and attention alone, one after another."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            one(x).view(batch, length, -1, self.sizes.width).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        if at is not None:
+            k, v = cache
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=at is None, enable_gqa=True)
+        o = self.o(a.transpose(1, 2).reshape(batch, length, -1))
+        self.gate(o)
+        return self.down(self.up(o))
 
 
 class Layers(nn.Module):
@@ -112,6 +135,12 @@ class Layers(nn.Module):
         mask = None if at is None else (torch.arange(HELD, device=x.device) <= at)[None, None, None]
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cos, sin, at, cache, mask)
+        return x
+
+    def bare(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tensor | None,
+             caches: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer.bare(x, at, cache)
         return x
 
 
@@ -148,6 +177,8 @@ def contestants(
     tuned = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "coordinate_descent_tuning": True,
              "autotune_num_choices_displayed": 0}
     found: dict[str, Callable[..., Any]] = {"eager": model}
+    if "bare" in peers:
+        found["bare"] = model.bare  # type: ignore[assignment]
     if "inductor" in peers:
         found["inductor"] = compiled()
     if "max-autotune" in peers:
@@ -234,7 +265,8 @@ def check(name: str, count: int, batch: int, length: int, arguments: argparse.Na
             if "fuseplan" in who:
                 print(fuseplan.planner.stats(), flush=True)
             expected = output.double() if expected is None else expected
-            row[f"{who} error"] = float((output.double() - expected).norm() / expected.norm())
+            if who != "bare":
+                row[f"{who} error"] = float((output.double() - expected).norm() / expected.norm())
             runs[who] = replayed(call, args) if device == "cuda" else partial(call, *args)
         row |= {f"{who} us": value for who, value in times_us(runs, arguments.rounds, device).items()}
     return row

@@ -1,7 +1,8 @@
 """Attention of one token alone: ours, in several configurations, beside PyTorch's back ends, in a CUDA graph on a GPU.
 
     python tests/checks/check_decode_attention_gpu.py [--batches 1 16 64] [--keys 256 1024 8192] [--masks none range]
-        [--sweep] [--seconds 0.1] [--out results/DEVICE/decode-attention.md]
+        [--sweep] [--seconds 0.1] [--jobs 16]
+        [--out results/DEVICE/decode-attention.md]
 
 Heads are Llama-3-8B's: 32 on 8, of 128 elements. Keys and values are rotated through more memory than the cache holds.
 A mask of kind "range" shows all but the last eighth of the keys, as those of a static cache do; the floor counts what
@@ -15,18 +16,23 @@ import argparse
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.ir.backend import SM90
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.implementations.subject import op_group
-from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
+from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS, parsed
 from fuseplan.planner.libraries.decode_attention import SplitAttention
 from fuseplan.planner.libraries.library_call import OpGroup
+from fuseplan.planner.rewrites.attention_backends import Attention
 from fuseplan.search.timing.measure import rotating_operands, screen
 from fuseplan.search.timing.timers import timer_for
 
@@ -34,6 +40,14 @@ HEADS, SHARED, WIDTH = 32, 8, 128
 _OP = "aten.scaled_dot_product_attention.default"
 #: Bytes for rotated copies of keys and values.
 _LIMIT_BYTES = 60 * 2**30
+#: Keys of a block, waves, warps, stages and what is asked for ahead.
+SWEPT = tuple(
+    SplitAttention(f"ours, keys waves warps stages ahead {one}", *one)
+    for one in (
+        *itertools.product((64,), (1, 2, 3), (2, 4), (4,), (0, 1, 2)), (32, 1, 2, 4, 0), (32, 2, 2, 4, 0),
+        (128, 1, 4, 3, 0), (128, 2, 4, 3, 0), (64, 1, 2, 3, 0), (64, 2, 2, 2, 0),
+    )
+)
 
 
 def attention(batch: int, keys: int, masked: bool) -> OpGroup:
@@ -54,13 +68,20 @@ def contestants(group: OpGroup, sweep: bool) -> Iterator[tuple[str, Callable[[],
     """Names of everything that takes the group, and what builds its call."""
     ours = [SplitAttention()]
     if sweep:
-        choices = itertools.product((32, 64, 128), (1, 2, 3), (1, 2, 4), (2, 4), (0, 1, 2))
-        ours += [SplitAttention(f"ours, keys waves warps stages ahead {one}", *one) for one in choices]
+        ours += SWEPT
     for call in (*ATTENTION_CALLS, *ours):
         if call.refuse(group) is None and "math" not in call.name:
             yield call.name, partial(call.build, group)
     if "mask" not in group.inputs and importlib.util.find_spec("flashinfer") is not None:
         yield "flashinfer", partial(_flashinfer, group)
+
+
+def compiled(ours: SplitAttention, batch: int, keys: int, masked: bool) -> None:
+    """Compile a kernel for Triton's cache, in a process of its own."""
+    group = attention(batch, keys, masked)
+    call = parsed(group)
+    assert isinstance(call, Attention)
+    ours.kernel(call, (HEADS * WIDTH, WIDTH), SM90)[0].compiled(SM90, Variant())
 
 
 def _flashinfer(group: OpGroup) -> Callable[..., Any]:
@@ -104,6 +125,7 @@ def main() -> None:
     parser.add_argument("--masks", nargs="+", default=["none", "range"], choices=["none", "range"])
     parser.add_argument("--sweep", action="store_true", help="try other configurations of ours, and show the best")
     parser.add_argument("--seconds", type=float, default=0.1, help="for each contestant")
+    parser.add_argument("--jobs", type=int, default=16, help="processes that compile for --sweep")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     lines = [
@@ -111,7 +133,15 @@ def main() -> None:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     print("\n".join(lines), flush=True)
-    for batch, keys, mask in itertools.product(options.batches, options.keys, options.masks):
+    cells = list(itertools.product(options.batches, options.keys, options.masks))
+    if options.sweep:
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+            made = [
+                pool.submit(compiled, ours, batch, keys, mask == "range")
+                for (batch, keys, mask), ours in itertools.product(cells, SWEPT)
+            ]
+        print(f"{sum(one.exception() is not None for one in made)} of {len(made)} could not be compiled", flush=True)
+    for batch, keys, mask in cells:
         found = {
             name: (time_us, error)
             for name, time_us, error in rows_of(batch, keys, mask == "range", options.sweep, options.seconds)
@@ -124,11 +154,11 @@ def main() -> None:
         floor_us = 4 * batch * SHARED * WIDTH * shown / 4.27e6
         other, best = (min(group, key=lambda name: group[name]) for group in (others, ours))
         (time_us, error), (other_us, other_error) = found[SplitAttention.name], found[other]
-        cells = (
+        words = (
             f"{batch} x {keys}", mask, f"{floor_us:.1f}", f"{time_us:.2f}", f"{other_us:.2f} ({other})",
             f"{other_us / time_us:.2f}x", f"{found[best][0]:.2f} ({best})", f"{error:.1e}, {other_error:.1e}",
         )
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join(words) + " |")
         print(lines[-1], flush=True)
     if options.out is not None:
         options.out.write_text("\n".join(lines) + "\n")

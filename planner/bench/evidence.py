@@ -23,6 +23,9 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now
 from fuseplan.search.workers.jobs import clocks_mhz
 
+#: What stands below tables of contestants side by side.
+LEGEND = "Times are medians in microseconds over interleaved rounds; `vs_x` is the time of x over ours."
+
 
 def environment(session: Session, model: str, command: Sequence[str] | None = None) -> dict[str, Any]:
     """Device, versions, clocks and commit, as JSON."""
@@ -84,7 +87,7 @@ def commit(folder: Path) -> str:
 
 def write_results(
     folder: Path, name: str, frames: Mapping[str, pd.DataFrame], facts: Mapping[str, Any], words: Sequence[str],
-    tables: Mapping[str, pd.DataFrame] | None = None,
+    tables: Mapping[str, pd.DataFrame] | None = None, legend: str = LEGEND,
 ) -> list[Path]:
     """Write ``<name>-<part>.csv`` for every frame; ``<name>-<parts>.md`` with all tables, and its ``.json`` of facts.
 
@@ -97,7 +100,7 @@ def write_results(
     shown = {part: comparison(frame) if "contestant" in frame else frame for part, frame in frames.items()}
     parts = {part: markdown_table(frame) for part, frame in {**shown, **(tables or {})}.items()}
     page = templates().get_template("results.md.j2")
-    texts[f"{together}.md"] = page.render(name=name, facts=facts, words=words, parts=parts)
+    texts[f"{together}.md"] = page.render(name=name, facts=facts, words=words, parts=parts, legend=legend)
     texts[f"{together}.json"] = json.dumps(facts, indent=2, sort_keys=True) + "\n"
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")

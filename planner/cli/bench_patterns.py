@@ -214,7 +214,7 @@ def results_folder(session: Session, out: Path | None) -> Path:
 
 def publish(
     session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
-    tables: dict[str, pd.DataFrame] | None = None,
+    tables: dict[str, pd.DataFrame] | None = None, legend: str | None = None,
 ) -> None:
     """Say ``words``, and write them with the frames and what the numbers depend on."""
     from fuseplan.planner.bench import evidence
@@ -223,6 +223,6 @@ def publish(
     words = [*evidence.quietness(facts), *words]
     for line in words:
         typer.echo(line)
-    folder = results_folder(session, out)
-    for path in evidence.write_results(folder, evidence.file_name(name), frames, facts, words, tables):
+    folder, legend = results_folder(session, out), legend or evidence.LEGEND
+    for path in evidence.write_results(folder, evidence.file_name(name), frames, facts, words, tables, legend):
         typer.echo(f"written: {path}")

@@ -17,7 +17,7 @@ import torch
 
 from fuseplan.costmodel.probe.timing import cuda_graph
 from fuseplan.planner.bench.rows import BenchRow, Race
-from fuseplan.planner.dispatch_stats import reset_stats, stats
+from fuseplan.planner.dispatch_stats import CompileStats, reset_stats, stats
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.models.build import Model, cache_name, rewind
@@ -132,7 +132,7 @@ def bench_model(
                 output = first_tensor(forward()).cpu()
             if not expected:
                 expected.append(output.double())
-            note = _plan_note() if name == OURS else ""
+            note = dispatch_note(stats()) if name == OURS else ""
             return forward, {"error": errors(output, expected[0])[0], "note": note}
 
         for name in (EAGER, OURS, *(peer for peer in peers if peer != EAGER)):
@@ -163,13 +163,14 @@ def first_tensor(output: Any) -> torch.Tensor:
     raise ValueError("the model returns no floating-point tensor, so its output cannot be compared")
 
 
-def _plan_note() -> str:
+def dispatch_note(seen: CompileStats) -> str:
     """What dispatch did, so that a miss cannot pass for a result of the plan."""
-    seen = stats()
     words = f"{seen.from_database} groups from the database"
     words += f", {seen.from_model} by the model" if seen.from_model else ""
     words += f", {seen.misses} misses" if seen.misses else ""
     words += f", {seen.unfused} fell back: {'; '.join(seen.fallbacks)[:150]}" if seen.fallbacks else ""
+    words += f", {seen.recordings} CUDA graphs recorded" if seen.recordings else ""
+    words += f"; {'; '.join(seen.notes)[:150]}" if seen.notes else ""
     return words
 
 

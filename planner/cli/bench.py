@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
-from fuseplan.planner.cli import bench_patterns, common
+from fuseplan.planner.cli import bench_generate, bench_patterns, common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.common import decimal, whole
 from fuseplan.planner.cli.tune import ready
@@ -35,6 +35,7 @@ class BenchTopic(StrEnum):
     ALL = "all"
     MODEL = "model"
     GROUPS = "groups"
+    GENERATE = "generate"
     PATTERNS = "patterns"
     HEADLINES = "headlines"
     LAUNCH = "launch"
@@ -43,13 +44,20 @@ class BenchTopic(StrEnum):
 
 #: Seconds of rounds for one comparison of topics about named patterns; it is one of the others.
 _OF_PATTERNS = {BenchTopic.PATTERNS: 0.3, BenchTopic.HEADLINES: 0.5, BenchTopic.LAUNCH: 0.5}
+#: Options that generate alone takes, and those that it shares with others.
+_OF_GENERATE = frozenset(("batch", "prompt", "new_tokens", "fresh", "cold_caches"))
+_WITH_GENERATE = frozenset((
+    "topic", "model", "config", "dtype", "layers", "numerics", "seconds", "max_autotune", "inductor", "out", "device",
+    "db",
+))
 
 
 def bench(
+    context: Context,
     topic: Annotated[BenchTopic, Argument(
-        help="model: end to end. groups: every fused group. all: both. patterns: named patterns beside every peer, "
-        "tuned first. headlines: gains over eager that are often quoted. launch: host time of a call. "
-        "planner: how planning scales to 100k ops.",
+        help="model: end to end. groups: every fused group. all: both. generate: Hugging Face's generate(), with its "
+        "own compilation and with ours. patterns: named patterns beside every peer, tuned first. headlines: gains over "
+        "eager that are often quoted. launch: host time of a call. planner: how planning scales to 100k ops.",
     )] = BenchTopic.ALL,
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
@@ -65,11 +73,30 @@ def bench(
         "graph for patterns and headlines on CUDA, where device time decides.",
     )] = None,
     seconds: Annotated[float | None, Option(
-        parser=decimal(0.01), metavar="S", help="Seconds of interleaved rounds per comparison. Default: 1; 0.3 for "
-        "patterns, 0.5 for headlines and launch.",
+        parser=decimal(0.01), metavar="S", help="Seconds of interleaved rounds per comparison, seven rounds at least. "
+        "Default: 1; 0.3 for patterns, 0.5 for headlines and launch.",
     )] = None,
-    max_autotune: Annotated[bool, Option(help="Also time TorchInductor with max-autotune (slow).")] = True,
+    max_autotune: Annotated[bool | None, Option(
+        "--max-autotune/--no-max-autotune",
+        help="Also time TorchInductor with max-autotune (slow). Default: yes; in generate no.",
+    )] = None,
     inductor: Annotated[bool, Option(help="Time TorchInductor at all.")] = True,
+    batch: Annotated[str | None, Option(
+        metavar="1,16", help="generate: sequences; each number is a comparison of its own. Default: 1,16.",
+    )] = None,
+    prompt: Annotated[int | None, Option(
+        parser=whole(1), metavar="N", help="generate: tokens of each prompt. Default: 512.",
+    )] = None,
+    new_tokens: Annotated[int | None, Option(
+        parser=whole(2), metavar="N", help="generate: tokens to make. Default: 128.",
+    )] = None,
+    fresh: Annotated[bool, Option(
+        "--fresh/--no-fresh", help="generate: time the first tokens in fresh processes, too, each of which builds the "
+        "model again. They find compilers' caches on disk as the processes before left them.",
+    )] = True,
+    cold_caches: Annotated[bool, Option(
+        "--cold-caches", help="generate: give fresh processes empty caches instead (TorchInductor's, Triton's, ours).",
+    )] = False,
     pattern: Annotated[list[str] | None, Option(
         metavar="NAME", help="patterns, launch: this pattern; repeatable. Default: a set.",
     )] = None,
@@ -115,25 +142,32 @@ def bench(
 
     Tune a model first: what is not stored is planned by the cost model, and said so. Patterns are tuned here. On CUDA
     everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
-    interrupted bench keeps the cells, groups and models that it has finished.
+    interrupted bench keeps the cells, groups, models and batch sizes that it has finished.
     """
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
     from fuseplan.planner.tuning.planner import PlanSettings
     from fuseplan.planner.tuning.session import open_session
 
+    # An option that a topic does not take is a mistake, not something to pass over.
+    given = _given(context)
+    if wrong := given - _OF_GENERATE - _WITH_GENERATE if topic is BenchTopic.GENERATE else given & _OF_GENERATE:
+        raise ConfigError(f"`plan bench {topic}` takes no {', '.join(_spelt(context, wrong))}")
+    if topic is BenchTopic.GENERATE and cold_caches and not fresh:
+        raise ConfigError("--cold-caches is of fresh processes; leave out --no-fresh")
     kind = common.device_type(device)
     if regime is None:
-        in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.HEADLINES) and kind == "cuda"
+        in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.HEADLINES, BenchTopic.GENERATE) and kind == "cuda"
         regime = opt.Regime.GRAPH if in_graphs else opt.Regime.EAGER
     settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
-    # An option that a topic does not take is a mistake, not something to pass over.
     of_model = (model, config, module, decode, kv_len, prefill, layers)
     of_patterns = (pattern, shape, rows, cols, rivals, modes, compile_processes, minutes)
     if topic in _OF_PATTERNS and any(option is not None for option in of_model):
         raise ConfigError(f"`plan bench {topic}` measures named patterns; a model's options do not go with it")
     if topic not in _OF_PATTERNS and any(option is not None for option in of_patterns):
         raise ConfigError(f"`plan bench {topic}` takes no pattern's options; try `plan bench patterns`")
+    if max_autotune is None:
+        max_autotune = topic is not BenchTopic.GENERATE
     kept = {INDUCTOR: inductor, MAX_AUTOTUNE: inductor and max_autotune}
     without, spend = tuple(name for name in kept if not kept[name]), seconds or _OF_PATTERNS.get(topic, 1.0)
     if topic in _OF_PATTERNS:
@@ -161,6 +195,16 @@ def bench(
     from fuseplan.planner.models.sources import find_source, workloads_for
     from fuseplan.planner.peers.contestant import STANDARD_PEERS
 
+    if topic is BenchTopic.GENERATE:
+        from fuseplan.planner.bench.generation import contestants
+
+        named = find_source(model, config, None, kind, dtype, layers)
+        names = [name for name in contestants(kind) if name not in without]
+        sizes = bench_generate.sizes_of(named, batch, prompt, new_tokens)
+        bench_generate.measure(
+            session, bench_generate.Wanted(named, sizes, names, spend, fresh, cold_caches, out)
+        )
+        return
     peers = [name for name in STANDARD_PEERS if name not in without]
     source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))
     workloads = workloads_for(source, kind, decode, kv_len, prefill)
@@ -174,6 +218,17 @@ def bench(
     finally:  # an interrupted bench keeps what it has measured
         if parts:
             _publish(session, source.label, parts, out)
+
+
+def _given(context: Context) -> set[str]:
+    """Names of the parameters that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def _spelt(context: Context, names: set[str]) -> list[str]:
+    """Options as they are typed."""
+    return sorted(max(one.opts, key=len) for one in context.command.params if one.name in names)
 
 
 def _groups(

@@ -266,6 +266,17 @@ explain --db nosuchdialect://host/db --pattern swiglu --shape 3x8
 bench frobnicate
 bench model --model ''
 bench model --pattern swiglu
+bench model --batch 1
+bench patterns --no-fresh
+bench generate --module toys:gated
+bench generate --decode 1
+bench generate --peers eager
+bench generate --batch 0
+bench generate --batch ''
+bench generate --prompt 0
+bench generate --new-tokens 1
+bench generate --prompt 131072
+bench generate --cold-caches --no-fresh
 bench patterns --pattern ''
 bench patterns --pattern swiglou
 bench patterns --shape 3x8

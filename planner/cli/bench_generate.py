@@ -1,0 +1,131 @@
+"""``plan bench generate``: Hugging Face's ``generate()``, compiled by nobody, by itself and by our back end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuseplan.planner.cli import bench_patterns, common
+
+if TYPE_CHECKING:
+    from fuseplan.planner.bench.generate import GenerateRow
+    from fuseplan.planner.bench.generation import Sizes
+    from fuseplan.planner.models.sources import ModelSource
+    from fuseplan.planner.tuning.session import Session
+
+#: Unless the user says otherwise: sequences, tokens of a prompt, and new ones.
+_BATCHES, _PROMPT, _NEW = "1,16", 512, 128
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the options ask for.
+
+    ``seconds`` are of rounds for each batch size. With ``fresh``, everyone is started in a process of its own, too,
+    with ``cold`` on empty caches.
+    """
+
+    source: ModelSource
+    sizes: Sequence[Sizes]
+    contestants: Sequence[str]
+    seconds: float
+    fresh: bool
+    cold: bool
+    out: Path | None
+
+
+def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: int | None) -> list[Sizes]:
+    """The sizes that the options name; ConfigError where the model cannot be asked for one of them."""
+    from fuseplan.planner.bench.generation import Sizes, check_sizes
+    from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.models.workload import read_size
+
+    text = _BATCHES if batches is None else batches
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ConfigError("--batch is empty; write it like --batch 1,16")
+    numbers = dict.fromkeys(read_size(word, "--batch", "--batch 1,16") for word in words)
+    found = [Sizes(number, _PROMPT if prompt is None else prompt, _NEW if new is None else new) for number in numbers]
+    for one in found:
+        check_sizes(source, one)
+    return found
+
+
+def measure(session: Session, wanted: Wanted) -> None:
+    """Time everybody at each size, then in fresh processes, and publish what there is whatever happens."""
+    rows: list[GenerateRow] = []
+    try:
+        _rounds(session, wanted, rows)
+        if wanted.fresh:
+            _fresh(session, wanted, rows)
+    finally:  # an interrupted bench keeps what it has measured
+        if rows:
+            _publish(session, wanted, rows)
+
+
+def _rounds(session: Session, wanted: Wanted, rows: list[GenerateRow]) -> None:
+    from fuseplan.planner.bench.generate import bench_generate
+    from fuseplan.planner.models.build import build_model
+
+    with common.console(stderr=True).status(f"building {wanted.source.label}") as status:
+        module = build_model(wanted.source, session.target.device_type).module
+        for sizes in wanted.sizes:
+            status.update(f"{wanted.source.label}, {sizes.label}: compiling and measuring every contestant")
+            rows += bench_generate(session, module, sizes, wanted.contestants, wanted.seconds)
+
+
+def _fresh(session: Session, wanted: Wanted, rows: list[GenerateRow]) -> None:
+    """Put into the rows what fresh processes measure; the model of this one is gone by now."""
+    from fuseplan.planner.bench.fresh import Order, fresh_times
+    from fuseplan.planner.bench.generate import dispatch_options, forget, with_fresh
+
+    kind = session.target.device_type
+    forget(kind)
+    by_label = {sizes.label: sizes for sizes in wanted.sizes}
+    with common.console(stderr=True).status("starting fresh processes") as status:
+        for at, row in enumerate(rows):
+            status.update(f"{row.workload}, {row.contestant}: building and generating in a fresh process")
+            order = Order(wanted.source, by_label[row.workload], row.contestant, kind, dispatch_options(session))
+            rows[at] = with_fresh(row, lambda order=order: fresh_times(order, wanted.cold))  # type: ignore[misc]
+
+
+def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> None:
+    from fuseplan.planner.bench.generate import LEGEND, generate_table, generate_verdict
+    from fuseplan.planner.bench.rows import bench_frame
+
+    frame = bench_frame(rows)
+    table = generate_table(frame)
+    common.print_frame(
+        table, title=f"{wanted.source.label}, generate(): ms a token", spare=("p20", "p80", "fresh_all_s"),
+    )
+    said = generate_verdict(frame)
+    if frame["floor_us"].isna().all():
+        said.append(
+            "what reading the weights takes is unknown: the device was never probed (`plan probe`), or a token "
+            "chooses its weights"
+        )
+    if any(" misses" in row.note for row in rows):
+        said.append(f"what was missed is tuned by: {tune_command(wanted, session.target.device_type)}")
+    if wanted.fresh:
+        state = "empty" if wanted.cold else "as the processes before left them (--cold-caches empties them)"
+        said.append(f"fresh processes: compilers' caches on disk were {state}; building the model is not counted")
+    bench_patterns.publish(
+        session, wanted.source.label, {"generate": frame}, said, wanted.out, {"generate": table}, LEGEND
+    )
+
+
+def tune_command(wanted: Wanted, device_type: str) -> str:
+    """The ``plan tune`` of the very calls that were measured. A config is named by its file alone."""
+    source, first = wanted.source, wanted.sizes[0]
+    named = f"--model {source.name}" if source.kind == "preset" else f"--config {Path(source.name).name}"
+    words = [f"plan tune {named}"]
+    words += [f"--layers {source.layers}"] if source.layers else []
+    words += [f"--dtype {source.dtype}"] if source.dtype else []
+    batches = [sizes.batch for sizes in wanted.sizes]
+    prefills = ",".join(f"{batch}x{first.prompt}" for batch in batches)
+    words += [f"--decode {','.join(map(str, batches))} --kv-len {first.kv_len} --prefill {prefills}"]
+    # CUDA graphs have plans of their own.
+    words += ["--regime graph, and the same without it"] if device_type == "cuda" else []
+    return " ".join(words)

@@ -1,0 +1,123 @@
+"""``plan bench generate``: what it refuses, what it writes, and what an interrupted run keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import model_samples
+import pandas as pd
+import pytest
+import torch
+from reference_backend import ReferenceBackend
+
+from fuseplan.planner.bench import fresh
+from fuseplan.planner.bench import generate as bench
+from fuseplan.planner.bench.generate import GenerateRow
+from fuseplan.planner.bench.generation import Sizes
+from fuseplan.planner.cli import main
+from fuseplan.planner.cli.bench_generate import Wanted, sizes_of, tune_command
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.peers.contestant import EAGER, OURS
+from fuseplan.planner.tuning import session as sessions
+
+Run = Callable[..., tuple[int, str, str]]
+_SMALL = ("--batch", "1,2", "--prompt", "5", "--new-tokens", "3", "--dtype", "float32", "--seconds", "0.01")
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``plan bench generate`` on a CPU whose kernels are interpreted; results go to ``out``."""
+    monkeypatch.setattr(sessions, "backends_for", lambda device_type: (ReferenceBackend(),))
+
+    def run(*argv: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        common = ("--device", "cpu", "--db", tmp_path / "tuning.db", "--out", tmp_path / "out")
+        status = main.run(["bench", "generate", *map(str, (*argv, *common))])
+        torch._dynamo.reset()
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--module", "toy_models:gated"], "takes no --module"),
+    (["--decode", "1", "--kv-len", "8", "--prefill", "8"], "takes no --decode, --kv-len, --prefill"),
+    (["--pattern", "swiglu"], "takes no --pattern"),
+    (["--peers", "eager"], "takes no --peers"),
+    (["--regime", "eager"], "takes no --regime"),
+    (["--trials", "3"], "takes no --trials"),
+    (["--batch", "0"], "'0' is no positive size"),
+    (["--batch", ","], "--batch is empty"),
+    (["--new-tokens", "1"], "--new-tokens"),
+    (["--prompt", "131072"], "only 131072 positions"),
+    (["--cold-caches", "--no-fresh"], "--cold-caches is of fresh processes"),
+    (["--model", "gpt9"], "unknown model 'gpt9'"),
+])
+def test_mistakes_are_one_line(plan: Run, argv: list[str], words: str) -> None:
+    status, _, err = plan(*argv)
+    assert status == 2 and len(err.strip().splitlines()) == 1 and words in err, err
+
+
+@pytest.mark.parametrize("option", ["--batch=1", "--prompt=5", "--new-tokens=3", "--no-fresh", "--cold-caches"])
+def test_other_topics_take_none_of_its_options(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main.run(["bench", "model", option, "--device", "cpu"]) == 2
+    assert f"`plan bench model` takes no --{option[2:].partition('=')[0]}".replace("no-fresh", "fresh") in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_encoder_is_refused(plan: Run, tmp_path: Path) -> None:
+    status, _, err = plan("--config", model_samples.write_config(tmp_path, "bert"))
+    assert status == 2 and "bert is no decoder that generates tokens by itself" in err
+
+
+def test_tokens_are_timed_and_published(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, bool]] = []
+
+    def fresh_times(order: fresh.Order, cold: bool) -> list[float]:
+        asked.append((order.sizes.label, order.name, cold))
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(fresh, "fresh_times", fresh_times)
+    config = model_samples.write_config(tmp_path, "llama")
+    status, out, err = plan("--config", config, *_SMALL, "--no-inductor", "--cold-caches")
+    assert status == 0, err
+    labels = ["generate 1x5 + 3", "generate 2x5 + 3"]
+    assert asked == [(label, name, True) for label in labels for name in (EAGER, OURS)]
+    rows = pd.read_csv(tmp_path / "out" / "llama-generate.csv")
+    assert [*zip(rows["workload"], rows["contestant"], strict=True)] == [(one, name) for one, name, _ in asked]
+    assert (rows["median_us"] > 0).all() and set(rows["tokens"]) == {bench.SAME}
+    assert set(rows["fresh_second_s"]) == {2.0}
+    assert "caches on disk were empty" in out and "plan tune --config config.json" in out
+    page = (tmp_path / "out" / "llama-generate.md").read_text()
+    assert "| workload | contestant | ms_token |" in page and bench.LEGEND in page
+    assert json.loads((tmp_path / "out" / "llama-generate.json").read_text())["model"] == "llama"
+
+
+def test_an_interrupted_run_keeps_the_sizes_that_are_done(
+    plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(session: object, module: object, sizes: Sizes, names: list[str], seconds: float) -> list[GenerateRow]:
+        if sizes.batch == 2:
+            raise KeyboardInterrupt
+        common = {"workload": sizes.label, "subject": "generate", "mode": "eager"}
+        return [GenerateRow(contestant=name, median_us=4.0, **common) for name in names]
+
+    monkeypatch.setattr(bench, "bench_generate", rows)
+    status, _, _ = plan("--config", model_samples.write_config(tmp_path, "llama"), *_SMALL)
+    assert status == 130
+    kept = pd.read_csv(tmp_path / "out" / "llama-generate.csv")
+    assert kept["workload"].tolist() == ["generate 1x5 + 3"] * 3
+    assert kept["contestant"].tolist() == ["eager", "inductor", "fuseplan"]  # max-autotune is asked for by name
+
+
+def test_the_whole_model_is_meant_unless_layers_are_given() -> None:
+    source = find_source(model="llama-3.1-8b")
+    wanted = Wanted(source, sizes_of(source, None, None, None), (), 1.0, True, False, None)
+    assert [sizes.label for sizes in wanted.sizes] == ["generate 1x512 + 128", "generate 16x512 + 128"]
+    sizes = "--decode 1,16 --kv-len 639 --prefill 1x512,16x512"
+    assert tune_command(wanted, "cpu") == f"plan tune --model llama-3.1-8b --dtype bfloat16 {sizes}"
+    assert tune_command(wanted, "cuda").endswith(f"{sizes} --regime graph, and the same without it")

@@ -74,7 +74,7 @@ def bench(
     )] = None,
     seconds: Annotated[float | None, Option(
         parser=decimal(0.01), metavar="S", help="Seconds of interleaved rounds per comparison, seven rounds at least. "
-        "Default: 1; 0.3 for patterns, 0.5 for headlines and launch.",
+        "Default: 1; 30 for generate, 0.3 for patterns, 0.5 for headlines and launch.",
     )] = None,
     max_autotune: Annotated[bool | None, Option(
         "--max-autotune/--no-max-autotune",
@@ -201,6 +201,7 @@ def bench(
         named = find_source(model, config, None, kind, dtype, layers)
         names = [name for name in contestants(kind) if name not in without]
         sizes = bench_generate.sizes_of(named, batch, prompt, new_tokens)
+        spend = seconds or bench_generate.SECONDS
         bench_generate.measure(
             session, bench_generate.Wanted(named, sizes, names, spend, fresh, cold_caches, out)
         )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Unless the user says otherwise: sequences, tokens of a prompt, and new ones.
 _BATCHES, _PROMPT, _NEW = "1,16", 512, 128
+#: Of rounds for each batch size: one round of a large model takes several.
+SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,18 @@ class Wanted:
     fresh: bool
     cold: bool
     out: Path | None
+
+    @property
+    def name(self) -> str:
+        """That of the results: other sizes do not take the place of a published result."""
+        sizes = sizes_text(self.sizes)
+        usual = f"{_BATCHES}x{_PROMPT}+{_NEW}"
+        return self.source.label if sizes == usual else f"{self.source.label} {sizes}"
+
+
+def sizes_text(sizes: Sequence[Sizes]) -> str:
+    """Sizes that differ in the batch alone: ``1,16x512+128``."""
+    return f"{','.join(str(one.batch) for one in sizes)}x{sizes[0].prompt}+{sizes[0].new}"
 
 
 def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: int | None) -> list[Sizes]:
@@ -112,7 +126,7 @@ def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> N
         state = "empty" if wanted.cold else "as the processes before left them (--cold-caches empties them)"
         said.append(f"fresh processes: compilers' caches on disk were {state}; building the model is not counted")
     bench_patterns.publish(
-        session, wanted.source.label, {"generate": frame}, said, wanted.out, {"generate": table}, LEGEND
+        session, wanted.name, {"generate": frame}, said, wanted.out, {"generate": table}, LEGEND
     )
 
 

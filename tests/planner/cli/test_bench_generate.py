@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import model_samples
@@ -87,14 +88,14 @@ def test_tokens_are_timed_and_published(plan: Run, tmp_path: Path, monkeypatch: 
     assert status == 0, err
     labels = ["generate 1x5 + 3", "generate 2x5 + 3"]
     assert asked == [(label, name, True) for label in labels for name in (EAGER, OURS)]
-    rows = pd.read_csv(tmp_path / "out" / "llama-generate.csv")
+    rows = pd.read_csv(tmp_path / "out" / "llama-1-2x5-3-generate.csv")
     assert [*zip(rows["workload"], rows["contestant"], strict=True)] == [(one, name) for one, name, _ in asked]
-    assert (rows["median_us"] > 0).all() and set(rows["tokens"]) == {bench.SAME}
+    assert rows["median_us"].notna().all() and set(rows["tokens"]) == {bench.SAME}
     assert set(rows["fresh_second_s"]) == {2.0}
     assert "caches on disk were empty" in out and "plan tune --config config.json" in out
-    page = (tmp_path / "out" / "llama-generate.md").read_text()
+    page = (tmp_path / "out" / "llama-1-2x5-3-generate.md").read_text()
     assert "| workload | contestant | ms_token |" in page and bench.LEGEND in page
-    assert json.loads((tmp_path / "out" / "llama-generate.json").read_text())["model"] == "llama"
+    assert json.loads((tmp_path / "out" / "llama-1-2x5-3-generate.json").read_text())["model"] == "llama 1,2x5+3"
 
 
 def test_an_interrupted_run_keeps_the_sizes_that_are_done(
@@ -109,7 +110,7 @@ def test_an_interrupted_run_keeps_the_sizes_that_are_done(
     monkeypatch.setattr(bench, "bench_generate", rows)
     status, _, _ = plan("--config", model_samples.write_config(tmp_path, "llama"), *_SMALL)
     assert status == 130
-    kept = pd.read_csv(tmp_path / "out" / "llama-generate.csv")
+    kept = pd.read_csv(tmp_path / "out" / "llama-1-2x5-3-generate.csv")
     assert kept["workload"].tolist() == ["generate 1x5 + 3"] * 3
     assert kept["contestant"].tolist() == ["eager", "inductor", "fuseplan"]  # max-autotune is asked for by name
 
@@ -118,6 +119,8 @@ def test_the_whole_model_is_meant_unless_layers_are_given() -> None:
     source = find_source(model="llama-3.1-8b")
     wanted = Wanted(source, sizes_of(source, None, None, None), (), 1.0, True, False, None)
     assert [sizes.label for sizes in wanted.sizes] == ["generate 1x512 + 128", "generate 16x512 + 128"]
+    assert wanted.name == "llama-3.1-8b"
+    assert replace(wanted, sizes=wanted.sizes[1:]).name == "llama-3.1-8b 16x512+128"
     sizes = "--decode 1,16 --kv-len 639 --prefill 1x512,16x512"
     assert tune_command(wanted, "cpu") == f"plan tune --model llama-3.1-8b --dtype bfloat16 {sizes}"
     assert tune_command(wanted, "cuda").endswith(f"{sizes} --regime graph, and the same without it")

@@ -79,6 +79,9 @@ def sample_inputs(
 
 def _hide_last(mask: torch.Tensor) -> None:
     """Make of a tensor [..., keys] a mask that shows all keys but some last ones."""
+    for dim, stride in enumerate(mask.stride()[:-1]):
+        if stride == 0:  # batches or heads that share a mask
+            mask = mask.narrow(dim, 0, 1)
     keys = mask.shape[-1]
     hidden = torch.arange(keys, device=mask.device) >= keys - keys // _HIDDEN_SHARE
     if mask.dtype == torch.bool:

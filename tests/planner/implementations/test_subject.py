@@ -192,6 +192,15 @@ def test_single_elements_have_plain_strides_in_what_a_library_call_is_timed_on()
     torch.testing.assert_close(subject.reference(x, w)[0].float(), torch.nn.functional.linear(x, w))
 
 
+def test_a_mask_that_batches_share_hides_some_last_keys() -> None:
+    mask = torch.ones(1, 1, 1, 16, dtype=torch.bool).expand(3, 1, 1, 16)
+    b = Builder(q=torch.randn(3, 2, 1, 8), k=torch.randn(3, 2, 16, 8), mask=mask)
+    graph = b.graph(b("aten.scaled_dot_product_attention.default", "q", "k", "k", "mask"))
+    subject = op_subject(graph, op_group(graph, [node.name for node in graph], graph.outputs, "cpu"), "key")
+    made = dict(zip(subject.inputs, subject.make_inputs(0, "cpu"), strict=True))["mask"]
+    assert made.stride()[0] == 0 and torch.equal(made, (torch.arange(16) < 14).expand(3, 1, 1, 16))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_masks_that_heads_share_hide_some_last_keys(dtype: torch.dtype, heads: int) -> None:

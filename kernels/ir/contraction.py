@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.kernels.ir.index import Index, Size, as_size
-from fuseplan.kernels.ir.ir import Apply, Const, Dot, Instr, Product, Segment, ancestors, renamed
+from fuseplan.kernels.ir.ir import Apply, Const, Dot, Instr, Segment, ancestors, renamed
 
 
 def with_weight_columns(segment: Segment) -> Segment:
@@ -55,20 +55,25 @@ def _with_rows(side: Segment, rows: tuple[Size, ...], places: Mapping[int, Index
     return replace(side.with_indices(lambda index: index.substitute(own)), rows=rows)
 
 
-def factored(product: Product) -> tuple[Product, tuple[int, ...]]:
-    """The product without factors of its left side that are one number a row, and those factors: value ids there.
+def factored(side: Segment, value: int) -> tuple[Segment, int, tuple[int, ...]]:
+    """A side of a product without the factors of its value that are one number a row: the side, what is left of the
+    value there, and those factors.
 
-    The scale of a normalised row is one: it multiplies the sum, so the sum need not wait for it.
+    The scale of a normalised row is one, and that of an output channel's weights: they multiply the sum, so the sum
+    need not wait for them.
     """
-    splitter = _Splitter(product.left)
-    value, factors = splitter.split(product.left_value)
-    if not factors:
-        return product, ()
-    body = tuple(splitter.body)
-    kept = ancestors(body, [value, *factors])
+    splitter = _Splitter(side)
+    rest, factors = splitter.split(value)
+    split, (kept, *places) = needed(replace(side, body=tuple(splitter.body)), [rest, *factors])
+    return split, kept, tuple(places)
+
+
+def needed(side: Segment, values: Sequence[int]) -> tuple[Segment, list[int]]:
+    """A side of a product with no more than some values are made of, and these there."""
+    kept = ancestors(side.body, values)
     place = {old: new for new, old in enumerate(kept)}
-    left = replace(product.left, body=tuple(renamed(body[old], place.__getitem__) for old in kept))
-    return replace(product, left=left, left_value=place[value]), tuple(place[one] for one in factors)
+    body = tuple(renamed(side.body[old], place.__getitem__) for old in kept)
+    return replace(side, body=body), [place[one] for one in values]
 
 
 class _Splitter:

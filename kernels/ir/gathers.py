@@ -1,11 +1,11 @@
-"""What loads and stores reach whose address is data, such as the rows of an embedding or the end of a cache."""
+"""What loads and stores reach, where their address is data too: the rows of an embedding, the end of a cache."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from fuseplan.kernels.ir.index import Size, evaluate
+from fuseplan.kernels.ir.index import Coord, Index, Size, evaluate
 from fuseplan.kernels.ir.ir import (
     Apply,
     Dot,
@@ -31,6 +31,13 @@ def value_axes(segment: Segment) -> list[frozenset[int]]:
         axes = frozenset(own).union(*(found[arg] for arg in operands(instr)))
         found.append(axes - {segment.col_axis} if isinstance(instr, Reduce) else axes)
     return found
+
+
+def footprint(index: Index, sizes: Sequence[int]) -> int:
+    """Distinct elements that an index reaches: the product of the extents it depends on."""
+    total = math.prod(sizes[axis] for axis in index.axes())
+    plain = all(isinstance(atom, Coord) for atom, _ in index.terms)
+    return total if plain else min(total, evaluate(index.maximum(), {}) + 1)
 
 
 def gathered_elements(ir: KernelIR) -> Mapping[int, int]:

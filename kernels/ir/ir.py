@@ -239,13 +239,15 @@ class Product:
     """A matmul: sums over an inner dimension of the left side's value times the right side's.
 
     Both sides are bodies without stores whose columns are the inner dimension. Rows of the left side are those of the
-    segment; rows of the right side are what a :class:`Dot` picks from.
+    segment; rows of the right side are what a :class:`Dot` picks from. ``dtype`` is the storage type that the graph
+    gives both: a kernel may round the two values to it before it multiplies them, or keep more.
     """
 
     left: Segment
     left_value: int
     right: Segment
     right_value: int
+    dtype: str
 
 
 @dataclass(frozen=True)

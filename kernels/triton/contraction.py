@@ -8,32 +8,21 @@ counts then is how many bytes are on their way. With more rows tensor cores mult
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.overlap import overlapped
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.index import Index, divides
-from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Load, Product, Reduce, RowValue, Segment, ancestors
-from fuseplan.kernels.ir.ops import REDUCTIONS
-from fuseplan.kernels.ir.schedule import reduction_depths
+from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Product, RowValue, Segment, ancestors
+from fuseplan.kernels.triton.contraction_sides import Function, Left, Right
 from fuseplan.kernels.triton.index import triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter, _statements
 from fuseplan.kernels.triton.split_sums import Share, handed_over, inner_range, numbers_each, split_of_program
-from fuseplan.kernels.triton.values import fold_identity, index_extent, literal, tl_type
+from fuseplan.kernels.triton.values import tl_type
 
 _INDENT = "    "
 #: What tensor cores multiply; anything else is multiplied as float32.
 _HALVES = ("bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class Function:
-    """A helper of the generated module; its parameters come before the kernel's own arguments."""
-
-    name: str
-    parameters: tuple[str, ...]
-    lines: tuple[str, ...]
 
 
 class ContractionEmitter(SegmentEmitter):
@@ -57,7 +46,7 @@ class ContractionEmitter(SegmentEmitter):
         self.row_values = list(dict.fromkeys(one for one in body if isinstance(one, RowValue)))
         used = {one.product for one in self.dots} | {one.product for one in self.row_values}
         lefts = dict.fromkeys(segment.products[number].left for number in sorted(used))
-        self.lefts = [_Left(self, left, number) for number, left in enumerate(lefts)]
+        self.lefts = [Left(self, left, number) for number, left in enumerate(lefts)]
 
     def lines(self) -> list[str]:
         picked = [f"n{number} = {self._picked(dot.index)}" for number, dot in enumerate(self.dots)]
@@ -83,12 +72,12 @@ class ContractionEmitter(SegmentEmitter):
     def product(self, dot: Dot) -> Product:
         return self.segment.products[dot.product]
 
-    def _left_of(self, product: int) -> _Left:
+    def _left_of(self, product: int) -> Left:
         return next(one for one in self.lefts if one.whole == self.segment.products[product].left)
 
     # -- the loops over the inner dimension ---------------------------------------------------------------
 
-    def _summed(self, left: _Left) -> list[str]:
+    def _summed(self, left: Left) -> list[str]:
         """All sums of the products that share a left side, and its numbers for each row."""
         dots = [number for number, dot in enumerate(self.dots) if self.product(dot).left == left.whole]
         wanted = list(dict.fromkeys(self.product(self.dots[number]).left_value for number in dots))
@@ -103,12 +92,12 @@ class ContractionEmitter(SegmentEmitter):
             lines += self._sums(left, [], dots, wanted, len(levels))
         return lines
 
-    def _own(self, left: _Left) -> list[int]:
+    def _own(self, left: Left) -> list[int]:
         """Numbers for each row of a left side that the epilogue reads."""
         return [one.value for one in self.row_values if self._left_of(one.product) is left]
 
     def _sums(
-        self, left: _Left, folds: Sequence[int], dots: Sequence[int], wanted: Sequence[int], level: int
+        self, left: Left, folds: Sequence[int], dots: Sequence[int], wanted: Sequence[int], level: int
     ) -> list[str]:
         """A loop over the inner dimension, with the folds and sums that it makes; none where one block is all of it."""
         call = left.function([*wanted, *folds], f"read{self.suffix}_left{left.number}_{level}", self.functions)
@@ -122,7 +111,7 @@ class ContractionEmitter(SegmentEmitter):
         body.append(f"{', '.join(results)} = {call.name}({positions}{masks}{edge}{given}, {self.arguments})")
         if left.masks_cols:
             body.insert(0, f"in_k = k < {triton_size(left.segment.cols)}")
-        if left.in_one_block:
+        if isinstance(left.segment.cols, int) and left.segment.cols <= self.block and self.share.splits == 1:
             body += [f"acc{left.prefix}{value} = f{value}" for value in folds]
             body += [f"sum{number} = {self._multiplied(number)}" for number in dots]
             lines = [f"k = tl.arange(0, {self.block})", *body]
@@ -154,11 +143,11 @@ class ContractionEmitter(SegmentEmitter):
     def _held(self, number: int) -> str:
         return "float64" if self.dots[number].dtype == "float64" else "float32"
 
-    def _weights(self, number: int, left: _Left) -> str:
+    def _weights(self, number: int, left: Left) -> str:
         """A block of the weights of a sum."""
         product = self.product(self.dots[number])
         name = f"read{self.suffix}_right{self.segment.products.index(product)}"
-        _Right(self, product).function(name, product, self.functions)
+        Right(self, product).function(name, product, self._dot_type(product), self.functions)
         masks = (", in_cols[:, None]" if self.flat else ", tl.trans(in_cols)") if self.masks_cols else ""
         edge = ", in_k[None, :]" if left.masks_cols else ""
         return f"{name}({self._weight_rows(number)}, k[None, :]{masks}{edge}, {self.arguments})"
@@ -184,118 +173,11 @@ class ContractionEmitter(SegmentEmitter):
         return f"tl.dot({given}{total}{precision})"
 
     def _dot_type(self, product: Product) -> str:
-        """The type in which tensor cores multiply: that of the weights, where it has half the bits."""
-        stored = {self.buffers[one.buffer].dtype for one in product.right.loads}
-        dtype = next(iter(stored)) if len(stored) == 1 and stored <= set(_HALVES) else "float32"
+        """The type in which tensor cores multiply: that of the operands, where it has half the bits."""
+        dtype = product.dtype if product.dtype in _HALVES else "float32"
         # Triton's interpreter multiplies the bits of bfloat16 numbers.
         return "float32" if dtype == "bfloat16" and interpreter_is_on() else dtype
 
     def _total(self, number: int) -> str:
         folded = f"tl.sum(sum{number}, 1)" if self.flat else f"tl.trans(sum{number})"
         return f"dot{number} = {folded}"
-
-
-@dataclass(frozen=True)
-class _Call:
-    name: str
-    #: Folds of the side that the function is given.
-    folded: tuple[int, ...]
-
-
-class _Side(SegmentEmitter):
-    """Emits values of one side of a product; ``row`` and ``col`` are parameters."""
-
-    def __init__(self, outer: ContractionEmitter, side: Segment, rows: int, prefix: str) -> None:
-        config = {**outer.config, "block_rows": rows, "block_cols": outer.block}
-        super().__init__(outer.buffers, outer.names, side, config)
-        self.outer, self.prefix = outer, prefix
-        self.masks_cols = divides(outer.block, side.cols) is None
-        #: One block holds the inner dimension.
-        self.in_one_block = isinstance(side.cols, int) and side.cols <= outer.block and outer.share.splits == 1
-
-    def results(self, values: Sequence[int]) -> list[str]:
-        """Their names; beyond the last column they are 0."""
-        names = [self.tensor(value) for value in values]
-        return [f"tl.where(in_cols, {name}, 0.0)" if self.masks_cols else name for name in names]
-
-    def parameters(self) -> list[str]:
-        return ["row", "col", *(["in_rows"] if self.masks_rows else []), *(["in_cols"] if self.masks_cols else [])]
-
-
-class _Left(_Side):
-    """The side of the activations; its folds are made in the loops of the products."""
-
-    def __init__(self, outer: ContractionEmitter, left: Segment, number: int) -> None:
-        super().__init__(outer, left, outer.tile.rows, f"l{number}")
-        self.whole, self.number = left, number
-        self.tile, self.flat, self.masks_rows = outer.tile, outer.tile.flat, outer.masks_rows
-        self.depths = reduction_depths(self.segment)
-
-    def levels(self, wanted: Sequence[int]) -> list[list[int]]:
-        """The folds behind some values, by how many folds each waits for."""
-        behind = ancestors(self.segment.body, wanted)
-        folds = [value for value in behind if isinstance(self.segment.body[value], Reduce)]
-        depth = max((self.depths[value] for value in folds), default=0)
-        return [[value for value in folds if self.depths[value] == level + 1] for level in range(depth)]
-
-    def folds(self, values: Sequence[int]) -> list[int]:
-        """The folds that some values are made of."""
-        return [value for value in ancestors(self.segment.body, values) if isinstance(self.segment.body[value], Reduce)]
-
-    def behind(self, values: Sequence[int]) -> list[int]:
-        """Some values and what they are made of, up to folds."""
-        body = self.segment.body
-        return ancestors(body, values, lambda value: not isinstance(body[value], Reduce))
-
-    def function(self, values: Sequence[int], name: str, functions: list[Function]) -> _Call:
-        """A function that computes values, and operands of folds, at some rows and columns."""
-        body = self.segment.body
-        folds = [value for value in values if isinstance(body[value], Reduce)]
-        plain = [value for value in values if value not in folds]
-        roots = [*plain, *(self.reduction(value).arg for value in folds)]
-        inside = self.behind(roots)
-        given = tuple(value for value in inside if isinstance(body[value], Reduce))
-        self.done, self.loaded = set(), set()
-        lines = [f"{self.prefix}in_cols = in_cols"] if self.masks_cols else []
-        lines += self.values(inside)
-        results = [*self.results(plain), *(self.masked_operand(value) for value in folds)]
-        lines = [*self.coordinates.definitions(), *lines, f"return {', '.join(results)}"]
-        self.done, self.loaded = set(), set()
-        parameters = (*self.parameters(), *(self.name(value) for value in given))
-        functions.append(Function(name, parameters, tuple(lines)))
-        return _Call(name, given)
-
-    def accumulator(self, value: int) -> str:
-        dtype = self.fold_type(value)
-        identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
-        shape = (self.outer.block,) if self.flat else (self.tile.rows, self.outer.block)
-        return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
-
-    def combined(self, value: int, operand: str) -> str:
-        total = f"acc{self.prefix}{value}"
-        return f"{total} = {REDUCTIONS[self.reduction(value).kind].triton_combine.format(total, operand)}"
-
-
-class _Right(_Side):
-    """The side of the weights, whose rows are those that the epilogue's columns pick."""
-
-    def __init__(self, outer: ContractionEmitter, product: Product) -> None:
-        super().__init__(outer, product.right, outer.tile.cols, "r")
-        self.flat, self.masks_rows = False, outer.masks_cols
-        # Weights are read once.
-        self.policies = {
-            one: "evict_first" for one in product.right.loads
-            if isinstance(one, Load) and index_extent(product.right, one.index) == (True, True)
-        }
-
-    def function(self, name: str, product: Product, functions: list[Function]) -> str:
-        if name not in (one.name for one in functions):
-            value, instr = product.right_value, self.segment.body[product.right_value]
-            if isinstance(instr, Load) and not self.outer.flat:  # tensor cores take it as it is stored
-                inside, text = [self.early_load(value, instr)], self._raw(value, instr)
-            else:
-                inside, text = self.values(ancestors(self.segment.body, [value])), self.tensor(value)
-            result = f"tl.where(in_cols, {text}, 0.0)" if self.masks_cols else text
-            lines = (*self.coordinates.definitions(), *inside, f"return {result}")
-            functions.append(Function(name, tuple(self.parameters()), lines))
-        return name

@@ -6,9 +6,12 @@ tensor cores, with blocks of the inner dimension in shared memory ahead of their
 
 from __future__ import annotations
 
+import math
+
 from fuseplan.kernels.gpu.overlap import default_overlap, overlap_tunables
 from fuseplan.kernels.gpu.tile import next_power_of_2, programs
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
+from fuseplan.kernels.ir.gathers import footprint
 from fuseplan.kernels.ir.index import evaluate, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
 from fuseplan.kernels.triton.split_sums import unsplittable
@@ -78,7 +81,8 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
             if not _LEAST_EACH <= each <= _MOST_EACH:
                 return f"{each:g} elements of a block of weights for each thread"
             # Weights as they are stored, activations, and sums where there are several blocks.
-            words = sums * each / 2 + inner / threads + (0 if inner >= _inner(ir) else sums * each)
+            stored = each * _weight_bytes(ir, segment) / 4
+            words = sums * stored + inner / threads + (0 if inner >= _inner(ir) else sums * each)
             if words > limit:
                 return f"{sums} sums of {each:g} elements a thread do not fit its registers"
             continue
@@ -89,7 +93,7 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
             return f"{each:g} rows of weights for each warp"
         held = stages * inner * (sums * cols * _weight_bytes(ir, segment) + rows * 2)
         if held > _SHARED_BYTES:
-            return f"{held} bytes of blocks on their way do not fit shared memory"
+            return f"{held:.0f} bytes of blocks on their way do not fit shared memory"
     count, splits = programs(ir, config, {}), int(config.get("splits", 1))
     if count < target.cores // 2:
         return f"{count} programs leave most of {target.cores} multiprocessors idle"
@@ -114,9 +118,14 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     """A configuration that is good without tuning."""
     anchored = [segment for segment in ir.segments if segment.products]
     rows, sums = _rows(ir), max(map(_sums, anchored))
-    wide = rows >= _TILED_ROWS or any(_weight_bytes(ir, segment) > 2 for segment in anchored)
+    each = max(_weight_bytes(ir, segment) for segment in anchored)
+    wide = rows >= _TILED_ROWS or each > 2.5
+    # The narrower weights are, the more of them make the same bytes on their way.
+    several = min(8, next_power_of_2(round(2 / each)))
     wished = (
-        {"block_rows": 1, "block_cols": 1, "block_inner": 2048, "num_warps": 4, "num_stages": 1} if rows == 1 else {
+        {
+            "block_rows": 1, "block_cols": several, "block_inner": 2048, "num_warps": 4, "num_stages": 1,
+        } if rows == 1 else {
             "block_rows": min(64, max(16, next_power_of_2(rows))), "block_cols": 32 if sums == 2 else 16,
             "block_inner": 128 if wide else 256, "num_warps": 2, "num_stages": 4, "splits": 1,
         }
@@ -126,15 +135,16 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     return {**default_overlap(target), **chosen}
 
 
-def likeness(ir: KernelIR) -> tuple[tuple[int, ...], ...]:
-    """Of each matmul: rows of tiles of its left side, rows of weights, the inner dimension, bytes of a weight, matmuls
-    in one tile, and folds of the left side's rows. Epilogues take little time beside the weights; the order is any.
+def likeness(ir: KernelIR) -> tuple[tuple[object, ...], ...]:
+    """Of each matmul: rows of tiles of its left side, rows of weights, the inner dimension, bytes of a weight and how
+    many instructions make one, what it is multiplied in, matmuls in one tile, and folds of the left side's rows.
+    Epilogues take little time beside the weights; the order is any.
     """
     rows = 1 if _rows(ir) == 1 else max(16, next_power_of_2(_rows(ir)))
     return tuple(sorted(
         (
             rows, evaluate(segment.cols, {}) * _sums(segment) // len(segment.products), evaluate(one.left.cols, {}),
-            _weight_bytes(ir, segment), len(segment.products),
+            _weight_bytes(ir, segment), len(one.right.body), one.dtype, len(segment.products),
             sum(isinstance(instr, Reduce) for instr in one.left.body),
         )
         for segment in ir.segments for one in segment.products
@@ -162,6 +172,13 @@ def _inner(ir: KernelIR) -> int:
     return max(evaluate(one.left.cols, {}) for segment in ir.segments for one in segment.products)
 
 
-def _weight_bytes(ir: KernelIR, segment: Segment) -> int:
-    loads = (load for one in segment.products for load in one.right.loads)
-    return max((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in loads), default=2)
+def _weight_bytes(ir: KernelIR, segment: Segment) -> float:
+    """Bytes of a weight in memory, with its share of scales and the like."""
+    return max((_stored_bytes(ir, one.right) for one in segment.products), default=2.0)
+
+
+def _stored_bytes(ir: KernelIR, side: Segment) -> float:
+    sizes = side.extents()
+    loads = {(one.buffer, one.index) for one in side.loads}
+    nbytes = sum(footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
+    return nbytes / math.prod(sizes)

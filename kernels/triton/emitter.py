@@ -13,7 +13,8 @@ from fuseplan.kernels.ir.backend import BuildError, Config, checked
 from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import KernelIR, Segment
 from fuseplan.kernels.triton.config import PARAMETERS
-from fuseplan.kernels.triton.contraction import ContractionEmitter, Function
+from fuseplan.kernels.triton.contraction import ContractionEmitter
+from fuseplan.kernels.triton.contraction_sides import Function
 from fuseplan.kernels.triton.helpers import helper_sources
 from fuseplan.kernels.triton.index import symbol_argument, triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from fuseplan.kernels.ir.contraction import factored
+from collections.abc import Sequence
+from functools import reduce as fold
+
+from fuseplan.kernels.ir.contraction import factored, needed
 from fuseplan.kernels.ir.index import Index, Size, flatten
 from fuseplan.kernels.ir.ir import (
+    ITEMSIZE,
     NARROW,
     Apply,
+    Cast,
     Dot,
     Gather,
+    Instr,
     Load,
     Product,
     Round,
     RowValue,
     Segment,
     Store,
+    ancestors,
     register_type,
+    renamed,
 )
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
@@ -160,7 +168,8 @@ class Puller(BodyBuilder):
             raise NotLowerable(f"{node.op} ({node.name}): its rows run across the columns of the group")
         left, right = (node.inputs[number] for number in numbers)
         inner, width = self.specs[left].shape[-1], self.specs[node.outputs[0]].shape[-1]
-        sides: list[tuple[Segment, int]] = []
+        dtype = self.specs[right].dtype
+        sides: list[tuple[Segment, int, tuple[int, ...]]] = []
         for value, own in ((left, space.rows), (right, (width,))):
             side = IterationSpace(own, inner)
             k = Index.coord(len(own), inner)
@@ -168,20 +177,38 @@ class Puller(BodyBuilder):
             position = (*rows, k) if value == left and not sides else (at, k) if transposed else (k, at)
             held = Puller(self._group, side)
             pulled = held.cast(held.pull(value, position), "float64" if self._is_double(node) else "float32")
-            sides.append((Segment(own, inner, tuple(side.body), ()), pulled))
-        product = Product(*sides[0], *sides[1])
-        factors: tuple[int, ...] = ()
-        # What is not normalised yet need not fit float16, in which tensor cores would multiply it.
-        if self.specs[right].dtype != "float16":
-            product, factors = factored(product)
+            whole = Segment(own, inner, tuple(side.body), ())
+            split = factored(whole, pulled)
+            # What is not scaled yet need not fit float16, in which tensor cores would multiply it; a byte does.
+            fits = dtype != "float16" or self._is_byte(split[0].body, split[1])
+            sides.append(split if fits else (whole, pulled, ()))
+        (activations, multiplied, ones), (other, rest, others) = sides
+        if other.has_reduction():
+            raise NotLowerable(f"{node.op} ({node.name}): rows of its weights are folded")
+        weights, (weight,) = needed(other, [rest])
+        product = Product(activations, multiplied, weights, weight, dtype)
         if product not in space.products:
             space.products.append(product)
-        number = space.products.index(product)
-        dtype = register_type(self.specs[node.outputs[0]].dtype)
-        total = space.emit(Dot(dtype, number, column))
-        for factor in factors:
-            total = self.apply("mul", total, space.emit(RowValue(dtype, number, factor)))
-        return total
+        number, wide = space.products.index(product), register_type(self.specs[node.outputs[0]].dtype)
+        total = space.emit(Dot(wide, number, column))
+        factors = [space.emit(RowValue(wide, number, factor)) for factor in ones]
+        factors += [self._brought(other, factor, column) for factor in others]
+        return fold(lambda scaled, factor: self.apply("mul", scaled, factor), factors, total)
+
+    def _is_byte(self, body: Sequence[Instr], value: int) -> bool:
+        """Whether a value of a side is stored in one byte."""
+        instr = body[value]
+        while isinstance(instr, Cast):
+            instr = body[instr.arg]
+        return isinstance(instr, Load) and ITEMSIZE[self.specs[self._group.inputs[instr.buffer]].dtype] == 1
+
+    def _brought(self, side: Segment, value: int, row: Index) -> int:
+        """A number that row ``row`` of a side has, as a value of this space."""
+        moved = side.with_indices(lambda index: index.substitute({0: row}))
+        places: dict[int, int] = {}
+        for one in ancestors(side.body, [value]):
+            places[one] = self._space.emit(renamed(moved.body[one], places.__getitem__))
+        return places[value]
 
     def _is_double(self, node: OpNode) -> bool:
         return self.specs[node.outputs[0]].dtype == "float64"

@@ -10,8 +10,8 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Traffic, Work
 from fuseplan.kernels.gpu.overlap import overlap_of
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.gathers import gathered_elements, value_axes
-from fuseplan.kernels.ir.index import Coord, Index, evaluate
+from fuseplan.kernels.ir.gathers import footprint, gathered_elements, value_axes
+from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduce, Segment, Store
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
@@ -40,7 +40,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         passes = _passes(segment)
         for load in segment.loads:
             if load.gather is None and segment.col_axis in load.index.axes():
-                elements = _footprint(load.index, segment.extents())
+                elements = footprint(load.index, segment.extents())
                 repeated += (passes - 1) * elements * ITEMSIZE[ir.buffers[load.buffer].dtype]
         _count_flops(segment, flops)
     gathered = gathered_elements(ir)
@@ -77,7 +77,7 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
         for load in segment.loads:
             own = touched.setdefault(load.buffer, {})
             if load.gather is None:
-                own[load.index] = _footprint(load.index, sizes)
+                own[load.index] = footprint(load.index, sizes)
         for store in segment.stores:
             touched.setdefault(store.buffer, {})[store.index] = _stored(segment, store, sizes)
     return touched
@@ -86,7 +86,7 @@ def _touched(ir: KernelIR) -> dict[int, dict[Index, int]]:
 def _stored(segment: Segment, store: Store, sizes: tuple[int, ...]) -> int:
     """Elements that a store reaches; where data says which rows, each of them another one."""
     axes = set() if store.scatter is None else value_axes(segment)[store.scatter.value] - store.index.axes()
-    return _footprint(store.index, sizes) * math.prod(sizes[axis] for axis in axes)
+    return footprint(store.index, sizes) * math.prod(sizes[axis] for axis in axes)
 
 
 def _reached_bytes(buffer: Buffer, indices: Mapping[Index, int], gathered: int) -> float:
@@ -124,7 +124,7 @@ def _traffic(ir: KernelIR) -> tuple[Traffic, ...]:
         sizes = segment.extents()
         loads = {(one.buffer, one.index) for one in segment.loads if one.gather is None}
         stores = {replace(store, value=0) for store in segment.stores}
-        loaded_bytes = sum(_footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
+        loaded_bytes = sum(footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
         written_bytes = sum(_stored(segment, one, sizes) * ITEMSIZE[ir.buffers[one.buffer].dtype] for one in stores)
         found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes(ir, segment), float(written_bytes)))
     return tuple(found)
@@ -134,13 +134,6 @@ def _passes(segment: Segment) -> int:
     """Sweeps over the columns of a row: one per level of reductions that feed each other, plus that of stores there."""
     levels = reduction_levels(segment)
     return levels + (not levels or not all(map(segment.store_per_row, segment.stores)))
-
-
-def _footprint(index: Index, sizes: tuple[int, ...]) -> int:
-    """Distinct elements an index reaches: the product of the extents it depends on."""
-    total = math.prod(sizes[axis] for axis in index.axes())
-    plain = all(isinstance(atom, Coord) for atom, _ in index.terms)
-    return total if plain else min(total, evaluate(index.maximum(), {}) + 1)
 
 
 def _count_flops(segment: Segment, flops: dict[str, float]) -> None:

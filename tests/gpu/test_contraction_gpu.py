@@ -18,8 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matmul_groups_are_right(tmp_path: Path, dtype: torch.dtype) -> None:
     found = list(matmul_groups.errors(TritonBackend(tmp_path), dtype, "cuda"))
-    allowed = matmul_groups.TOLERANCE[str(dtype)]
-    assert found and not [one for one in found if not (one["error"] <= allowed and one["same"])]
+    assert found and not [one for one in found if not matmul_groups.is_right(one)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

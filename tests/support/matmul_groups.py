@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from graphs import Builder, wide
 from lower_oracle import rms_norm
+from quantised_groups import quantised_groups
 
 from fuseplan.kernels.ir.backend import SM90, Config
 from fuseplan.kernels.ir.ir import KernelIR
@@ -105,6 +106,7 @@ def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]
             yield f"gated {rows} {width} {inner}", *gated(rows, width, inner, dtype)
         yield f"attention inputs {rows}", *attention_inputs(rows, 40, dtype)
         yield f"large {rows}", *large(rows, 24, 40, dtype)
+    yield from quantised_groups(dtype)
 
 
 #: Errors allowed, of the largest result: what tensor cores are given is rounded to the type of the weights.
@@ -122,20 +124,41 @@ def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]
 
 
 def errors(backend: TritonBackend, dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
-    """How wrong each group's kernel is with each configuration, and whether a second call gives the same bits."""
+    """How wrong each group's kernel is with each configuration, and whether a second call gives the same bits.
+
+    Beside the error stands that of ATen's ops.
+    """
     for name, b, outputs in groups(dtype):
         lowered, expected = lowered_whole(b, *outputs)
+        plain = chain_module(group_nodes(b.graph(*outputs), lowered), lowered.inputs, lowered.outputs, "cpu")
+        eager = _error(plain(*(_copied(value, "cpu") for value in b.values(lowered.inputs))), expected)
         for config in configs(backend, lowered.ir, b.tensors["x"].shape[0]):
             kernel = backend.fused_callable(lowered.ir, config, SM90)
             made, again = (
-                _all(kernel(*(value.clone().to(device) for value in b.values(lowered.inputs)))) for _ in range(2)
-            )
-            error = max(
-                float((one.cpu().double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
-                for one, wanted in zip(made, expected, strict=True)
+                _all(kernel(*(_copied(value, device) for value in b.values(lowered.inputs)))) for _ in range(2)
             )
             same = all(torch.equal(one, other) for one, other in zip(made, again, strict=True))
-            yield {"group": name, "dtype": str(dtype), "config": dict(config), "error": error, "same": same}
+            yield {"group": name, "dtype": str(dtype), "config": dict(config), "error": _error(made, expected),
+                   "eager": eager, "same": same}
+
+
+def _error(made: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest, of the largest result."""
+    return max(
+        float((one.cpu().double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+        for one, wanted in zip(made, expected, strict=True)
+    )
+
+
+def is_right(found: Mapping[str, Any]) -> bool:
+    """Whether what :func:`errors` says of a kernel is as it should be: no more wrong than ATen, but for rounding."""
+    most = TOLERANCE[found["dtype"]]
+    return bool(found["same"] and found["error"] <= min(most, found["eager"] + most / 4))
+
+
+def _copied(value: torch.Tensor, device: str) -> torch.Tensor:
+    """The same numbers in the same layout."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
 
 
 def _all(made: Any) -> tuple[torch.Tensor, ...]:

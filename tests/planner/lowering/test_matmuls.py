@@ -8,12 +8,14 @@ from graphs import Builder
 from kernel_reference import run_reference
 from lower_oracle import rms_norm
 from matmul_groups import attention_inputs, gated, heads, hidden, lowered_whole, rotated, weights
+from quantised_groups import FORMATS, quantised
 
 from fuseplan.kernels.ir.in_place import Execution, reuse_options
 from fuseplan.kernels.ir.ir import Dot, Reduce, RowValue
 from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.lowering.lower import Lowered
+from fuseplan.planner.work.group_work import kernel_work
 
 
 def check(b: Builder, *outputs: str, tolerance: float = 1e-9) -> Lowered:
@@ -72,6 +74,43 @@ def test_the_scale_of_a_norm_multiplies_the_sum() -> None:
     before = left.body[: left.body.index(next(one for one in left.body if isinstance(one, Reduce)))]
     assert not left.per_row[segment.products[0].left_value]
     assert not any(isinstance(one, Reduce) for one in before)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_read_as_they_are_stored(name: str, rows: int) -> None:
+    """And only once: what a kernel moves is its operands and its result."""
+    b = quantised(name, rows, 32, 64, torch.bfloat16)
+    lowered, (expected,) = lowered_whole(b)
+    (result,) = run_reference(lowered.ir, b.values(lowered.inputs))
+    torch.testing.assert_close(result.double(), expected, rtol=1e-9, atol=1e-9)
+    (segment,) = lowered.ir.segments
+    assert len(segment.products) == 1 and segment.products[0].dtype == "bfloat16"
+    operands = [b.tensors[value].nbytes for value in lowered.inputs]
+    assert kernel_work(lowered.ir).dram_bytes == sum(operands) + rows * 32 * 2
+
+
+@pytest.mark.parametrize(("dtype", "factors"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_the_scale_of_an_output_channel_multiplies_the_sum(dtype: torch.dtype, factors: bool) -> None:
+    """In float16 only where weights without it fit, as bytes do."""
+    def buffers_of_weights(stored: torch.dtype) -> int:
+        b = Builder(x=hidden(3, dtype=dtype), scale=torch.rand(24, 1).to(dtype),
+                    w=(torch.randn(24, 16) * 8).to(stored))
+        wide = b("aten.to.dtype", "w", dtype=str(dtype).removeprefix("torch.")) if stored != dtype else "w"
+        lowered, (expected,) = lowered_whole(b, b("aten.linear.default", "x", b("aten.mul.Tensor", wide, "scale")))
+        (result,) = run_reference(lowered.ir, b.values(lowered.inputs))
+        torch.testing.assert_close(result.double(), expected, rtol=1e-9, atol=1e-9)
+        return len({load.buffer for load in lowered.ir.segments[0].products[0].right.loads})
+
+    assert buffers_of_weights(torch.int8) == 1
+    assert buffers_of_weights(dtype) == (1 if factors else 2)
+
+
+def test_weights_whose_rows_are_folded_stay_outside() -> None:
+    b = Builder(x=hidden(3), **weights("w"))
+    norm = b("aten.amax.default", b("aten.abs.default", "w"), dim=[1], keepdim=True)
+    with pytest.raises(NotLowerable, match="rows of its weights are folded"):
+        lowered_whole(b, b("aten.linear.default", "x", b("aten.div.Tensor", "w", norm)))
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (3, 1), (2, 5)])

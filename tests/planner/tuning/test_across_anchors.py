@@ -11,6 +11,7 @@ import torch
 from dispatch_samples import Block, compiled
 from graphs import Builder
 from lower_oracle import rms_norm
+from quantised_groups import FORMATS, quantised
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
@@ -53,6 +54,29 @@ def test_groups_around_matmuls_reach_from_the_norm_to_the_activation() -> None:
     held = [names(graph, one.ops) for one in found]
     assert any(one.count("linear") == 2 and {"rsqrt", "silu"} <= set(one) for one in held)
     assert all(book.legal(one.ops) is None for one in found)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_group_holds_all_that_makes_weights_of_what_is_stored(name: str) -> None:
+    graph = quantised(name, 3, 256, 256, torch.float16).graph()
+    (region,) = find_regions(graph)
+    book = GroupBook(graph, "fp32", "cuda")
+    islands = [part for part in region_parts(graph, region) if not is_anchor(graph, part)]
+    enumerated = [one for part in islands for one in book.enumerated(part, CandidateLimits()).candidates]
+    widest = max(anchored_candidates(graph, region, enumerated, book.legal), key=lambda one: len(one.ops))
+    assert widest.outputs == graph.outputs and set(widest.inputs) <= set(graph.inputs)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_linears_run_on_cpus(tmp_path: Path, name: str) -> None:
+    """Where no kernel holds a matmul, and nothing was tuned."""
+    torch._dynamo.reset()
+    fuseplan.planner.reset_stats()
+    x, *packed = quantised(name, 3, 256, 256, torch.bfloat16).arguments
+    function = FORMATS[name].function
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(function, tmp_path / "t.db")(x, *packed), function(x, *packed))
+    assert not fuseplan.planner.stats().fallbacks
 
 
 @pytest.mark.parametrize(("matmul_us", "kept"), [(8.0, True), (60.0, False)])

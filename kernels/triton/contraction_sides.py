@@ -1,0 +1,139 @@
+"""The two sides of a matmul in a Triton program: functions of a row and a column that a loop calls block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuseplan.kernels.ir.index import divides
+from fuseplan.kernels.ir.ir import ITEMSIZE, Cast, Load, Product, Reduce, Segment, ancestors, operands
+from fuseplan.kernels.ir.ops import REDUCTIONS
+from fuseplan.kernels.ir.schedule import reduction_depths
+from fuseplan.kernels.triton.segment import SegmentEmitter
+from fuseplan.kernels.triton.values import fold_identity, index_extent, literal, tl_type
+
+
+@dataclass(frozen=True)
+class Function:
+    """A helper of the generated module; its parameters come before the kernel's own arguments."""
+
+    name: str
+    parameters: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    #: Folds of the side that the function is given.
+    folded: tuple[int, ...]
+
+
+class Side(SegmentEmitter):
+    """Emits values of one side of a product; ``row`` and ``col`` are parameters."""
+
+    def __init__(self, outer: SegmentEmitter, side: Segment, rows: int, prefix: str) -> None:
+        self.block = int(outer.config["block_inner"])
+        config = {**outer.config, "block_rows": rows, "block_cols": self.block}
+        super().__init__(outer.buffers, outer.names, side, config)
+        self.outer, self.prefix = outer, prefix
+        self.masks_cols = divides(self.block, side.cols) is None
+
+    def results(self, values: Sequence[int]) -> list[str]:
+        """Their names; beyond the last column they are 0."""
+        names = [self.tensor(value) for value in values]
+        return [f"tl.where(in_cols, {name}, 0.0)" if self.masks_cols else name for name in names]
+
+    def parameters(self) -> list[str]:
+        return ["row", "col", *(["in_rows"] if self.masks_rows else []), *(["in_cols"] if self.masks_cols else [])]
+
+
+class Left(Side):
+    """The side of the activations; its folds are made in the loops of the products."""
+
+    def __init__(self, outer: SegmentEmitter, left: Segment, number: int) -> None:
+        super().__init__(outer, left, outer.tile.rows, f"l{number}")
+        self.whole, self.number = left, number
+        self.tile, self.flat, self.masks_rows = outer.tile, outer.tile.flat, outer.masks_rows
+        self.depths = reduction_depths(self.segment)
+
+    def levels(self, wanted: Sequence[int]) -> list[list[int]]:
+        """The folds behind some values, by how many folds each waits for."""
+        behind = ancestors(self.segment.body, wanted)
+        folds = [value for value in behind if isinstance(self.segment.body[value], Reduce)]
+        depth = max((self.depths[value] for value in folds), default=0)
+        return [[value for value in folds if self.depths[value] == level + 1] for level in range(depth)]
+
+    def folds(self, values: Sequence[int]) -> list[int]:
+        """The folds that some values are made of."""
+        return [value for value in ancestors(self.segment.body, values) if isinstance(self.segment.body[value], Reduce)]
+
+    def behind(self, values: Sequence[int]) -> list[int]:
+        """Some values and what they are made of, up to folds."""
+        body = self.segment.body
+        return ancestors(body, values, lambda value: not isinstance(body[value], Reduce))
+
+    def function(self, values: Sequence[int], name: str, functions: list[Function]) -> Call:
+        """A function that computes values, and operands of folds, at some rows and columns."""
+        body = self.segment.body
+        folds = [value for value in values if isinstance(body[value], Reduce)]
+        plain = [value for value in values if value not in folds]
+        roots = [*plain, *(self.reduction(value).arg for value in folds)]
+        inside = self.behind(roots)
+        given = tuple(value for value in inside if isinstance(body[value], Reduce))
+        self.done, self.loaded = set(), set()
+        lines = [f"{self.prefix}in_cols = in_cols"] if self.masks_cols else []
+        lines += self.values(inside)
+        results = [*self.results(plain), *(self.masked_operand(value) for value in folds)]
+        lines = [*self.coordinates.definitions(), *lines, f"return {', '.join(results)}"]
+        self.done, self.loaded = set(), set()
+        parameters = (*self.parameters(), *(self.name(value) for value in given))
+        functions.append(Function(name, parameters, tuple(lines)))
+        return Call(name, given)
+
+    def accumulator(self, value: int) -> str:
+        dtype = self.fold_type(value)
+        identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
+        shape = (self.block,) if self.flat else (self.tile.rows, self.block)
+        return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
+
+    def combined(self, value: int, operand: str) -> str:
+        total = f"acc{self.prefix}{value}"
+        return f"{total} = {REDUCTIONS[self.reduction(value).kind].triton_combine.format(total, operand)}"
+
+
+class Right(Side):
+    """The side of the weights, whose rows are those that the epilogue's columns pick."""
+
+    def __init__(self, outer: SegmentEmitter, product: Product) -> None:
+        super().__init__(outer, product.right, outer.tile.cols, "r")
+        self.flat, self.masks_rows = False, outer.masks_cols
+        # Weights are read once.
+        self.policies = {
+            one: "evict_first" for one in product.right.loads
+            if isinstance(one, Load) and index_extent(product.right, one.index) == (True, True)
+        }
+
+    def function(self, name: str, product: Product, dtype: str, functions: list[Function]) -> str:
+        """A function that reads weights, for tensor cores in the type in which they multiply."""
+        if name not in (one.name for one in functions):
+            body, value = self.segment.body, product.right_value
+            text = self.tensor(value)
+            stored = self._stored(value)
+            if isinstance(load := body[stored], Load) and not self.outer.flat:
+                inside = [*self.values(ancestors(body, operands(load))), self.early_load(stored, load)]
+                # Nothing is lost between its type and that in which tensor cores take it.
+                text = f"{self._raw(stored, load)}.to({tl_type(dtype)})"
+            else:
+                inside = self.values(ancestors(body, [value]))
+            result = f"tl.where(in_cols, {text}, 0.0)" if self.masks_cols else text
+            lines = (*self.coordinates.definitions(), *inside, f"return {result}")
+            functions.append(Function(name, tuple(self.parameters()), lines))
+        return name
+
+    def _stored(self, value: int) -> int:
+        """What a value is widened from, where that is a byte in memory; else the value."""
+        instr, body = self.segment.body[value], self.segment.body
+        if isinstance(instr, Cast) and isinstance(load := body[instr.arg], Load):
+            return instr.arg if ITEMSIZE[self.buffers[load.buffer].dtype] == 1 else value
+        return value

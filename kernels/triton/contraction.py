@@ -107,11 +107,12 @@ class ContractionEmitter(SegmentEmitter):
         edge = (", in_k" if self.flat else ", in_k[None, :]") if left.masks_cols else ""
         given = "".join(f", {left.name(value)}" for value in call.folded)
         # Weights come from afar: they are asked for first.
-        body = [f"w{number} = {self._weights(number, left)}" for number in dots]
+        at_once = left.segment.cols <= self.block and self.share.splits == 1
+        body = [f"w{number} = {self._weights(number, left, '0' if at_once else 'start')}" for number in dots]
         body.append(f"{', '.join(results)} = {call.name}({positions}{masks}{edge}{given}, {self.arguments})")
         if left.masks_cols:
             body.insert(0, f"in_k = k < {triton_size(left.segment.cols)}")
-        if isinstance(left.segment.cols, int) and left.segment.cols <= self.block and self.share.splits == 1:
+        if at_once:
             body += [f"acc{left.prefix}{value} = f{value}" for value in folds]
             body += [f"sum{number} = {self._multiplied(number)}" for number in dots]
             lines = [f"k = tl.arange(0, {self.block})", *body]
@@ -143,14 +144,18 @@ class ContractionEmitter(SegmentEmitter):
     def _held(self, number: int) -> str:
         return "float64" if self.dots[number].dtype == "float64" else "float32"
 
-    def _weights(self, number: int, left: Left) -> str:
-        """A block of the weights of a sum."""
+    def _weights(self, number: int, left: Left, first: str) -> str:
+        """A block of the weights of a sum, from column ``first`` on."""
         product = self.product(self.dots[number])
         name = f"read{self.suffix}_right{self.segment.products.index(product)}"
-        Right(self, product).function(name, product, self._dot_type(product), self.functions)
+        column = Index.coord(self.segment.col_axis, self.segment.cols)
+        in_order = all(one.index == column for one in self.dots if self.product(one) == product)
+        Right(self, product, in_order).function(name, product, self._dot_type(product), self.functions)
         masks = (", in_cols[:, None]" if self.flat else ", tl.trans(in_cols)") if self.masks_cols else ""
         edge = ", in_k[None, :]" if left.masks_cols else ""
-        return f"{name}({self._weight_rows(number)}, k[None, :]{masks}{edge}, {self.arguments})"
+        block = self._block_numbers()[1]
+        first_row = f"{block} * {self.tile.cols}" if block else "0"
+        return f"{name}({self._weight_rows(number)}, k[None, :]{masks}{edge}, {first_row}, {first}, {self.arguments})"
 
     def _weight_rows(self, number: int) -> str:
         return f"n{number}[:, None]" if self.flat else f"tl.trans(n{number})"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fuseplan.kernels.ir.index import divides
+from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Cast, Load, Product, Reduce, Segment, ancestors, operands
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import reduction_depths
+from fuseplan.kernels.triton.index import Coordinates
 from fuseplan.kernels.triton.segment import SegmentEmitter
 from fuseplan.kernels.triton.values import fold_identity, index_extent, literal, tl_type
 
@@ -27,6 +29,18 @@ class Call:
     name: str
     #: Folds of the side that the function is given.
     folded: tuple[int, ...]
+
+
+def run_of(index: Index, axis: int, most: int) -> int:
+    """How many neighbours along an axis read one element: a power of two, where all blocks of so many do; 1 without."""
+    dependent = [atom for atom, _ in index.terms if axis in (
+        {atom.axis} if isinstance(atom, Coord) else atom.base.axes())]
+    run = most
+    for atom in dependent:
+        if not isinstance(atom, FloorDiv) or atom.base.coefficient(axis) != 1 or len(atom.base.terms) > 1:
+            return 1
+        run = math.gcd(run, atom.divisor, atom.base.const)
+    return run if dependent else 1
 
 
 class Side(SegmentEmitter):
@@ -102,10 +116,22 @@ class Left(Side):
         return f"{total} = {REDUCTIONS[self.reduction(value).kind].triton_combine.format(total, operand)}"
 
 
-class Right(Side):
-    """The side of the weights, whose rows are those that the epilogue's columns pick."""
+@dataclass(frozen=True)
+class _Axis:
+    """Rows or columns of a block of weights; ``ending`` makes a tensor of the block's rank of their positions."""
 
-    def __init__(self, outer: SegmentEmitter, product: Product) -> None:
+    name: str
+    axis: int
+    size: int
+    block: int
+    masked: bool
+    ending: str
+
+
+class Right(Side):
+    """The side of the weights; its rows are those that the epilogue's columns pick, one after another if ``in_order``."""
+
+    def __init__(self, outer: SegmentEmitter, product: Product, in_order: bool) -> None:
         super().__init__(outer, product.right, outer.tile.cols, "r")
         self.flat, self.masks_rows = False, outer.masks_cols
         # Weights are read once.
@@ -113,6 +139,38 @@ class Right(Side):
             one: "evict_first" for one in product.right.loads
             if isinstance(one, Load) and index_extent(product.right, one.index) == (True, True)
         }
+        self.in_order = in_order
+        self.axes = (
+            _Axis("row", 0, self.segment.rows[0], outer.tile.cols, self.masks_rows, "[:, None]"),
+            _Axis("col", 1, self.segment.cols, self.block, self.masks_cols, "[None, :]"),
+        )
+        #: Definitions of the positions at which loads are made that neighbours share.
+        self.shared: dict[str, str] = {}
+
+    def parameters(self) -> list[str]:
+        return [*super().parameters(), "first_row", "first_col"]
+
+    def load(self, instr: Load) -> str:
+        """Neighbours that read one element load it once: a word of several numbers, the scale of a group of them."""
+        rows, cols = (run_of(instr.index, one.axis, one.block) for one in self.axes)
+        rows = rows if self.in_order else 1
+        if instr.mask is not None or rows == cols == 1:
+            return super().load(instr)
+        index, names, conditions = instr.index, [], []
+        for one, run in zip(self.axes, (rows, cols), strict=True):
+            count = -(-one.size // run)
+            names.append(one.name if run == 1 else f"{one.name}_{run}")
+            if run > 1:
+                at = f"first_{one.name} // {run} + tl.arange(0, {one.block // run})"
+                self.shared[names[-1]] = f"({at}){one.ending}"
+                index = index.substitute({one.axis: Index.coord(one.axis, count) * run})
+            if one.masked and one.axis in instr.index.axes():
+                conditions.append(f"({names[-1]} < {count})")
+        coordinates = Coordinates(self.segment, row=names[0], col=names[1])
+        pointer = " + ".join([self.names[instr.buffer], *coordinates.terms(index)])
+        mask = f", mask={' & '.join(conditions)}" if conditions else ""
+        policy = f', eviction_policy="{self.policies[instr]}"' if instr in self.policies else ""
+        return f"_repeated(tl.load({pointer}{mask}{policy}), {rows}, {cols})"
 
     def function(self, name: str, product: Product, dtype: str, functions: list[Function]) -> str:
         """A function that reads weights, for tensor cores in the type in which they multiply."""
@@ -127,7 +185,8 @@ class Right(Side):
             else:
                 inside = self.values(ancestors(body, [value]))
             result = f"tl.where(in_cols, {text}, 0.0)" if self.masks_cols else text
-            lines = (*self.coordinates.definitions(), *inside, f"return {result}")
+            shared = (f"{name} = {text}" for name, text in self.shared.items())
+            lines = (*self.coordinates.definitions(), *shared, *inside, f"return {result}")
             functions.append(Function(name, tuple(self.parameters()), lines))
         return name
 

@@ -16,6 +16,29 @@ def _float_of_bfloat16(x):
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 '''
 
+# What is joined stays in one thread, beside itself; so should be what takes one word apart, but not all of a group.
+_REPEATED = '''
+@triton.jit
+def _repeated(x, rows: tl.constexpr, cols: tl.constexpr):
+    """Each element of a block as a block of ``rows`` x ``cols``, powers of two."""
+    height: tl.constexpr = x.shape[0]
+    width: tl.constexpr = x.shape[1]
+    if cols == 2:
+        x = tl.reshape(tl.join(x, x), (height, width * 2))
+    elif cols == 4:
+        x = tl.join(x, x)
+        x = tl.reshape(tl.join(x, x), (height, width * 4))
+    elif cols == 8:
+        x = tl.join(x, x)
+        x = tl.join(x, x)
+        x = tl.reshape(tl.join(x, x), (height, width * 8))
+    elif cols > 1:
+        x = tl.reshape(tl.broadcast_to(x[:, :, None], (height, width, cols)), (height, width * cols))
+    if rows > 1:
+        x = tl.reshape(tl.broadcast_to(x[:, None, :], (height, rows, width * cols)), (height * rows, width * cols))
+    return x
+'''
+
 _FLOORDIV = '''
 @triton.jit
 def _floordiv(a, b):
@@ -179,7 +202,8 @@ def {name}(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
 _HELPERS = {
     re.findall(r"def (\w+)", source)[0]: source
     for source in (
-        _FLOAT_OF_BFLOAT16, _FLOORDIV, _REMAINDER, _EXP, _SIGMOID, _LOG1P, _TANH, _ERF, _ROUND, _POW, _SIN, _COS,
+        _FLOAT_OF_BFLOAT16, _REPEATED, _FLOORDIV, _REMAINDER, _EXP, _SIGMOID, _LOG1P, _TANH, _ERF, _ROUND, _POW,
+        _SIN, _COS,
         _PAIR.format(name="_larger", function="maximum"),
         _FOLD.format(name="_row_max", title="Maximum", pair="_larger"),
         _PAIR.format(name="_smaller", function="minimum"),

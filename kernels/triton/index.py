@@ -49,6 +49,8 @@ class Coordinates:
 
     segment: Segment
     block_rows: int = 1
+    row: str = "row"
+    col: str = "col"
     #: Run of row axes ``(first, last)`` -> (name, defining expression), in order of first use.
     used: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
 
@@ -62,13 +64,13 @@ class Coordinates:
                 base = _scaled(self.text(atom.base), 1)
                 rest.append((f"{base} {operator} {triton_size(atom.divisor)}", coefficient))
             elif atom.axis == self.segment.col_axis:
-                rest.append(("col", coefficient))
+                rest.append((self.col, coefficient))
             else:
                 coefficients[atom.axis] = coefficient
         texts = [_scaled(name, coefficient) for name, coefficient in self._runs(coefficients)]
         if not (isinstance(index.const, int) and index.const == 0):
             texts.append(triton_size(index.const))
-        rest.sort(key=lambda item: item[0] == "col")
+        rest.sort(key=lambda item: item[0] == self.col)
         texts += [_scaled(text, coefficient) for text, coefficient in rest]
         return texts
 
@@ -101,7 +103,7 @@ class Coordinates:
         """Name of the merged coordinate of row axes ``first .. last``."""
         rows = self.segment.rows
         if (first, last) == (0, len(rows) - 1):
-            return "row"
+            return self.row
         inner = product(rows[last + 1 :])
         whole = self.block_rows > 1 and isinstance(inner, int) and inner % self.block_rows == 0
         row = "first_row" if whole else "row"

@@ -62,13 +62,7 @@ class SegmentEmitter(ValueEmitter):
     def _geometry(self, body: str) -> list[str]:
         """Definitions of ``row`` and ``col`` (and their bounds), where ``body`` uses them."""
         tile, lines, used = self.tile, [], set(re.findall(r"\w+", body))
-        blocks = self.tile.col_blocks
-        # The program's block along the rows, and along the columns ("" where there is one only).
-        row_block, col_block = f"(pid // {triton_size(blocks)})", f"(pid % {triton_size(blocks)})"
-        if isinstance(blocks, int) and blocks == 1:
-            row_block, col_block = "pid", ""
-        elif isinstance(self.segment.num_rows, int) and self.segment.num_rows == 1:
-            row_block, col_block = "0", "pid"
+        row_block, col_block = self._block_numbers()
         if used & {"row", "in_rows"}:
             rows = f"({row_block} * {tile.rows} + tl.arange(0, {tile.rows}))[:, None]"
             lines.append(f"row = {row_block.removeprefix('(').removesuffix(')') if tile.flat else rows}")
@@ -79,6 +73,15 @@ class SegmentEmitter(ValueEmitter):
         if not tile.looped and used & {"col", "in_cols"}:
             lines += self._columns(f"{col_block} * {tile.cols} + " if col_block else "")
         return lines
+
+    def _block_numbers(self) -> tuple[str, str]:
+        """The program's block along the rows, and along the columns ("" where there is one only)."""
+        blocks = self.tile.col_blocks
+        if isinstance(blocks, int) and blocks == 1:
+            return "pid", ""
+        if isinstance(self.segment.num_rows, int) and self.segment.num_rows == 1:
+            return "0", "pid"
+        return f"(pid // {triton_size(blocks)})", f"(pid % {triton_size(blocks)})"
 
     def _columns(self, start: str, width: int = 1) -> list[str]:
         """The tile's columns, in chunks of ``width`` where that is more than one."""

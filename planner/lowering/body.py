@@ -10,8 +10,10 @@ from functools import reduce
 from typing import Any, Self
 
 import sympy
+import torch
 
 from fuseplan.kernels.ir import ir
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Coord, Index, Size, as_size, flatten, is_static, known_less_equal
 from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, Product, RegisterType, Segment, Store, register_type
 from fuseplan.kernels.ir.ops import OPS
@@ -124,6 +126,18 @@ class BodyBuilder(ABC):
     def known_range(self, value: int) -> tuple[float, float]:
         """Least and greatest number an integer value can be, infinite where that is not known."""
         instr = self._space.body[value]
+        if isinstance(instr, ir.Load | ir.Round):
+            dtype = instr.to if isinstance(instr, ir.Round) else self.specs[self._group.inputs[instr.buffer]].dtype
+            if dtype in ir.NARROW and "int" in dtype:
+                limits = torch.iinfo(torch_dtype(dtype))
+                return float(limits.min), float(limits.max)
+        if isinstance(instr, ir.Apply) and instr.op == "bit_and":
+            tops = [most for least, most in map(self.known_range, instr.args) if least >= 0]
+            return (0.0, min(tops)) if tops else (-math.inf, math.inf)
+        if isinstance(instr, ir.Apply) and instr.op == "shift_right":
+            (least, most), (by, _) = map(self.known_range, instr.args)
+            return (0.0, most if math.isinf(most) else float(int(most) >> int(by))) if min(least, by) >= 0 else (
+                -math.inf, math.inf)
         if isinstance(instr, ir.Cast):
             return self.known_range(instr.arg)
         if isinstance(instr, Const):

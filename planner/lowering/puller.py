@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce as fold
 
+import torch
+
 from fuseplan.kernels.ir.contraction import factored, needed
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Index, Size, flatten
 from fuseplan.kernels.ir.ir import (
     ITEMSIZE,
@@ -156,6 +159,9 @@ class Puller(BodyBuilder):
             return self.specs[self._group.inputs[instr.buffer]].dtype == dtype
         if isinstance(instr, Apply) and instr.op == "where":
             return all(self._fits(arg, dtype) for arg in instr.args[1:])
+        if dtype in NARROW and "int" in dtype:
+            limits, (least, most) = torch.iinfo(torch_dtype(dtype)), self.known_range(value)
+            return limits.min <= least and most <= limits.max
         return isinstance(instr, Round) and instr.to == dtype
 
     def dot(

@@ -157,19 +157,21 @@ def _upsample_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def _choose(
-    p: BodyBuilder, index: Index, starts: list[Size], piece: Callable[[BodyBuilder, int], int], first: int
+    p: BodyBuilder, index: Index, starts: list[Size], piece: Callable[[BodyBuilder, int], int], first: int,
+    masked: bool = True
 ) -> int:
-    """The piece of a cat that holds ``index``, decided now where possible, else selected under masks."""
+    """The piece of a cat that holds ``index``, decided now where possible, else selected; ``masked``: under masks."""
     if first == len(starts) - 2:
         return piece(p, first)
     below = p.split_at(index, starts[first + 1])
     if below is True:
         return piece(p, first)
     if below is False:
-        return _choose(p, index, starts, piece, first + 1)
+        return _choose(p, index, starts, piece, first + 1, masked)
     inside = p.apply("lt", p.iota(index), p.iota(Index(starts[first + 1])))
-    here = piece(p.masked(inside), first)
-    rest = _choose(p.masked(p.apply("logical_not", inside)), index, starts, piece, first + 1)
+    here = piece(p.masked(inside) if masked else p, first)
+    other = p.masked(p.apply("logical_not", inside)) if masked else p
+    rest = _choose(other, index, starts, piece, first + 1, masked)
     return p.apply("where", inside, here, rest)
 
 
@@ -178,7 +180,10 @@ def _stack(p: BodyBuilder, node: OpNode, position: Position) -> int:
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     inner = without(position, dim)
     starts: list[Size] = list(range(len(node.inputs) + 1))
-    return _choose(p, position[dim], starts, lambda q, k: q.cast(q.pull(node.inputs[k], inner), dtype), 0)
+    # Every part has an element there. Where neighbours are of different parts, all are read anyway, and one word that
+    # the parts take apart only once.
+    apart = dim + 1 < len(position)
+    return _choose(p, position[dim], starts, lambda q, k: q.cast(q.pull(node.inputs[k], inner), dtype), 0, apart)
 
 
 def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:

@@ -60,6 +60,18 @@ def test_kernels_of_narrow_weights_compile_without_spills(tmp_path: Path, name: 
     assert bool(re.search(r"mma\.\S*\.bf16\.bf16", ptx_of(backend, lowered.ir, config))) == (rows > 1)
 
 
+def test_words_and_scales_are_loaded_once_for_all_that_share_them(tmp_path: Path) -> None:
+    backend = TritonBackend(tmp_path)
+
+    def loads(name: str) -> int:
+        lowered, _ = lowered_whole(quantised(name, 16, 256, 512, torch.bfloat16))
+        ptx = ptx_of(backend, lowered.ir, backend.default_config(lowered.ir, SM90))
+        return len(re.findall(r"\bld\.global|\bcp\.async\.c[ag]", ptx))
+
+    counts = {name: loads(name) for name in FORMATS}
+    assert max(counts.values()) < 1.5 * counts["bfloat16, widened"], counts
+
+
 def test_sums_that_wait_for_their_rows_are_not_split(tmp_path: Path) -> None:
     """In float16 rows are normalised first: what is not normalised yet need not fit."""
     b, outputs = gated(16, 2048, 512, torch.float16)

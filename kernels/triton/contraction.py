@@ -2,7 +2,8 @@
 
 Each side of a product is a function of its positions, so the epilogue, the weights and the activations each have a
 ``row`` and a ``col`` of their own. With one row, sums are lanes of products that are folded once at the end: what
-counts then is how many bytes are on their way. With more rows tensor cores multiply, weights on the wide side.
+counts then is how many bytes are on their way. With more rows, or blocks of more, tensor cores multiply, weights on the
+wide side.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.overlap import overlapped
+from fuseplan.kernels.gpu.tile import TENSOR_CORE_ROWS
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Product, RowValue, Segment, ancestors
@@ -37,6 +39,9 @@ class ContractionEmitter(SegmentEmitter):
         name: str = "", share: Share | None = None,
     ) -> None:
         super().__init__(buffers, names, segment, config)
+        self.flat = self.tile.flat and config["block_rows"] == 1
+        #: Rows that tensor cores multiply; a row alone is all of them.
+        self.lanes = max(self.tile.rows, TENSOR_CORE_ROWS)
         self.arguments, self.suffix, self.share = arguments, name, share or Share()
         self.block = int(config["block_inner"])
         self.functions: list[Function] = []
@@ -138,7 +143,7 @@ class ContractionEmitter(SegmentEmitter):
 
     def _zeros(self, number: int) -> str:
         cols = self.tile.cols
-        shape = (cols, self.block) if self.flat else (cols, self.tile.rows)
+        shape = (cols, self.block) if self.flat else (cols, self.lanes)
         return f"sum{number} = tl.zeros({shape}, {tl_type(self._held(number))})"
 
     def _held(self, number: int) -> str:
@@ -172,7 +177,9 @@ class ContractionEmitter(SegmentEmitter):
         activations = f"a{product.left_value}"
         if self.flat:
             return f"w{number} * {activations}[None, :]"
-        dtype = self._dot_type(product)
+        dtype, left = self._dot_type(product), self._left_of(self.dots[number].product)
+        if self.tile.rows < self.lanes or not left.extent[product.left_value][0]:
+            activations = f"tl.broadcast_to({activations}, ({self.lanes}, {self.block}))"
         given = f"w{number}.to({tl_type(dtype)}), tl.trans({activations}).to({tl_type(dtype)})"
         precision = ', input_precision="ieee"' if dtype == "float32" else ""
         return f"tl.dot({given}{total}{precision})"
@@ -184,5 +191,7 @@ class ContractionEmitter(SegmentEmitter):
         return "float32" if dtype == "bfloat16" and interpreter_is_on() else dtype
 
     def _total(self, number: int) -> str:
-        folded = f"tl.sum(sum{number}, 1)" if self.flat else f"tl.trans(sum{number})"
-        return f"dot{number} = {folded}"
+        if self.flat:
+            return f"dot{number} = tl.sum(sum{number}, 1)"
+        rows = f"tl.max(sum{number}, 1, keep_dims=True)" if self.tile.rows < self.lanes else f"sum{number}"
+        return f"dot{number} = tl.trans({rows})"

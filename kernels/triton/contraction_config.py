@@ -1,7 +1,9 @@
 """Configurations of Triton kernels with matmuls: the choices, which of them arithmetic rules out, and the default.
 
 One row is a matter of bytes on their way: each thread loads its share of whole rows of weights. More rows are tiles of
-tensor cores, with blocks of the inner dimension in shared memory ahead of their use.
+tensor cores, with blocks of the inner dimension in shared memory ahead of their use. So is one row where neighbours
+among the weights belong to different columns (``x @ w``): of whole rows of weights, each number would lie in a line of
+its own.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from fuseplan.kernels.gpu.overlap import default_overlap, overlap_tunables
 from fuseplan.kernels.gpu.tile import next_power_of_2, programs
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
 from fuseplan.kernels.ir.gathers import footprint
-from fuseplan.kernels.ir.index import evaluate, product
+from fuseplan.kernels.ir.index import Coord, Index, Mod, evaluate, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
 from fuseplan.kernels.triton.split_sums import unsplittable
 
@@ -25,6 +27,8 @@ _LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
 #: Where programs share a tile: how many for each multiprocessor at most, the blocks of the inner dimension for each at
 #: least, and how many of these are on their way, there and where rows are many.
 _MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 2, 4, 4
+#: Bytes of memory that come together.
+_LINE_BYTES = 32
 #: Rows of the left side above which libraries have better tiles.
 MAX_ROWS = 128
 #: What one program of an H100 or H200 can have, less what the compiler takes.
@@ -45,7 +49,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     """
     rows, inner = _rows(ir), next_power_of_2(_inner(ir))
     overlap = tuple(Tunable(one.name, one.choices[:1]) for one in overlap_tunables(target))
-    if rows == 1:
+    if rows == 1 and not _lie_across(ir):
         return (
             *overlap,
             Tunable("block_rows", (1,)),
@@ -122,17 +126,28 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     wide = rows >= _TILED_ROWS or each > 2.5
     # The narrower weights are, the more of them make the same bytes on their way.
     several = min(8, next_power_of_2(round(2 / each)))
-    wished = (
-        {
-            "block_rows": 1, "block_cols": several, "block_inner": 2048, "num_warps": 4, "num_stages": 1,
-        } if rows == 1 else {
+    if rows == 1 and not _lie_across(ir):
+        wished = {"block_rows": 1, "block_cols": several, "block_inner": 2048, "num_warps": 4, "num_stages": 1}
+    else:
+        wished = {
             "block_rows": min(64, max(16, next_power_of_2(rows))), "block_cols": 32 if sums == 2 else 16,
             "block_inner": 128 if wide else 256, "num_warps": 2, "num_stages": 4, "splits": 1,
         }
-    )
     choices = {one.name: one.choices for one in tunables(ir, target)}
     chosen = {name: value if value in choices[name] else choices[name][-1] for name, value in wished.items()}
-    return {**default_overlap(target), **chosen}
+    default = {**default_overlap(target), **chosen}
+    return _across(ir, default, target) if _lie_across(ir) else default
+
+
+def _across(ir: KernelIR, default: Config, target: Target) -> Config:
+    """The default for weights of which neighbours in memory are of different columns: a line of memory is of one tile,
+    and programs share the inner dimension where tiles are too few then.
+    """
+    each = max(_weight_bytes(ir, segment) for segment in ir.segments if segment.products)
+    cols = max(int(default["block_cols"]), min(64, next_power_of_2(round(_LINE_BYTES / each))))
+    wider = {**default, "block_cols": cols, "num_warps": max(int(default["num_warps"]), cols // 16)}
+    found = ({**wider, "splits": splits} for splits in (4, 2, 1))
+    return next((one for one in found if infeasible(ir, one, target) is None), default)
 
 
 def likeness(ir: KernelIR) -> tuple[tuple[object, ...], ...]:
@@ -170,6 +185,22 @@ def _sums(segment: Segment) -> int:
 
 def _inner(ir: KernelIR) -> int:
     return max(evaluate(one.left.cols, {}) for segment in ir.segments for one in segment.products)
+
+
+def _lie_across(ir: KernelIR) -> bool:
+    """Whether neighbours among the weights in memory are of different columns of the result, in every matmul."""
+    sides = [one.right for segment in ir.segments for one in segment.products]
+    loads = [one.index for side in sides for one in side.loads if one.index.axes() == {0, 1}]
+    return bool(loads) and all(_slope(index, 0) < _slope(index, 1) for index in loads)
+
+
+def _slope(index: Index, axis: int) -> float:
+    """Elements between neighbours along an axis, on average."""
+    parts = ((atom, coefficient) for atom, coefficient in index.terms if not isinstance(atom, Mod))
+    return float(sum(
+        coefficient * ((atom.axis == axis) if isinstance(atom, Coord) else atom.base.coefficient(axis) / atom.divisor)
+        for atom, coefficient in parts
+    ))
 
 
 def _weight_bytes(ir: KernelIR, segment: Segment) -> float:

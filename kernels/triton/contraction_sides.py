@@ -68,7 +68,7 @@ class Left(Side):
     def __init__(self, outer: SegmentEmitter, left: Segment, number: int) -> None:
         super().__init__(outer, left, outer.tile.rows, f"l{number}")
         self.whole, self.number = left, number
-        self.tile, self.flat, self.masks_rows = outer.tile, outer.tile.flat, outer.masks_rows
+        self.tile, self.flat, self.masks_rows = outer.tile, outer.flat, outer.masks_rows
         self.depths = reduction_depths(self.segment)
 
     def levels(self, wanted: Sequence[int]) -> list[list[int]]:
@@ -129,7 +129,7 @@ class _Axis:
 
 
 class Right(Side):
-    """The side of the weights; its rows are those that the epilogue's columns pick, one after another if ``in_order``."""
+    """The side of the weights, whose rows the epilogue's columns pick: one after another if ``in_order``."""
 
     def __init__(self, outer: SegmentEmitter, product: Product, in_order: bool) -> None:
         super().__init__(outer, product.right, outer.tile.cols, "r")

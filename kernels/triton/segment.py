@@ -65,7 +65,7 @@ class SegmentEmitter(ValueEmitter):
         row_block, col_block = self._block_numbers()
         if used & {"row", "in_rows"}:
             rows = f"({row_block} * {tile.rows} + tl.arange(0, {tile.rows}))[:, None]"
-            lines.append(f"row = {row_block.removeprefix('(').removesuffix(')') if tile.flat else rows}")
+            lines.append(f"row = {row_block.removeprefix('(').removesuffix(')') if self.flat else rows}")
         if "first_row" in used:
             lines.append(f"first_row = ({row_block} * {tile.rows} + tl.arange(0, 1))[:, None]")
         if "in_rows" in used:
@@ -86,7 +86,7 @@ class SegmentEmitter(ValueEmitter):
     def _columns(self, start: str, width: int = 1) -> list[str]:
         """The tile's columns, in chunks of ``width`` where that is more than one."""
         arange = f"tl.arange(0, {self.tile.cols // width})"
-        col = f"{start}{arange}" if self.tile.flat else f"({start}{arange})[None, :]"
+        col = f"{start}{arange}" if self.flat else f"({start}{arange})[None, :]"
         if width > 1:
             col = f"{start}({arange} * {width})[:, None] + tl.arange(0, {width})[None, :]"
         bound = [f"in_cols = col < {triton_size(self.segment.cols)}"] if self.masks_cols else []

@@ -98,6 +98,14 @@ def attention_inputs(rows: int, inner: int, dtype: torch.dtype) -> tuple[Builder
     )
 
 
+def one_row_for_all(dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """A projection of one row, added to each of three."""
+    b = Builder(x=hidden(1, inner=40, dtype=dtype), residual=hidden(3, inner=24, dtype=dtype),
+                **weights("w", inner=40, dtype=dtype))
+    made = b("aten.linear.default", b("aten.expand.default", "x", size=[3, 40]), "w")
+    return b, (b("aten.add.Tensor", "residual", made),)
+
+
 def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
     """Groups of odd sizes by name."""
     for rows in (1, 3, 17):
@@ -106,6 +114,7 @@ def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]
             yield f"gated {rows} {width} {inner}", *gated(rows, width, inner, dtype)
         yield f"attention inputs {rows}", *attention_inputs(rows, 40, dtype)
         yield f"large {rows}", *large(rows, 24, 40, dtype)
+    yield "one row for all", *one_row_for_all(dtype)
     yield from quantised_groups(dtype)
 
 
@@ -116,9 +125,9 @@ TOLERANCE = {"torch.bfloat16": 1.2e-2, "torch.float16": 1.5e-3, "torch.float32":
 def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]:
     """The default, and blocks that end before, at and behind the last row, column and inner element."""
     yield backend.default_config(ir, SM90)
-    for cols, inner in ((1, 64), (8, 16), (16, 32)) if rows == 1 else ((16, 16), (32, 64)):
-        yield {"block_rows": 1 if rows == 1 else 16, "block_cols": cols, "block_inner": inner, "num_warps": 1}
-    splittable = rows > 1 and all(unsplittable(segment) is None for segment in ir.segments)
+    for height, cols, inner in ((1, 1, 64), (1, 8, 16), (16, 16, 32)) if rows == 1 else ((16, 16, 16), (16, 32, 64)):
+        yield {"block_rows": height, "block_cols": cols, "block_inner": inner, "num_warps": 1}
+    splittable = all(unsplittable(segment) is None for segment in ir.segments)
     for cols, splits in ((16, 2), (32, 4)) if splittable else ():
         yield {"block_rows": 16, "block_cols": cols, "block_inner": 16, "num_warps": 1, "splits": splits}
 

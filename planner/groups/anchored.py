@@ -2,7 +2,8 @@
 
 Which sets of an island's ops hang together is known. So a candidate is one matmul, or all that read one value, with one
 such set that feeds nothing else, or none, and one that reads its result, or none: those that leave the fewest bytes to
-pass between kernels.
+pass between kernels. Sets that make weights of what is stored hang together only through the matmuls: all of them come
+before.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ def anchored_candidates(
         before = [mask for mask in known if mask & reads and not _readers(dependencies, mask) & ~(mask | anchors)]
         after = [mask for mask in known if mask & made_for and not mask & reads]
         followers = dict.fromkeys((*best(anchors, after), grown(anchors, after)))
-        for one, other in product(followers, best(anchors, before)):
+        # What makes weights of fewer bytes, for each matmul; the rest comes before the value that they read.
+        weights = grown(anchors, before)
+        others = best(anchors | weights, [mask for mask in before if not mask & weights])
+        leaders = dict.fromkeys((*best(anchors, before), *(weights | mask for mask in others)))
+        for one, other in product(followers, leaders):
             mask = anchors | one | other
             if mask.bit_count() > 1 and not one & other and is_legal(mask):
                 masks[mask] = None

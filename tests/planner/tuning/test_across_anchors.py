@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from dispatch_samples import Block, compiled
 from graphs import Builder
 from lower_oracle import rms_norm
-from quantised_groups import FORMATS, quantised
+from matmul_groups import hidden
+from quantised_groups import FORMATS, Written, quantised
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
@@ -20,9 +22,10 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.anchored import anchored_candidates
-from fuseplan.planner.groups.candidates import CandidateLimits
+from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.lowering.recipes_matmul import MATMULS
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
@@ -56,15 +59,51 @@ def test_groups_around_matmuls_reach_from_the_norm_to_the_activation() -> None:
     assert all(book.legal(one.ops) is None for one in found)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_group_holds_all_that_makes_weights_of_what_is_stored(name: str) -> None:
-    graph = quantised(name, 3, 256, 256, torch.float16).graph()
+def widest(graph: DataflowGraph) -> Candidate:
+    """The group around matmuls that has the most ops."""
     (region,) = find_regions(graph)
     book = GroupBook(graph, "fp32", "cuda")
     islands = [part for part in region_parts(graph, region) if not is_anchor(graph, part)]
     enumerated = [one for part in islands for one in book.enumerated(part, CandidateLimits()).candidates]
-    widest = max(anchored_candidates(graph, region, enumerated, book.legal), key=lambda one: len(one.ops))
-    assert widest.outputs == graph.outputs and set(widest.inputs) <= set(graph.inputs)
+    return max(anchored_candidates(graph, region, enumerated, book.legal), key=lambda one: len(one.ops))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_group_holds_all_that_makes_weights_of_what_is_stored(name: str) -> None:
+    graph = quantised(name, 3, 256, 256, torch.float16).graph()
+    found = widest(graph)
+    assert found.outputs == graph.outputs and set(found.inputs) <= set(graph.inputs)
+
+
+def test_a_group_holds_what_makes_the_weights_of_each_of_its_matmuls_and_the_norm_before_them() -> None:
+    def gated(x: Any, gamma: Any, gate: Any, gate_scale: Any, up: Any, up_scale: Any) -> Any:
+        normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype) * gamma
+        made = F.linear(normed, gate.to(x.dtype) * gate_scale[:, None])
+        return F.silu(made) * F.linear(normed, up.to(x.dtype) * up_scale[:, None])
+
+    def packed() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randint(-128, 128, (256, 128), dtype=torch.int8), torch.rand(256).bfloat16()
+
+    graph = Written(gated, hidden(3, inner=128), torch.rand(128).bfloat16(), *packed(), *packed()).graph()
+    found = widest(graph)
+    assert found.outputs == graph.outputs and set(found.inputs) == set(graph.inputs)
+
+
+@pytest.mark.parametrize(("matmul_us", "whole"), [(8.0, True), (60.0, False)])
+@pytest.mark.parametrize("name", ["int8, scaled before", "fp8, by blocks", "int4, as AWQ by shifts"])
+def test_narrow_weights_are_read_by_the_matmul_where_that_pays(
+    tmp_path: Path, name: str, matmul_us: float, whole: bool
+) -> None:
+    def fused_us(subject: Any) -> float:
+        return matmul_us if any(node.op in MATMULS for node in subject.nodes) else 5.0
+
+    graph = quantised(name, 3, 256, 256, torch.float16).graph()
+    tuner = ScriptedTuner(Database(tmp_path / "t.db", "write", Versions.current("cpu")), fused_us)
+    backends = (ReferenceBackend(matmuls=True),)
+    planner = Planner(
+        tuner.database, None, "dev", TARGET, backends, PlanSettings(margin=0.0), tuner)  # type: ignore[arg-type]
+    (plan,) = planner.plan_graph(graph).regions
+    assert (len(plan.record.groups) == 1) is whole
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -155,6 +155,8 @@ class Puller(BodyBuilder):
     def _fits(self, value: int, dtype: str) -> bool:
         """True when a value is known to be one that ``dtype`` holds."""
         instr = self._space.body[value]
+        if dtype in ("bfloat16", "float16") and self._is_byte(self._space.body, value):
+            return True
         if isinstance(instr, Load):
             return self.specs[self._group.inputs[instr.buffer]].dtype == dtype
         if isinstance(instr, Apply) and instr.op == "where":
@@ -202,7 +204,7 @@ class Puller(BodyBuilder):
         return fold(lambda scaled, factor: self.apply("mul", scaled, factor), factors, total)
 
     def _is_byte(self, body: Sequence[Instr], value: int) -> bool:
-        """Whether a value of a side is stored in one byte."""
+        """Whether a value is stored in one byte: any half holds it."""
         instr = body[value]
         while isinstance(instr, Cast):
             instr = body[instr.arg]

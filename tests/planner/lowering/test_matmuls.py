@@ -11,10 +11,12 @@ from matmul_groups import attention_inputs, gated, heads, hidden, lowered_whole,
 from quantised_groups import FORMATS, quantised
 
 from fuseplan.kernels.ir.in_place import Execution, reuse_options
-from fuseplan.kernels.ir.ir import Dot, Reduce, RowValue
+from fuseplan.kernels.ir.ir import Dot, Reduce, Round, RowValue
 from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.lowering.lower import Lowered
+from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.work.group_work import kernel_work
 
 
@@ -88,6 +90,14 @@ def test_weights_are_read_as_they_are_stored(name: str, rows: int) -> None:
     assert len(segment.products) == 1 and segment.products[0].dtype == "bfloat16"
     operands = [b.tensors[value].nbytes for value in lowered.inputs]
     assert kernel_work(lowered.ir).dram_bytes == sum(operands) + rows * 32 * 2
+
+
+@pytest.mark.parametrize("name", ["int8, scaled after", "int8, turned"])
+def test_a_byte_is_exact_in_what_it_is_widened_to(name: str) -> None:
+    graph = quantised(name, 3, 24, 40, torch.bfloat16).graph()
+    lowered = lower_group(graph, [node.name for node in graph if kind_of(node, graph.specs) != "view"], "eager")
+    right = lowered.ir.segments[0].products[0].right
+    assert not any(isinstance(instr, Round) for instr in right.body)
 
 
 @pytest.mark.parametrize(("dtype", "factors"), [(torch.bfloat16, True), (torch.float16, False)])

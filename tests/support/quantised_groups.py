@@ -64,6 +64,14 @@ def _int8(width: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return weight, _scales(width, dtype=dtype)
 
 
+def _turned(x: Tensor, w: Tensor, s: Tensor, bias: Tensor) -> Tensor:
+    """As torchao's linear of int8 weights has it, where it calls no kernel of its own."""
+    made = torch.mm(x.reshape(-1, x.shape[-1]), w.t().to(x.dtype)) * s.to(x.dtype)
+    made = made.reshape(*x.shape[:-1], made.shape[-1])
+    made += bias
+    return made
+
+
 def _fp8(*blocks: int) -> Callable[[int, int, torch.dtype], tuple[Tensor, ...]]:
     """Weights with a scale for each block of so many elements; for all of them without any."""
 
@@ -134,7 +142,7 @@ def _awq_by_numbers(x: Tensor, w: Tensor, z: Tensor, s: Tensor) -> Tensor:
 FORMATS: dict[str, Format] = {
     "int8, scaled after": Format(lambda x, w, s: F.linear(x, w.to(x.dtype)) * s, _int8),
     "int8, scaled before": Format(lambda x, w, s: F.linear(x, w.to(x.dtype) * s[:, None]), _int8),
-    "int8, turned": Format(lambda x, w, s: (x @ w.t().to(x.dtype)) * s, _int8),
+    "int8, turned": Format(_turned, lambda *sizes: (*_int8(*sizes), _scales(sizes[0], dtype=sizes[2]))),
     "int8, by columns": Format(
         lambda x, w, s: (x @ w.to(x.dtype)) * s,
         lambda width, inner, dtype: (_int8(inner, width, dtype)[0], _int8(width, inner, dtype)[1]),

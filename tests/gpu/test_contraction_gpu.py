@@ -8,6 +8,7 @@ import decode_attention_samples
 import matmul_groups
 import pytest
 import torch
+from quantised_groups import FORMATS, quantised
 
 from fuseplan.kernels.triton.backend import TritonBackend
 
@@ -18,6 +19,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matmul_groups_are_right(tmp_path: Path, dtype: torch.dtype) -> None:
     found = list(matmul_groups.errors(TritonBackend(tmp_path), dtype, "cuda"))
+    assert found and not [one for one in found if not matmul_groups.is_right(one)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_linears_of_narrow_weights_are_right(tmp_path: Path, name: str) -> None:
+    """At sizes where blocks hold many words and groups."""
+    given = [(name, quantised(name, rows, 512, 2048, torch.bfloat16), ()) for rows in (1, 16, 128)]
+    found = list(matmul_groups.errors(TritonBackend(tmp_path), torch.bfloat16, "cuda", given))
     assert found and not [one for one in found if not matmul_groups.is_right(one)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -132,12 +132,15 @@ def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]
         yield {"block_rows": 16, "block_cols": cols, "block_inner": 16, "num_warps": 1, "splits": splits}
 
 
-def errors(backend: TritonBackend, dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
+def errors(
+    backend: TritonBackend, dtype: torch.dtype, device: str,
+    given: Iterable[tuple[str, Builder, tuple[str, ...]]] | None = None,
+) -> Iterator[dict[str, Any]]:
     """How wrong each group's kernel is with each configuration, and whether a second call gives the same bits.
 
-    Beside the error stands that of ATen's ops.
+    Beside the error stands that of ATen's ops. ``given`` are other groups than :func:`groups`.
     """
-    for name, b, outputs in groups(dtype):
+    for name, b, outputs in groups(dtype) if given is None else given:
         lowered, expected = lowered_whole(b, *outputs)
         plain = chain_module(group_nodes(b.graph(*outputs), lowered), lowered.inputs, lowered.outputs, "cpu")
         eager = _error(plain(*(_copied(value, "cpu") for value in b.values(lowered.inputs))), expected)

@@ -57,24 +57,31 @@ class FixedFunction:
     ) -> Callable[..., torch.Tensor]:
         """``call(*inputs)``, which allocates its one output and, for each call, float32 numbers of the kernel's own.
 
+        Equal functions share what is compiled and loaded, but no counters: calls of two may run at the same time.
+
         Args:
             places: What is at each address: the number of an input; behind these the kernel's numbers, its counters,
                 and the output.
             scratch: How many numbers and counters.
         """
         arguments = tuple((place, 0) for place in places)
-        kernel = ScratchKernel(self._kernel(arguments, inputs + 3, target), inputs, *scratch)
+        kernel = ScratchKernel(_loaded(self, arguments, inputs + 3, target), inputs, *scratch)
         return kernel.given(fused_call(kernel.kernel, inputs + 2, lambda _: (layout,), {}))
 
-    def _kernel(self, arguments: tuple[tuple[int | None, int], ...], buffers: int, target: Target) -> CompiledKernel:
-        if interpreter_is_on():
-            return InterpretedKernel(_Folded(self), lambda _: self.programs, (), arguments, buffers)
-        # Triton's launcher expects something in the place of each compile-time argument.
-        given = (*arguments, *((None, 0) for _ in self.constants))
-        return GpuKernel(
-            functools.partial(self.compiled, target), lambda _: Geometry(self.programs, False), (), given, buffers,
-            Resources(), find_launcher(),
-        )
+
+@functools.lru_cache(maxsize=256)
+def _loaded(
+    fixed: FixedFunction, arguments: tuple[tuple[int | None, int], ...], buffers: int, target: Target
+) -> CompiledKernel:
+    """The function as a kernel; the layers of a model ask for the same one."""
+    if interpreter_is_on():
+        return InterpretedKernel(_Folded(fixed), lambda _: fixed.programs, (), arguments, buffers)
+    # Triton's launcher expects something in the place of each compile-time argument.
+    given = (*arguments, *((None, 0) for _ in fixed.constants))
+    return GpuKernel(
+        functools.partial(fixed.compiled, target), lambda _: Geometry(fixed.programs, False), (), given, buffers,
+        Resources(), find_launcher(),
+    )
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,8 @@ def attend(
     out_head: tl.constexpr, pairs: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr,
     rows: tl.constexpr, splits: tl.constexpr, key_heads: tl.constexpr, mask_kind: tl.constexpr,
     mask_heads: tl.constexpr, wide: tl.constexpr, overlapped: tl.constexpr, stages: tl.constexpr,
-    ahead: tl.constexpr,
 ):
-    """``mask_kind``: 0 none, 1 boolean, 2 numbers; ``mask_heads``: heads have masks of their own. ``ahead``: the
-    second-level cache is asked for the first block of keys and values, 1 before the mask is read, 2 before the wait.
+    """``mask_kind``: 0 none, 1 boolean, 2 numbers; ``mask_heads``: heads have masks of their own.
 
     ``group`` query heads, of ``lanes`` lanes, share a key; ``pairs`` are the heads of keys in the whole batch.
     """
@@ -47,35 +45,33 @@ def attend(
     real = head < group
     own = shared * group + head
     at = batch * query_batch + own[:, None] * query_head + column[None, :]
-    keys = key + batch * key_batch + shared * key_head
-    values = value + batch * value_batch + shared * value_head
     if overlapped:
         gdc_launch_dependents()
-        if ahead == 2:
-            _ask_for(keys, values, split * rows, length, key_row, value_row, width, rows)
         gdc_wait()
-    if ahead == 1:
-        _ask_for(keys, values, split * rows, length, key_row, value_row, width, rows)
     q = tl.load(query + at, mask=real[:, None], other=0.0)
     if wide:
         q = q.to(tl.float32)
+    keys = key + batch * key_batch + shared * key_head
+    values = value + batch * value_batch + shared * value_head
     given = mask + batch * mask_batch
     first = 0
     last = length
     plain = True
     if mask_kind != 0:
         first, last, plain = _shown(given, own, real, length, mask_head, mask_row, mask_kind, mask_heads)
-    # Blocks in turn: the first one of a split is known before the mask is.
-    start = first // rows + split
-    end = tl.cdiv(last, rows)
+    block = first // rows
+    blocks = tl.cdiv(last, rows) - block
+    each = tl.cdiv(blocks, splits)
+    start = block + split * each
+    end = block + tl.minimum(split * each + each, blocks)
     if plain:
         most, total, found = _attended(
             q, keys, values, given, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
-            lanes, width, rows, splits, 0, mask_heads, wide, stages)
+            lanes, width, rows, 0, mask_heads, wide, stages)
     else:
         most, total, found = _attended(
             q, keys, values, given, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
-            lanes, width, rows, splits, mask_kind, mask_heads, wide, stages)
+            lanes, width, rows, mask_kind, mask_heads, wide, stages)
     place = batch * out_batch + own[:, None] * out_head + column[None, :]
     if splits == 1:
         result = found / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -95,28 +91,17 @@ def attend(
 
 
 @triton.jit
-def _ask_for(keys, values, first, length, key_row, value_row, width: tl.constexpr, rows: tl.constexpr):
-    """Have the lines of a block of keys and values brought to the second-level cache."""
-    line: tl.constexpr = 128 // (keys.dtype.element_ty.primitive_bitwidth // 8)
-    row = tl.minimum(first + tl.arange(0, rows), length - 1)[:, None]
-    column = tl.arange(0, max(1, width // line))[None, :] * line
-    asked: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asked, "=r,l", [keys + row * key_row + column], tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(asked, "=r,l", [values + row * value_row + column], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _attended(
     q, keys, values, mask, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
-    lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, step: tl.constexpr, mask_kind: tl.constexpr,
-    mask_heads: tl.constexpr, wide: tl.constexpr, stages: tl.constexpr,
+    lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, mask_kind: tl.constexpr, mask_heads: tl.constexpr,
+    wide: tl.constexpr, stages: tl.constexpr,
 ):
-    """Maximum, sum and weighted values of each ``step``-th block of keys: [lanes], [lanes], [lanes, width]."""
+    """Maximum, sum and weighted values of some blocks of keys: [lanes], [lanes], [lanes, width]."""
     column = tl.arange(0, width)
     most = tl.full((lanes,), float("-inf"), tl.float32)
     total = tl.zeros((lanes,), tl.float32)
     found = tl.zeros((lanes, width), tl.float32)
-    for block in tl.range(start, end, step, num_stages=stages):
+    for block in tl.range(start, end, num_stages=stages):
         row = block * rows + tl.arange(0, rows)
         inside = (row >= first) & (row < last)
         k = tl.load(keys + row[:, None] * key_row + column[None, :], mask=inside[:, None], other=0.0)

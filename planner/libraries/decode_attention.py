@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from dataclasses import dataclass
 
@@ -26,12 +25,11 @@ _SHARED_BYTES = 200 * 2**10
 _WIDTHS = (16, 32, 64, 128, 256)
 #: Elements of a head in float32 at most: more do not fit the registers.
 _MOST_WIDE = 128
+#: The kernel's arguments that are strides, in elements.
 _STRIDES = (
     "query_batch", "query_head", "key_batch", "key_head", "key_row", "value_batch", "value_head", "value_row",
     "mask_batch", "mask_head", "mask_row", "out_batch", "out_head",
 )
-#: Layers of one size share a kernel, which is compiled and loaded once.
-_shared_call = functools.lru_cache(maxsize=256)(FixedFunction.call)
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,11 @@ class SplitAttention:
     """
 
     name: str = "attention.split"
-    #: Keys of a block, programs for each multiprocessor, warps of a program, blocks on their way at most, and whether
-    #: the first is asked for before the mask is read (1), or before the kernel ahead has ended (2).
+    #: Keys of a block, programs for each multiprocessor, warps of a program, and blocks on their way at most.
     rows: int = 64
     waves: int = 1
     warps: int = 2
     stages: int = 4
-    ahead: int = 0
 
     def refuse(self, group: OpGroup) -> str | None:
         if group.device_type != "cuda" and not interpreter_is_on():
@@ -74,7 +70,7 @@ class SplitAttention:
         # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.
         places = (first, second, third, *(last or (first,)), inputs + 2, inputs, inputs + 1)
         layout = shape, strides, torch_dtype(result.dtype)
-        return _shared_call(fixed, places, inputs, layout, (numbers, pairs), target)
+        return fixed.call(places, inputs, layout, (numbers, pairs), target)
 
     def kernel(self, call: Attention, out_strides: tuple[int, int], target: Target) -> tuple[FixedFunction, int]:
         """The kernel for these sizes, and how many float32 numbers of its own it takes."""
@@ -95,12 +91,11 @@ class SplitAttention:
         ]
         constants = {
             "length": length, "scale": call.scale if call.scale is not None else width**-0.5,
-            **dict(zip(_STRIDES, strides, strict=True)),
-            "pairs": pairs, "group": group,
+            **dict(zip(_STRIDES, strides, strict=True)), "pairs": pairs, "group": group,
             "lanes": max(TILE_HEADS, next_power_of_2(group)), "width": width, "rows": self.rows, "splits": splits,
             "key_heads": shared, "mask_kind": 0 if call.mask is None else 1 if call.mask.dtype == "bool" else 2,
             "mask_heads": masked[1] != 0, "wide": wide or interpreter_is_on(), "overlapped": overlapped,
-            "stages": stages, "ahead": self.ahead,
+            "stages": stages,
         }
         mask = dtype if call.mask is None else call.mask.dtype
         pointers = {"query": dtype, "key": dtype, "value": dtype, "mask": mask, "out": dtype, "partial": "float32",

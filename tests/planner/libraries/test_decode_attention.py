@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -13,10 +14,11 @@ import pytest
 import torch
 from graphs import Builder
 
+from fuseplan.kernels.gpu import fixed as fixed_functions
 from fuseplan.kernels.gpu.build import read_resources
 from fuseplan.kernels.gpu.direct import ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
-from fuseplan.kernels.ir.backend import SM90
+from fuseplan.kernels.ir.backend import SM90, Resources
 from fuseplan.planner.implementations.subject import op_group
 from fuseplan.planner.libraries.attention_calls import parsed
 from fuseplan.planner.libraries.decode_attention import SplitAttention
@@ -68,3 +70,31 @@ def test_it_takes_addresses_alone_and_keeps_its_numbers_in_registers(batch: int,
         assert read_resources(compiled).spill_bytes == 0
     # Partial results of every split, where a head has several.
     assert (numbers > 1) == (fixed.programs > 8 * batch)
+
+
+def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models of one size may run at the same time, each on a stream of its own."""
+    made: list[Any] = []
+    counters: list[torch.Tensor] = []
+
+    class Kernel:
+        resources = Resources()
+
+        def __init__(self, *_: Any) -> None:
+            made.append(self)
+
+        def __call__(self, *tensors: torch.Tensor) -> None:
+            counters.append(tensors[-2])
+
+    monkeypatch.setattr(fixed_functions, "GpuKernel", Kernel)
+    # What this test makes stays in it.
+    monkeypatch.setattr(fixed_functions, "_loaded", functools.lru_cache(fixed_functions._loaded.__wrapped__))
+    b = Builder(q=torch.randn(1, 4, 1, 16), k=torch.randn(1, 2, 65, 16))
+    graph = b.graph(b(ATTENTION, "q", "k", "k", enable_gqa=True))
+    group = op_group(graph, [node.name for node in graph], graph.outputs, "cuda")
+    for call in [SplitAttention().build(group) for _ in range(2)]:
+        call(*(b.tensors[value] for value in group.inputs))
+        call(*(b.tensors[value] for value in group.inputs))
+    assert len(made) == 1
+    first, again, other, _ = (one.data_ptr() for one in counters)
+    assert first == again != other

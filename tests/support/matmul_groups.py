@@ -41,6 +41,15 @@ def hidden(*rows: int, inner: int = 16, dtype: torch.dtype = torch.bfloat16) -> 
     return torch.randn(*rows, inner, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
+def scales(inner: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.rand(inner, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def angles() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return {name: torch.randn(1, 8, generator=generator) for name in ("cos", "sin")}
+
+
 def rotated(b: Builder, x: str) -> str:
     """Rotary embedding of heads of 8."""
     low, high = (b("aten.slice.Tensor", x, dim=3, start=start, end=start + 4) for start in (0, 4))
@@ -66,7 +75,7 @@ def gated(
     rows: int, width: int, inner: int, dtype: torch.dtype, given: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> tuple[Builder, tuple[str, ...]]:
     """SwiGLU of two projections of a normalised row."""
-    made = {"x": hidden(rows, 1, inner=inner, dtype=dtype), "gamma": torch.rand(inner).to(dtype), **given}
+    made = {"x": hidden(rows, 1, inner=inner, dtype=dtype), "gamma": scales(inner, dtype), **given}
     b = Builder(**made, **weights("gate", "up", width=width, inner=inner, dtype=dtype))
     normed = rms_norm(b, "x", "gamma", str(dtype).removeprefix("torch."))
     gate, up = (b("aten.linear.default", normed, name) for name in ("gate", "up"))
@@ -85,9 +94,8 @@ def large(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builde
 def attention_inputs(rows: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
     """Queries and keys of a normalised row, rotated, and values; keys and values go into caches."""
     caches = {name: torch.zeros(rows, 3, 6, 8, dtype=dtype) for name in ("keys", "values")}
-    b = Builder(x=hidden(rows, 1, inner=inner, dtype=dtype), gamma=torch.rand(inner).to(dtype), cos=torch.randn(1, 8),
-                sin=torch.randn(1, 8), at=torch.tensor([4]), **caches,
-                **weights("q", "k", "v", inner=inner, dtype=dtype))
+    b = Builder(x=hidden(rows, 1, inner=inner, dtype=dtype), gamma=scales(inner, dtype), at=torch.tensor([4]),
+                **angles(), **caches, **weights("q", "k", "v", inner=inner, dtype=dtype))
     name = str(dtype).removeprefix("torch.")
     normed = rms_norm(b, "x", "gamma", name)
     q, k, v = (heads(b, normed, weight) for weight in "qkv")

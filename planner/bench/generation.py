@@ -13,6 +13,7 @@ from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.models.sources import ModelSource, generates, hf_config, quiet
 from fuseplan.planner.models.workload import fits
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, PeerError
+from fuseplan.planner.runtime.dispatch import fuseplan
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
 #: Ours without CUDA graphs; on a GPU ``OURS`` has them, as Hugging Face's own default does.
@@ -77,7 +78,8 @@ def how_compiled(name: str, device_type: str, options: Mapping[str, Any]) -> dic
         config = CompileConfig(mode="max-autotune")
     else:
         graphs = name == OURS and device_type == "cuda"
-        config = CompileConfig(backend="fuseplan", options={**options, "cuda_graphs": graphs})
+        # The function: its name is known where the package is installed, not where it is only on the path.
+        config = CompileConfig(backend=fuseplan, options={**options, "cuda_graphs": graphs})
         config.mode = None  # torch.compile takes no mode beside options
     config._compile_all_devices = True
     return {"compile_config": config}

@@ -43,7 +43,7 @@ _LIMIT_BYTES = 60 * 2**30
 #: Keys of a block, waves, warps and stages.
 SWEPT = tuple(
     SplitAttention(f"ours, keys waves warps stages {one}", *one)
-    for one in (*itertools.product((32, 64), (1, 2, 3), (2, 4), (3, 4)), (128, 1, 4, 3), (128, 2, 4, 3))
+    for one in (*itertools.product((32, 64), (1, 2), (2, 4), (4,)), (128, 1, 4, 3), (128, 2, 4, 3), (64, 3, 2, 4))
 )
 
 
@@ -90,7 +90,8 @@ def _flashinfer(group: OpGroup) -> Callable[..., Any]:
     pages = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
     last = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
     # One page holds all keys of a sequence, which is how a static cache lies.
-    decode.plan(pages, pages[:batch], last, HEADS, SHARED, WIDTH, keys, data_type=torch.bfloat16)
+    decode.plan(pages, pages[:batch], last, HEADS, SHARED, WIDTH, keys, q_data_type=torch.bfloat16,
+                kv_data_type=torch.bfloat16)
     return lambda q, k, v: decode.run(q.view(batch, HEADS, WIDTH), (k, v)).view(batch, HEADS, 1, WIDTH)
 
 
@@ -143,6 +144,8 @@ def main() -> None:
             name: (time_us, error)
             for name, time_us, error in rows_of(batch, keys, mask == "range", options.sweep, options.seconds)
         }
+        if options.sweep:
+            print("; ".join(f"{name.removeprefix('ours, ')} {one[0]:.2f}" for name, one in found.items()), flush=True)
         ours = {name: one for name, one in found.items() if name.startswith(("ours", SplitAttention.name))}
         others = {name: one for name, one in found.items() if name not in ours}
         if SplitAttention.name not in ours or not others:

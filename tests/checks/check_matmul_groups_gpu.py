@@ -1,6 +1,6 @@
 """Matmul groups of a decoder layer on a GPU: every feasible configuration against ATen's chain, in a CUDA graph.
 
-    python tests/checks/check_matmul_groups_gpu.py [--rows 1 4 16 64] [--groups qkv proj gated down] [--seconds 60]
+    python tests/checks/check_matmul_groups_gpu.py [--rows 1 4 16 64] [--groups qkv proj gated down qkv-plain gated-plain] [--seconds 60]
         [--jobs 16] [--out results/DEVICE/matmul-groups.md]
 
 Sizes are those of Llama-3-8B. Weights are rotated through more memory than the cache holds, activations are warm. The
@@ -54,13 +54,13 @@ def _rotated(b: Builder, x: str) -> str:
     return b("aten.add.Tensor", b("aten.mul.Tensor", x, "cos"), b("aten.mul.Tensor", half, "sin"))
 
 
-def qkv(rows: int) -> tuple[Builder, tuple[str, ...]]:
-    """Norm, three projections, rotation, and the writes into both caches."""
+def qkv(rows: int, norm: bool = True) -> tuple[Builder, tuple[str, ...]]:
+    """Norm where it is wanted, three projections, rotation, and the writes into both caches."""
     caches = {name: torch.zeros(rows, SHARED, HELD, WIDTH, dtype=torch.bfloat16) for name in ("keys", "values")}
     narrow = SHARED * WIDTH
     b = Builder(x=_tensor(rows, 1, HIDDEN), gamma=_tensor(HIDDEN), q=_tensor(HIDDEN, HIDDEN), k=_tensor(narrow, HIDDEN),
                 v=_tensor(narrow, HIDDEN), cos=_tensor(1, WIDTH), sin=_tensor(1, WIDTH), at=torch.tensor([5]), **caches)
-    normed = rms_norm(b, "x", "gamma", "bfloat16")
+    normed = rms_norm(b, "x", "gamma", "bfloat16") if norm else "x"
 
     def heads(weight: str, count: int) -> str:
         made = b("aten.view.default", b("aten.linear.default", normed, weight), size=[rows, 1, count, WIDTH])
@@ -73,11 +73,11 @@ def qkv(rows: int) -> tuple[Builder, tuple[str, ...]]:
     )
 
 
-def gated(rows: int) -> tuple[Builder, tuple[str, ...]]:
-    """Norm, two projections, SwiGLU."""
+def gated(rows: int, norm: bool = True) -> tuple[Builder, tuple[str, ...]]:
+    """Norm where it is wanted, two projections, SwiGLU."""
     both = {name: _tensor(INNER, HIDDEN) for name in ("gate", "up")}
     b = Builder(x=_tensor(rows, 1, HIDDEN), gamma=_tensor(HIDDEN), **both)
-    normed = rms_norm(b, "x", "gamma", "bfloat16")
+    normed = rms_norm(b, "x", "gamma", "bfloat16") if norm else "x"
     gate, up = (b("aten.linear.default", normed, name) for name in ("gate", "up"))
     return b, (b("aten.mul.Tensor", b("aten.silu.default", gate), up),)
 
@@ -90,6 +90,7 @@ def residual(inner: int, rows: int) -> tuple[Builder, tuple[str, ...]]:
 
 GROUPS: dict[str, Callable[[int], tuple[Builder, tuple[str, ...]]]] = {
     "qkv": qkv, "proj": partial(residual, HIDDEN), "gated": gated, "down": partial(residual, INNER),
+    "qkv-plain": partial(qkv, norm=False), "gated-plain": partial(gated, norm=False),
 }
 
 

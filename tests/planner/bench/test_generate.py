@@ -23,6 +23,7 @@ from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import ModelSource, find_source
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, PeerError
+from fuseplan.planner.runtime.dispatch import fuseplan
 from fuseplan.planner.tuning import session as sessions
 from fuseplan.planner.tuning.session import Session
 
@@ -91,7 +92,7 @@ def test_max_autotune_is_a_mode_of_it(module: Any, monkeypatch: pytest.MonkeyPat
 
 def test_ours_comes_through_the_same_door(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (ours,) = compiled_by(module, monkeypatch, OURS)
-    assert (ours["backend"], ours["mode"]) == ("fuseplan", None)
+    assert (ours["backend"], ours["mode"]) == (fuseplan, None)
     assert ours["options"] == {"db": "tuning.db", "cuda_graphs": False}
 
 

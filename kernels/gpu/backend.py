@@ -23,7 +23,7 @@ from fuseplan.kernels.gpu.launch import (
 )
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.kernels.gpu.scratch import ScratchKernel
-from fuseplan.kernels.gpu.tile import chunk_width, needs_int64, segment_configs, tile_of
+from fuseplan.kernels.gpu.tile import chunk_width, needs_int64, tile_of
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
@@ -121,8 +121,7 @@ class GpuBackend(Backend, WritesInPlace):
     def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
         """How each segment is computed: a tile with fewer elements than threads is held by several alike."""
         threads = 32 * int(config["num_warps"])
-        each = zip(ir.segments, segment_configs(ir, config), strict=True)
-        tiles = ((tile_of(segment, own), chunk_width(ir.buffers, segment, own)) for segment, own in each)
+        tiles = ((tile_of(segment, config), chunk_width(ir.buffers, segment, config)) for segment in ir.segments)
         return tuple(Execution(tile.looped, tile.elements < threads, chunk > 0) for tile, chunk in tiles)
 
     def call(

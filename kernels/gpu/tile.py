@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Size, evaluate, is_static, product
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Dot, Iota, KernelIR, Segment, operands
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Segment, operands
 from fuseplan.kernels.ir.schedule import rescaled_sums, schedule
 
 #: What a thread loads or stores at once.
@@ -15,8 +15,6 @@ _ACCESS_BYTES = 16
 #: Largest number of elements in one Triton tensor.
 MAX_TILE = 2**20
 _INT32_MAX = 2**31 - 1
-#: Of so many columns blocks of matmuls are multiples, where they are no power of two: 8 bytes of half precision.
-EVEN_COLS = 4
 #: Fewest rows, columns or inner elements that tensor cores multiply.
 TENSOR_CORE_ROWS = 16
 
@@ -28,14 +26,10 @@ def next_power_of_2(value: int) -> int:
 
 @dataclass(frozen=True)
 class Tile:
-    """The block of a segment that one program computes, of ``rows`` x ``cols`` elements, powers of two.
-
-    Of its columns the first ``step`` are the program's own: all of them, but where a matmul is dealt out evenly.
-    """
+    """The block of a segment that one program computes, of ``rows`` x ``cols`` elements, powers of two."""
 
     rows: int
     cols: int
-    step: int
     #: The program walks its rows ``cols`` columns at a time (a reduction that is not held in registers).
     looped: bool
     #: Programs side by side along the columns (1 where rows are reduced).
@@ -58,29 +52,11 @@ def tile_of(segment: Segment, config: Config) -> Tile:
         rows = min(rows, next_power_of_2(segment.num_rows))
         if segment.products and rows > 1:
             rows = max(rows, TENSOR_CORE_ROWS)
-    if not segment.products:
-        cols = next_power_of_2(cols)
     if is_static(segment.cols):
         cols = min(cols, next_power_of_2(segment.cols))
-    whole = next_power_of_2(cols)
     if segment.has_reduction():
-        return Tile(rows, whole, whole, not is_static(segment.cols) or whole < segment.cols, 1)
-    return Tile(rows, whole, cols, False, ceil_div(segment.cols, cols))
-
-
-def sums_of(segment: Segment) -> int:
-    """Sums over the inner dimension that a tile of a segment holds."""
-    return len({instr for instr in segment.body if isinstance(instr, Dot)})
-
-
-def segment_configs(ir: KernelIR, config: Config) -> list[Config]:
-    """The configuration of each segment: tiles with fewer sums than others have more columns, so that all weigh the
-    same.
-    """
-    sums = [sums_of(segment) for segment in ir.segments]
-    return [
-        {**config, "block_cols": int(config["block_cols"]) * (max(sums) // own)} if own else config for own in sums
-    ]
+        return Tile(rows, cols, not is_static(segment.cols) or cols < segment.cols, 1)
+    return Tile(rows, cols, False, ceil_div(segment.cols, cols))
 
 
 def splits_of(segment: Segment, config: Config) -> int:
@@ -127,14 +103,13 @@ class Blocks:
 def segment_programs(segment: Segment, config: Config, symbols: Mapping[str, int]) -> int:
     """Programs that compute ``segment``; 0 when it is empty."""
     tile = tile_of(segment, config)
-    across = ceil_div(evaluate(segment.cols, symbols), tile.step) if tile.col_blocks != 1 else 1
+    across = ceil_div(evaluate(segment.cols, symbols), tile.cols) if tile.col_blocks != 1 else 1
     return int(ceil_div(evaluate(segment.num_rows, symbols), tile.rows) * across) * splits_of(segment, config)
 
 
 def programs(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> int:
     """Programs (CUDA blocks) of one launch."""
-    each = zip(ir.segments, segment_configs(ir, config), strict=True)
-    return sum(segment_programs(segment, own, symbols) for segment, own in each)
+    return sum(segment_programs(segment, config, symbols) for segment in ir.segments)
 
 
 def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_CHOICES, default_overlap, overlap_tunables, pointless_overlap
-from fuseplan.kernels.gpu.tile import EVEN_COLS, Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
+from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
 from fuseplan.kernels.ir.index import Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
@@ -30,10 +30,7 @@ _TYPICAL_SIZE = 4096
 PARAMETERS = (
     Tunable(OVERLAP, ("none", *OVERLAP_CHOICES)),
     Tunable("block_rows", (1, 2, 4, 8, 16, 32, 64, 128)),
-    # Matmuls may be dealt out in blocks between two powers of two.
-    Tunable("block_cols", tuple(sorted(
-        {2**power for power in range(MAX_PERSISTENT_COLS.bit_length())} | set(range(EVEN_COLS, 128, EVEN_COLS))
-    ))),
+    Tunable("block_cols", tuple(2**power for power in range(MAX_PERSISTENT_COLS.bit_length()))),
     Tunable("block_inner", tuple(2**power for power in range(4, 15))),
     Tunable("num_warps", (1, 2, 4, 8, 16, 32)),
     Tunable("loads", ("early", "late")),

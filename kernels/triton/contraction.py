@@ -159,7 +159,7 @@ class ContractionEmitter(SegmentEmitter):
         masks = (", in_cols[:, None]" if self.flat else ", tl.trans(in_cols)") if self.masks_cols else ""
         edge = ", in_k[None, :]" if left.masks_cols else ""
         block = self._block_numbers()[1]
-        first_row = f"{block} * {self.tile.step}" if block else "0"
+        first_row = f"{block} * {self.tile.cols}" if block else "0"
         return f"{name}({self._weight_rows(number)}, k[None, :]{masks}{edge}, {first_row}, {first}, {self.arguments})"
 
     def _weight_rows(self, number: int) -> str:

@@ -8,15 +8,14 @@ its own.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 from fuseplan.kernels.gpu.overlap import default_overlap, overlap_tunables
-from fuseplan.kernels.gpu.tile import EVEN_COLS, next_power_of_2, programs, segment_configs, sums_of
+from fuseplan.kernels.gpu.tile import next_power_of_2, programs
 from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
 from fuseplan.kernels.ir.gathers import footprint
 from fuseplan.kernels.ir.index import Coord, Index, Mod, evaluate, product
-from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Reduce, Segment
+from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
 from fuseplan.kernels.triton.split_sums import unsplittable
 
 #: Registers for addresses, masks and the like, whatever the tile.
@@ -28,11 +27,6 @@ _LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
 #: Where programs share a tile: how many for each multiprocessor at most, the blocks of the inner dimension for each at
 #: least, and how many of these are on their way, there and where rows are many.
 _MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 2, 4, 4
-_SPLITS = (1, 2, 4)
-#: Columns of a tile at most.
-_MOST_COLS = 128
-#: Programs are dealt out evenly where each multiprocessor has so many, and nearly all have the last of them.
-_WAVES, _NEARLY_ALL = (1, 2), 0.94
 #: Bytes of memory that come together.
 _LINE_BYTES = 32
 #: Rows of the left side above which libraries have better tiles.
@@ -69,51 +63,23 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     return (
         *overlap,
         Tunable("block_rows", covering),
-        Tunable("block_cols", (16, 32, 64, _MOST_COLS, *_even_cols(ir, covering[-1], target))),
+        Tunable("block_cols", (16, 32, 64, 128)),
         Tunable("block_inner", tuple(
             size for size in ((64, 128) if rows >= _TILED_ROWS else (128, 256)) if size <= inner
         ) or (max(inner, 16),)),
         Tunable("num_warps", (2, 4, 8)),
         Tunable("num_stages", (_STAGES,) if rows >= _TILED_ROWS else (3, 4, 5)),
-        Tunable("splits", _SPLITS),
+        Tunable("splits", (1, 2, 4)),
     )
-
-
-def _even_cols(ir: KernelIR, block_rows: int, target: Target) -> tuple[int, ...]:
-    """Blocks of columns that give every multiprocessor as many programs, nearly, where powers of two do not.
-
-    Programs of many rows or columns are few, and a multiprocessor that has one more than others is waited for.
-    """
-    found = set()
-    for splits, waves in itertools.product(_SPLITS, _WAVES):
-        for cols in range(EVEN_COLS, _MOST_COLS, EVEN_COLS):
-            count = programs(ir, {"block_rows": block_rows, "block_cols": cols, "splits": splits}, {})
-            if count <= waves * target.cores:
-                found |= {cols} if _is_even(count, target) else set()
-                break
-    return tuple(sorted(cols for cols in found if _uneven(cols)))
-
-
-def _is_even(count: int, target: Target) -> bool:
-    """Whether nearly all multiprocessors have as many programs, of few."""
-    waves = -(-count // target.cores)
-    return waves <= max(_WAVES) and count >= _NEARLY_ALL * waves * target.cores
-
-
-def _uneven(cols: int) -> bool:
-    """Whether a block is one of :func:`_even_cols`: no power of two."""
-    return cols != next_power_of_2(cols)
 
 
 def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     """Why ``config`` is not worth compiling, or None."""
-    rows, inner = (int(config[name]) for name in ("block_rows", "block_inner"))
+    rows, cols, inner = (int(config[name]) for name in ("block_rows", "block_cols", "block_inner"))
     threads, stages = 32 * int(config["num_warps"]), int(config["num_stages"])
     limit = min(MAX_REGISTERS, REGISTER_FILE // threads) - _BASE_REGISTERS
-    for segment, own in zip(ir.segments, segment_configs(ir, config), strict=True):
-        if not segment.products:
-            continue
-        cols, sums = next_power_of_2(int(own["block_cols"])), sums_of(segment)
+    for segment in (one for one in ir.segments if one.products):
+        sums = _sums(segment)
         if rows == 1:
             each = cols * inner / threads
             if not _LEAST_EACH <= each <= _MOST_EACH:
@@ -132,9 +98,7 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
         held = stages * inner * (sums * cols * _weight_bytes(ir, segment) + rows * 2)
         if held > _SHARED_BYTES:
             return f"{held:.0f} bytes of blocks on their way do not fit shared memory"
-    count, splits, cols = programs(ir, config, {}), int(config.get("splits", 1)), int(config["block_cols"])
-    if _uneven(cols) and (rows < min(_rows(ir), MAX_ROWS) or not _is_even(count, target)):
-        return f"{count} programs of {cols} columns are not dealt out evenly"
+    count, splits = programs(ir, config, {}), int(config.get("splits", 1))
     if count < target.cores // 2:
         return f"{count} programs leave most of {target.cores} multiprocessors idle"
     return _pointless_splits(ir, config, count, target) if splits > 1 else None
@@ -157,7 +121,7 @@ def _pointless_splits(ir: KernelIR, config: Config, count: int, target: Target) 
 def default_config(ir: KernelIR, target: Target) -> Config:
     """A configuration that is good without tuning."""
     anchored = [segment for segment in ir.segments if segment.products]
-    rows, sums = _rows(ir), max(map(sums_of, anchored))
+    rows, sums = _rows(ir), max(map(_sums, anchored))
     each = max(_weight_bytes(ir, segment) for segment in anchored)
     wide = rows >= _TILED_ROWS or each > 2.5
     # The narrower weights are, the more of them make the same bytes on their way.
@@ -205,7 +169,7 @@ def likeness(ir: KernelIR) -> tuple[tuple[object, ...], ...]:
     rows = 1 if _rows(ir) == 1 else max(16, next_power_of_2(_rows(ir)))
     return tuple(sorted(
         (
-            rows, evaluate(segment.cols, {}) * sums_of(segment) // len(segment.products), evaluate(one.left.cols, {}),
+            rows, evaluate(segment.cols, {}) * _sums(segment) // len(segment.products), evaluate(one.left.cols, {}),
             _weight_bytes(ir, segment), len(one.right.body), one.dtype, len(segment.products),
             sum(isinstance(instr, Reduce) for instr in one.left.body),
         )
@@ -224,6 +188,10 @@ def refuse(ir: KernelIR) -> str | None:
 
 def _rows(ir: KernelIR) -> int:
     return max(evaluate(product(segment.rows), {}) for segment in ir.segments if segment.products)
+
+
+def _sums(segment: Segment) -> int:
+    return len({instr for instr in segment.body if isinstance(instr, Dot)})
 
 
 def _inner(ir: KernelIR) -> int:

@@ -118,16 +118,12 @@ class Left(Side):
 
 @dataclass(frozen=True)
 class _Axis:
-    """Rows or columns of a block of weights, which begins at a multiple of ``step``.
-
-    ``ending`` makes a tensor of the block's rank of their positions.
-    """
+    """Rows or columns of a block of weights; ``ending`` makes a tensor of the block's rank of their positions."""
 
     name: str
     axis: int
     size: int
     block: int
-    step: int
     masked: bool
     ending: str
 
@@ -145,8 +141,8 @@ class Right(Side):
         }
         self.in_order = in_order
         self.axes = (
-            _Axis("row", 0, self.segment.rows[0], outer.tile.cols, outer.tile.step, self.masks_rows, "[:, None]"),
-            _Axis("col", 1, self.segment.cols, self.block, self.block, self.masks_cols, "[None, :]"),
+            _Axis("row", 0, self.segment.rows[0], outer.tile.cols, self.masks_rows, "[:, None]"),
+            _Axis("col", 1, self.segment.cols, self.block, self.masks_cols, "[None, :]"),
         )
         #: Definitions of the positions at which loads are made that neighbours share.
         self.shared: dict[str, str] = {}
@@ -156,7 +152,7 @@ class Right(Side):
 
     def load(self, instr: Load) -> str:
         """Neighbours that read one element load it once: a word of several numbers, the scale of a group of them."""
-        rows, cols = (run_of(instr.index, one.axis, math.gcd(one.block, one.step)) for one in self.axes)
+        rows, cols = (run_of(instr.index, one.axis, one.block) for one in self.axes)
         rows = rows if self.in_order else 1
         if instr.mask is not None or rows == cols == 1:
             return super().load(instr)

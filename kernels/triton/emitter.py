@@ -8,7 +8,7 @@ from __future__ import annotations
 from textwrap import indent
 
 from fuseplan.kernels.gpu.overlap import OVERLAP_IMPORT, is_overlapped
-from fuseplan.kernels.gpu.tile import ceil_div, segment_configs, segment_programs, splits_of, tile_of
+from fuseplan.kernels.gpu.tile import ceil_div, segment_programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import BuildError, Config, checked
 from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import KernelIR, Segment
@@ -43,8 +43,7 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
     helpers: list[Function] = []
     try:
         bodies = [_body(ir, number, config, signature, helpers) for number in range(len(ir.segments))]
-        each = zip(ir.segments, segment_configs(ir, config), strict=True)
-        counts = [_program_count(segment, own) for segment, own in each]
+        counts = [_program_count(segment, config) for segment in ir.segments]
     except ValueError as error:
         raise BuildError(f"triton: {error}") from error
     pid = "pid = tl.program_id(0)" + (".to(tl.int64)" if wide else "")
@@ -66,8 +65,7 @@ def _body(ir: KernelIR, number: int, config: Config, arguments: str, helpers: li
     share = shares(ir, config)[number]
     if share.splits > 1 and (reason := unsplittable(segment)) is not None:
         raise ValueError(reason)
-    own = segment_configs(ir, config)[number]
-    emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, own, arguments, str(number), share)
+    emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, config, arguments, str(number), share)
     lines = emitter.lines()
     helpers += emitter.functions
     return lines

@@ -71,9 +71,7 @@ class SegmentEmitter(ValueEmitter):
         if "in_rows" in used:
             lines.append(f"in_rows = row < {triton_size(self.segment.num_rows)}")
         if not tile.looped and used & {"col", "in_cols"}:
-            lines += self._columns(f"{col_block} * {tile.step} + " if col_block else "")
-            if col_block and tile.step < tile.cols and self.masks_cols:
-                lines.append(f"in_cols = in_cols & (col < {col_block} * {tile.step} + {tile.step})")
+            lines += self._columns(f"{col_block} * {tile.cols} + " if col_block else "")
         return lines
 
     def _block_numbers(self) -> tuple[str, str]:

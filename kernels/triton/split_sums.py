@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fuseplan.kernels.gpu.tile import segment_configs, segment_programs, splits_of, sums_of, tile_of
+from fuseplan.kernels.gpu.tile import segment_programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.ir import Dot, KernelIR, Reduce, Segment
 from fuseplan.kernels.ir.schedule import reduction_depths
@@ -31,10 +31,12 @@ class Share:
 
 def shares(ir: KernelIR, config: Config) -> list[Share]:
     """For each segment its share of a kernel's tiles."""
-    programs = _programs(ir, config)
+    programs = [segment_programs(segment, config, {}) if segment.products else 0 for segment in ir.segments]
     splits = [splits_of(segment, config) for segment in ir.segments]
     tiles = accumulate((count // each for count, each in zip(programs, splits, strict=True)), initial=0)
-    numbers = accumulate(_numbers(ir, config), initial=0)
+    numbers = accumulate(
+        (count * numbers_each(segment, config) for count, segment in zip(programs, ir.segments, strict=True)), initial=0
+    )
     return [Share(*one) for one in zip(splits, tiles, numbers, strict=False)]
 
 
@@ -42,20 +44,11 @@ def scratch(ir: KernelIR, config: Config) -> tuple[int, int]:
     """Numbers and counters that a kernel needs; (0, 0) without splits."""
     if all(splits_of(segment, config) == 1 for segment in ir.segments):
         return 0, 0
-    splits = max(splits_of(segment, config) for segment in ir.segments)
-    return sum(_numbers(ir, config)), sum(_programs(ir, config)) // splits
-
-
-def _programs(ir: KernelIR, config: Config) -> list[int]:
-    """For each segment its programs, of those with matmuls."""
-    each = zip(ir.segments, segment_configs(ir, config), strict=True)
-    return [segment_programs(segment, own, {}) if segment.products else 0 for segment, own in each]
-
-
-def _numbers(ir: KernelIR, config: Config) -> list[int]:
-    """For each segment the numbers that its programs hand over."""
-    each = zip(_programs(ir, config), ir.segments, segment_configs(ir, config), strict=True)
-    return [count * numbers_each(segment, own) for count, segment, own in each]
+    programs = [segment_programs(segment, config, {}) if segment.products else 0 for segment in ir.segments]
+    numbers = sum(
+        count * numbers_each(segment, config) for count, segment in zip(programs, ir.segments, strict=True)
+    )
+    return numbers, sum(programs) // max(splits_of(segment, config) for segment in ir.segments)
 
 
 def numbers_each(segment: Segment, config: Config) -> int:
@@ -64,7 +57,7 @@ def numbers_each(segment: Segment, config: Config) -> int:
         return 0
     tile, lefts = tile_of(segment, config), {one.left for one in segment.products}
     folds = sum(isinstance(instr, Reduce) for left in lefts for instr in left.body)
-    return tile.rows * (sums_of(segment) * tile.cols + folds)
+    return tile.rows * (len({instr for instr in segment.body if isinstance(instr, Dot)}) * tile.cols + folds)
 
 
 def unsplittable(segment: Segment) -> str | None:

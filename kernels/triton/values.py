@@ -85,7 +85,7 @@ class ValueEmitter(ABC):
         self.depths = reduction_depths(segment)
         #: For each value, whether its tensor has the tile's rows, and the tile's columns.
         self.extent = [(not axes <= {segment.col_axis}, segment.col_axis in axes) for axes in value_axes(segment)]
-        self.masks_cols = self.tile.step < self.tile.cols or divides(self.tile.cols, segment.cols) is None
+        self.masks_cols = divides(self.tile.cols, segment.cols) is None
         #: Row coordinates and row-level values are scalars, and tiles have one dimension.
         self.flat = self.tile.flat
         #: Values loaded ahead of their use, still in storage type.

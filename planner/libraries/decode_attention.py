@@ -23,6 +23,8 @@ from fuseplan.planner.rewrites.attention_backends import Attention, whole_number
 #: Shared memory for blocks of keys and values that are on their way.
 _SHARED_BYTES = 200 * 2**10
 _WIDTHS = (16, 32, 64, 128, 256)
+#: Blocks of keys that a program has at most where twice as many programs are faster.
+_FEW_BLOCKS = 4
 #: Elements of a head in float32 at most: more do not fit the registers.
 _MOST_WIDE = 128
 #: The kernel's arguments that are strides, in elements.
@@ -107,10 +109,14 @@ class SplitAttention:
         return fixed, pairs * splits * group * (width + 2) if splits > 1 else 1
 
     def _splits(self, pairs: int, length: int, target: Target) -> int:
-        """Splits that fill the device, of at least one block each: a power of two."""
+        """Splits that fill the device, of at least one block each: a power of two.
+
+        Programs of few blocks mostly wait for memory, so there are twice as many of them.
+        """
         wanted = max(1, self.waves * target.cores // pairs)
         blocks = -(-length // self.rows)
-        return next_power_of_2(min(wanted, blocks) // 2 + 1)
+        splits = next_power_of_2(min(wanted, blocks) // 2 + 1)
+        return 2 * splits if splits > 1 and 2 * splits <= blocks <= _FEW_BLOCKS * splits else splits
 
 
 def _refused(call: Attention) -> str | None:

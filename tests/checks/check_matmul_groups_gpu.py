@@ -1,7 +1,7 @@
 """Matmul groups of a decoder layer on a GPU: every feasible configuration against ATen's chain, in a CUDA graph.
 
-    python tests/checks/check_matmul_groups_gpu.py [--rows 1 4 16 64] [--groups qkv proj gated down qkv-plain gated-plain] [--seconds 60]
-        [--jobs 16] [--out results/DEVICE/matmul-groups.md]
+    python tests/checks/check_matmul_groups_gpu.py [--rows 1 4 16 64] [--groups qkv proj gated down]
+        [--seconds 60] [--jobs 16] [--out results/DEVICE/matmul-groups.md]
 
 Sizes are those of Llama-3-8B. Weights are rotated through more memory than the cache holds, activations are warm. The
 results of the fastest configuration are compared with the chain in float64.

@@ -133,11 +133,10 @@ TOLERANCE = {"torch.bfloat16": 1.2e-2, "torch.float16": 1.5e-3, "torch.float32":
 def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]:
     """The default, and blocks that end before, at and behind the last row, column and inner element."""
     yield backend.default_config(ir, SM90)
-    several = ((16, 16, 16), (16, 12, 32), (16, 24, 32), (16, 32, 64))
-    for height, cols, inner in ((1, 1, 64), (1, 8, 16), (16, 16, 32)) if rows == 1 else several:
+    for height, cols, inner in ((1, 1, 64), (1, 8, 16), (16, 16, 32)) if rows == 1 else ((16, 16, 16), (16, 32, 64)):
         yield {"block_rows": height, "block_cols": cols, "block_inner": inner, "num_warps": 1}
     splittable = all(unsplittable(segment) is None for segment in ir.segments)
-    for cols, splits in ((16, 2), (24, 2), (32, 4)) if splittable else ():
+    for cols, splits in ((16, 2), (32, 4)) if splittable else ():
         yield {"block_rows": 16, "block_cols": cols, "block_inner": 16, "num_warps": 1, "splits": splits}
 
 

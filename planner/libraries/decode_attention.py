@@ -102,8 +102,9 @@ class SplitAttention:
         mask = dtype if call.mask is None else call.mask.dtype
         pointers = {"query": dtype, "key": dtype, "value": dtype, "mask": mask, "out": dtype, "partial": "float32",
                     "counters": "int32"}
-        # What tensor cores do not multiply takes more threads.
-        warps = 4 * self.warps if wide else self.warps
+        # More threads for what tensor cores do not multiply, and where each program has a multiprocessor to itself.
+        alone = splits == 1 and pairs <= target.cores
+        warps = self.warps * (4 if wide else 2 if alone else 1)
         fixed = FixedFunction(
             attend, tuple(pointers.items()), tuple(constants.items()), pairs * splits, warps, overlapped)
         return fixed, pairs * splits * group * (width + 2) if splits > 1 else 1

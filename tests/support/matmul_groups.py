@@ -114,8 +114,8 @@ def one_row_for_all(dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
     return b, (b("aten.add.Tensor", "residual", made),)
 
 
-def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
-    """Groups of odd sizes by name."""
+def plain_groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
+    """Groups of odd sizes by name, with weights as they are multiplied."""
     for rows in (1, 3, 17):
         for width, inner in ((24, 16), (25, 40), (33, 127)):
             yield f"residual {rows} {width} {inner}", *residual(rows, width, inner, dtype)
@@ -123,6 +123,11 @@ def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]
         yield f"attention inputs {rows}", *attention_inputs(rows, 40, dtype)
         yield f"large {rows}", *large(rows, 24, 40, dtype)
     yield "one row for all", *one_row_for_all(dtype)
+
+
+def groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
+    """The same, and with weights stored in few bits."""
+    yield from plain_groups(dtype)
     yield from quantised_groups(dtype)
 
 

@@ -85,7 +85,10 @@ class SplitAttention:
         dtype = call.query.dtype
         masked = _mask_strides(call)
         wide = dtype == "float32"
-        stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // (2 * self.rows * width * ITEMSIZE[dtype])))
+        # In float32 the loops with and without a look at the mask have shared memory of their own.
+        loops = 2 if wide and call.mask is not None else 1
+        block_bytes = loops * 2 * self.rows * width * ITEMSIZE[dtype]
+        stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // block_bytes))
         overlapped = not interpreter_is_on() and can_overlap(target)
         strides = [
             *whole_numbers(call.query.strides)[:2], *whole_numbers(call.key.strides)[:3],

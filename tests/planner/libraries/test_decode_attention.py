@@ -72,6 +72,22 @@ def test_it_takes_addresses_alone_and_keeps_its_numbers_in_registers(batch: int,
     assert (numbers > 1) == (fixed.programs > 8 * batch)
 
 
+@pytest.mark.parametrize(("dtype", "width"), [
+    (torch.float32, 16), (torch.float32, 128), (torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float16, 256),
+])
+@pytest.mark.parametrize("kind", [None, torch.bool])
+def test_its_blocks_fit_a_multiprocessor(dtype: torch.dtype, width: int, kind: torch.dtype | None) -> None:
+    pytest.importorskip("triton")
+    mask = {} if kind is None else {"mask": torch.ones(1, 1, 1, 640, dtype=kind)}
+    b = Builder(q=torch.empty(1, 4, 1, width, dtype=dtype), k=torch.empty(1, 2, 640, width, dtype=dtype), **mask)
+    graph = b.graph(b(ATTENTION, "q", "k", "k", *mask, enable_gqa=True))
+    call = parsed(op_group(graph, [node.name for node in graph], graph.outputs, "cuda"))
+    assert isinstance(call, Attention)
+    compiled = SplitAttention().kernel(call, (4 * width, width), SM90)[0].compiled(SM90, Variant())
+    # What one program of compute capability 9.0 can have (CUDA C++ Programming Guide, technical specifications).
+    assert compiled.metadata.shared <= 227 * 2**10
+
+
 def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models of one size may run at the same time, each on a stream of its own."""
     made: list[Any] = []

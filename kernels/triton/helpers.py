@@ -23,7 +23,10 @@ def _repeated(x, rows: tl.constexpr, cols: tl.constexpr):
     """Each element of a block as a block of ``rows`` x ``cols``, powers of two."""
     height: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
-    if cols == 2:
+    # Joins need no shared memory. Those of few elements came out wrong on a GPU (Triton 3.6, one warp, 16 columns).
+    if cols > 1 and width * cols < 64:
+        x = tl.reshape(tl.broadcast_to(x[:, :, None], (height, width, cols)), (height, width * cols))
+    elif cols == 2:
         x = tl.reshape(tl.join(x, x), (height, width * 2))
     elif cols == 4:
         x = tl.join(x, x)

@@ -23,6 +23,7 @@ from fuseplan.planner.bench.generation import (
     TokenTimer,
     device_step_us,
     first_difference,
+    host_step_us,
     how_compiled,
     step_bytes,
 )
@@ -41,7 +42,8 @@ LEGEND = (
     "Times are medians over interleaved rounds. `ms_token` is that of a decode step, between its 20th and 80th "
     "percentile: a call of all tokens less one of the first, by the steps in between. `vs_inductor` is the time of "
     "what Hugging Face compiles by itself over it, `x_floor` how many times reading the weights it takes, `device_ms` "
-    "and `host_ms` its two parts. `first_ms` is a call that makes one token. `fresh_*` are seconds from the call to a "
+    "and `host_ms` its two parts. Of a step the host spends `guards_ms` on finding the compiled code and `call_ms` in "
+    "it, as a profiler sees them; the rest is `generate()`'s own. `first_ms` is a call that makes one token. `fresh_*` are seconds from the call to a "
     "token in a fresh process."
 )
 
@@ -57,6 +59,8 @@ class GenerateRow(BenchRow):
         fresh_all_s: The same to the last token.
         device_us: Time of a step in which the GPU was at work; None on CPUs.
         host_us: The rest of the step.
+        guards_us: Time of a step in which the host looks for the compiled code; None where nothing is compiled.
+        call_us: Time of a step in which the host is in the compiled code, which may overlap the device's.
         floor_us: Time to read the weights that every step reads, at the device's measured bandwidth.
         tokens: ``"as eager's"``, or the first that is another one.
     """
@@ -67,6 +71,8 @@ class GenerateRow(BenchRow):
     fresh_all_s: float | None = None
     device_us: float | None = None
     host_us: float | None = None
+    guards_us: float | None = None
+    call_us: float | None = None
     floor_us: float | None = None
     tokens: str = ""
 
@@ -136,11 +142,13 @@ def _comparison(tokens: torch.Tensor, expected: Sequence[torch.Tensor]) -> str:
 
 
 def _with_parts(row: GenerateRow, run: Generation | None, device_type: str) -> GenerateRow:
-    """The row with its time to the first token, and on GPUs with what of a step is the device's."""
+    """The row with its time to the first token, what the host does in a step, and on GPUs what is the device's."""
     step_us = row.median_us
     if run is None or step_us is None:
         return row
     row = replace(row, first_us=median(run.first_us))
+    if run.name != EAGER and (found := host_step_us(run)) is not None:
+        row = replace(row, guards_us=found[0], call_us=found[1])
     if device_type != "cuda":
         return row
     try:
@@ -192,6 +200,8 @@ def generate_table(frame: pd.DataFrame) -> pd.DataFrame:
         "x_floor": frame["median_us"] / frame["floor_us"],
         "device_ms": frame["device_us"] / 1e3,
         "host_ms": frame["host_us"] / 1e3,
+        "guards_ms": frame["guards_us"] / 1e3,
+        "call_ms": frame["call_us"] / 1e3,
         "first_ms": frame["first_us"] / 1e3,
         **{name: frame[name] for name in ("fresh_first_s", "fresh_second_s", "fresh_all_s")},
         "tokens": frame["tokens"],

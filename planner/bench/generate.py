@@ -37,14 +37,16 @@ from fuseplan.search.timing.timers import Run
 
 #: Tokens of a call that are as eager's.
 SAME = "as eager's"
+#: Rounds at least: a sample is the mean of many steps.
+_MIN_ROUNDS = 4
 #: What stands below the table.
 LEGEND = (
     "Times are medians over interleaved rounds. `ms_token` is that of a decode step, between its 20th and 80th "
     "percentile: a call of all tokens less one of the first, by the steps in between. `vs_inductor` is the time of "
     "what Hugging Face compiles by itself over it, `x_floor` how many times reading the weights it takes, `device_ms` "
     "and `host_ms` its two parts. Of a step the host spends `guards_ms` on finding the compiled code and `call_ms` in "
-    "it, as a profiler sees them; the rest is `generate()`'s own. `first_ms` is a call that makes one token. `fresh_*` are seconds from the call to a "
-    "token in a fresh process."
+    "it, as a profiler sees them; the rest is `generate()`'s own. `first_ms` is a call that makes one token. `fresh_*` "
+    "are seconds from the call to a token in a fresh process."
 )
 
 
@@ -125,7 +127,9 @@ def bench_generate(
         for name in names:
             race.enter(name, partial(make, name))
         try:
-            rows = race.rows(TokenTimer(session.target.device_type), [()], seconds)
+            timer = TokenTimer(session.target.device_type)
+            # Eager's calls take longest, so the noise is that of ours.
+            rows = race.rows(timer, [()], seconds, twice=OURS, min_rounds=_MIN_ROUNDS)
         except Exception as error:  # such as a device without the memory: the other sizes fit
             return [GenerateRow(contestant=name, mode="eager", note=failure(error), **common) for name in names]
         # Not before the rounds are over: a kernel may fail, and a moved cache be recorded anew, in any of them.

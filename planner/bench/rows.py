@@ -14,7 +14,7 @@ import pandas as pd
 
 from fuseplan.planner.peers.contestant import EAGER, OURS, PeerError
 from fuseplan.planner.report.frames import geometric_mean
-from fuseplan.search.timing.contest import Contest, contest
+from fuseplan.search.timing.contest import MIN_ROUNDS, Contest, contest
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
 
@@ -89,22 +89,26 @@ class Race(Generic[R]):
             self._facts[name] = {"compile_s": time.perf_counter() - start, **facts}
 
     def rows(
-        self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({})
+        self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({}),
+        twice: str = EAGER, min_rounds: int = MIN_ROUNDS,
     ) -> list[R]:
         """Time everybody in interleaved rounds, in the timer's mode: a row for each, in order of entry.
 
-        ``own`` has the operand sets of contestants that want the same values in a layout of their own.
+        ``own`` has the operand sets of contestants that want the same values in a layout of their own; ``twice`` runs
+        a second time in each round, for the noise.
         """
         samplers: dict[str, Run] = {}
         found: dict[str, Mapping[str, Any]] = {}
-        # Eager's second copy runs last, and rounds turn: with eager first, everyone else follows two other neighbours.
-        for name in sorted(self._runs, key=lambda name: name != EAGER):
+        # The second copy runs last, and rounds turn: with the first one in front, all others follow two neighbours.
+        for name in sorted(self._runs, key=lambda name: name != twice):
             try:
                 samplers[name] = timer.prepare(self._runs[name], own.get(name, operands))
             except Exception as error:  # such as an op that cannot be captured in a CUDA graph
                 found[name] = {"note": failure(error)}
         if samplers:
-            result = contest(_Prepared(timer.regime), samplers, operands, seconds).both_ways()
+            result = contest(
+                _Prepared(timer.regime), samplers, operands, seconds, min_rounds=min_rounds
+            ).both_ways()
             found |= {name: times_of(result, name) for name in samplers}
         return [
             self._kind(contestant=name, mode=timer.regime, **{**self._common, **facts, **found.get(name, {})})

@@ -29,7 +29,8 @@ _LONGER = (2, 4)
 MAX_LOSS = 0.01
 #: By how much a mean may be worse than the best for a smaller loss under one condition.
 _NEAR = 0.02
-_MIN_ROUNDS = 7
+#: Rounds of an interleaved run at least, unless a sample is long enough to stand for many.
+MIN_ROUNDS = 7
 _MAX_ROUNDS = 61
 #: How many times longer than planned to wait for undisturbed rounds.
 _PATIENCE = 4
@@ -163,17 +164,17 @@ def middle_of_three(run: Callable[[], Contest], incumbent: str) -> Contest:
 
 def contest(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
-    max_rounds: int = _MAX_ROUNDS,
+    max_rounds: int = _MAX_ROUNDS, min_rounds: int = MIN_ROUNDS,
 ) -> Contest:
     """Time all contestants in interleaved rounds, each starting with another one.
 
     A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
-    processor is never left alone. At least a few rounds are run, however long they take, and no more than
+    processor is never left alone. At least ``min_rounds`` are run, however long they take, and no more than
     ``max_rounds`` that are undisturbed. ``twice`` (the first contestant) runs a second time for the A/A noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
     runs = {**contestants, _AGAIN: contestants[twice]}
-    samples = _rounds(timer, runs, operands, seconds, max_rounds)
+    samples = _rounds(timer, runs, operands, seconds, min_rounds, max_rounds)
     noise = paired_noise(samples[twice], samples.pop(_AGAIN))
     return Contest(samples, noise, timer.regime)
 
@@ -204,7 +205,7 @@ def _averaged(values: Sequence[float], count: int) -> list[float]:
 
 
 def _rounds(
-    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, max_rounds: int
+    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, min_rounds: int, max_rounds: int
 ) -> dict[str, tuple[float, ...]]:
     """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
     clean: list[dict[str, float]] = []
@@ -218,11 +219,11 @@ def _rounds(
             found = {name: value for name, (value, _) in tried.items()}
             (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
             spent = timer.clock() - start
-            if spent >= seconds and len(clean) >= _MIN_ROUNDS:
+            if spent >= seconds and len(clean) >= min_rounds:
                 break
-            if spent >= seconds * _PATIENCE and number >= _MIN_ROUNDS:
+            if spent >= seconds * _PATIENCE and number >= min_rounds:
                 break
-    rounds = clean if len(clean) >= _MIN_ROUNDS else clean + disturbed
+    rounds = clean if len(clean) >= min_rounds else clean + disturbed
     return {name: tuple(one[name] for one in rounds) for name in samplers}
 
 

@@ -216,6 +216,27 @@ def test_a_step_is_the_devices_time_and_the_rest(monkeypatch: pytest.MonkeyPatch
     assert found.device_us is None and found.note == "plan; no profile: RuntimeError: no counters"
 
 
+def test_what_the_host_does_in_a_step_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(name: str, us: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(elapsed_us=lambda: us))
+
+    seen = [event("aten::mm", 50.0)]
+    seen += [event("TorchDynamo Cache Lookup", 6.0), event("Torch-Compiled Region: 0/0", 12.0)] * 3
+    monkeypatch.setattr(generation, "_profiled", lambda call, activity: call() is not None and seen)
+    run = Scripted(OURS, None, SIZES, {})
+    assert generation.host_step_us(run) == (6.0, 12.0)  # three steps after the first token
+    assert run.made == [4]
+    del seen[1:]
+    assert generation.host_step_us(run) is None
+
+
+def test_compiled_calls_are_profiled_on_a_cpu(session: Session, module: Any) -> None:
+    run = Generation(OURS, module, SIZES, generation.how_compiled(OURS, "cpu", bench.dispatch_options(session)))
+    run()
+    found = generation.host_step_us(run)
+    assert found is not None and min(found) > 0
+
+
 def test_spans_that_overlap_count_once() -> None:
     assert generation.covered_us([(5.0, 6.0), (0.0, 4.0), (1.0, 2.0)]) == 5.0
     assert generation.covered_us([]) == 0.0

@@ -10,6 +10,7 @@ import torch
 
 from fuseplan.kernels.ir.backend import CompiledKernel
 
+_torch: Any = torch._C
 #: Counters kept ready for streams that record CUDA graphs, where nothing can be zeroed once for all replays.
 _SPARE = 4
 
@@ -22,20 +23,23 @@ class Counters:
     """
 
     count: int
-    _known: dict[tuple[torch.device, int, bool], torch.Tensor] = field(default_factory=dict)
-    _spare: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)
+    #: By device number, stream, and whether that records.
+    _known: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
+    _spare: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def of(self, beside: torch.Tensor) -> torch.Tensor:
         """Those for a launch on the current stream of a tensor's device."""
-        device, recording = beside.device, beside.is_cuda and torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(device).cuda_stream if beside.is_cuda else 0
-        key = device, stream, recording
+        number, stream, recording = beside.get_device(), 0, False  # -1 on a CPU
+        if number >= 0:  # in every call: PyTorch's own wrappers make objects that nobody wants
+            stream, recording = _torch._cuda_getCurrentRawStream(number), _torch._cuda_isCurrentStreamCapturing()
+        key = number, stream, recording
         if key not in self._known:
+            device = beside.device
             if not recording:
-                self._spare.setdefault(device, [self._zeros(device) for _ in range(_SPARE)])
-            elif not self._spare.get(device):
+                self._spare.setdefault(number, [self._zeros(device) for _ in range(_SPARE)])
+            elif not self._spare.get(number):
                 return self._zeros(device)  # a graph's own: each replay makes them anew
-            self._known[key] = self._spare[device].pop() if recording else self._zeros(device)
+            self._known[key] = self._spare[number].pop() if recording else self._zeros(device)
         return self._known[key]
 
     def _zeros(self, device: torch.device) -> torch.Tensor:
